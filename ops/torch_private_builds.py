@@ -25,6 +25,19 @@ def triton_kernel(name: str, source: str) -> Any:
     return kernel
 
 
+class ExternKernels:
+    """Torch's own kernels as Inductor's programs call them: the usual ones without the compiler's import."""
+
+    mm, addmm = staticmethod(torch.mm), staticmethod(torch.addmm)
+    bmm, baddbmm = staticmethod(torch.bmm), staticmethod(torch.baddbmm)
+
+    def __getattr__(self, name: str) -> Callable:
+        import torch._inductor.lowering  # which registers them
+        from torch._inductor.select_algorithm import extern_kernels
+
+        return getattr(extern_kernels, name)
+
+
 def build_without_gpu(capability: tuple[int, int]) -> None:
     """From now on Triton compiles for a GPU of this ``capability``, and neither loads nor launches anything.
 
@@ -156,12 +169,22 @@ def rehearse(function: Callable, args: tuple) -> None:
 
 @contextlib.contextmanager
 def builds_for_others() -> Iterator[None]:
-    """Inductor makes code by itself, tries nothing out on the GPU, and looks for nothing that it made before."""
+    """Inductor makes code by itself, tries nothing out on the GPU, and looks for nothing that it made before.
+
+    Dynamo does not look up the source of all functions that it traced, which ready code has no use for: a tenth of the
+    time went there.
+    """
     import torch._inductor.config
+    from torch._dynamo.package import SourceInfo
 
     off = dict.fromkeys(("shape_padding", "joint_graph_constant_folding", "fx_graph_cache"), False)
-    with torch._inductor.config.patch({**off, "compile_threads": 1}):
-        yield
+    add_code = SourceInfo.add_code
+    SourceInfo.add_code = lambda self, code: None  # type: ignore[method-assign]
+    try:
+        with torch._inductor.config.patch({**off, "compile_threads": 1}):
+            yield
+    finally:
+        SourceInfo.add_code = add_code  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ def pretend_gpu(properties: Any) -> None:
         "get_rng_state": torch.zeros(1, dtype=torch.uint8),
         "set_rng_state": None,
         "synchronize": None,
+        "is_current_stream_capturing": False,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, _always(answer))

@@ -46,7 +46,7 @@ def build_missing(
             if isinstance(found, str):
                 missing.append((job, key, found))
         if num_workers is None:
-            workers = granted_cores() if needs_process else useful_workers(len(missing))
+            workers = (_workers_for_gpu if needs_process else useful_workers)(len(missing))
         else:
             workers = num_workers
         workers = min(max(workers, len(processes.ages())), len(missing))
@@ -106,3 +106,9 @@ def useful_workers(num_jobs: int) -> int:
     """Processes that save time: one for each core. A single job is as fast in this process, which has torch loaded."""
     workers = min(granted_cores(), num_jobs)
     return workers if workers > 1 else 0
+
+
+def _workers_for_gpu(num_jobs: int) -> int:
+    """Of which there is one at least. Steps of all buckets take as long: with a few more than cores, all go together."""
+    cores = granted_cores()
+    return num_jobs if num_jobs <= 2 * cores else cores

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.torch_private import aot_result, cache_dir, inductor_module, load_kernel, op_without_python
-from compiled_llm.ops.torch_private_builds import triton_kernel
+from compiled_llm.ops.torch_private_builds import ExternKernels, triton_kernel
 
 _ALIGNMENT = 16  # bytes, that Inductor's code for a GPU counts on
 
@@ -42,6 +42,14 @@ class _Helpers:
 
     @staticmethod
     def record_pregraph_bytecode_exit(record: None) -> None: ...
+
+    # From torch 2.14 on these two keep the current stream for graphs that name streams. None here does.
+
+    @staticmethod
+    def get_current_stream(device: torch.device) -> None: ...
+
+    @staticmethod
+    def store_user_object_weakrefs(*objects: Any) -> None: ...
 
 
 def ready_code(ahead: Any) -> bytes | None:
@@ -74,6 +82,7 @@ def load_ready(
     """
     program, kernels, triton_kernels, aligned, bytecode, graph_name, modules, pickled = marshal.loads(code)
     namespace: dict[str, Any] = {"__name__": graph_name, "op_without_python": op_without_python}
+    namespace["extern_kernels"] = ExternKernels()
     namespace |= {name: load_kernel(Path(cache_dir(), library)) for name, library in kernels.items()}
     namespace |= {name: load_triton(name, source) for name, source in triton_kernels.items()}
     exec(program, namespace)
@@ -170,11 +179,14 @@ def _program(graph: Any) -> tuple[types.CodeType, dict[str, str], dict[str, str]
 
 
 class _Needed(ast.NodeTransformer):
-    """Leaves out imports of names that the program does not use: Inductor writes the same ones into every program."""
+    """Leaves out imports of names that the program does not use: Inductor writes the same ones into every program.
+
+    ``extern_kernels`` comes from ``load_ready``, since its import takes a second.
+    """
 
     def __init__(self, statements: list[ast.stmt]) -> None:
         nodes = [node for statement in statements for node in ast.walk(statement)]
-        self._used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        self._used = {node.id for node in nodes if isinstance(node, ast.Name)} - {"extern_kernels"}
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
         node.names = [alias for alias in node.names if (alias.asname or alias.name) in self._used]

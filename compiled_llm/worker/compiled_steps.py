@@ -222,12 +222,9 @@ class CompiledSteps:
 
         for bucket in self._recording_order():
             name = self._name(bucket)
-            arguments = functools.partial(self.step_arguments, bucket)
             if name not in self._functions:
                 self._functions[name] = make(self._recipe(bucket)(), name, self._depends())
-                self._functions[name].warm_up(arguments)
-            else:
-                self._functions[name].record_again(arguments)
+                self._functions[name].warm_up(functools.partial(self.step_arguments, bucket))
             logits: Callable[[], Tensor] = functools.partial(self.run_step, bucket)
             if self.device.type == "cpu":  # there, what follows a step is not recorded with it: one step does for all
                 logits = functools.cache(logits)
@@ -236,7 +233,7 @@ class CompiledSteps:
 
     def _name(self, bucket: Bucket) -> str:
         """Of the function that runs a bucket's steps: on a CPU one for all, see ``StepSizes``."""
-        return "step" if self.device.type == "cpu" else bucket.name
+        return "step" if self.device.type == "cpu" and self._graph_pool is None else bucket.name
 
     def _recipe(self, bucket: Bucket) -> functools.partial:
         """Makes the step of a bucket, in any process."""

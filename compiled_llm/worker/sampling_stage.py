@@ -141,7 +141,8 @@ class SamplingStage:
             logits: ``logits(rows)`` are like those of a step, ``[rows, V]``.
             weight: about how long each takes to compile beside the step.
         """
-        threads, jobs = torch.get_num_threads(), {}
+        threads = torch.get_num_threads()
+        jobs: dict[str, Job] = {}
         for rows, sampling_input in sampling_inputs.items():
             marked = mark_first_size(logits(rows), self._rows_size)
             for kind, (recipe, args) in self._of_rows(rows, marked, sampling_input).items():

@@ -5,6 +5,7 @@ describes. So a model of any size takes little memory.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized
 from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
-from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, pretend_gpu
+from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, keep_nothing, pretend_gpu
 from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
@@ -35,6 +36,22 @@ from compiled_llm.worker.step_buffers import StepBuffers
 
 DEVICE = torch.device("cuda", 0)
 _BLOCKS = 64  # of the KV cache; the code is for any number
+
+
+class TracedStep(NamedTuple):
+    """A bucket's step before it is compiled.
+
+    Attributes:
+        function: the step, a pure function of ``args``, which are fake tensors of ``mode``.
+        dtype: of weights and activations.
+    """
+
+    bucket: Bucket
+    config: ModelConfig
+    dtype: torch.dtype
+    function: Callable
+    args: tuple
+    mode: FakeTensorMode
 
 
 class FakeStep(NamedTuple):
@@ -57,17 +74,31 @@ class FakeStep(NamedTuple):
 
 
 def pretend(gpu: Gpu) -> None:
-    """Make this process take ``gpu`` for the one that it has, for good. Nothing can run on it."""
-    pretend_gpu(
-        GpuProperties(
-            gpu.name, *gpu.capability, gpu.num_sms, gpu.memory_bytes, gpu.l2_bytes, gpu.registers, gpu.threads,
-            gpu.sm_bytes, gpu.block_bytes,
-        )
+    """Make this process take ``gpu`` for the one that it has, for good. Nothing can run on it, and nothing is kept."""
+    pretend_gpu(properties_of(gpu))
+    keep_nothing()
+
+
+def properties_of(gpu: Gpu) -> GpuProperties:
+    """As torch has them of such a GPU."""
+    return GpuProperties(
+        gpu.name, *gpu.capability, gpu.num_sms, gpu.memory_bytes, gpu.l2_bytes, gpu.registers, gpu.threads,
+        gpu.sm_bytes, gpu.block_bytes,
     )  # fmt: skip
 
 
 def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> FakeStep:
-    """Generate a bucket's code for the GPU of ``pretend``.
+    """Generate a bucket's code for the GPU of ``pretend``. Arguments and errors as of ``step_on_fakes``."""
+    step = step_on_fakes(engine, config, bucket_name)
+    tell_compiler(tensors_in(step.args))
+    compiled = compile_at_first_call(own_copy(step.function, bucket_name), cuda_graphs=engine.cuda_graphs == "trees")
+    generated = generate(compiled, step.args, step.mode)
+    programmatic, name = engine.cuda_graphs == "programmatic", str(step.dtype).removeprefix("torch.")
+    return FakeStep(step.bucket, step.config, name, layers_of(step.config), generated, step.mode, programmatic)
+
+
+def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> TracedStep:
+    """A bucket's step for the GPU of ``pretend``, with its arguments.
 
     Args:
         engine: its arguments, for ``device="cuda"``.
@@ -104,12 +135,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     for tensor in tensors_in((weights, step_input, feedback)):
         mark_static_address(tensor)
     step = step_function(config, bucket.max_query_len, engine.exact, windows)
-    args = (weights, step_input, cache, feedback)
-    tell_compiler(tensors_in(args))
-    compiled = compile_at_first_call(own_copy(step, bucket.name), cuda_graphs=engine.cuda_graphs == "trees")
-    generated = generate(compiled, args, mode)
-    programmatic, name = engine.cuda_graphs == "programmatic", str(dtype).removeprefix("torch.")
-    return FakeStep(bucket, config, name, layers_of(config), generated, mode, programmatic)
+    return TracedStep(bucket, config, dtype, step, (weights, step_input, cache, feedback), mode)
 
 
 class _Faked:
