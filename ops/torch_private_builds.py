@@ -67,14 +67,16 @@ def build_without_gpu(capability: tuple[int, int]) -> None:
 
 
 def _build_launcher(kernel: Any) -> None:
-    """Build what launches a kernel, which Triton compiles from C: it needs the driver's library, though no GPU.
+    """Build what launches a kernel, which Triton 3.6 compiles from C, for each kind of arguments anew.
 
-    Where it cannot be built, the process with the GPU does it, at the kernel's first launch.
+    It needs the driver's library, though no GPU. Where it cannot be built, the process with the GPU does it, at the
+    kernel's first launch.
     """
-    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.backends.nvidia import driver
 
-    with contextlib.suppress(AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError):
-        CudaLauncher(kernel.src, kernel.metadata)
+    if hasattr(driver, "make_launcher"):  # from Triton 3.7 on there is one for all
+        with contextlib.suppress(AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError):
+            driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 class _Driver:

@@ -109,6 +109,6 @@ def useful_workers(num_jobs: int) -> int:
 
 
 def _workers_for_gpu(num_jobs: int) -> int:
-    """Of which there is one at least. Steps of all buckets take as long: with a few more than cores, all go together."""
+    """One at least. The steps of all buckets take as long: a few more than there are cores go all together."""
     cores = granted_cores()
     return num_jobs if num_jobs <= 2 * cores else cores

@@ -121,7 +121,6 @@ def _is_plain(result: Any) -> bool:
         graph.opaque_value_type_classes,
         graph.partition_maps,
         graph._wrap_compiled_regions,
-        getattr(graph, "_defers_input_alignment", False),  # from torch 2.13 on
         torch.is_autocast_enabled("cpu"),
     )
     return not any(around)
