@@ -124,7 +124,7 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         described = family_of(config).describe(config, dtype, linears_of(engine, config, DEVICE, dtype)).weights
-        weights, step_input, source = _Faked().tree((described, buffers.step_input, buffers.feedback))
+        weights, step_input, source = faked((described, buffers.step_input, buffers.feedback))
         places = dict.fromkeys(windows, _BLOCKS)
         cache = allocate(config, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places, 1 + limits.num_state_slots)
         feedback = Feedback(
@@ -138,8 +138,16 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     return TracedStep(bucket, config, dtype, step, (weights, step_input, cache, feedback), mode)
 
 
+def faked(tree: Any) -> Any:
+    """Nested tuples of tensors of any device as fake ones on the GPU; the same for the same, as where weights are tied.
+
+    Within a fake mode.
+    """
+    return _Faked().tree(tree)
+
+
 class _Faked:
-    """Tensors of any device as fake ones on the GPU; the same for the same, as where weights are tied."""
+    """Keeps which tensor became which."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
