@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_llm.compiling.argument_specs import same_objects
+from compiled_llm.compiling.gpu_properties import GpuProperties, GpuTarget
 from compiled_llm.ops.programmatic_launch import CAPABILITY, programmatic_launches
 from compiled_llm.ops.torch_private import clear_cublas_workspaces, use_cuda_graph_trees
 
@@ -23,7 +24,7 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device, programmatic: bool = False) -> None:
-        self.programmatic = programmatic
+        self.device, self.programmatic = device, programmatic
         self.stream = torch.cuda.Stream(device)
         self.handle = torch.cuda.graph_pool_handle()
 
@@ -43,6 +44,13 @@ def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = Fal
     if device.type != "cuda" or enforce_eager or cuda_graphs == "trees":
         return None
     return GraphPool(device, cuda_graphs == "programmatic")
+
+
+def gpu_target(pool: GraphPool | None) -> GpuTarget | None:
+    """The GPU to compile the functions for whose graphs are in ``pool``; None where no GPU's are captured by hand."""
+    if pool is None or pool.device.type != "cuda":
+        return None
+    return GpuTarget(GpuProperties.of(pool.device), pool.programmatic)
 
 
 def check_cuda_graphs(cuda_graphs: str, device: torch.device) -> None:

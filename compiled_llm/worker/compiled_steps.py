@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import CompileCache, engine_cache
 from compiled_llm.compiling.costs import Cost
-from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees
+from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees, gpu_target
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.messages import Job
@@ -82,8 +82,10 @@ class CompiledSteps:
         self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
         self.tables = BlockTables(limits, device, len(self._windows)) if device.type == "cuda" else None
+        self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
         self.buffers = {
-            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables) for bucket in self.buckets
+            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables, self.uses_trees)
+            for bucket in self.buckets
         }
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
@@ -91,8 +93,6 @@ class CompiledSteps:
         self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
         for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
-        is_generic = device.type == "cpu" and graph_pool is None
-        self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
         self.sampling = SamplingStage(
             model_config,
             limits,
@@ -102,7 +102,6 @@ class CompiledSteps:
             transforms=transforms,
             max_logprobs=config.max_logprobs,
             dtype=dtype,
-            is_generic=is_generic,
             uses_trees=self.uses_trees,
         )
         self.cache: CompileCache | None = None
@@ -110,7 +109,6 @@ class CompiledSteps:
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
-        self._is_generic = is_generic
         self._functions: dict[str, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
 
@@ -175,13 +173,16 @@ class CompiledSteps:
             processes: those that were started ahead (``build_ahead.py``).
             before_first_step: called once other processes have compiled; the ops need their kernels from then on.
         """
-        keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
-        self.cache = engine_cache() if keeps else None
+        keeps = not (enforce_eager or self.uses_trees) and keeps_compiled_code()
+        target = gpu_target(self._graph_pool)
+        self.cache = engine_cache(target) if keeps else None
         self._cache_dtypes = tuple(cache_dtypes)
         jobs = [] if enforce_eager else self.jobs()
         left: dict[str, Cost | None] = dict.fromkeys(job.name for job in jobs)  # what this process has to compile
         if self.cache is not None:
-            left = build_missing(self.cache, jobs, num_workers, progress, processes)
+            processes = processes or BuildProcesses(target)
+            is_gpu = target is not None
+            left = build_missing(self.cache, jobs, num_workers, progress, processes, needs_process=is_gpu)
         if not enforce_eager:
             left |= dict.fromkeys(self.sampling.uncached())
         before_first_step()
@@ -232,7 +233,7 @@ class CompiledSteps:
 
     def _name(self, bucket: Bucket) -> str:
         """Of the function that runs a bucket's steps: on a CPU one for all, see ``StepSizes``."""
-        return "step" if self._is_generic else bucket.name
+        return "step" if self.device.type == "cpu" and self._graph_pool is None else bucket.name
 
     def _recipe(self, bucket: Bucket) -> functools.partial:
         """Makes the step of a bucket, in any process."""
@@ -254,7 +255,7 @@ class CompiledSteps:
             for name, bucket in steps.items()
         ]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
-        logits = functools.partial(torch.empty, dtype=self._dtype)
+        logits = functools.partial(torch.empty, dtype=self._dtype, device=self.device)
         return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights, _SAMPLER_WEIGHT)
 
     def drop_graphs(self) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compiling.compiler import check_torch
-from compiled_llm.compiling.cuda_graphs import graph_pool
+from compiled_llm.compiling.cuda_graphs import gpu_target, graph_pool
+from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
@@ -113,7 +114,7 @@ class ModelRunner(Worker):
         self.watch: StepWatch | None = None
         use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
-        builds = self._start_builds(config, progress)
+        builds = self._start_builds(config, progress, gpu_target(pool))
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype)
         memory = StartMemory(
@@ -278,9 +279,11 @@ class ModelRunner(Worker):
         return f"{took}; model: {code_of(self.model_config)}{weights}; same results in any batch: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
-        """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""
-        if self.steps.cache is None:
-            raise ValueError(f"compiled functions are kept on a CPU only, given device={str(self.device)!r}")
+        """The files that hold this engine's compiled functions. ``ValueError`` on a GPU: kernels are kept elsewhere."""
+        if self.steps.cache is None or self.device.type != "cpu":
+            raise ValueError(
+                f"compiled functions can be taken elsewhere from a CPU only, given device={str(self.device)!r}"
+            )
         return self.steps.cache.used
 
     @property
@@ -289,9 +292,9 @@ class ModelRunner(Worker):
 
     # -- Starting
 
-    def _start_builds(self, config: EngineConfig, progress: StartProgress) -> Builds | None:
+    def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
-        return start_builds(config, self.device, self.model_config, *sizes, self.linears, progress)
+        return start_builds(config, self.device, self.model_config, *sizes, self.linears, progress, target)
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
@@ -329,9 +332,10 @@ class ModelRunner(Worker):
         return allocate(self.model_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, num_slots + 1)
 
     def _compile(self, config: EngineConfig, builds: Builds | None, progress: StartProgress) -> None:
-        """``builds``: those of a CPU."""
+        """``builds``: as ``start_builds`` gives them."""
         started, enforce_eager = time.perf_counter(), config.enforce_eager
-        if builds is not None and native.compiler() is None and not enforce_eager:
+        kernels = None if builds is None else builds.kernels
+        if kernels is not None and native.compiler() is None and not enforce_eager:
             enforce_eager = True  # Inductor needs a compiler for a CPU
             native.warn_of_missing_compiler("steps run uncompiled, those of the bundled model by 6 to 20% longer")
         progress.advise(
@@ -344,9 +348,9 @@ class ModelRunner(Worker):
             num_workers=config.compile_workers,
             progress=progress,
             processes=None if builds is None else builds.processes,
-            before_first_step=(lambda: None) if builds is None else builds.kernels.finish,
+            before_first_step=(lambda: None) if kernels is None else kernels.finish,
         )
-        self.start_times.kernels = 0.0 if builds is None else builds.kernels.seconds_waited
+        self.start_times.kernels = 0.0 if kernels is None else kernels.seconds_waited
         self.start_times.compile = time.perf_counter() - started - self.start_times.kernels
 
     def _record_on(self, num_blocks: int) -> None:

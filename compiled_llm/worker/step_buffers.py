@@ -31,30 +31,38 @@ class StepSizes(NamedTuple):
     """The sizes in which steps differ, as compiled code sees them. None: static.
 
     On a CPU code is generic in all sizes that differ among the buckets, so one graph serves them all. Nothing is lost
-    by that: it calls ops, and in those each row is computed by itself. On a GPU, code and CUDA graphs are a bucket's.
+    by that: it calls ops, and in those each row is computed by itself. On a GPU the code of a step is a bucket's; what
+    takes the logits of steps is the same for all numbers of rows, unless torch records the CUDA graphs, which are of
+    one size each.
     """
 
     tokens: DynamicSize | None  # T
     requests: DynamicSize | None  # R
     starts: DynamicSize | None  # R + 1
-    rows: DynamicSize | None  # of logits
+    rows: DynamicSize | None  # of logits, to the step
+    sampled: DynamicSize | None  # the same, to what takes them
 
     @classmethod
-    def of(cls, limits: EngineLimits, device: torch.device) -> "StepSizes":
-        if device.type != "cpu":
-            return cls(None, None, None, None)
+    def of(cls, limits: EngineLimits, device: torch.device, uses_trees: bool = False) -> "StepSizes":
+        """``uses_trees``: whether torch records the CUDA graphs."""
         buckets = buckets_of(limits)
 
         def size(name: str, example: int, sizes: set[int]) -> DynamicSize | None:
             return DynamicSize(name, min(example, max(sizes))) if len(sizes) > 1 else None
 
+        rows = {bucket.num_rows for bucket in buckets}
+        if device.type != "cpu":
+            # The example decides how loops are cut into programs: few rows are the usual case.
+            return cls(None, None, None, None, None if uses_trees else size("logits rows", 8, rows))
         # Small examples: loops over few tokens are not worth waking other threads, and those over many take no time
         # beside the step. They differ, so that the compiler takes none of these sizes for another one.
+        of_rows = size("logits rows", 3, rows)
         return cls(
             size("tokens", 2, {bucket.num_tokens for bucket in buckets}),
             size("requests", 4, {bucket.num_requests for bucket in buckets}),
             size("requests + 1", 5, {bucket.num_requests + 1 for bucket in buckets}),
-            size("logits rows", 3, {bucket.num_rows for bucket in buckets}),
+            of_rows,
+            of_rows,
         )
 
 
@@ -71,6 +79,7 @@ class StepBuffers:
     Args:
         windows: of the pool.
         tables: where the device has the block tables of all requests. None, as on a CPU: a step's own are filled in.
+        uses_trees: whether torch records the CUDA graphs.
 
     Attributes:
         step_input, sampling_input: views on the device at fixed addresses.
@@ -85,6 +94,7 @@ class StepBuffers:
         device: torch.device,
         windows: Sequence[int] = (),
         tables: BlockTables | None = None,
+        uses_trees: bool = False,
     ) -> None:
         self.bucket = bucket
         self.block_size = limits.block_size
@@ -117,7 +127,7 @@ class StepBuffers:
         fields |= {name: ((requests,) if name == "read_slot" else writes, torch.int32) for name in self._state_fields}
         self._buffers = FieldBuffers(fields, device)
         views = self._buffers.tensors
-        self._mark(views, StepSizes.of(limits, device))
+        self._mark(views, StepSizes.of(limits, device, uses_trees))
         if tables is not None:
             names = ("block_table", *(name for _, name in self._window_fields))
             views = dict(zip(names, tables.tensors, strict=True)) | views
@@ -139,6 +149,8 @@ class StepBuffers:
             "query_start_loc": sizes.starts,
             "seq_lens": sizes.requests,
             "block_table": sizes.requests,
+            "table_rows": sizes.requests,
+            "logits_indices": sizes.rows,
         }
         of_tokens: dict[str, DynamicSize | None] = dict.fromkeys(
             ("input_ids", "positions", "slot_mapping", "feedback"), sizes.tokens
@@ -147,7 +159,7 @@ class StepBuffers:
             of_tokens[slots], others[table] = sizes.tokens, sizes.requests
         others |= dict.fromkeys((*(name for name, _ in self._stream_fields), *self._state_fields), sizes.requests)
         for name, view in views.items():
-            mark_first_size(view, (others | of_tokens).get(name, sizes.rows))
+            mark_first_size(view, (others | of_tokens).get(name, sizes.sampled))
 
     @property
     def nbytes(self) -> int:
