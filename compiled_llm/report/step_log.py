@@ -44,6 +44,16 @@ class Sample:
             if place < self._size:
                 self.values[place] = value
 
+    def extend(self, values: Sequence[float]) -> None:
+        """``add`` each of them."""
+        if self.count + len(values) > self._size:
+            for value in values:
+                self.add(value)
+        else:
+            self.count += len(values)
+            self.sum += sum(values)
+            self.values.extend(values)
+
     def summary(self) -> dict[str, float] | None:
         """Count, mean, p50, p90, p99; None if there is no number."""
         if not self.count:
@@ -249,13 +259,9 @@ class StepLog:
 
     # -- Requests
 
-    def record_token(self, now: float, last: float | None) -> float:
-        """A request has a new token at ``now``, on ``time.perf_counter``. Returns ``last`` for its next token."""
-        if self.pauses:
-            now -= self.paused_seconds
-        if last is not None:
-            self.gaps.add(now - last)
-        return now
+    def token_time(self, now: float) -> float:
+        """``now``, on ``time.perf_counter``, without pauses: two of these differ by what belongs into ``gaps``."""
+        return now - self.paused_seconds if self.pauses else now
 
     def record_request(self, request: Request) -> None:
         """A request has ended. If it has no token, failed or was aborted, it is in no latency."""

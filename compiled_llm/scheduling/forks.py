@@ -118,6 +118,8 @@ class Forks:
 
     def end_copies(self) -> None:
         """The copies of the last step are made, or will be before any later step."""
+        if not self._sources and not self._targets:
+            return
         self.places.end_copies([*self._sources, *self._targets])
         self.pool.free(self._sources)
         self.pool.free(self._targets)

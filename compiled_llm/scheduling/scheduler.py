@@ -177,29 +177,32 @@ class Scheduler:
                 if self._accept(request, start, sampled[row : row + num_samples], now):
                     advanced.append(request)
                 continue
-            request.num_in_flight -= num_samples
+            request.num_in_flight = in_flight = request.num_in_flight - num_samples
             if request.finish_reason is not None:
                 continue
-            if num_samples and sampled[row] < 0:  # before its blocks are published
+            token_id, end = sampled[row], start + count
+            if num_samples and token_id < 0:  # before its blocks are published
                 self._fail_without_token(request)
                 advanced.append(request)
                 continue
-            is_full = start + count >= (request.num_published_blocks + 1) * block_size
-            if is_full and caching and request.status is Status.RUNNING:  # else it was preempted while the step ran
-                self.running_set.wait_again(self.prefix_cache.publish(request, start + count))
+            if (
+                caching
+                and end >= (request.num_published_blocks + 1) * block_size
+                and request.status is Status.RUNNING  # else it was preempted while the step ran
+            ):
+                self.running_set.wait_again(self.prefix_cache.publish(request, end))
             if not num_samples:
-                if start + count == request.max_num_tokens:
+                if end == request.max_num_tokens:
                     self.finish(request, "length")
                     advanced.append(request)
                 continue
-            token_id = sampled[row]
             request.output_token_ids.append(token_id)
             if request.first_token_time is None:
                 request.first_token_time = now
             advanced.append(request)
             if token_id in request.stop_token_ids:
                 self._stop(request, token_id)
-            elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:
+            elif request.num_tokens - in_flight >= request.max_num_tokens:
                 self.finish(request, "length")
         return advanced
 

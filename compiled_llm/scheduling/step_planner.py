@@ -61,45 +61,50 @@ class StepPlanner:
 
         Returns those that lack more, and those that generate nothing, by rank.
         """
-        running, block_size, running_set = self.running, self.limits.block_size, self.running_set
+        running_set, block_size, stream = self.running_set, self.limits.block_size, self.places.stream
         has_states, writable = running_set.states.are_used, running_set.make_state_writable
-        request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
-        index, most_drafts = 0, 0 if self.drafter is None else self._room_for_drafts()
+        token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
+        most_drafts = 0 if self.drafter is None else self._room_for_drafts()
         lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
-        while index < len(running):
-            request = running[index]
-            computed = request.num_computed_tokens
-            waits = self.places.stream is not None and self.places.has_old_sinks(request)
-            if request.num_tokens - computed > 1 or waits or (not request.generates and request.num_tokens > computed):
+        # What preempts a request takes the last one: this loop then ends before it.
+        for request in self.running:
+            computed, known = request.num_computed_tokens, request.num_tokens
+            if (
+                known - computed > 1
+                or (stream is not None and self.places.has_old_sinks(request))
+                or (not request.generates and known > computed)
+            ):
                 lacking.append(request)
-                index += 1
                 continue
+            in_flight = request.num_in_flight
             # Its last token is in flight; or the host has to know the token that is.
-            awaits = request.waits_for_tokens and request.num_in_flight
-            if awaits or request.num_tokens >= request.max_num_tokens or (has_states and not writable(request)):
-                index += 1
+            if known >= request.max_num_tokens or (in_flight and request.waits_for_tokens):
                 continue
-            if computed == len(request.block_ids) * block_size and not running_set.grow(request):
+            if has_states and not writable(request):
+                continue
+            place_in_block = computed % block_size
+            if (
+                place_in_block == 0
+                and computed == len(request.block_ids) * block_size
+                and not running_set.grow(request)
+            ):
                 continue  # it was the last, and is preempted itself
             if request.forked_index >= 0 and not running_set.make_writable(request, computed, output):
                 continue
-            index += 1
-            if request.num_in_flight:
+            if in_flight:
                 feedback.append(request.last_row)
                 token_ids.append(0)
             else:
                 feedback.append(-1)
                 # A prompt of one token whose prefix is computed: there is no output yet.
-                known = request.output_token_ids or request.prompt_token_ids
-                token_ids.append(known[-1])
-            request.last_row = len(request_ids)
-            request_ids.append(request.request_id)
-            output.num_computed_tokens.append(computed)
+                token_ids.append((request.output_token_ids or request.prompt_token_ids)[-1])
+            request.last_row = len(requests)
+            all_computed.append(computed)
             request.num_computed_tokens = computed + 1
-            request.num_tokens += 1
-            request.num_in_flight += 1
+            request.num_tokens = known + 1
+            request.num_in_flight = in_flight + 1
             requests.append(request)
-            if (computed + 1) % block_size == 0:  # it may be the last token of a prompt that others wait for
+            if place_in_block == block_size - 1:  # it may be the last token of a prompt that others wait for
                 running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
             if most_drafts > 0 and request.takes_drafts:
                 count = self._add_drafts(request, most_drafts, output)
@@ -108,6 +113,7 @@ class StepPlanner:
                     most_drafts -= count
             if request.num_sent_blocks < len(request.block_ids):
                 running_set.send_blocks(request, output)
+        output.request_ids.extend([request.request_id for request in requests])
         counts, row = [1] * len(requests), 0
         for place, request in enumerate(requests if num_drafts else ()):
             request.last_row = row

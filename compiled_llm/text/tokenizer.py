@@ -20,6 +20,8 @@ from compiled_llm.text.tokenizer_parts import TokenizerParts, affixes, read_part
 _CONTEXT_TOKENS = 6
 _CONTEXT_SEARCH = 64
 _REPLACEMENT = "\ufffd"
+# So many tokens of a text without stop strings are decoded at once.
+_TOKENS_AT_ONCE = 64
 # Longer texts are encoded by a call that lets other threads run meanwhile.
 _LONG = 4096
 # What a cut through a text adds to its tokens, at most.
@@ -311,6 +313,37 @@ class OutputText:
         self._decoded = decoded
         # The last one may be the start of a character.
         return self._read(len(decoded) - decoded.endswith(_REPLACEMENT), may_stop)
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Take in tokens of a text without stop strings: as ``append`` for one after the other, in less time."""
+        assert not self._params.stop, "a stop string may end the text at any of the tokens"
+        for start in range(0, len(token_ids), _TOKENS_AT_ONCE):
+            piece = token_ids[start : start + _TOKENS_AT_ONCE]
+            if not self._take_in(piece):
+                for token_id in piece:
+                    self.append(token_id)
+
+    def _take_in(self, token_ids: list[int]) -> bool:
+        """Decode tokens at once. False, and nothing is done: some of their bytes, or of those before, are no character.
+
+        A character may be incomplete at the end.
+        """
+        ids = [*self._ids, *token_ids]
+        decoded = self._plain(ids)
+        end = len(decoded) - decoded.endswith(_REPLACEMENT)
+        known = self._decoded[: self._num_read]
+        if self._prompt_may_go_on or _REPLACEMENT in decoded[:end] or not decoded.startswith(known):
+            return False
+        nearest = list(itertools.islice(filter(self._shows, reversed(ids)), _CONTEXT_TOKENS))[::-1]
+        context = self._plain(nearest)
+        if context.endswith(_REPLACEMENT) != (end < len(decoded)) or context[:-1].count(_REPLACEMENT):
+            return False
+        if end < len(decoded) and any(self._tokenizer.byte_value(token_id) is not None for token_id in nearest):
+            return False
+        self._text.add(decoded[self._num_read : end])
+        self._ids, self._decoded = nearest, context
+        self._num_read = len(context) - context.endswith(_REPLACEMENT)
+        return True
 
     def finish(self) -> str | None:
         """No token follows: bytes that never became a character become replacements. May complete a stop string."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.text import tokenizer as tokenizer_module
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -252,6 +253,42 @@ def test_random_sequences(kind: Kind, num_sequences: int, battery_counts: Counte
     battery_counts["sequences"] += num_sequences
     for what, count in battery_counts.items():
         assert count > 0, what
+
+
+@pytest.mark.parametrize(
+    "num_sequences", [pytest.param(60, id="small"), pytest.param(5_000, id="full", marks=pytest.mark.battery)]
+)
+def test_many_tokens_at_once_are_one_after_the_other(
+    kind: Kind, num_sequences: int, monkeypatch: pytest.MonkeyPatch, battery_counts: Counter[str]
+) -> None:
+    """Pieces of any length between single tokens. After each, all that is decided is shown, and no more."""
+    rng, at_once = random.Random(3), OutputText._take_in
+    monkeypatch.setattr(tokenizer_module, "_TOKENS_AT_ONCE", 20)
+
+    def counted(text: OutputText, token_ids: list[int]) -> bool:
+        taken = at_once(text, token_ids)
+        battery_counts["at once" if taken else "not at once"] += 1
+        return taken
+
+    monkeypatch.setattr(OutputText, "_take_in", counted)
+    for number in range(num_sequences):
+        ids = [token_id for _ in range(rng.randint(1, 4)) for token_id in random_ids(rng, kind)]
+        place = rng.choice([0, rng.randint(0, len(ids))])
+        prompt, output, skips = ids[:place], ids[place:], rng.random() < 0.7
+        text, shown, count = OutputText(kind.tokenizer, prompt, SamplingParams(skip_special_tokens=skips)), "", 0
+        while count < len(output):
+            piece = output[count : count + rng.choice([1, 2, 5, 30])]
+            count += len(piece)
+            if len(piece) == 1:
+                text.append(piece[0])
+            else:
+                text.extend(piece)
+            shown += text.take(finished=False)
+            whole = added(kind, prompt, output[:count], skips)
+            assert shown == whole.removesuffix(REPLACEMENT), f"in sequence {number}: {prompt}, {output}"
+        text.finish()
+        assert shown + text.take(finished=True) == added(kind, prompt, output, skips)
+    assert battery_counts["at once"] > battery_counts["not at once"] / 10 > 0
 
 
 @pytest.mark.parametrize("include", [False, True], ids=["without", "with"])
