@@ -5,7 +5,7 @@ Python runs the handler of a signal in the main thread, between any two instruct
 be written so that it may end at any instruction. So the engine delays signals while it does such work.
 """
 
-import _signal  # what ``signal`` is made of: each of its calls takes microseconds to make enums of handlers
+import _signal  # type: ignore[import-not-found]  # what ``signal`` is made of, whose own calls make enums of handlers
 import signal
 import sys
 import threading

@@ -83,11 +83,8 @@ class StepPlanner:
             if has_states and not writable(request):
                 continue
             place_in_block = computed % block_size
-            if (
-                place_in_block == 0
-                and computed == len(request.block_ids) * block_size
-                and not running_set.grow(request)
-            ):
+            is_full = place_in_block == 0 and computed == len(request.block_ids) * block_size
+            if is_full and not running_set.grow(request):
                 continue  # it was the last, and is preempted itself
             if request.forked_index >= 0 and not running_set.make_writable(request, computed, output):
                 continue

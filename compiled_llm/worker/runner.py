@@ -111,6 +111,7 @@ class ModelRunner(Worker):
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
+        self._last_needs: tuple[Any, tuple[int, ...], SamplingNeeds] = None, (), SamplingNeeds(False, False, False)
         use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
         builds = self._start_builds(config, progress)
@@ -165,7 +166,9 @@ class ModelRunner(Worker):
         steps, bucket = self.steps, choose_bucket(self.steps.buckets, output)
         rows, num_rows = steps.fill(bucket, output, self.rows)
         steps.sampling.admit(output.admissions, self.rows)
-        needs = SamplingNeeds.of(rows, output.num_samples, self.rows)
+        if self._last_needs[0] is not rows or self._last_needs[1] != output.num_samples:
+            self._last_needs = rows, output.num_samples, SamplingNeeds.of(rows, output.num_samples, self.rows)
+        needs = self._last_needs[2]
         if needs.changed_logits:
             steps.sampling.fill(rows, output, self.rows, bucket.num_rows)
         prepared = time.perf_counter()

@@ -89,6 +89,7 @@ class StepBuffers:
         self.bucket = bucket
         self.block_size = limits.block_size
         self._window_fields = [(f"slot_mapping {n}", f"block_table {n}") for n in range(len(windows))]
+        self._table_fields = [("slot_mapping", "block_table"), *self._window_fields]
         # Of the one whose requests keep their first tokens besides.
         self._stream_fields = [(f"seq_lens {n}", stream_of(window, limits)) for n, window in enumerate(windows)]
         tokens, requests, rows = bucket.num_tokens, bucket.num_requests, bucket.num_rows
@@ -131,6 +132,9 @@ class StepBuffers:
         )
         self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.feedback = views["feedback"]
+        # By the id of a host buffer's arrays: the rows of the requests of which it has one token each, and how many
+        # changes of block tables it has seen.
+        self._held: dict[int, tuple[np.ndarray, int]] = {}
         self.clear()
 
     def _mark(self, views: dict[str, Tensor], sizes: StepSizes) -> None:
@@ -156,6 +160,7 @@ class StepBuffers:
 
     def clear(self) -> None:
         """Make all of it padding: a step on this writes to the sink block, and its results have no meaning."""
+        self._held.clear()
         for fields in self._buffers.all_arrays():
             self._pad(fields, 0, 0, 0)
             for name in self._own_tables:
@@ -168,6 +173,13 @@ class StepBuffers:
         """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows."""
         fields = self._buffers.next_arrays()
         n, total = len(rows), output.num_tokens
+        is_plain = total == n and self._is_plain(output)
+        held, num_changes = self._held.pop(id(fields), (None, 0))
+        if is_plain:
+            self._held[id(fields)] = rows, store.num_changes
+        if is_plain and held is rows:
+            self._fill_again(fields, output, rows, store, has_new_blocks=store.num_changes > num_changes)
+            return n
         counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
         starts = np.array(output.num_computed_tokens, dtype=np.int32)
 
@@ -191,9 +203,7 @@ class StepBuffers:
             fields["positions"][ends[place] - counts[place] : ends[place]] += distance
         # Entries past a request's blocks are never read: a table is written as far as the longest reaches.
         width = int(store.num_blocks[rows].max()) if self._own_tables else 0
-        slot_names = ("slot_mapping", *(slots for slots, _ in self._window_fields))
-        table_names = ("block_table", *(name for _, name in self._window_fields))
-        for slots, name, known in zip(slot_names, table_names, store.tables, strict=True):
+        for (slots, name), known in zip(self._table_fields, store.tables, strict=True):
             fields[slots][:total] = known[owners, blocks] * self.block_size + offsets
             if name in self._own_tables:
                 fields[name][:n, :width] = known[rows, :width]
@@ -214,6 +224,29 @@ class StepBuffers:
         self._pad(fields, total, n, num_rows)
         self._buffers.copy()
         return num_rows
+
+    def _is_plain(self, output: SchedulerOutput) -> bool:
+        """Whether nothing but the next token of each request is told of a step that has one of each."""
+        return not (self._state_fields or output.moved_sinks or any(stream for _, stream in self._stream_fields))
+
+    def _fill_again(
+        self, fields: Arrays, output: SchedulerOutput, rows: np.ndarray, store: RequestRows, has_new_blocks: bool
+    ) -> None:
+        """Write a step whose requests, a token each, are those of the step that these arrays hold: what differs."""
+        n = len(rows)
+        positions = np.array(output.num_computed_tokens, dtype=np.int32)
+        fields["positions"][:n] = positions
+        fields["input_ids"][:n] = output.token_ids
+        fields["feedback"][:n] = output.feedback
+        blocks, offsets = np.divmod(positions, self.block_size)
+        positions += 1
+        fields["seq_lens"][:n] = fields["position"][:n] = positions
+        for (slots, name), known in zip(self._table_fields, store.tables, strict=True):
+            fields[slots][:n] = known[rows, blocks] * self.block_size + offsets
+            if has_new_blocks and name in self._own_tables:
+                width = int(store.num_blocks[rows].max())
+                fields[name][:n, :width] = known[rows, :width]
+        self._buffers.copy()
 
     def _fill_streams(
         self, fields: Arrays, store: RequestRows, rows: np.ndarray, starts: np.ndarray, seq_lens: np.ndarray
