@@ -42,18 +42,24 @@ class BlockTables:
     def nbytes(self) -> int:
         return self._all.nbytes
 
-    def send(self, changes: Sequence[TableChange]) -> None:
-        """Write ``changes``, none of which meets another, in the order of the device's stream: one copy, one kernel."""
-        if not changes:
-            return
-        places = [table * self._stride + row * self._width + start for table, row, start, _ in changes]
-        starts = np.array(places, dtype=np.int64)
+    def pack(self, changes: Sequence[TableChange]) -> tuple[np.ndarray, np.ndarray]:
+        """``changes``, none of which meets another, as places in all tables, [N] int64, and entries, [N] int32."""
+        starts = [table * self._stride + row * self._width + start for table, row, start, _ in changes]
         counts = np.array([len(entries) for *_, entries in changes], dtype=np.int64)
-        total = int(counts.sum())
-        # Places and entries travel as one: int64 of all, then int32 of all.
-        packed = np.empty(3 * total, dtype=np.int32)
         firsts = counts.cumsum() - counts
-        packed[: 2 * total].view(np.int64)[:] = np.arange(total) + np.repeat(starts - firsts, counts)
-        packed[2 * total :] = np.concatenate([np.asarray(entries, dtype=np.int32) for *_, entries in changes])
+        places = np.arange(counts.sum()) + np.repeat(np.array(starts, dtype=np.int64) - firsts, counts)
+        return places, np.concatenate([np.asarray(entries, dtype=np.int32) for *_, entries in changes])
+
+    def write(self, places: Tensor, entries: Tensor) -> None:
+        """Write on the device what ``pack`` gave and is there by now, in the order of its stream: one kernel."""
+        self._all.index_copy_(0, places, entries)
+
+    def send(self, places: np.ndarray, entries: np.ndarray) -> None:
+        """The same of what the host has: one copy more."""
+        # They travel as one: int64 of all, then int32 of all.
+        total = len(places)
+        packed = np.empty(3 * total, dtype=np.int32)
+        packed[: 2 * total].view(np.int64)[:] = places
+        packed[2 * total :] = entries
         sent: Tensor = on_device(torch.from_numpy(packed), self._all.device)
-        self._all.index_copy_(0, sent[: 2 * total].view(torch.int64), sent[2 * total :])
+        self.write(sent[: 2 * total].view(torch.int64), sent[2 * total :])

@@ -283,8 +283,6 @@ class CompiledSteps:
     def fill(self, bucket: Bucket, output: SchedulerOutput, store: RequestRows) -> tuple[np.ndarray, int]:
         """Write a step. Returns the rows ``[R]`` int64 of its requests in ``store``, and the number of logits rows."""
         rows = store.update(output)
-        if self.tables is not None:
-            self.tables.send(store.changes)
         return rows, self.buffers[bucket].fill(output, rows, store)
 
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:

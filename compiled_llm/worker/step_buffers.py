@@ -116,6 +116,11 @@ class StepBuffers:
         writes = requests, 1 + limits.num_draft_tokens + MOST_SNAPSHOTS
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
         fields |= {name: ((requests,) if name == "read_slot" else writes, torch.int32) for name in self._state_fields}
+        if tables is not None:
+            # What changes of the tables, with room for what the step's own tokens need.
+            room = (requests + tokens // limits.block_size) * (1 + len(windows))
+            fields |= {"changed_places": ((room,), torch.int64), "changed_entries": ((room,), torch.int32)}
+        self._tables, self._num_changed = tables, 0
         self._buffers = FieldBuffers(fields, device)
         views = self._buffers.tensors
         self._mark(views, StepSizes.of(limits, device))
@@ -132,6 +137,7 @@ class StepBuffers:
         )
         self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.feedback = views["feedback"]
+        self._changed = None if tables is None else (views["changed_places"], views["changed_entries"])
         # By the id of a host buffer's arrays: the rows of the requests of which it has one token each, and how many
         # changes of block tables it has seen.
         self._held: dict[int, tuple[np.ndarray, int]] = {}
@@ -172,6 +178,8 @@ class StepBuffers:
     def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> int:
         """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows."""
         fields = self._buffers.next_arrays()
+        if self._tables is not None and store.changes:
+            self._fill_changes(fields, self._tables, store)
         n, total = len(rows), output.num_tokens
         is_plain = total == n and self._is_plain(output)
         held, num_changes = self._held.pop(id(fields), (None, 0))
@@ -222,8 +230,25 @@ class StepBuffers:
         for field in SAMPLING:
             fields[field.name][:num_rows] = store.parameters[field.name][row_owners]
         self._pad(fields, total, n, num_rows)
-        self._buffers.copy()
+        self._copy()
         return num_rows
+
+    def _fill_changes(self, fields: Arrays, tables: BlockTables, store: RequestRows) -> None:
+        """Write what changes of the tables on the device; or send it by itself, if that is too much."""
+        places, entries = tables.pack(store.changes)
+        if len(places) > len(fields["changed_places"]):
+            tables.send(places, entries)
+            return
+        self._num_changed = count = len(places)
+        fields["changed_places"][:count], fields["changed_entries"][:count] = places, entries
+
+    def _copy(self) -> None:
+        """Copy all to the device, and change the tables there."""
+        self._buffers.copy()
+        count, self._num_changed = self._num_changed, 0
+        if count and self._tables is not None and self._changed is not None:
+            places, entries = self._changed
+            self._tables.write(places[:count], entries[:count])
 
     def _is_plain(self, output: SchedulerOutput) -> bool:
         """Whether nothing but the next token of each request is told of a step that has one of each."""
@@ -246,7 +271,7 @@ class StepBuffers:
             if has_new_blocks and name in self._own_tables:
                 width = int(store.num_blocks[rows].max())
                 fields[name][:n, :width] = known[rows, :width]
-        self._buffers.copy()
+        self._copy()
 
     def _fill_streams(
         self, fields: Arrays, store: RequestRows, rows: np.ndarray, starts: np.ndarray, seq_lens: np.ndarray
