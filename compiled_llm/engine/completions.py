@@ -1,6 +1,7 @@
 """UserRequest: a request as its user sees it, with its continuations, their text and log-probabilities."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ class Completion:
         last_token_time: as ``StepLog.token_time`` gave it; None before the first token that the log sees.
         failure: why it cannot go on, though its tokens could.
         num_read: output tokens whose text was read.
+        read_at: with how many output tokens ``read_new_tokens`` is to be called, where nobody sees the text before.
     """
 
     def __init__(self, index: int, request: Request, text: OutputText | None, mask: TokenMask | None) -> None:
@@ -40,6 +42,7 @@ class Completion:
         self.failure: str | None = None
         self.num_read = 0
         self._may_end_anywhere = mask is not None or bool(request.sampling_params.stop)
+        self.read_at: float = 0 if self._may_end_anywhere else _MOST_UNREAD if text is not None else math.inf
         self._num_shown = 0  # tokens that an output had
         self._last_output: CompletionOutput | None = None  # unless it was a delta
 
@@ -60,12 +63,6 @@ class Completion:
             assert self.logprobs is not None
             self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob
 
-    def may_wait(self) -> bool:
-        """Whether it goes on whatever its last tokens are, so that they may be read with later ones."""
-        if self._may_end_anywhere or self.failure is not None or self.request.status is Status.FINISHED:
-            return False
-        return self.text is None or len(self.request.output_token_ids) - self.num_read < _MOST_UNREAD
-
     def read_new_tokens(self) -> str | None:
         """Decode what came since the last time. Returns the stop string that the text has met, if it has."""
         request, text, params = self.request, self.text, self.request.sampling_params
@@ -73,6 +70,8 @@ class Completion:
         if text is None or (failed and self._may_end_anywhere):
             return None
         token_ids = request.output_token_ids
+        if not self._may_end_anywhere:
+            self.read_at = len(token_ids) + _MOST_UNREAD
         # The token that ended a request is not text, unless asked for.
         end = len(token_ids) - (request.finish_reason == "stop" and not params.include_stop_str_in_output)
         if end - self.num_read > 1 and not self._may_end_anywhere:
@@ -131,6 +130,11 @@ class UserRequest:
     is_forked: bool = False
     output_kind: str = "cumulative"
     _last_metrics: tuple[tuple, RequestMetrics] | None = None
+
+    @property
+    def waits_for_the_end(self) -> bool:
+        """Whether its user sees nothing of it before that, and no other completion waits for the first one."""
+        return self.output_kind == "final" and self.is_forked
 
     @property
     def requests(self) -> list[Request]:

@@ -35,6 +35,7 @@ _NOT_FINITE = (
     'the model\'s logits are not finite (NaN or infinity): see whether dtype="float32" helps, and whether the '
     "checkpoint is damaged"
 )
+_NONE: tuple[None, None] = None, None
 
 
 class EngineCore:
@@ -99,12 +100,7 @@ class EngineCore:
         try:
             if self.scheduler.has_unfinished_requests():
                 self._step()
-            started = time.perf_counter()
-            gaps, now = list[float](), self.log.token_time(started)
-            while self._advanced:
-                self._process(self._advanced.popleft(), now, gaps)
-            self.log.gaps.extend(gaps)
-            self.counts.output_seconds += time.perf_counter() - started
+            self._process_advanced()
         except BaseException as error:
             self._fail_all(error)
             raise
@@ -287,22 +283,31 @@ class EngineCore:
                 completion.failure = _NOT_FINITE
                 self.scheduler.counts.num_not_finite_failures += 1
 
-    def _process(self, request: Request, now: float, gaps: list[float]) -> None:
-        """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it.
+    def _process_advanced(self) -> None:
+        """Process the requests that got tokens or ended."""
+        started = time.perf_counter()
+        advanced, completions, now = self._advanced, self._completions, self.log.token_time(started)
+        gaps = []
+        while advanced:
+            request = advanced.popleft()
+            entry, completion = completions.get(request.request_id, _NONE)
+            if entry is None or completion is None or completion.request is not request:  # a beam, or aborted meanwhile
+                if request.request_id in self._beams and request.finish_reason == "error":
+                    self._beams[request.request_id].failure = str(request.stop_reason)
+                continue
+            if request.generates:
+                if completion.last_token_time is not None:
+                    gaps.append(now - completion.last_token_time)
+                completion.last_token_time = now
+            # Where nobody sees this token yet, it is read with later ones.
+            is_due = len(request.output_token_ids) >= completion.read_at or not entry.waits_for_the_end
+            if is_due or request.status is Status.FINISHED or completion.failure is not None:
+                self._process(request, entry, completion)
+        self.log.gaps.extend(gaps)
+        self.counts.output_seconds += time.perf_counter() - started
 
-        ``now`` is when, and ``gaps`` gets the seconds since its token before.
-        """
-        entry, completion = self._completions.get(request.request_id, (None, None))
-        if entry is None or completion is None or completion.request is not request:  # a beam, or aborted meanwhile
-            if request.request_id in self._beams and request.finish_reason == "error":
-                self._beams[request.request_id].failure = str(request.stop_reason)
-            return
-        if request.generates:
-            if completion.last_token_time is not None:
-                gaps.append(now - completion.last_token_time)
-            completion.last_token_time = now
-        if entry.output_kind == "final" and entry.is_forked and completion.may_wait():
-            return  # nobody sees this token yet
+    def _process(self, request: Request, entry: UserRequest, completion: Completion) -> None:
+        """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
         if completion.failure is not None and request.finish_reason != "error":
             if request.generates:
                 self._keep_output(completion, len(request.output_token_ids) - 1)  # the last was chosen without a mask

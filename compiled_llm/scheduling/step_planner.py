@@ -111,11 +111,7 @@ class StepPlanner:
             if request.num_sent_blocks < len(request.block_ids):
                 running_set.send_blocks(request, output)
         output.request_ids.extend([request.request_id for request in requests])
-        counts, row = [1] * len(requests), 0
-        for place, request in enumerate(requests if num_drafts else ()):
-            request.last_row = row
-            counts[place] += num_drafts.get(place, 0)
-            row += counts[place]
+        counts = _with_drafts(requests, num_drafts)
         output.num_scheduled_tokens.extend(counts)
         output.num_samples.extend(counts)
         return deque(request for request in lacking if request.status is Status.RUNNING)
@@ -275,3 +271,15 @@ class StepPlanner:
         if before < left:
             return self.running_set.fits(request, left - before, may_be_partial=True)
         return self.running_set.fits(request, left // 2, may_be_partial=False)
+
+
+def _with_drafts(requests: list[Request], num_drafts: dict[int, int]) -> list[int]:
+    """How many tokens a step computes of each request that lacks one, with its drafts: ``num_drafts``, by place."""
+    counts = [1] * len(requests)
+    if num_drafts:
+        row = 0
+        for place, request in enumerate(requests):
+            request.last_row = row
+            counts[place] += num_drafts.get(place, 0)
+            row += counts[place]
+    return counts

@@ -92,34 +92,13 @@ class StepBuffers:
         self._table_fields = [("slot_mapping", "block_table"), *self._window_fields]
         # Of the one whose requests keep their first tokens besides.
         self._stream_fields = [(f"seq_lens {n}", stream_of(window, limits)) for n, window in enumerate(windows)]
-        tokens, requests, rows = bucket.num_tokens, bucket.num_requests, bucket.num_rows
         self._padding_row = None if tables is None else tables.padding_row
         streams = [
             name for (_, name), (_, stream) in zip(self._window_fields, self._stream_fields, strict=True) if stream
         ]
         self._own_tables = ["block_table", *(name for _, name in self._window_fields)] if tables is None else streams
-        fields: Fields = {
-            "input_ids": ((tokens,), torch.int32),
-            "positions": ((tokens,), torch.int32),
-            "slot_mapping": ((tokens,), torch.int32),
-            "feedback": ((tokens,), torch.int32),
-            "query_start_loc": ((requests + 1,), torch.int32),
-            "seq_lens": ((requests,), torch.int32),
-            "logits_indices": ((rows,), torch.int32),
-            **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
-            **dict.fromkeys(self._own_tables, ((requests, limits.blocks_per_request), torch.int32)),
-            **({} if tables is None else {"table_rows": ((requests,), torch.int32)}),
-            **{name: ((requests,), torch.int32) for name, stream in self._stream_fields if stream},
-            "position": ((rows,), torch.int32),
-            **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
-        }
-        writes = requests, 1 + limits.num_draft_tokens + MOST_SNAPSHOTS
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
-        fields |= {name: ((requests,) if name == "read_slot" else writes, torch.int32) for name in self._state_fields}
-        if tables is not None:
-            # What changes of the tables, with room for what the step's own tokens need.
-            room = (requests + tokens // limits.block_size) * (1 + len(windows))
-            fields |= {"changed_places": ((room,), torch.int64), "changed_entries": ((room,), torch.int32)}
+        fields = self._fields(limits) | ({} if tables is None else self._fields_of_tables())
         self._tables, self._num_changed = tables, 0
         self._buffers = FieldBuffers(fields, device)
         views = self._buffers.tensors
@@ -142,6 +121,36 @@ class StepBuffers:
         # changes of block tables it has seen.
         self._held: dict[int, tuple[np.ndarray, int]] = {}
         self.clear()
+
+    def _fields(self, limits: EngineLimits) -> Fields:
+        """Sizes and dtypes of all that a step on a CPU is given."""
+        tokens, requests, rows = self.bucket.num_tokens, self.bucket.num_requests, self.bucket.num_rows
+        writes = requests, 1 + limits.num_draft_tokens + MOST_SNAPSHOTS
+        return {
+            "input_ids": ((tokens,), torch.int32),
+            "positions": ((tokens,), torch.int32),
+            "slot_mapping": ((tokens,), torch.int32),
+            "feedback": ((tokens,), torch.int32),
+            "query_start_loc": ((requests + 1,), torch.int32),
+            "seq_lens": ((requests,), torch.int32),
+            "logits_indices": ((rows,), torch.int32),
+            **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
+            **dict.fromkeys(self._own_tables, ((requests, limits.blocks_per_request), torch.int32)),
+            **{name: ((requests,), torch.int32) for name, stream in self._stream_fields if stream},
+            "position": ((rows,), torch.int32),
+            **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
+            **{name: ((requests,) if name == "read_slot" else writes, torch.int32) for name in self._state_fields},
+        }
+
+    def _fields_of_tables(self) -> Fields:
+        """The same of tables on the device: rows of the step's requests, and the changes that its tokens may need."""
+        requests, blocks = self.bucket.num_requests, self.bucket.num_tokens // self.block_size
+        room = (requests + blocks) * len(self._table_fields)
+        return {
+            "table_rows": ((requests,), torch.int32),
+            "changed_places": ((room,), torch.int64),
+            "changed_entries": ((room,), torch.int32),
+        }
 
     def _mark(self, views: dict[str, Tensor], sizes: StepSizes) -> None:
         """Tell the compiler which sizes are dynamic."""

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.text import tokenizer as tokenizer_module
+from compiled_llm.text import context_decoding
+from compiled_llm.text.context_decoding import ContextDecoding
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -98,6 +99,13 @@ def straddling(path: Path) -> Kind:
     return byte_level(saved(backend, path), {token: vocabulary[token] for token in SPECIALS})
 
 
+def with_its_library(path: Path) -> Kind:
+    """As if the bytes of its tokens were not known."""
+    kind = straddling(path)
+    kind.tokenizer.__dict__["byte_level"] = None
+    return kind
+
+
 def byte_fallback(path: Path, strips: bool) -> Kind:
     """As sentencepiece makes them: '▁' for a space, and bytes for what has no token."""
     words = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581the", "\u2581def", "ré", "你", "สวั", "ส", "\u0e31", "👍"]
@@ -120,6 +128,7 @@ def byte_fallback(path: Path, strips: bool) -> Kind:
 KINDS: dict[str, Callable[[Path], Kind]] = {
     "demo": demo,
     "straddling": straddling,
+    "straddling, with its library": with_its_library,
     "fallback": lambda path: byte_fallback(path, strips=False),
     "fallback, stripped": lambda path: byte_fallback(path, strips=True),
 }
@@ -262,15 +271,15 @@ def test_many_tokens_at_once_are_one_after_the_other(
     kind: Kind, num_sequences: int, monkeypatch: pytest.MonkeyPatch, battery_counts: Counter[str]
 ) -> None:
     """Pieces of any length between single tokens. After each, all that is decided is shown, and no more."""
-    rng, at_once = random.Random(3), OutputText._take_in
-    monkeypatch.setattr(tokenizer_module, "_TOKENS_AT_ONCE", 20)
+    rng, at_once = random.Random(3), ContextDecoding._add_at_once
+    monkeypatch.setattr(context_decoding, "_TOKENS_AT_ONCE", 20)
 
-    def counted(text: OutputText, token_ids: list[int]) -> bool:
-        taken = at_once(text, token_ids)
-        battery_counts["at once" if taken else "not at once"] += 1
-        return taken
+    def counted(text: ContextDecoding, token_ids: list[int]) -> str | None:
+        piece = at_once(text, token_ids)
+        battery_counts["not at once" if piece is None else "at once"] += 1
+        return piece
 
-    monkeypatch.setattr(OutputText, "_take_in", counted)
+    monkeypatch.setattr(ContextDecoding, "_add_at_once", counted)
     for number in range(num_sequences):
         ids = [token_id for _ in range(rng.randint(1, 4)) for token_id in random_ids(rng, kind)]
         place = rng.choice([0, rng.randint(0, len(ids))])
@@ -288,7 +297,10 @@ def test_many_tokens_at_once_are_one_after_the_other(
             assert shown == whole.removesuffix(REPLACEMENT), f"in sequence {number}: {prompt}, {output}"
         text.finish()
         assert shown + text.take(finished=True) == added(kind, prompt, output, skips)
-    assert battery_counts["at once"] > battery_counts["not at once"] / 10 > 0
+    if kind.tokenizer.byte_level is None:
+        assert battery_counts["at once"] > battery_counts["not at once"] / 10 > 0
+    else:
+        assert not battery_counts, "the bytes of a token are known"
 
 
 @pytest.mark.parametrize("include", [False, True], ids=["without", "with"])
@@ -346,7 +358,7 @@ def test_no_token_costs_more_than_the_one_before(kind: Kind, what: str, monkeypa
         text.append(token_id)
         shown += text.take(finished=False)
         assert len(kind.whole(ids[:count], True)) - len(shown) <= 1
-    assert max(lengths) < 20
+    assert max(lengths, default=0) < 20
     assert len(lengths) < 20 * len(ids)
     text.finish()
     assert shown + text.take(finished=True) == kind.whole(ids, True)

@@ -114,6 +114,18 @@ def test_pauses_are_in_no_gap_between_tokens() -> None:
     assert [times[1] - times[0], times[2] - times[1]] == [0.5, 0.5]
 
 
+def test_a_sample_is_as_likely_to_keep_any_number() -> None:
+    kept = [0] * 10
+    for seed in range(60):
+        sample = Sample(size=50, seed=seed)
+        for start in range(0, 1000, 25):
+            sample.extend([float(value) for value in range(start, start + 25)])
+        for value in sample.values:
+            kept[int(value) // 100] += 1
+    assert sum(kept) == 60 * 50
+    assert all(abs(count - 300) < 5 * 300**0.5 for count in kept), kept
+
+
 def test_many_values_at_once_are_one_after_the_other() -> None:
     single, many = Sample(size=5), Sample(size=5)
     for values in ([1.0, 2.0], [], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0], [9.0]):
