@@ -94,14 +94,15 @@ class Completion:
         if last and len(last.token_ids) == self._num_shown and last.finish_reason == request.finish_reason:
             return last
         new_text = self.text.take(request.status is Status.FINISHED) if self.text else ""
+        has_logprobs = self.logprobs is not None
         output = CompletionOutput(
-            index=self.index,
-            text=last.text + new_text if last else new_text,
-            token_ids=request.output_token_ids[start:],
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[start:],
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
+            self.index,
+            last.text + new_text if last else new_text,
+            request.output_token_ids[start:],
+            self.cumulative_logprob if has_logprobs else None,
+            self.logprobs[start:] if self.logprobs is not None else None,
+            request.finish_reason,
+            request.stop_reason,
         )
         self._last_output = None if is_delta else output
         return output

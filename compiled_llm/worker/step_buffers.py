@@ -165,6 +165,7 @@ class StepBuffers:
         for slots, table in self._window_fields:
             of_tokens[slots], others[table] = sizes.tokens, sizes.requests
         others |= dict.fromkeys((*(name for name, _ in self._stream_fields), *self._state_fields), sizes.requests)
+        others |= dict.fromkeys(("changed_places", "changed_entries"))  # no compiled code has them
         for name, view in views.items():
             mark_first_size(view, (others | of_tokens).get(name, sizes.rows))
 
@@ -192,10 +193,9 @@ class StepBuffers:
         n, total = len(rows), output.num_tokens
         is_plain = total == n and self._is_plain(output)
         held, num_changes = self._held.pop(id(fields), (None, 0))
-        if is_plain:
-            self._held[id(fields)] = rows, store.num_changes
         if is_plain and held is rows:
             self._fill_again(fields, output, rows, store, has_new_blocks=store.num_changes > num_changes)
+            self._held[id(fields)] = rows, store.num_changes
             return n
         counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
         starts = np.array(output.num_computed_tokens, dtype=np.int32)
@@ -240,6 +240,8 @@ class StepBuffers:
             fields[field.name][:num_rows] = store.parameters[field.name][row_owners]
         self._pad(fields, total, n, num_rows)
         self._copy()
+        if is_plain:
+            self._held[id(fields)] = rows, store.num_changes
         return num_rows
 
     def _fill_changes(self, fields: Arrays, tables: BlockTables, store: RequestRows) -> None:
