@@ -25,6 +25,7 @@ class BlockTables:
 
     Attributes:
         tensors: ``[max_num_seqs + 1, M]`` int32 each, at fixed addresses.
+        all: one after the other, ``[N]`` int32.
         padding_row: the last row, of padding requests: all sink.
     """
 
@@ -33,14 +34,14 @@ class BlockTables:
         shape = limits.max_num_seqs + 1, limits.blocks_per_request
         entries = math.prod(shape)
         self._width, self._stride = shape[1], -(-entries // _ALIGNMENT) * _ALIGNMENT
-        self._all = torch.full(((1 + num_windows) * self._stride,), SINK_BLOCK, dtype=torch.int32, device=device)
-        self.tensors = tuple(table[:entries].view(shape) for table in self._all.split(self._stride))
+        self.all = torch.full(((1 + num_windows) * self._stride,), SINK_BLOCK, dtype=torch.int32, device=device)
+        self.tensors = tuple(table[:entries].view(shape) for table in self.all.split(self._stride))
         for tensor in self.tensors:
             mark_static_address(tensor)
 
     @property
     def nbytes(self) -> int:
-        return self._all.nbytes
+        return self.all.nbytes
 
     def pack(self, changes: Sequence[TableChange]) -> tuple[np.ndarray, np.ndarray]:
         """``changes``, none of which meets another, as places in all tables, [N] int64, and entries, [N] int32."""
@@ -52,7 +53,7 @@ class BlockTables:
 
     def write(self, places: Tensor, entries: Tensor) -> None:
         """Write on the device what ``pack`` gave and is there by now, in the order of its stream: one kernel."""
-        self._all.index_copy_(0, places, entries)
+        self.all.index_copy_(0, places, entries)
 
     def send(self, places: np.ndarray, entries: np.ndarray) -> None:
         """The same of what the host has: one copy more."""
@@ -61,5 +62,5 @@ class BlockTables:
         packed = np.empty(3 * total, dtype=np.int32)
         packed[: 2 * total].view(np.int64)[:] = places
         packed[2 * total :] = entries
-        sent: Tensor = on_device(torch.from_numpy(packed), self._all.device)
+        sent: Tensor = on_device(torch.from_numpy(packed), self.all.device)
         self.write(sent[: 2 * total].view(torch.int64), sent[2 * total :])

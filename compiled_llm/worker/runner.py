@@ -145,6 +145,8 @@ class ModelRunner(Worker):
         swapped = self.pool_sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
         self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
         self._host_slots = HostSlot.in_turns(self.steps.last_tokens) if self.device.type == "cuda" else None
+        if self._host_slots is not None:
+            self.steps.leave_tokens_in(*(slot.tokens for slot in self._host_slots))
         memory.before_compiling()
         self._compile(config, builds, progress)
         self.facts = self._make_pool(config, memory, progress)
@@ -188,8 +190,10 @@ class ModelRunner(Worker):
         if slot is None:
             tokens = steps.last_tokens[:num_rows].clone()
         else:
-            tokens = slot.tokens
-            tokens.copy_(steps.last_tokens, non_blocking=True)
+            written = steps.tokens_of_step(bucket)
+            tokens = slot.tokens if written is None else written
+            if written is None:
+                tokens.copy_(steps.last_tokens, non_blocking=True)
             if logprobs is not None:
                 logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
@@ -202,6 +206,9 @@ class ModelRunner(Worker):
         self.times.execute_seconds += finished - prepared
         self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
         if profiler is not None and take_back is not None:
+            if slot is not None:
+                slot.ended.synchronize()
+                tokens = tokens.clone()  # the step is repeated, and may leave others
             self._profile(profiler, bucket, needs, take_back)
         read = tokens, logprobs, prompt_logprobs
         return LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts)

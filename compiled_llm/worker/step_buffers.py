@@ -26,6 +26,8 @@ from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 
+_MOST_TAKEN_BYTES = 1 << 18  # one program reads some 20 GB/s of the host's memory
+
 
 class StepSizes(NamedTuple):
     """The sizes in which steps differ, as compiled code sees them. None: static.
@@ -98,7 +100,7 @@ class StepBuffers:
         ]
         self._own_tables = ["block_table", *(name for _, name in self._window_fields)] if tables is None else streams
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
-        fields = self._fields(limits) | ({} if tables is None else self._fields_of_tables())
+        fields = ({} if tables is None else self._fields_of_tables()) | self._fields(limits)
         self._tables, self._num_changed = tables, 0
         self._buffers = FieldBuffers(fields, device)
         views = self._buffers.tensors
@@ -147,6 +149,7 @@ class StepBuffers:
         requests, blocks = self.bucket.num_requests, self.bucket.num_tokens // self.block_size
         room = (requests + blocks) * len(self._table_fields)
         return {
+            "header": ((3,), torch.int32),
             "table_rows": ((requests,), torch.int32),
             "changed_places": ((room,), torch.int64),
             "changed_entries": ((room,), torch.int32),
@@ -165,7 +168,7 @@ class StepBuffers:
         for slots, table in self._window_fields:
             of_tokens[slots], others[table] = sizes.tokens, sizes.requests
         others |= dict.fromkeys((*(name for name, _ in self._stream_fields), *self._state_fields), sizes.requests)
-        others |= dict.fromkeys(("changed_places", "changed_entries"))  # no compiled code has them
+        others |= dict.fromkeys(("header", "changed_places", "changed_entries"))  # no compiled code has them
         for name, view in views.items():
             mark_first_size(view, (others | of_tokens).get(name, sizes.rows))
 
@@ -185,9 +188,14 @@ class StepBuffers:
                 fields[name][:] = 0
         self._buffers.copy()
 
-    def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> int:
-        """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows."""
+    def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows, slot: int = 0) -> int:
+        """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows.
+
+        ``slot``: where a graph that ``begin_graph`` began leaves its tokens.
+        """
         fields = self._buffers.next_arrays()
+        if self._tables is not None:
+            fields["header"][1:] = slot, 0
         if self._tables is not None and store.changes:
             self._fill_changes(fields, self._tables, store)
         n, total = len(rows), output.num_tokens
@@ -250,16 +258,35 @@ class StepBuffers:
         if len(places) > len(fields["changed_places"]):
             tables.send(places, entries)
             return
-        self._num_changed = count = len(places)
+        self._num_changed = fields["header"][2] = count = len(places)
         fields["changed_places"][:count], fields["changed_entries"][:count] = places, entries
 
     def _copy(self) -> None:
         """Copy all to the device, and change the tables there."""
         self._buffers.copy()
         count, self._num_changed = self._num_changed, 0
-        if count and self._tables is not None and self._changed is not None:
+        if count and self._tables is not None and self._changed is not None and not self._buffers.is_taken:
             places, entries = self._changed
             self._tables.write(places[:count], entries[:count])
+
+    def begin_graph(self, chosen: Tensor) -> bool:
+        """The first launch of the bucket's graph: it takes what was filled. ``chosen``, [1] int32, gets the slot.
+
+        False, and there is none: that is too much for one program, or the host reads of it what the graph will write.
+        """
+        if self._tables is None or self._state_fields or self._buffers.nbytes > _MOST_TAKEN_BYTES:
+            return False
+        self._buffers.begin_graph(chosen, self._tables.all)
+        return True
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the bucket's graph takes what is filled."""
+        return self._buffers.is_taken
+
+    def start_graph(self) -> None:
+        """The bucket's graph is about to be started."""
+        self._buffers.start_graph()
 
     def _is_plain(self, output: SchedulerOutput) -> bool:
         """Whether nothing but the next token of each request is told of a step that has one of each."""

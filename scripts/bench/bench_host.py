@@ -103,13 +103,14 @@ def started(args: argparse.Namespace, num_requests: int) -> Iterator[CompiledEng
             yield engine
         return
     if not args.compiled:
-        runner_module.graph_pool = lambda cuda_graphs, device, *_: GraphPool(device)
+        runner_module.graph_pool = lambda cuda_graphs, device, *_: GraphPool(device, pinned=args.pinned)
     shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory:
         Path(directory, "config.json").write_text(
             json.dumps(shape | {"num_hidden_layers": args.layers or shape["num_hidden_layers"]})
         )
         own = {"model": directory, "load_format": "dummy", "device": args.device, "enforce_eager": not args.compiled}
+        own |= {"cuda_graphs": "pinned"} if args.compiled and args.pinned else {}
         with CompiledEngine(**own, **sizes) as engine:
             yield engine
 
@@ -337,6 +338,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="of the model on a GPU")
     parser.add_argument("--layers", type=int, help="of that shape (default: its own)")
     parser.add_argument("--compiled", action="store_true", help="compile the steps of a GPU")
+    parser.add_argument("--pinned", action="store_true", help="graphs that read and write memory of the host")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that engines may take to start")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write host.json there")
     args = parser.parse_args()
