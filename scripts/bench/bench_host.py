@@ -278,12 +278,8 @@ def _seconds(call: Callable[[], object]) -> float:
 def tokens_of(engine: CompiledEngine) -> list[list[int]]:
     """Greedy and sampled ones, of prompts that are as long as blocks or a little longer."""
     prompts = [{"prompt_token_ids": [(5 * n + i) % 900 for i in range(30 + n)]} for n in range(6)]
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 1.0, "seed": 3},
-        {"presence_penalty": 1.0, "temperature": 0},
-    ]
-    params = [SamplingParams(max_tokens=40, ignore_eos=True, **kinds[n % 3]) for n in range(6)]
+    of_all: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    params = [SamplingParams(temperature=n % 2, presence_penalty=float(n > 3), seed=n, **of_all) for n in range(6)]
     outputs = engine.generate(prompts, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
