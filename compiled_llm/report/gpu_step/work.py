@@ -329,6 +329,13 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
 
 
+def _norm(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Weights that it asks the cache for are those that the next launch reads."""
+    read, written = ("x", "delta", "weight"), ("total", "out")
+    count = [sum(a[name].nbytes for name in names if a[name] is not None) for names in (read, written)]
+    return Work(*count)
+
+
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
@@ -338,6 +345,7 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "exact_merge_kernel": _exact_merge,
     "rope_kernel": _rope,
     "head_linear_kernel": _head_linear,
+    "norm_kernel": _norm,
     **LATENT_RULES,
     **STATE_RULES,
     "grouped_kernel": _grouped_sum,
