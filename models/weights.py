@@ -335,17 +335,21 @@ def tensors(weights: Any) -> list[Tensor]:
 
 def linears(weights: Any) -> list[Linear]:
     """All linear layers of a weights tuple, each once."""
+    if not isinstance(weights, tuple):  # asked first: whether something has all that a layer has takes longer
+        return []
     if isinstance(weights, Linear):
         return [weights]
-    found = [linear for item in weights for linear in linears(item)] if isinstance(weights, tuple) else []
+    found = [linear for item in weights for linear in linears(item)]
     return list({id(linear): linear for linear in found}.values())
 
 
 def experts(weights: Any) -> list[Experts]:
     """The layers of all mixtures of experts in a weights tuple."""
+    if not isinstance(weights, tuple):
+        return []
     if isinstance(weights, Experts):
         return [weights]
-    return [found for item in weights for found in experts(item)] if isinstance(weights, tuple) else []
+    return [found for item in weights for found in experts(item)]
 
 
 def linear_layers(weights: Any) -> list[Linear | Experts]:

@@ -16,7 +16,6 @@ from compiled_llm.ops.attention.rotary_latent_attention import (
     rotary_latent_decode_attention,
 )
 from compiled_llm.ops.linear.exact_linear import exact_linear
-from compiled_llm.ops.linear.fused_linear import add_fused_linear, fused_linear
 from compiled_llm.ops.linear.fused_quantized_linear import fused_quantized_linear, fused_quantized_linear_a8
 from compiled_llm.ops.linear.head_linear import head_linear
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
@@ -60,7 +59,6 @@ __all__ = [
     "DecodePlan",
     "StateRows",
     "activation",
-    "add_fused_linear",
     "add_layer_norm",
     "add_rms_norm",
     "clamped_swiglu",
@@ -69,7 +67,6 @@ __all__ = [
     "empty_packed",
     "exact_linear",
     "expert_rows",
-    "fused_linear",
     "fused_quantized_linear",
     "fused_quantized_linear_a8",
     "gated_activation",

@@ -9,6 +9,7 @@ Nothing here needs torch: packaging (``setup.py``) builds the libraries of all s
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
 import platform
@@ -86,6 +87,7 @@ def _run(command: list[str], name: str) -> None:
         raise RuntimeError(f"building {name} failed: {' '.join(command)}\n{done.stderr}")
 
 
+@functools.cache
 def op_library(op: str) -> Library:
     """What torch calls for the ops of ``op.cpp``; any other source that calls torch as well."""
     (source,) = ROOT.glob(f"**/{op}.cpp")
@@ -149,8 +151,16 @@ def texts(source: Path, also: list[Path]) -> list[str]:
     """
     found, read = [source, *(path.resolve() for path in also)], []
     for path in found:
-        read.append(path.read_text())
-        names = re.findall(r'^#include "(.+)"', read[-1], re.MULTILINE)
-        headers = [(path.parent / name).resolve() for name in names]
+        status = path.stat()
+        text, headers = _text_of(path, status.st_mtime_ns, status.st_size)
+        read.append(text)
         found += [header for header in headers if header not in found]
     return read
+
+
+@functools.cache
+def _text_of(path: Path, changed: int, size: int) -> tuple[str, list[Path]]:
+    """And the headers that it names. ``changed`` and ``size`` tell its versions apart."""
+    text = path.read_text()
+    names = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    return text, [(path.parent / name).resolve() for name in names]

@@ -128,22 +128,25 @@ class Kernels:
     """The kernels of an op: its ops run on the best instruction set that this CPU has."""
 
     def __init__(self, op: str, library: ctypes.CDLL, best: ctypes.CDLL) -> None:
-        self._op, self._library = op, library
+        self._op, self._library, self._isas = op, library, _isas(op)
+        self._kernels: dict[str, int] = {}  # of the sets that ``run`` was asked for: where they lie
         library.use_kernels.argtypes = ctypes.c_void_p, ctypes.c_bool
         library.use_kernels(_kernels_of(best), True)
 
     def supported_isas(self) -> list[str]:
         """The sets that there are kernels for and that this CPU has, best first."""
-        return _isas(self._op)
+        return list(self._isas)
 
     def run(self, name: str, *args: Any, isa: str | None = None) -> Any:
         """The op ``name`` on the set ``isa``, which is built if need be; without one on the best, as torch runs it."""
         function = getattr(torch.ops.compiled_llm, name)
         if isa is None:
             return function(*args)
-        if isa not in self.supported_isas():
-            raise ValueError(f"isa {isa!r} is unknown or not supported by this CPU, which has {self.supported_isas()}")
-        self._library.use_kernels(_kernels_of(open_library(kernel_library(self._op, isa))), False)
+        if isa not in self._isas:
+            raise ValueError(f"isa {isa!r} is unknown or not supported by this CPU, which has {self._isas}")
+        if isa not in self._kernels:
+            self._kernels[isa] = _kernels_of(open_library(kernel_library(self._op, isa)))
+        self._library.use_kernels(self._kernels[isa], False)
         try:
             return function(*args)
         finally:

@@ -48,6 +48,7 @@ def pretend_gpu(properties: Any) -> None:
         "get_rng_state": torch.zeros(1, dtype=torch.uint8),
         "set_rng_state": None,
         "synchronize": None,
+        "is_current_stream_capturing": False,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, _always(answer))
@@ -59,13 +60,19 @@ def pretend_gpu(properties: Any) -> None:
     CudaInterface.Worker.current_device = staticmethod(_always(0))  # type: ignore[method-assign]
     CudaInterface.Worker.get_device_properties = staticmethod(_always(properties))  # type: ignore[method-assign]
     torch.utils._triton.has_triton = _always(True)  # type: ignore[assignment]
-    torch.utils._triton.triton_hash_with_backend = _always("pretended")  # type: ignore[assignment]
     torch._C._cuda_cudaCachingAllocator_is_enabled = _always(True)
     torch._C._cuda_getCurrentRawStream = _always(0)
     FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment]
     # A build with CUDA would make a tensor for the first fake one, to wake a driver that is not there.
     torch._subclasses.fake_tensor.init_gpu_context = _always(None)  # type: ignore[assignment]
-    # Nothing can be tried out, and nothing that is made here may be found by a process that has a GPU.
+
+
+def keep_nothing() -> None:
+    """From now on Inductor keeps nothing: where kernels are pretended too, no process that has a GPU may find it."""
+    import torch._inductor.config
+    import torch.utils._triton
+
+    torch.utils._triton.triton_hash_with_backend = _always("pretended")  # type: ignore[assignment]
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.force_disable_caches = True
     torch._inductor.config.shape_padding = False
@@ -146,6 +153,24 @@ def generate(compiled: Callable, args: tuple, mode: FakeTensorMode) -> Generated
     with mode:
         inputs = [_plain(one) for one in inputs]
     return Generated(lowered["code"], inputs, tuple(sorted(dynamic)), tuple(dict.fromkeys(reasons)))
+
+
+def trace(compiled: Callable, args: tuple, mode: FakeTensorMode) -> None:
+    """Do what a first call of ``compiled`` does until Inductor makes code: what its cache does not spare."""
+    import torch._inductor.compile_fx as compile_fx
+
+    def done(*args: Any) -> None:
+        raise _Done
+
+    kind: Any = compile_fx._InProcessFxCompile
+    before, kind.codegen_and_compile = kind.codegen_and_compile, done
+    try:
+        with mode, torch.no_grad():
+            compiled(*args)
+    except _Done:
+        pass
+    finally:
+        kind.codegen_and_compile = before
 
 
 def _plain(value: Any) -> Any:

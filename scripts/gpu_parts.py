@@ -32,7 +32,7 @@ _GPU_TESTS = (
 )
 _EXACT_TESTS = (
     "-m gpu tests/ops/rowwise/test_rowwise_gpu.py tests/ops/linear/test_exact_linear.py "
-    "tests/ops/linear/test_fused_linear.py tests/ops/linear/test_triton_surroundings.py "
+    "tests/ops/linear/test_triton_surroundings.py "
     "tests/ops/attention/test_triton_exact.py"
 )
 _PHASES = f"{_LATENCY} --input-len 2048 --batch-size 8 --num-iters 3"

@@ -16,9 +16,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bench.own_checkout
 import torch
-from bench.own_checkout import ROOT
 from bench.workloads import SHAPES
+from gpu_step_page import FOLDER, MEASURED
+from gpu_step_tables import commit
 from inspect_gpu_step import with_bucket
 from tqdm import tqdm
 
@@ -31,7 +33,7 @@ from compiled_llm.report.gpu_step.gpus import GPUS
 from compiled_llm.report.gpu_step.inspection import Inspection, compile_step, first_layers, inspect
 from compiled_llm.report.gpu_step.measured import Measured, match
 
-OUTPUT = ROOT / "docs" / "results" / "gpu-estimates" / "measured.jsonl"
+OUTPUT = FOLDER / f"{MEASURED}.jsonl"
 _LAYERS = 3  # that are generated: Inductor may end a layer with one launch more than the next
 
 
@@ -43,7 +45,7 @@ def line_of(path: Path) -> dict[str, Any]:
     model = parse_config(SHAPES[result["shape"]])
     if result["layers"]:
         model = first_layers(model, result["layers"])
-    bucket, keys = f"decode_{result['batch_size']}", round(result["mean_keys"])
+    bucket, keys = f"decode_{result['batch_size']}", round(result.get("mean_keys", result["context"]))
     engine = EngineConfig(
         max_model_len=model.max_position_embeddings, kv_cache_dtype=result["kv_cache_dtype"], exact=result["exact"]
     )
@@ -53,6 +55,7 @@ def line_of(path: Path) -> dict[str, Any]:
     inspection = inspect(made, model.num_layers, keys, gpu)
     facts = {"model": result["shape"], "bucket": bucket, "keys": keys, "layers": model.num_layers, "gpu": gpu.name}
     facts |= {name: result[name] for name in ("kv_cache_dtype", "exact", "step_us", "busy_us", "gap_us")}
+    facts["commit"] = commit()
     facts |= {name: result["machine"][name] for name in ("torch", "triton") if name in result["machine"]}
     return facts | beside(inspection, match(inspection, result))
 
@@ -92,7 +95,12 @@ def main() -> int:
     for message in ("Accessing the data pointer of FakeTensor", "dynamo_pgo force disabled"):
         warnings.filterwarnings("ignore", message=message)
     torch.set_num_threads(1)
-    lines = [line_of(path) for path in tqdm(paths, disable=None, leave=False)]
+    lines = []
+    for path in tqdm(paths, disable=None, leave=False):
+        try:
+            lines.append(line_of(path))
+        except ValueError as error:
+            print(f"left out: {path.name}: {error}", file=sys.stderr)
     args.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for line in lines:
         times = f"measured {line['step_us']:.0f} us, estimated {line['estimated_step_us']:.0f} us"

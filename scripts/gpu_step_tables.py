@@ -1,4 +1,4 @@
-"""Make the tables of docs/gpu_step.md: what a GPU's step should take. Estimates: nothing of it runs on a GPU.
+"""Make the tables of docs/gpu_step.md: what a GPU's step should take. Estimates: nothing runs on a GPU here.
 
     python scripts/gpu_step_tables.py
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from bench.own_checkout import ROOT
 from bench.workloads import SHAPES
-from gpu_step_page import BEFORE, BUCKETS, FOLDER, KV_DTYPES, MODELS, NOW, PAGE, page, read_lines
+from gpu_step_page import BUCKETS, FOLDER, KV_DTYPES, MEASURED, MODELS, NOW, PAGE, page, read_lines
 from inspect_gpu_step import with_bucket
 from tqdm import tqdm
 
@@ -93,7 +93,6 @@ def estimates(case: Case, gpus: tuple[str, ...]) -> dict[str, Any]:
     memory = weight_bytes(engine, model), kv_bytes(engine, model)
     first = inspect(made, model.num_layers, CONTEXTS[0])
     return {
-        "counts_parts": True,
         "launches_per_layer": first.launches_per_layer[-1],
         "launches": first.num_launches,
         "layer": [row.name for row in first.rows[first.spans[-1]]],
@@ -213,7 +212,7 @@ def run(cases: list[Case], processes: int) -> Iterable[tuple[Case, dict[str, Any
 
 def parse_arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", default=NOW, help=f"of the file of lines; {BEFORE!r} is what the page compares with")
+    parser.add_argument("--name", default=NOW, help="of the file of lines")
     parser.add_argument("--folder", type=Path, default=FOLDER, metavar="DIR", help="of these files")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--processes", type=int, default=2, metavar="INT", help="cases at once")
@@ -225,8 +224,8 @@ def main() -> int:
     args = parse_arguments()
     cases = [Case(*names) for names in itertools.product(args.models, BUCKETS, KV_DTYPES)]
     errors = make(args.folder / f"{args.name}.jsonl", cases, args.processes)
-    now, before = (read_lines(args.folder / f"{name}.jsonl") for name in (NOW, BEFORE))
-    args.page.write_text(page(now, before))
+    now, measured = (read_lines(args.folder / f"{name}.jsonl") for name in (NOW, MEASURED))
+    args.page.write_text(page(now, measured))
     for error in errors:
         print(error, file=sys.stderr)
     print(f"{len(cases) - len(errors)} of {len(cases)} cases in {args.folder}, page {args.page}")

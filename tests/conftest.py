@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "battery" not in config.getoption("markexpr"):
         full_size = [item for item in items if item.get_closest_marker("battery")]
         config.hook.pytest_deselected(items=full_size)
-        items[:] = [item for item in items if item not in full_size]
+        items[:] = [item for item in items if not item.get_closest_marker("battery")]
 
 
 class _Summary:

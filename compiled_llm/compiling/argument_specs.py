@@ -5,7 +5,8 @@ Arguments are nested tuples (NamedTuples among them) of tensors, None and number
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +43,12 @@ class TensorSpec(NamedTuple):
         fixed = "" if self.static_address is None else f", at one address ({self.static_address})"
         return f"{str(self.dtype).removeprefix('torch.')}[{sizes}] of strides {self.stride} on {self.device}{fixed}"
 
-    def make(self) -> Tensor:
+    def make(self, dynamic: Mapping[str, int] = MappingProxyType({})) -> Tensor:
         """An uninitialised tensor of this kind, marked like the original. It takes no memory until it is written.
 
-        Its dynamic sizes are the examples.
+        Its dynamic sizes are those of ``dynamic``, by name, and the examples.
         """
-        sizes = [size.example if isinstance(size, DynamicSize) else size for size in self.shape]
+        sizes = [dynamic.get(s.name, s.example) if isinstance(s, DynamicSize) else s for s in self.shape]
         tensor = torch.empty_strided(sizes, self.stride, dtype=self.dtype, device=self.device)
         if self.static_address is not None:
             mark_static_address(tensor, guard=self.static_address == "guarded")
@@ -112,8 +113,11 @@ def specs_of(value: Any) -> Any:
     return spec(value)
 
 
-def examples_of(value: Any) -> Any:
-    """The same nested tuples with other tensors, of the same specs. A tensor that occurs twice stays one."""
+def examples_of(value: Any, dynamic: Mapping[str, int] = MappingProxyType({})) -> Any:
+    """The same nested tuples with other tensors, of the same specs. A tensor that occurs twice stays one.
+
+    ``dynamic``: as ``TensorSpec.make`` takes it.
+    """
     made: dict[int, Tensor] = {}  # by the id of a tensor
 
     def example(value: Any) -> Any:
@@ -123,7 +127,7 @@ def examples_of(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in made:
-            made[id(value)] = spec_of(value).make()
+            made[id(value)] = spec_of(value).make(dynamic)
         return made[id(value)]
 
     return example(value)

@@ -9,14 +9,18 @@ import weakref
 from collections.abc import Iterable
 
 from compiled_llm.child_process import with_package
+from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.keys import code_settings
 from compiled_llm.compiling.messages import Built, Job, receive, send
 
 
 class BuildProcess:
-    """One process. It imports the compiler at once, which takes seconds, and then waits for jobs."""
+    """One process. It imports the compiler at once, which takes seconds, and then waits for jobs.
 
-    def __init__(self) -> None:
+    ``target``: the GPU that it compiles for; None for this CPU.
+    """
+
+    def __init__(self, target: GpuTarget | None = None) -> None:
         self.started = time.monotonic()
         self._process = subprocess.Popen(
             [
@@ -24,6 +28,7 @@ class BuildProcess:
                 "-P",
                 "-m",
                 "compiled_llm.compiling.build_worker",
+                *([] if target is None else [target.as_text()]),
             ],  # -P: no module of the working directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -51,9 +56,13 @@ class BuildProcess:
 
 
 class BuildProcesses:
-    """Those of one start, which end with ``close``, or with this object where the start fails before."""
+    """Those of one start, which end with ``close``, or with this object where the start fails before.
 
-    def __init__(self) -> None:
+    ``target``: as of ``BuildProcess``.
+    """
+
+    def __init__(self, target: GpuTarget | None = None) -> None:
+        self._target = target
         self._all: list[BuildProcess] = []
         self._idle: list[BuildProcess] = []
         self._lock = threading.Lock()
@@ -82,7 +91,7 @@ class BuildProcesses:
         self._finalizer()
 
     def _start(self) -> BuildProcess:
-        self._all.append(process := BuildProcess())
+        self._all.append(process := BuildProcess(self._target))
         return process
 
 

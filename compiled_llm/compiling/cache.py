@@ -21,7 +21,17 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from compiled_llm.compiling.keys import Fields, differences, digest, distance, key_of, machine_fields, reason
+from compiled_llm.compiling.gpu_properties import GpuTarget
+from compiled_llm.compiling.keys import (
+    Fields,
+    differences,
+    digest,
+    distance,
+    gpu_fields,
+    key_of,
+    machine_fields,
+    reason,
+)
 from compiled_llm.ops import native
 from compiled_llm.ops.user_warnings import warn
 
@@ -136,9 +146,10 @@ class CompileCache:
                 yield moment, dict(header["fields"]), dict(header["facts"])
 
 
-def engine_cache() -> CompileCache:
-    """The cache of this CPU, in the user's cache directory."""
-    return CompileCache(native.cache_directory() / "graphs", machine_fields())
+def engine_cache(target: GpuTarget | None = None) -> CompileCache:
+    """The cache of this CPU, or of a GPU, in the user's cache directory."""
+    fields = machine_fields() if target is None else gpu_fields(target)
+    return CompileCache(native.cache_directory() / "graphs", fields)
 
 
 def write_whole(path: Path, content: bytes) -> None:

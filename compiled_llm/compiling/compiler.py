@@ -1,8 +1,8 @@
 """What is asked of torch's compiler. The only file that calls torch.compile.
 
-On a GPU a function is compiled at its first call, with torch's own guards and cache. On a CPU it is compiled ahead of
-time, from its arguments: the result is bytes that can be kept, and that include what tracing found. Such a result has
-no guards: ``ArgumentCheck`` takes their place.
+A function is compiled ahead of time, from its arguments: the result is bytes that can be kept, and that include what
+tracing found. Such a result has no guards: ``ArgumentCheck`` takes their place. Where torch is to record CUDA graphs, a
+function is compiled at its first call, with torch's own guards and cache.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import gc
 import pickle
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from compiled_llm.ops.torch_private import (
     tell_compiler,
     with_caches,
 )
+from compiled_llm.ops.torch_private_builds import aot_compile_on
 from compiled_llm.ops.torch_private_cpp import headers_in_cache, plain_vectors, whole_libraries
 
 _OLDEST_FOR_CPUS = (2, 13)  # whose AOTCompiledFunction is the one that _unguarded extends
@@ -68,17 +70,21 @@ def compile_at_first_call(function: Callable, cuda_graphs: bool) -> Callable:
 
 
 def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict[str, Any]]:
-    """Compile for a CPU and for arguments like ``args``: an ``AOTCompiledFunction``, and facts about it as JSON values.
+    """Compile for arguments like ``args``: an ``AOTCompiledFunction``, and facts about it as JSON values.
 
-    Its ``fn`` is to be called, and ``to_bytes`` takes it. It is right for all dynamic sizes.
+    Its ``fn`` is to be called, and ``to_bytes`` takes it. It is right for all dynamic sizes. Arguments on a GPU have to
+    be fake tensors, in a process that ``gpu_builds.py`` prepared.
     """
     before = compile_counts()
     examples = examples_of(args)
     tell_compiler(tensors_in(examples))
     options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
+    options["triton.enable_pdl"] = False  # as in compile_at_first_call
     options["cpp.threads"] = 1  # the ops have threads of their own, and those of OpenMP would spin beside them
     meter = CostMeter()
-    with torch.no_grad(), with_caches(), sizes_of_one(), plain_vectors(), headers_in_cache(), _without_collecting():
+    with contextlib.ExitStack() as settings:
+        for setting in _SETTINGS_AHEAD:
+            settings.enter_context(setting())
         compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
         with whole_libraries() as builds:
             ahead = compiled.aot_compile((examples, {}))
@@ -97,6 +103,12 @@ def _without_collecting() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+# Within which compile_ahead compiles.
+_SETTINGS_AHEAD: tuple[Callable[[], AbstractContextManager], ...] = (
+    torch.no_grad, with_caches, sizes_of_one, plain_vectors, headers_in_cache, aot_compile_on, _without_collecting,
+)  # fmt: skip
 
 
 def _no_guards(guards: Sequence[Any]) -> list[bool]:

@@ -17,7 +17,7 @@ def expected_cost(cache: CompileCache, key: Fields) -> Cost | None:
     Tracing takes longer for more arguments, of which a step has some for each layer. None if no such function was
     compiled here.
     """
-    machine = ("cpu", "torch")
+    machine = ("cpu", "gpu", "torch")
     known = [
         (Cost(*facts["cost"]), _size(fields))
         for _, fields, facts in cache.stored(key["function"])

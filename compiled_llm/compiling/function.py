@@ -1,5 +1,6 @@
 """CompiledFunction: a function that is compiled once, and then refuses to be compiled again."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from compiled_llm.compiling.argument_specs import ArgumentCheck, tensors_in
-from compiled_llm.compiling.cache import CompileCache, Entry, Fields
+from compiled_llm.compiling.cache import CompileCache, Fields
 from compiled_llm.compiling.compiler import (
     compile_ahead,
     compile_at_first_call,
@@ -21,7 +22,8 @@ from compiled_llm.compiling.compiler import (
 from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begin_step_of_trees
 from compiled_llm.compiling.libraries import libraries_built_since
 from compiled_llm.compiling.report import GraphReport
-from compiled_llm.ops.torch_private import compiled_versions, tell_compiler
+from compiled_llm.ops.torch_private import compiled_versions, sizes_of_one, tell_compiler
+from compiled_llm.ops.user_warnings import warn
 
 # What a CUDA graph needs before it replays: a plain run, and a run that records.
 _WARM_UP_CALLS = {"cuda": 3, "cpu": 1}
@@ -32,7 +34,8 @@ class CompiledFunction:
 
     On a GPU a call replays a CUDA graph: one of the compiler's own, or with ``graph_pool`` one captured by hand.
     On a CPU the function is compiled ahead of time, and kept in ``cache`` if one is given; ``depends`` is then the part
-    of its key that ``CompileCache.key_of`` asks for.
+    of its key that ``CompileCache.key_of`` asks for. For graphs captured by hand, code that ``cache`` holds is loaded;
+    what it does not hold is compiled at the first call.
     Arguments are nested tuples (NamedTuples among them) of tensors, None and numbers.
     """
 
@@ -52,7 +55,8 @@ class CompiledFunction:
         self._call: Callable = self._copy
         self._captured = None if graph_pool is None else CapturedFunction(graph_pool)
         self._ahead = device.type == "cpu" and not enforce_eager and graph_pool is None
-        if not (enforce_eager or self._ahead):
+        self._loads = graph_pool is not None and not enforce_eager and cache is not None
+        if not (enforce_eager or self._ahead or self._loads):
             self._call = compile_at_first_call(self._copy, cuda_graphs=graph_pool is None)
         self._eager = enforce_eager
         self._cache, self._depends = cache, depends
@@ -72,6 +76,8 @@ class CompiledFunction:
             self._check = ArgumentCheck(args)
             with torch.no_grad():
                 self._call(*args)
+        elif self._loads:
+            facts, outcome, reason = self._load_and_record(make_args)
         else:
             (facts, outcome), reason = self._compile_by_calls(make_args), ""
         seconds = time.perf_counter() - started
@@ -93,37 +99,54 @@ class CompiledFunction:
     def _compile_by_calls(self, make_args: Callable[[], tuple]) -> tuple[Fields, str]:
         """Facts about the code, and ``cache`` for the report."""
         before = {} if self._eager else compile_counts()
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.nullcontext() if self._eager else sizes_of_one():
             self._call_until_recorded(self._call, make_args)
         if self._eager:
             return {"graphs": 0, "graph_breaks": 0, "cpp_seconds": 0.0}, "eager"
         gained = {key: count - before[key] for key, count in compile_counts().items()}
         return gained, "hit" if gained["hits"] else "miss" if gained["misses"] else "off"
 
+    def _load_and_record(self, make_args: Callable[[], tuple]) -> tuple[Fields, str, str]:
+        """Facts about the code, and ``cache`` and ``reason`` for the report."""
+        facts, reason = self._load(args := make_args())
+        if facts is not None:
+            self._check = ArgumentCheck(args)
+            try:
+                with torch.no_grad():
+                    self._call_until_recorded(self._call, make_args)
+                return facts, "hit", reason
+            except Exception as error:  # whatever it is: compiling anew raises it again or does without
+                reason, self._check = f"the stored code does not run: {type(error).__name__}: {error}", None
+                warn(f"{self.name} is compiled anew, which takes longer: {reason}")
+        self._call = compile_at_first_call(self._copy, cuda_graphs=False)
+        facts, _ = self._compile_by_calls(make_args)
+        return facts, "miss", reason
+
     def _load_or_compile(self, args: tuple) -> tuple[Fields, str, str]:
         """Facts about the code, and ``cache`` and ``reason`` for the report."""
-        if self._cache is None:
-            ahead, facts = compile_ahead(self._copy, self.name, args)
-            self._call = ahead.fn
-            return facts, "off", ""
-        key = self._cache.key_of(self.name, self._copy, args, self._depends)
-        found = self._cache.find(key)
-        if isinstance(found, Entry):
-            moment = time.time()
-            try:
-                self._call = from_bytes(found.payload, self._copy)
-            except Exception as error:  # whatever it is: compiling anew raises it again or does without
-                reason = f"the stored code does not load: {type(error).__name__}: {error}"
-            else:
-                gone = ", ".join(libraries_built_since(moment))
-                reason = f"built again, since it was gone from torch's cache or cut off: {gone}" if gone else ""
-                return found.facts, "miss" if gone else "hit", reason
-        else:
-            reason = found
+        facts, reason = (None, "") if self._cache is None else self._load(args)
+        if facts is not None:
+            return facts, "miss" if reason else "hit", reason
         ahead, facts = compile_ahead(self._copy, self.name, args)
         self._call = ahead.fn
-        self._cache.store(key, to_bytes(ahead), facts)
+        if self._cache is None:
+            return facts, "off", ""
+        self._cache.store(self._cache.key_of(self.name, self._copy, args, self._depends), to_bytes(ahead), facts)
         return facts, "miss", reason
+
+    def _load(self, args: tuple) -> tuple[Fields | None, str]:
+        """Take the code that the cache holds: facts about it, None if there is none, and what was wrong with it."""
+        assert self._cache is not None
+        found = self._cache.find(self._cache.key_of(self.name, self._copy, args, self._depends))
+        if isinstance(found, str):
+            return None, found
+        moment = time.time()
+        try:
+            self._call = from_bytes(found.payload, self._copy)
+        except Exception as error:  # whatever it is: compiling anew raises it again or does without
+            return None, f"the stored code does not load: {type(error).__name__}: {error}"
+        gone = "" if self._loads else ", ".join(libraries_built_since(moment))
+        return found.facts, f"built again, since it was gone from torch's cache or cut off: {gone}" if gone else ""
 
     def drop_graphs(self) -> None:
         """Free what graphs captured by hand hold, before all of them are recorded again."""
@@ -147,6 +170,8 @@ class CompiledFunction:
         used = _used_bytes(self.device)
         started = time.perf_counter()
         self._call_until_recorded(self._call_guarded, make_args)
+        if self._check is not None:
+            self._check.forget()  # the graph keeps what it needs
         taken = _used_bytes(self.device) - used
         self._report = dataclasses.replace(
             self._report,
@@ -166,7 +191,7 @@ class CompiledFunction:
             torch.cuda.synchronize(self.device)
 
     def _told(self, args: tuple) -> tuple:
-        if not self._eager:
+        if not self._eager and self._check is None:  # code that was loaded does not need the compiler
             tell_compiler(tensors_in(args))
         return args
 

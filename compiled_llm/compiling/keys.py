@@ -7,6 +7,7 @@ with both values, down to the setting, the file or the argument: there are diges
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from compiled_llm.compiling.argument_specs import described_specs, settings
+from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.error_texts import shown
 from compiled_llm.hardware import hardware
 from compiled_llm.ops import native
@@ -26,7 +28,7 @@ Fields = Mapping[str, Any]
 
 _PACKAGE = Path(__file__).parents[1]
 # Files whose text decides what is traced: after a change of any of them no entry is found.
-_SOURCES = ("models/**/*.py", "ops/**/*.py", "step/*.py", "compiling/*.py")
+_SOURCES = ("models/**/*.py", "ops/**/*.py", "ops/tiles/**/*.json", "step/*.py", "compiling/*.py")
 # What follows from other fields: it is named only where none of those before it differs.
 _CONSEQUENCES = {"code": 1, "closed_over": 1, "defaults": 1, "arguments": 2}
 _MOST_NAMED = 4  # differences in a reason
@@ -65,6 +67,21 @@ def machine_fields() -> dict[str, Any]:
     fields.pop("cpus")  # code depends on the number of threads, not of CPUs
     fields.pop("isa", None)  # the kernels that it limits are called by compiled code, and are no part of it
     return fields
+
+
+def gpu_fields(target: GpuTarget) -> dict[str, Any]:
+    """What code for a GPU depends on besides the model and the arguments: equal on all machines with such a GPU."""
+    properties = dataclasses.asdict(target.properties)
+    properties.pop("total_memory")  # differs from one to another of a kind, and no code depends on it
+    return {
+        "gpu": properties,
+        "programmatic": target.programmatic,
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "python": sys.version.split()[0],
+        "sources": source_digests(),
+        **code_settings(),
+    }
 
 
 def source_digests() -> dict[str, str]:

@@ -28,6 +28,7 @@ def use_own_cache_directory() -> None:
             warn(f"{own} may not be written to: compiled code goes to a temporary directory")
     inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     make_directory(inductor)
+    os.environ.setdefault("TRITON_CACHE_DIR", str(inductor / "triton"))  # the same for Inductor's kernels and for ours
     if own not in inductor.parents:
         check_trusted(inductor, "TORCHINDUCTOR_CACHE_DIR")
 

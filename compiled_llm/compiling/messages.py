@@ -19,6 +19,8 @@ class Job(NamedTuple):
         threads: torch's number of threads, which goes into the code.
         weight: about how long it takes beside others.
         depends: of its key, as ``CompileCache.key_of`` takes it.
+        sizes: its dynamic sizes by name, in all combinations that it will be called with, as far as kernels depend on
+            them.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Job(NamedTuple):
     threads: int
     weight: float
     depends: Mapping[str, Any]
+    sizes: tuple[Mapping[str, int], ...] = ()
 
 
 class Built(NamedTuple):

@@ -23,6 +23,8 @@ def build_missing(
     num_workers: int | None,
     progress: StartProgress,
     processes: BuildProcesses | None = None,
+    *,
+    needs_process: bool = False,
 ) -> dict[str, Cost | None]:
     """Compile what ``cache`` does not hold, side by side in other processes, and store it there.
 
@@ -31,6 +33,7 @@ def build_missing(
     Args:
         num_workers: how many processes; None for one on each core where that is faster, 0 to leave all to this process.
         processes: those that were started ahead; all have ended when this returns.
+        needs_process: whether this process could not keep what it compiles itself, as that for a GPU.
 
     Returns what is left to this process: name -> what it should cost, None where that is not known.
     """
@@ -42,7 +45,10 @@ def build_missing(
             found = cache.find(key)
             if isinstance(found, str):
                 missing.append((job, key, found))
-        workers = useful_workers(len(missing)) if num_workers is None else num_workers
+        if num_workers is None:
+            workers = (_workers_for_gpu if needs_process else useful_workers)(len(missing))
+        else:
+            workers = num_workers
         workers = min(max(workers, len(processes.ages())), len(missing))
         costs = {job.name: expected_cost(cache, key) for job, key, _ in missing}
         if workers:
@@ -100,3 +106,9 @@ def useful_workers(num_jobs: int) -> int:
     """Processes that save time: one for each core. A single job is as fast in this process, which has torch loaded."""
     workers = min(granted_cores(), num_jobs)
     return workers if workers > 1 else 0
+
+
+def _workers_for_gpu(num_jobs: int) -> int:
+    """One at least. The steps of all buckets take as long: a few more than there are cores go all together."""
+    cores = granted_cores()
+    return num_jobs if num_jobs <= 2 * cores else cores

@@ -1,10 +1,10 @@
 """Compiled functions in a form that loads without torch's compiler, whose import takes longer than a whole warm start.
 
-What torch makes of a function for a CPU has three parts: Dynamo's bytecode, which takes the graph's inputs from the
-arguments; Inductor's program in Python, which allocates and calls; and the libraries with its kernels. Between the
-first two are layers for gradients, for aliases among inputs and outputs, and for tensors made of others. A step needs
-none of them. ``ready_code`` makes sure of that, and keeps the three parts alone. Where it cannot, torch's own form
-serves.
+What torch makes of a function has three parts: Dynamo's bytecode, which takes the graph's inputs from the arguments;
+Inductor's program in Python, which allocates and calls; and its kernels, for a CPU in libraries, for a GPU as the
+source of Triton kernels, whose machine code is in Triton's cache. Between the first two are layers for gradients, for
+aliases among inputs and outputs, and for tensors made of others. A step needs none of them. ``ready_code`` makes sure
+of that, and keeps the three parts alone. Where it cannot, torch's own form serves.
 """
 
 import ast
@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.torch_private import aot_result, cache_dir, inductor_module, load_kernel, op_without_python
+from compiled_llm.ops.torch_private_builds import ExternKernels, triton_kernel
+
+_ALIGNMENT = 16  # bytes, that Inductor's code for a GPU counts on
 
 
 class _Helpers:
@@ -40,6 +43,14 @@ class _Helpers:
     @staticmethod
     def record_pregraph_bytecode_exit(record: None) -> None: ...
 
+    # From torch 2.14 on these two keep the current stream for graphs that name streams. None here does.
+
+    @staticmethod
+    def get_current_stream(device: torch.device) -> None: ...
+
+    @staticmethod
+    def store_user_object_weakrefs(*objects: Any) -> None: ...
+
 
 def ready_code(ahead: Any) -> bytes | None:
     """The parts of an ``AOTCompiledFunction``, as ``load_ready`` takes them; None if it is more than these."""
@@ -50,6 +61,7 @@ def ready_code(ahead: Any) -> bytes | None:
     program = _program(result.compiled_fw.result)
     if program is None:
         return None
+    aligned = tuple(result.compiled_fw.result.inputs_to_check)
     closed_over = [cell.cell_contents for cell in environment.closure or ()]
     bytecode = environment.bytecode
     values = (bytecode.co_consts, closed_over, environment.used_globals, environment.argdefs, environment.kwdefaults)
@@ -58,18 +70,27 @@ def ready_code(ahead: Any) -> bytes | None:
     except (pickle.PicklingError, AttributeError, TypeError):  # whatever a user's function closes over
         return None
     bytecode = bytecode.replace(co_consts=())  # where Dynamo also puts what marshal cannot write
-    return marshal.dumps((*program, bytecode, ahead._artifacts.backend_id, modules, pickled))
+    return marshal.dumps((*program, aligned, bytecode, ahead._artifacts.backend_id, modules, pickled))
 
 
-def load_ready(code: bytes, function_globals: dict[str, Any]) -> Callable:
-    """The function. Runs what ``code`` holds. ``ImportError`` if one of its libraries is gone or cut off."""
-    program, kernels, bytecode, graph_name, modules, pickled = marshal.loads(code)
+def load_ready(
+    code: bytes, function_globals: dict[str, Any], load_triton: Callable[[str, str], Any] = triton_kernel
+) -> Callable:
+    """The function. Runs what ``code`` holds. ``ImportError`` if one of its libraries is gone or cut off.
+
+    ``load_triton``: (name, source) of a Triton kernel -> what has ``run``.
+    """
+    program, kernels, triton_kernels, aligned, bytecode, graph_name, modules, pickled = marshal.loads(code)
     namespace: dict[str, Any] = {"__name__": graph_name, "op_without_python": op_without_python}
+    namespace["extern_kernels"] = ExternKernels()
     namespace |= {name: load_kernel(Path(cache_dir(), library)) for name, library in kernels.items()}
+    namespace |= {name: load_triton(name, source) for name, source in triton_kernels.items()}
     exec(program, namespace)
     run = namespace["call"]
 
     def graph(*inputs: Any) -> Any:
+        for place in aligned:
+            assert inputs[place].data_ptr() % _ALIGNMENT == 0, f"input {place} must lie at a multiple of {_ALIGNMENT}"
         return run(list(inputs))  # it empties the list, to free what it no longer needs
 
     constants, closed_over, used_globals, defaults, keyword_defaults = pickle.loads(pickled)
@@ -94,14 +115,12 @@ def _is_plain(result: Any) -> bool:
         metadata.num_mutated_inp_runtime_indices,  # others than those that the graph writes itself
         metadata.is_rng_op_functionalized,
         metadata.tokens,
-        graph.inputs_to_check,
         graph.constants,
         graph.frozen_param_names,
         graph.torchbind_constants,
         graph.opaque_value_type_classes,
         graph.partition_maps,
         graph._wrap_compiled_regions,
-        graph._defers_input_alignment,
         torch.is_autocast_enabled("cpu"),
     )
     return not any(around)
@@ -126,12 +145,12 @@ def _modules(environment: Any) -> dict[str, str] | None:
     return used
 
 
-def _program(graph: Any) -> tuple[types.CodeType, dict[str, str]] | None:
-    """Inductor's program without its kernels and what built them, and where the kernels are; None for another kind.
+def _program(graph: Any) -> tuple[types.CodeType, dict[str, str], dict[str, str]] | None:
+    """Inductor's program without its kernels and what built them, and the kernels; None for another kind.
 
-    The kernels' names -> their libraries, below torch's cache directory.
+    Names of a CPU's kernels -> their libraries, below torch's cache directory; of Triton kernels -> their source.
     """
-    module, kernels, kept = inductor_module(graph.cache_key), {}, []
+    module, kernels, triton_kernels, kept = inductor_module(graph.cache_key), {}, {}, []
     if module is None:
         return None
     for statement in ast.parse(graph.source_code).body:
@@ -143,6 +162,10 @@ def _program(graph: Any) -> tuple[types.CodeType, dict[str, str]] | None:
                 kernels[name] = str(library.resolve().relative_to(Path(cache_dir()).resolve()))
                 continue
             return None
+        if built == "async_compile.triton":
+            name, source = (ast.literal_eval(argument) for argument in statement.value.args)
+            triton_kernels[name] = source
+            continue
         if "async_compile" not in {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}:
             kept.append(statement)
         elif built not in (False, "AsyncCompile") or isinstance(statement, ast.FunctionDef | ast.ClassDef):
@@ -151,15 +174,18 @@ def _program(graph: Any) -> tuple[types.CodeType, dict[str, str]] | None:
     kept = [ops.visit(statement) for statement in map(_Needed(kept).visit, kept) if statement]
     first = next(i for i, statement in enumerate(kept) if isinstance(statement, ast.FunctionDef | ast.ClassDef))
     program = ast.fix_missing_locations(ast.Module([*kept[:first], *ops.names(), *kept[first:]], []))
-    return compile(program, f"<{graph.cache_key}>", "exec"), kernels
+    return compile(program, f"<{graph.cache_key}>", "exec"), kernels, triton_kernels
 
 
 class _Needed(ast.NodeTransformer):
-    """Leaves out imports of names that the program does not use: Inductor writes the same ones into every program."""
+    """Leaves out imports of names that the program does not use: Inductor writes the same ones into every program.
+
+    ``extern_kernels`` comes from ``load_ready``, since its import takes a second.
+    """
 
     def __init__(self, statements: list[ast.stmt]) -> None:
         nodes = [node for statement in statements for node in ast.walk(statement)]
-        self._used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        self._used = {node.id for node in nodes if isinstance(node, ast.Name)} - {"extern_kernels"}
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
         node.names = [alias for alias in node.names if (alias.asname or alias.name) in self._used]

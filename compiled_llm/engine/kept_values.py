@@ -6,6 +6,7 @@ code, as all in the cache directory is: nobody else may write there. Entries tha
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -58,8 +59,7 @@ def kept(name: str, files: Iterable[Path], make: Callable[[], Value]) -> Value:
 
 def _digest(files: Iterable[Path]) -> str:
     hashed = hashlib.sha256(repr([importlib.metadata.version(package) for package in _READERS]).encode())
-    for source in sorted(source for pattern in _SOURCES for source in _PACKAGE.glob(pattern)):
-        hashed.update(source.read_bytes())
+    hashed.update(_own_code())
     for path in sorted(files):
         if not os.path.lexists(path):
             continue
@@ -67,6 +67,13 @@ def _digest(files: Iterable[Path]) -> str:
             content = file.read(MAX_TOKENIZER_BYTES + 1)
         hashed.update(f"\n{path} {len(content)}\n".encode() + content)
     return hashed.hexdigest()
+
+
+@functools.cache
+def _own_code() -> bytes:
+    return b"".join(
+        source.read_bytes() for source in sorted(source for pattern in _SOURCES for source in _PACKAGE.glob(pattern))
+    )
 
 
 def _read(path: Path) -> tuple | None:

@@ -86,9 +86,14 @@ def _fed_back(step_input: StepInput, feedback: Feedback) -> StepInput:
 # -- After the step, where a request of it needs them
 
 
+def _of_rows(last_tokens: Tensor, logits: Tensor) -> Tensor:
+    """The first of them, one for each row of logits: a view. Torch 2.11 cannot trace a slice of a dynamic size."""
+    return last_tokens.narrow(0, 0, logits.shape[0])
+
+
 def sampler_function(logits: Tensor, params: SamplingInput, last_tokens: Tensor) -> None:
     """Sample each row of logits ``[R, V]``; its token replaces the most likely one in ``last_tokens``, int64."""
-    last_tokens[: logits.shape[0]] = sample(logits, params)
+    _of_rows(last_tokens, logits).copy_(sample(logits, params))
 
 
 def processing_sampler_function(transforms: tuple[LogitsTransform, ...]) -> Callable:
@@ -101,7 +106,7 @@ def processing_sampler_function(transforms: tuple[LogitsTransform, ...]) -> Call
         logits: Tensor, params: SamplingInput, inputs: LogitsInput, token_counts: Tensor, last_tokens: Tensor
     ) -> None:
         tokens = sample(process_logits(logits, inputs, params.position, token_counts, transforms), params)
-        last_tokens[: logits.shape[0]] = tokens
+        _of_rows(last_tokens, logits).copy_(tokens)
         token_counts.index_put_((inputs.row, tokens.clamp(min=0)), inputs.is_due, accumulate=True)
 
     return processing_sampler
@@ -111,7 +116,7 @@ def logprobs_function(count: int) -> Callable:
     """Log-probabilities of the chosen and the ``count`` most likely tokens: (logits, params, last tokens) -> rows."""
 
     def logprobs(logits: Tensor, params: SamplingInput, last_tokens: Tensor) -> LogprobRows:
-        return logprob_rows(logits, last_tokens[: logits.shape[0]].clamp(min=0), count)
+        return logprob_rows(logits, _of_rows(last_tokens, logits).clamp(min=0), count)
 
     return logprobs
 

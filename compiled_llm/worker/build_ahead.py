@@ -1,4 +1,4 @@
-"""What a start on a CPU builds beside everything else: the C++ kernels, and processes that compile graphs."""
+"""What a start builds beside everything else: a CPU's C++ kernels, and processes that compile graphs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import torch
 
 from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import engine_cache
+from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.protocol import LinearKind
@@ -14,6 +15,7 @@ from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import keeps_compiled_code
 from compiled_llm.progress import StartProgress
 from compiled_llm.resources import granted_cores
+from compiled_llm.scheduling.bucket import buckets_of
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.cpu_kernels import KernelBuild, ops_of
 
@@ -21,9 +23,12 @@ _STARTED = 2  # processes: for the step, and for what else depends on the model
 
 
 class Builds(NamedTuple):
-    """What is at work: ``processes`` import the compiler, which takes seconds, and wait for graphs."""
+    """What is at work: ``processes`` import the compiler, which takes seconds, and wait for graphs.
 
-    kernels: KernelBuild
+    ``kernels``: the C++ ones of a CPU, None for a GPU.
+    """
+
+    kernels: KernelBuild | None
     processes: BuildProcesses
 
 
@@ -36,18 +41,28 @@ def start_builds(
     cache_dtypes: Sequence[torch.dtype],
     linears: LinearKind,
     progress: StartProgress,
+    target: GpuTarget | None = None,
 ) -> Builds | None:
-    """Start building what a model's steps need and is not on disk; None but on a CPU.
+    """Start building what a model's steps need and is not on disk; None where nothing is built ahead on a GPU.
 
-    Processes start if it is clear already that the step has to be compiled. Where its arguments alone differ from what
-    is on disk, they start when they are needed. ``cache_dtypes``: of each layer's KV cache.
+    Processes start if it is clear already that steps have to be compiled. Where their arguments alone differ from what
+    is on disk, they start when they are needed.
+
+    Args:
+        cache_dtypes: of each layer's KV cache.
+        target: of a GPU whose graphs the engine captures itself.
     """
-    if device.type != "cpu":
-        return None
-    builds = Builds(KernelBuild(progress, ops_of(model_config, dtype, linears)), BuildProcesses())
     most = granted_cores() if config.compile_workers is None else config.compile_workers
-    compiles = not config.enforce_eager and native.compiler() is not None and keeps_compiled_code()
     fields = graph_fields.of_step(model_config, limits, dtype, cache_dtypes)
+    if device.type != "cpu":
+        if target is None:
+            return None
+        builds = Builds(None, BuildProcesses(target))
+        if keeps_compiled_code() and engine_cache(target).lacks(buckets_of(limits)[0].name, fields):
+            builds.processes.start(most)
+        return builds
+    builds = Builds(KernelBuild(progress, ops_of(model_config, dtype, linears)), BuildProcesses())
+    compiles = not config.enforce_eager and native.compiler() is not None and keeps_compiled_code()
     if compiles and most > 1 and engine_cache().lacks("step", fields):
         builds.processes.start(min(most, _STARTED))
     return builds

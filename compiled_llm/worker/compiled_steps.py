@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import CompileCache, engine_cache
 from compiled_llm.compiling.costs import Cost
-from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees
+from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees, gpu_target
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.messages import Job
@@ -22,6 +22,7 @@ from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import tensors, used_experts
+from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.resources import granted_cores
@@ -82,8 +83,10 @@ class CompiledSteps:
         self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
         self.tables = BlockTables(limits, device, len(self._windows)) if device.type == "cuda" else None
+        self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
         self.buffers = {
-            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables) for bucket in self.buckets
+            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables, self.uses_trees)
+            for bucket in self.buckets
         }
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
@@ -91,8 +94,6 @@ class CompiledSteps:
         self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
         for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
-        is_generic = device.type == "cpu" and graph_pool is None
-        self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
         self.sampling = SamplingStage(
             model_config,
             limits,
@@ -102,7 +103,6 @@ class CompiledSteps:
             transforms=transforms,
             max_logprobs=config.max_logprobs,
             dtype=dtype,
-            is_generic=is_generic,
             uses_trees=self.uses_trees,
         )
         self.cache: CompileCache | None = None
@@ -110,7 +110,8 @@ class CompiledSteps:
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
-        self._is_generic = is_generic
+        self._slot = 0  # of the tokens of the last step
+        self._host_tokens: tuple[Tensor, Tensor] | None = None
         self._functions: dict[str, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
 
@@ -175,13 +176,16 @@ class CompiledSteps:
             processes: those that were started ahead (``build_ahead.py``).
             before_first_step: called once other processes have compiled; the ops need their kernels from then on.
         """
-        keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
-        self.cache = engine_cache() if keeps else None
+        keeps = not (enforce_eager or self.uses_trees) and keeps_compiled_code()
+        target = gpu_target(self._graph_pool)
+        self.cache = engine_cache(target) if keeps else None
         self._cache_dtypes = tuple(cache_dtypes)
         jobs = [] if enforce_eager else self.jobs()
         left: dict[str, Cost | None] = dict.fromkeys(job.name for job in jobs)  # what this process has to compile
         if self.cache is not None:
-            left = build_missing(self.cache, jobs, num_workers, progress, processes)
+            processes = processes or BuildProcesses(target)
+            is_gpu = target is not None
+            left = build_missing(self.cache, jobs, num_workers, progress, processes, needs_process=is_gpu)
         if not enforce_eager:
             left |= dict.fromkeys(self.sampling.uncached())
         before_first_step()
@@ -232,7 +236,7 @@ class CompiledSteps:
 
     def _name(self, bucket: Bucket) -> str:
         """Of the function that runs a bucket's steps: on a CPU one for all, see ``StepSizes``."""
-        return "step" if self._is_generic else bucket.name
+        return "step" if self.device.type == "cpu" and self._graph_pool is None else bucket.name
 
     def _recipe(self, bucket: Bucket) -> functools.partial:
         """Makes the step of a bucket, in any process."""
@@ -254,7 +258,7 @@ class CompiledSteps:
             for name, bucket in steps.items()
         ]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
-        logits = functools.partial(torch.empty, dtype=self._dtype)
+        logits = functools.partial(torch.empty, dtype=self._dtype, device=self.device)
         return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights, _SAMPLER_WEIGHT)
 
     def drop_graphs(self) -> None:
@@ -283,9 +287,8 @@ class CompiledSteps:
     def fill(self, bucket: Bucket, output: SchedulerOutput, store: RequestRows) -> tuple[np.ndarray, int]:
         """Write a step. Returns the rows ``[R]`` int64 of its requests in ``store``, and the number of logits rows."""
         rows = store.update(output)
-        if self.tables is not None:
-            self.tables.send(store.changes)
-        return rows, self.buffers[bucket].fill(output, rows, store)
+        self._slot = 1 - self._slot
+        return rows, self.buffers[bucket].fill(output, rows, store, self._slot)
 
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         """What the compiled step of ``bucket`` is called with, each time."""
@@ -293,8 +296,40 @@ class CompiledSteps:
         feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
         return self.weights, buffers.step_input, self.kv_cache, feedback
 
+    def leave_tokens_in(self, first: Tensor, second: Tensor) -> None:
+        """Have graphs leave the tokens of a step in one of these by themselves, in turns: pinned, as ``last_tokens``.
+
+        And take inputs by themselves. If the engine's arguments ask for it; before ``compile``.
+        """
+        pool = self._graph_pool
+        if pool is None or not pool.pinned:
+            return
+        self._host_tokens = first, second
+        chosen = torch.zeros(1, dtype=torch.int32, device=self.device)
+        of_steps = {id(buffers.step_input): buffers for buffers in self.buffers.values()}
+        taking = set[int]()  # of those: the graphs that take what was filled
+
+        def begin(args: tuple) -> None:
+            if id(args[1]) in of_steps and of_steps[id(args[1])].begin_graph(chosen):
+                taking.add(id(args[1]))
+
+        of_samplers = {id(buffers.sampling_input): id(buffers.step_input) for buffers in self.buffers.values()}
+
+        def end(args: tuple) -> None:
+            if of_samplers.get(id(args[1]), id(args[1])) in taking:
+                give(self.last_tokens, (first, second), chosen)
+
+        pool.before, pool.after = begin, end
+
+    def tokens_of_step(self, bucket: Bucket) -> Tensor | None:
+        """Where the graph of the step that was just started leaves its tokens; None: they are to be copied."""
+        if self._host_tokens is None or not self.buffers[bucket].is_taken:
+            return None
+        return self._host_tokens[self._slot]
+
     def run_step(self, bucket: Bucket) -> Tensor:
         """Run the model on the step in the bucket's buffers: logits ``[R, V]``; ``last_tokens`` has the likeliest."""
+        self.buffers[bucket].start_graph()
         return self._functions[self._name(bucket)](*self.step_arguments(bucket))
 
     def run(

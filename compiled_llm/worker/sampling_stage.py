@@ -1,8 +1,8 @@
 """SamplingStage: the compiled functions that run after a step, if some request needs more than the likeliest token.
 
-There are three: sampling, sampling of changed logits, log-probabilities; on a GPU these for each number of rows. And
-one for the log-probabilities of prompts. All are compiled at the start. Which of them run follows from the requests of
-a step, so a step whose requests are all greedy runs none.
+There are three: sampling, sampling of changed logits, log-probabilities; where torch records CUDA graphs, these for
+each number of rows. And one for the log-probabilities of prompts. All are compiled at the start. Which of them run
+follows from the requests of a step, so a step whose requests are all greedy runs none.
 """
 
 import functools
@@ -74,8 +74,7 @@ class SamplingStage:
         hidden: ``[T, D]`` in the model's dtype, where it leaves the input of the head.
         max_logprobs: most likely tokens whose log-probabilities are computed.
         dtype: of logits.
-        is_generic: whether a function serves all numbers of rows.
-        uses_trees: whether torch's CUDA graph trees record what runs here.
+        uses_trees: whether torch's CUDA graph trees record what runs here. Else a function serves all numbers of rows.
     """
 
     def __init__(
@@ -89,14 +88,12 @@ class SamplingStage:
         transforms: tuple[LogitsTransform, ...],
         max_logprobs: int,
         dtype: torch.dtype,
-        is_generic: bool = False,
         uses_trees: bool = False,
     ) -> None:
         self._uses_trees = uses_trees
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._device = device
-        self._is_generic = is_generic
-        self._rows_size = StepSizes.of(limits, device).rows
+        self._rows_size = StepSizes.of(limits, device, uses_trees).sampled
         self._last_tokens, self._hidden = last_tokens, hidden
         self._transforms = transforms
         self._max_logprobs = max_logprobs
@@ -144,13 +141,16 @@ class SamplingStage:
             logits: ``logits(rows)`` are like those of a step, ``[rows, V]``.
             weight: about how long each takes to compile beside the step.
         """
-        threads, jobs = torch.get_num_threads(), {}
+        threads = torch.get_num_threads()
+        jobs: dict[str, Job] = {}
         for rows, sampling_input in sampling_inputs.items():
             marked = mark_first_size(logits(rows), self._rows_size)
             for kind, (recipe, args) in self._of_rows(rows, marked, sampling_input).items():
                 if kind != "sample_changed" or not self._transforms:
                     name = self._name(kind, rows)
-                    jobs[name] = Job(name, recipe, args, threads, weight, self._depends[kind])
+                    sizes = jobs[name].sizes if name in jobs else ()
+                    sizes += ({self._rows_size.name: rows},) if self._rows_size else ()
+                    jobs[name] = Job(name, recipe, args, threads, weight, self._depends[kind], sizes)
         arguments = self._prompt_arguments(weights)
         prompts = Job("prompt_logprobs", self._prompt_recipe, arguments, threads, weight, self._prompt_depends)
         return [*jobs.values(), prompts]
@@ -160,7 +160,7 @@ class SamplingStage:
         return list({self._name("sample_changed", rows): 0 for rows in self._logits_buffers if self._transforms})
 
     def _name(self, kind: str, rows: int) -> str:
-        return kind if self._is_generic else f"{kind}_{rows}"
+        return f"{kind}_{rows}" if self._uses_trees else kind
 
     def warm_up(
         self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor], make: Make

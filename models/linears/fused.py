@@ -1,57 +1,58 @@
 """Linear layers and what surrounds them in a model: a sum and a norm before, an activation or a sum behind.
 
-On a GPU these are one launch where the rows are few. Products of plain weights take in all of it
-(``ops/linear/fused_linear.py``), and a gated activation up to a few hundred rows, unless a file that was measured on
-this GPU says otherwise (``ops/linear/product_choices.py``). Exact ones and those of quantised
-weights take in all but a sum before the norm and a layer norm (``exact_linear.py``, ``fused_quantized_linear.py``).
-Elsewhere each is an op of its own, and a sum is left to the norm that follows, with which it is one op. Both round at
-the same places.
+On a GPU a product of few rows takes in the activation, the multiplier and the residual behind it
+(``ops/linear/exact_linear.py``; unless a file that was measured on this GPU says otherwise, ``product_choices.py``). Of
+quantised weights it takes in an RMS norm before it too (``fused_quantized_linear.py``). Elsewhere each is an op of its
+own, and a sum is left to the norm that follows, with which it is one op. Both round at the same places.
 """
 
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from compiled_llm import ops
-from compiled_llm.models.layers.norm import LayerNorm, Norm, add_norm
+from compiled_llm.models.layers.norm import Norm, add_norm
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.linears.quantized import Quantized
-from compiled_llm.ops import (
-    add_fused_linear,
-    exact_linear,
-    fused_linear,
-    fused_quantized_linear,
-    fused_quantized_linear_a8,
-    gated_activation,
-)
-from compiled_llm.ops.linear.product_choices import MAX_ROWS, is_fused
+from compiled_llm.ops import exact_linear, fused_quantized_linear, fused_quantized_linear_a8, gated_activation
+from compiled_llm.ops.linear.product_choices import ASKED_BYTES, MAX_ROWS, is_fused
 from compiled_llm.ops.linear.surroundings import Surroundings
+from compiled_llm.ops.rowwise.norm_asking import norm_asking
 
 
 def _is_halved_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _is_fused(linear: Linear, x: Tensor, around: str) -> TypeGuard[Dense]:
-    """Whether the product with ``x`` takes in all that surrounds it; ``around`` says what, as in ``Product``."""
-    if not _is_halved_on_gpu(x) or not isinstance(linear, Dense):
-        return False
-    return is_fused(linear.out_features, linear.in_features, around, x.shape[0], x.get_device())
-
-
-def _is_surrounded(linear: Linear, x: Tensor) -> TypeGuard[Exact | Quantized]:
-    """Whether ``_surrounded`` has the product with ``x``."""
-    in_order = isinstance(linear, Exact) or (isinstance(linear, Quantized) and linear.order is None)
+def _takes_norm(linear: Linear, x: Tensor) -> TypeGuard[Quantized]:
+    """Whether the product with ``x`` takes in an RMS norm before it."""
+    in_order = isinstance(linear, Quantized) and linear.order is None
     return in_order and _is_halved_on_gpu(x) and x.shape[0] <= MAX_ROWS
 
 
-def _surrounded(x: Tensor, linear: Exact | Quantized, around: Surroundings) -> Tensor:
+def _takes_what_follows(linear: Linear, x: Tensor, around: str) -> TypeGuard[Dense | Exact | Quantized]:
+    """Whether the product with ``x`` takes in what follows it; ``around`` says what, as in ``Product``."""
+    if not _is_halved_on_gpu(x):
+        return False
+    if isinstance(linear, Dense):
+        return is_fused(linear.out_features, linear.in_features, around, x.shape[0], x.get_device())
+    return _takes_norm(linear, x) or (isinstance(linear, Exact) and x.shape[0] <= MAX_ROWS)
+
+
+def _is_asked_for(linear: Linear, x: Tensor) -> TypeGuard[Dense | Exact]:
+    """Whether the norm before the product with ``x`` asks for its weights."""
+    few = ASKED_BYTES > 0 and _is_halved_on_gpu(x) and x.shape[0] <= MAX_ROWS
+    return few and isinstance(linear, (Dense, Exact))
+
+
+def _surrounded(x: Tensor, linear: Dense | Exact | Quantized, around: Surroundings) -> Tensor:
     """``linear`` of ``x`` with what is ``around`` it: one op."""
-    if isinstance(linear, Exact):
-        return exact_linear(x, linear.dense.weight, linear.dense.bias, around)
+    if isinstance(linear, (Dense, Exact)):
+        dense = linear.dense if isinstance(linear, Exact) else linear
+        return exact_linear(x, dense.weight, dense.bias, around)
     form = linear.scheme.form
     constants = form.element, form.group_size, linear.out_features
     if linear.scheme.activations == "int8":
@@ -67,11 +68,12 @@ def activated_linear(
 
     With a ``factor`` ``[T, N]`` the activation of all N outputs is multiplied by it.
     """
-    if factor is not None:
+    if factor is not None and not x.is_cuda:
         return gated_activation(torch.cat([linear.apply(x), factor], dim=1), activation)
-    if _is_fused(linear, x, "gate" if activation and gated else "residual"):
-        return fused_linear(x, linear.weight, linear.bias, activation=activation, gated=gated)
-    if activation and _is_surrounded(linear, x):
+    if factor is not None:
+        return activated_linear(x, linear, activation, gated=False) * factor
+    around = "gate" if activation and gated else "residual"
+    if (activation or isinstance(linear, Dense)) and _takes_what_follows(linear, x, around):
         return _surrounded(x, linear, Surroundings(activation=activation, gated=gated))
     y = linear.apply(x)
     if not activation:
@@ -96,16 +98,14 @@ def normed_linear(
     ``x`` and ``delta`` are ``[T, D]``. A ``factor`` comes with a ``delta``, and with an activation that is not gated.
     """
     assert factor is None or (delta is not None and activation and not gated)
-    if delta is None and isinstance(norm, Tensor) and _is_surrounded(linear, x):
+    if delta is None and isinstance(norm, Tensor) and _takes_norm(linear, x):
         return x, _surrounded(x, linear, Surroundings(norm, eps, activation, gated=gated))
-    if not _is_fused(linear, x, "norm and gate" if activation and gated else "norm"):
+    if isinstance(norm, Tensor) and delta_norm is None and scale is None and _is_asked_for(linear, x):
+        dense = linear.dense if isinstance(linear, Exact) else linear
+        x, y = norm_asking(x, delta, norm, eps, dense.weight, ASKED_BYTES)
+    else:
         x, y = add_norm(x, delta, norm, eps, delta_norm, scale)
-        return x, activated_linear(y, linear, activation, gated, factor)
-    weight, bias = norm if isinstance(norm, LayerNorm) else (norm, None)
-    around: dict[str, Any] = {"norm": weight, "norm_bias": bias, "eps": eps, "activation": activation, "gated": gated}
-    if delta is None:
-        return x, fused_linear(x, linear.weight, linear.bias, **around)
-    return add_fused_linear(x, delta, delta_norm, scale, linear.weight, linear.bias, **around, factor=factor)
+    return x, activated_linear(y, linear, activation, gated, factor)
 
 
 def added_linear(
@@ -120,9 +120,7 @@ def added_linear(
 
     With ``delta_norm`` it is always left, as ``normed_linear`` takes norms of what is added.
     """
-    if delta_norm is None and _is_fused(linear, y, "residual"):
-        return fused_linear(y, linear.weight, linear.bias, multiplier=multiplier, beside=beside, residual=x), None
-    if delta_norm is None and _is_surrounded(linear, y):
+    if delta_norm is None and _takes_what_follows(linear, y, "residual"):
         return _surrounded(y, linear, Surroundings(residual=x, multiplier=multiplier, beside=beside)), None
     delta = activated_linear(y, linear)
     if multiplier != 1.0:

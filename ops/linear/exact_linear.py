@@ -1,6 +1,6 @@
 """Linear layer whose outputs add up their inputs in one order for every number of rows, for GPUs: schema, registration.
 
-``y = x @ W.T + bias``, with what surrounds it in a model. A library chooses among many kernels by the number of rows,
+``y = x @ W.T + bias``, with what follows it in a model. A library chooses among many kernels by the number of rows,
 and cuts the sum over the inputs into other pieces for one row than for a thousand. ``triton_linear.py`` says why this
 one does not.
 """
@@ -10,16 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import LIBRARY
-from compiled_llm.ops.linear.surroundings import SCHEMA, Surroundings, surrounded
+from compiled_llm.ops.linear.surroundings import FOLLOWING, Surroundings, surrounded
 
-LIBRARY.define(f"exact_linear(Tensor x, Tensor weight, Tensor? bias, {SCHEMA}) -> Tensor")
+LIBRARY.define(f"exact_linear(Tensor x, Tensor weight, Tensor? bias, {FOLLOWING}) -> Tensor")
 NOTHING = Surroundings()
 
 
 def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroundings = NOTHING) -> Tensor:
     """``x @ weight.T + bias``, accumulated in float32 (never in TF32) and rounded once, with what is ``around`` it.
 
-    On a GPU with the bits of the single ops.
+    On a GPU with the bits of the single ops. A norm before it is an op of its own: each program would compute it anew,
+    and wait for it before it multiplies (measured on an H200, docs/design.md).
 
     Args:
         x: ``[T, K]``; bfloat16 or float16, without surroundings also float32; rows may be strided, the last stride
@@ -29,7 +30,7 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroun
     Returns:
         ``[T, N]``, with a gated activation ``[T, N / 2]``; contiguous, dtype of ``x``.
     """
-    return torch.ops.compiled_llm.exact_linear(x, weight, bias, *around)
+    return torch.ops.compiled_llm.exact_linear(x, weight, bias, *around.following)
 
 
 def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,14 +38,14 @@ def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
-def exact_linear_reference(*args) -> Tensor:
+def exact_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *following) -> Tensor:
     """The op in plain torch: its numbers, not its order."""
-    return surrounded(linear_in_float32, *args)
+    return surrounded(linear_in_float32, x, weight, bias, None, 0.0, *following)
 
 
 @torch.library.register_fake("compiled_llm::exact_linear", lib=LIBRARY)
-def _fake(x: Tensor, weight: Tensor, bias, *around) -> Tensor:
-    return x.new_empty(x.shape[0], Surroundings(*around).outputs(weight.shape[0]))
+def _fake(x: Tensor, weight: Tensor, bias, *following) -> Tensor:
+    return x.new_empty(x.shape[0], Surroundings(None, 0.0, *following).outputs(weight.shape[0]))
 
 
 def _cuda(*args) -> Tensor:

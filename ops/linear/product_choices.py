@@ -1,9 +1,10 @@
-"""Which products of plain 16-bit weights take in what surrounds them on a GPU, by shape and rows: defaults, and files.
+"""How products of plain 16-bit weights are computed on a GPU, by shape and rows: defaults, and files.
 
-A product of few rows is either "fused", a launch with norm, activation or residual (``fused_linear.py``), or "apart": a
-library's product, and what surrounds it as launches of its own. Which is faster, a GPU has to say:
-``scripts/tune_linear.py`` writes ``ops/tiles/products/<GPU>.json``. What it lacks, and a GPU without a file, get the
-defaults below.
+A product of few rows is either "fused", one launch with activation or residual (``exact_linear.py``), or "apart": a
+library's product, and what follows it as launches of its own. Which is faster, and in which tiles, a GPU has to
+say: ``scripts/tune_linear.py`` writes ``ops/tiles/products/<GPU>.json``. What it lacks, and a GPU without a file, get
+the defaults below. With ``exact=True`` all products have the one kernel, and the file says in which tiles: these change
+no bits.
 
 The choice is made when a step is traced. So it is in the graph that is compiled, and in the key by which torch keeps
 its code: a file that is written anew compiles the steps anew that it changes.
@@ -22,17 +23,21 @@ import torch
 from compiled_llm.ops.torch_private import constant_in_graphs
 
 FOLDER = Path(__file__).parents[1] / "tiles" / "products"
-AROUND = ("norm", "norm and gate", "gate", "residual")
+AROUND = ("gate", "residual")
 WAYS = ("fused", "apart")
 
 MAX_ROWS = 32
-"""Most rows that are fused by default: weights are read once for each 16 of them."""
-
-MAX_GATED_ROWS = 256
-"""The same with a gated activation and no norm: a row's bits are others then than up to ``MAX_ROWS``."""
+"""Most rows that are fused by default: up to these a tile has all of them, so that weights are read once."""
 
 
-class FusedTile(NamedTuple):
+ASKED_BYTES = 0
+"""Of the weights of a product, for which the launch of the norm before it asks (``norm_asking.py``); 0: for none.
+
+Predicted on an H200: 12 MB, as many as it reads in the 3 us that a norm takes. No GPU has measured it yet.
+"""
+
+
+class LinearTile(NamedTuple):
     """What a program computes at a time: ``n`` outputs of ``m`` rows from ``k`` inputs."""
 
     m: int
@@ -47,8 +52,7 @@ class Product(NamedTuple):
 
     Attributes:
         out_features, in_features: of the weight; with a gate, gates and ups together.
-        around: what surrounds it, one of ``AROUND``: a norm before it (with a sum before that, where one is left), a
-            gated activation behind it, or a residual or nothing.
+        around: what follows it, one of ``AROUND``: a gated activation, or a residual or nothing.
     """
 
     out_features: int
@@ -57,17 +61,16 @@ class Product(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What steps of up to ``rows`` rows use: "fused", with a tile or that of ``triton_fused_linear.py``, or "apart"."""
+    """What steps of up to ``rows`` rows use: "fused" or "apart", and the kernel's tile, if not a default one."""
 
     rows: int
     way: str
-    tile: FusedTile | None = None
+    tile: LinearTile | None = None
 
 
-def default_choice(product: Product, rows: int) -> Choice:
+def default_choice(rows: int) -> Choice:
     """Without a file: few rows are fused."""
-    most = MAX_GATED_ROWS if product.around == "gate" else MAX_ROWS
-    return Choice(most, "fused") if rows <= most else Choice(rows, "apart")
+    return Choice(MAX_ROWS, "fused") if rows <= MAX_ROWS else Choice(rows, "apart")
 
 
 def choose(product: Product, rows: int, gpu: str) -> Choice:
@@ -77,7 +80,7 @@ def choose(product: Product, rows: int, gpu: str) -> Choice:
         ValueError: the file has a choice that there is not.
     """
     measured = load(path_of(gpu)).get(product, ())
-    return next((choice for choice in measured if rows <= choice.rows), None) or default_choice(product, rows)
+    return next((choice for choice in measured if rows <= choice.rows), None) or default_choice(rows)
 
 
 @constant_in_graphs
@@ -100,13 +103,13 @@ def reason_against(choices: tuple[Choice, ...]) -> str:
             return f"rows must rise from choice to choice, got {rows} after {above}"
         if way not in WAYS:
             return f"way must be one of {', '.join(WAYS)}, got {way!r}"
-        if tile is not None and (way == "apart" or not _is_tile(tile)):
-            return f"a tile belongs to fused; its m, n and k are powers of two from 16 on and warps to 8, got {tile}"
+        if tile is not None and not _is_tile(tile):
+            return f"a tile's m, n and k are powers of two from 16 on and warps to 8, got {tile}"
         above = rows
     return "" if choices else "there must be one choice at least"
 
 
-def _is_tile(tile: FusedTile) -> bool:
+def _is_tile(tile: LinearTile) -> bool:
     is_power = all(size >= 16 and not size & (size - 1) for size in tile[:3])
     return is_power and tile.warps in (1, 2, 4, 8) and tile.stages >= 1
 
@@ -137,7 +140,8 @@ def save(path: Path, gpu: str, products: Mapping[Product, tuple[Choice, ...]]) -
         return {"rows": choice.rows, "way": choice.way, **tile}
 
     entries = [product._asdict() | {"choices": [*map(written, products[product])]} for product in sorted(products)]
-    path.write_text(json.dumps({"gpu": gpu, "products": entries}, indent=1) + "\n")
+    lines = ",\n  ".join(map(json.dumps, entries))
+    path.write_text(f'{{"gpu": {json.dumps(gpu)}, "products": [\n  {lines}\n]}}\n')
 
 
 @functools.cache
@@ -168,4 +172,4 @@ def load(path: Path) -> dict[Product, tuple[Choice, ...]]:
 
 
 def _choice(rows: int, way: str, tile: Mapping[str, int] | None = None) -> Choice:
-    return Choice(rows, way, None if tile is None else FusedTile(**tile))
+    return Choice(rows, way, None if tile is None else LinearTile(**tile))

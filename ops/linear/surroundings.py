@@ -7,7 +7,8 @@ from torch import Tensor
 
 from compiled_llm.ops.rowwise.reference import activation_reference, gated_activation_reference, rms_norm_reference
 
-SCHEMA = "Tensor? norm, float eps, str activation, Tensor? residual, bool gated, float multiplier, Tensor? beside"
+FOLLOWING = "str activation, Tensor? residual, bool gated, float multiplier, Tensor? beside"
+SCHEMA = f"Tensor? norm, float eps, {FOLLOWING}"
 
 
 class Surroundings(NamedTuple):
@@ -39,6 +40,12 @@ class Surroundings(NamedTuple):
     def follow(self) -> bool:
         """Whether anything is behind the layer."""
         return self.activation != "" or self.multiplier != 1.0 or self.beside is not None or self.residual is not None
+
+    @property
+    def following(self) -> tuple[Any, ...]:
+        """The arguments of ``FOLLOWING``, for a layer whose norm is an op of its own."""
+        assert self.norm is None
+        return self[2:]
 
     def outputs(self, wide: int) -> int:
         """Columns of the result, for a weight with ``wide`` rows."""

@@ -59,11 +59,11 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
             f"{list(weight.shape)} of {weight.dtype} with strides {list(weight.stride())}"
         )
     out = x.new_empty(rows, heads, out_features)
-    tile = triton_linear.tile_for(rows, x.itemsize, triton_linear._capability(x.device))
+    tile = triton_linear.row_tile_for(rows, x.itemsize, triton_linear._capability(x.device))
     with torch.cuda.device_of(x):
         head_linear_kernel[(triton.cdiv(rows, tile.m) * heads * triton.cdiv(out_features, tile.n),)](
             x, weight, out, rows, *x.stride()[:2], HEADS=heads, OUT=out_features, IN=in_features,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=triton_linear._BLOCK_K[x.itemsize],
+            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=triton_linear.BLOCK_K[x.itemsize],
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
         )  # fmt: skip
     return out

@@ -4,11 +4,14 @@ Why a row's bits do not depend on how many rows there are. An output is one floa
 over all K inputs, in steps of 16 from the first to the last: no split-K, and no partial sums to join. In 16 bits a step
 is one instruction of the tensor cores, and all tiles of a GPU use the same kind: on Hopper ``wgmma``, elsewhere
 ``mma.sync``. The two kinds may add the 16 products up in different ways, so they are never mixed. A tile's rows and
-columns say which outputs an instruction has, not how it adds up one of them. In float32 a step is one fused
-multiply-add of each input, in turn.
+columns say which outputs an instruction has, not how it adds up one of them; and its block of inputs, how many steps
+are loaded at a time. In float32 a step is one fused multiply-add of each input, in turn.
 
-A tile is ``W x.T``: outputs fill the 64 rows that ``wgmma`` wants, and its other side holds as few as 8 rows of x. So
-the tile may follow the number of rows, and ``triton_surroundings.py`` brings norm, activation and residual in.
+A tile is ``W x.T``: outputs fill the 64 rows that ``wgmma`` wants, and its other side holds as few as 16 rows of x. So
+the tile may follow the number of rows, and ``triton_surroundings.py`` brings activation and residual in.
+
+On an H200 ``wgmma`` and ``mma.sync`` gave the same bits in all of 36 tiles, whichever side the outputs were; files of
+measured products may use that, and the tests on a GPU compare the bits of all their tiles.
 """
 
 import functools
@@ -19,45 +22,70 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.linear.product_choices import MAX_ROWS, LinearTile, Product, choose
 from compiled_llm.ops.linear.quantized_tiles import Tile
 from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_surroundings import (
     columns_of,
-    inverse_rms_of_rows,
-    normed,
     outputs_of,
     store_outputs,
 )
+from compiled_llm.ops.programmatic_launch import launch_options
+from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
+from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT = 16  # bytes
 
 
-_BLOCK_K = {2: 64, 4: 16}  # inputs that are loaded at a time, by the bytes of one: for every tile the same
-# The first whose rows suffice, else the last. Few rows: many narrow tiles, so that every SM reads weights. But no fewer
-# than 16, which would be another instruction with Triton 3.6 and 3.7.
-WGMMA = (Tile(16, 64, 4, 8), Tile(32, 64, 4, 8), Tile(128, 64, 4, 4), Tile(128, 256, 8, 3))
-WGMMA_ROWS = (Tile(64, 32, 4, 6), Tile(128, 64, 8, 4), Tile(128, 256, 8, 3))  # for ``x W.T``, as experts have it
-MMA = (Tile(16, 32, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
-FLOAT32 = (Tile(16, 32, 4, 4), Tile(64, 64, 8, 2))
+# The first whose rows suffice, else the last. But no fewer than 16, which would be another instruction with Triton 3.6
+# and 3.7.
+WGMMA = (
+    LinearTile(16, 64, 128, 4, 4),
+    LinearTile(32, 64, 128, 4, 4),
+    LinearTile(64, 64, 64, 4, 6),
+    LinearTile(128, 64, 64, 4, 4),
+    LinearTile(256, 128, 64, 8, 4),
+)
+MMA = (LinearTile(16, 32, 64, 4, 5), LinearTile(64, 64, 64, 4, 4), LinearTile(128, 128, 64, 8, 3))
+FLOAT32 = (LinearTile(16, 32, 16, 4, 4), LinearTile(64, 64, 16, 8, 2))
+_SMS = 132  # of Hopper
+_ALONE = 8  # stages, of a program that has an SM for itself: as many bytes on their way as two have
+
+# For ``x W.T``, as single heads and experts have it.
+WGMMA_ROWS = (Tile(64, 32, 4, 6), Tile(128, 64, 8, 4), Tile(128, 256, 8, 3))
+BLOCK_K = {2: 64, 4: 16}  # inputs that these load at a time, by the bytes of one
 
 
-def tiles_of(itemsize: int, capability: tuple[int, int], outputs_first: bool = False) -> tuple[Tile, ...]:
-    """All tiles of a GPU for elements of ``itemsize`` bytes: their instructions are of one kind.
-
-    ``outputs_first``: tiles are ``W x.T``, not ``x W.T``.
-    """
+def tiles_of(itemsize: int, capability: tuple[int, int]) -> tuple[LinearTile, ...]:
+    """All tiles of a GPU for elements of ``itemsize`` bytes: their instructions are of one kind."""
     if itemsize == 4:
         return FLOAT32
-    if capability[0] not in (9, 10):
-        return MMA
-    return WGMMA if outputs_first else WGMMA_ROWS
+    return WGMMA if capability[0] in (9, 10) else MMA
 
 
-def tile_for(rows: int, itemsize: int, capability: tuple[int, int], outputs_first: bool = False) -> Tile:
-    """The tile for so many rows."""
-    tiles = tiles_of(itemsize, capability, outputs_first)
+def tile_for(rows: int, outputs: int, itemsize: int, capability: tuple[int, int]) -> LinearTile:
+    """The default tile for so many rows and outputs."""
+    tiles = tiles_of(itemsize, capability)
+    tile = next((tile for tile in tiles if rows <= tile.m), tiles[-1])
+    if tiles is WGMMA and triton.cdiv(rows, tile.m) * triton.cdiv(outputs, tile.n) <= _SMS:
+        if rows <= MAX_ROWS:
+            return tile._replace(stages=_ALONE)
+        if tile is WGMMA[-1]:
+            return WGMMA[-2]
+    return tile
+
+
+def row_tiles_of(itemsize: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """As ``tiles_of``, for ``x W.T``."""
+    if itemsize == 2 and capability[0] in (9, 10):
+        return WGMMA_ROWS
+    return tuple(Tile(tile.m, tile.n, tile.warps, tile.stages) for tile in tiles_of(itemsize, capability))
+
+
+def row_tile_for(rows: int, itemsize: int, capability: tuple[int, int]) -> Tile:
+    """As ``tile_for``, for ``x W.T``."""
+    tiles = row_tiles_of(itemsize, capability)
     return next((tile for tile in tiles if rows <= tile.m), tiles[-1])
 
 
@@ -78,7 +106,8 @@ def multiply_add(a, b, acc):
     """``acc`` and the products of rows ``a`` ``[M, K]`` and columns ``b`` ``[K, N]``."""
     if INTERPRET:  # whose tl.dot has no order, and computes garbage in bfloat16
         products = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
-        return acc + tl.sum(products, 1)
+        is_first = tl.arange(0, a.shape[1])[None, :, None] == 0
+        return tl.sum(products + tl.where(is_first, acc[:, None, :], 0.0), 1)  # one after the other, from acc on
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
 
@@ -94,63 +123,73 @@ def inside_inputs(inner, k, IN: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def exact_linear_kernel(
-    x, weight, bias, norm, beside, residual, out, num_rows, x_stride, beside_stride, residual_stride, eps,
+    x, weight, bias, beside, residual, out, num_rows, x_stride, beside_stride, residual_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
     num_m = tl.cdiv(num_rows, BLOCK_M)
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     tile = tl.program_id(0) // num_m
     columns = columns_of(tile, OUT, GATED, BLOCK_N)
-    inside_columns = columns < (2 * OUT if GATED else OUT)
+    w_rows = weight + tl.minimum(columns, (2 * OUT if GATED else OUT) - 1).to(tl.int64) * IN
+    if PROGRAMMATIC:
+        ITEM: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(w_rows, IN * ITEM, BLOCK_N, BLOCK_N * AHEAD * ITEM)
+        wait_for_launches_before()
     inner = tl.arange(0, BLOCK_K)
     inside_rows = rows < num_rows
-    x_rows = x + rows * x_stride
-    inverse = None
-    if norm is not None:
-        inverse = inverse_rms_of_rows(x_rows, inside_rows, eps, IN, BLOCK_M)
-    x_tile = x_rows[:, None] + inner[None, :]
-    w_tile = weight + columns.to(tl.int64)[:, None] * IN + inner[None, :]
+    x_tile = x + (rows * x_stride)[:, None] + inner[None, :]
+    w_tile = w_rows[:, None] + inner[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, IN, BLOCK_K):
-        inside = inner < IN - k
-        a = tl.load(x_tile + k, mask=inside_rows[:, None] & inside[None, :], other=0.0)
-        b = tl.load(w_tile + k, mask=inside_columns[:, None] & inside[None, :], other=0.0)
-        acc = multiply_add(b, tl.trans(normed(a, inverse, norm, k + inner, IN)), acc)
+        inside = inside_inputs(inner, k, IN, IN % BLOCK_K == 0)[None, :]
+        a = tl.load(x_tile + k, mask=inside_rows[:, None] & inside, other=0.0)
+        b = tl.load(w_tile + k, mask=inside, other=0.0)
+        acc = multiply_add(b, tl.trans(a), acc)
     store_outputs(
         acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
         OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
-def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *surroundings: Any) -> Tensor:
+def exact_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *following: Any, tile: LinearTile | None = None
+) -> Tensor:
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
-    ``surroundings``: fields of ``Surroundings``, the first or all of them.
+    ``following``: as ``Surroundings.following``, the first or all of them. ``tile`` replaces that of this GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; those of ``outputs_of``.
     """
     _check(x, weight, bias)
+    x, x_stride = aligned_rows(x, "exact_linear", "x")
     rows, in_features = x.shape
-    if x.data_ptr() % _ALIGNMENT or (rows > 1 and x.stride(0) * x.itemsize % _ALIGNMENT):
-        x = x.clone(memory_format=torch.contiguous_format)
-    around = Surroundings(*surroundings)
+    around = Surroundings(None, 0.0, *following)
     out, beside, residual, *strides = outputs_of("exact_linear", x, weight.shape[0], around)
     if not out.numel():
         return out
-    tile = tile_for(rows, x.itemsize, _capability(x.device), outputs_first=True)
+    tile = tile or _tile_of(x, weight, around)
     with torch.cuda.device_of(x):
         exact_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(weight.shape[0], tile.n),)](
-            x, weight, bias, around.norm, beside, residual, out, rows, x.stride(0) if rows > 1 else in_features,
-            *strides, around.eps,
+            x, weight, bias, beside, residual, out, rows, x_stride, *strides,
             OUT=out.shape[1], IN=in_features,
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=_BLOCK_K[x.itemsize],
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, AHEAD=tile.k << (tile.stages.bit_length() - 1),
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4, **launch_options(rows),
         )  # fmt: skip
     return out
+
+
+def _tile_of(x: Tensor, weight: Tensor, around: Surroundings) -> LinearTile:
+    """From the file of this GPU, or a default."""
+    if x.itemsize == 2:
+        product = Product(weight.shape[0], weight.shape[1], "gate" if around.is_gated else "residual")
+        if tile := choose(product, x.shape[0], gpu_name(x.device)).tile:
+            return tile
+    return tile_for(x.shape[0], weight.shape[0], x.itemsize, _capability(x.device))
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -201,14 +201,14 @@ def _grid(x: Tensor, weight: Tensor, count: int, is_gated: bool = False) -> _Gri
     experts, out_features, in_features = weight.shape
     # Twice the average, so that an expert with some more rows still has one tile.
     capability = triton_linear._capability(x.device)
-    tile = triton_linear.tile_for(-(-2 * count // experts), x.itemsize, capability, outputs_first=False)
+    tile = triton_linear.row_tile_for(-(-2 * count // experts), x.itemsize, capability)
     block_n = tile.n
     if is_gated:  # of each half
         out_features, block_n = out_features // 2, max(16, tile.n // 2)
     num_m = min(count, count // tile.m + experts)
     constants = {
         "NUM_M": num_m, "EXPERTS": experts, "EXPERTS_POW2": triton.next_power_of_2(experts), "OUT": out_features,
-        "IN": in_features, "BLOCK_M": tile.m, "BLOCK_N": block_n, "BLOCK_K": triton_linear._BLOCK_K[x.itemsize],
+        "IN": in_features, "BLOCK_M": tile.m, "BLOCK_N": block_n, "BLOCK_K": triton_linear.BLOCK_K[x.itemsize],
     }  # fmt: skip
     # In float32 a step of a product is one fused operation; what follows a product of 16 bits rounds after each.
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": x.itemsize == 4}

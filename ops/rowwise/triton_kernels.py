@@ -6,6 +6,8 @@ Numbers are rounded where ``reference.py`` rounds them: operations are in float3
 import triton
 import triton.language as tl
 
+from compiled_llm.ops.triton_programmatic import ask_for_rows, wait_for_launches_before
+
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 PLACES = tl.constexpr(256)  # squares of a row's elements that are so far apart are added up first
@@ -76,15 +78,31 @@ def weighted(y, weights, dtype: tl.constexpr):
     return cast(y * weights.to(tl.float32), dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_asked"])
 def norm_kernel(
-    x, delta, weight, total, out, x_stride, delta_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    x, delta, weight, total, out, asked, x_stride, delta_stride, eps, num_rows, num_asked,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr = 0, LINES: tl.constexpr = 0,
+    PROGRAMMATIC: tl.constexpr = False,
 ):  # fmt: skip
     """A program a row. ``sum_of_places`` says in which order squares are added up.
 
-    Nothing is written before the last of them is read: else a block's loads would wait for the one before.
+    Others, if ``asked`` for, ask the L2 cache for the first WIDTH lines of its rows, LINES of them each.
     """
+    if PROGRAMMATIC:
+        wait_for_launches_before()
+    if asked is None:  # noqa: SIM114 - known when it is compiled
+        _norm_of_row(x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE, BLOCK)
+    elif tl.program_id(0) < num_rows:
+        _norm_of_row(x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE, BLOCK)
+    else:
+        ask_for_rows(asked, tl.program_id(0) - num_rows, num_asked, SIZE, WIDTH, LINES)
+
+
+@triton.jit
+def _norm_of_row(
+    x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Nothing is written before the last square is read: else a block's loads would wait for the one before."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     if delta is not None:
@@ -137,9 +155,11 @@ def qk_norm_kernel(
 @triton.jit
 def layer_norm_kernel(
     x, delta, weight, bias, total, out, x_stride, delta_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
 ):  # fmt: skip
     """A program a row. Squares are added up by place in the block, block after block, and then all places."""
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     if delta is not None:

@@ -221,6 +221,13 @@ def engine_of(args: argparse.Namespace):
             yield engine
 
 
+def result_of(args: argparse.Namespace, dtype: str, facts: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """The line of JSON. ``facts``: of the machine."""
+    result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape), "dtype": dtype}
+    names = ("batch_size", "context", "kv_cache_dtype", "layers", "cuda_graphs", "exact")
+    return result | {name: getattr(args, name) for name in names} | figures | {"machine": facts}
+
+
 def figures_of(step: list[Launch], whole_us: float) -> dict[str, Any]:
     busy, gaps = sum(launch.us for launch in step), sum(launch.gap_us for launch in step)
     return {"launches": len(step), "step_us": whole_us, "busy_us": busy, "gap_us": gaps, "kernels": by_name(step)}
@@ -261,10 +268,7 @@ def main() -> int:
         if not step:
             print("bench_kernels: error: the profile of the step has no launch: nothing was measured", file=sys.stderr)
             return 1
-        result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape), "dtype": dtype}
-        result |= {name: getattr(args, name) for name in ("batch_size", "context", "kv_cache_dtype", "layers")}
-        result |= {name: getattr(args, name) for name in ("cuda_graphs", "exact")} | figures_of(step, whole_us)
-        result |= {"mean_keys": keys, "machine": facts}
+        result = result_of(args, dtype, facts, {"mean_keys": keys} | figures_of(step, whole_us))
         show(f"{title}, {args.batch_size} requests of {keys:.0f} keys, the mean", step, result)
         while engine.has_unfinished_requests():
             engine.step()

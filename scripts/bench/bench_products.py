@@ -2,13 +2,12 @@
 
     python scripts/bench/bench_products.py --shape qwen3-8b --rows 1 8 32 --json products.json
 
-The ways, timed in turns, each as one CUDA graph of several copies of the weights, so that none is in the GPU's cache:
+The ways, timed in turns: each launch among others whose weights are in no cache, as ``graph_times.py`` says.
 
     cublas     F.linear
     inductor   F.linear as torch's compiler makes it for this size. Its own settings decide which: with
                TORCHINDUCTOR_MAX_AUTOTUNE=1 and TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 it tries its Triton kernels
-    exact      this engine's kernel with one order of sums (``exact=True``)
-    fused      this engine's kernel for few rows, which has room for norm, activation and residual; up to 32 rows
+    exact      this engine's kernel with one order of sums: up to 32 rows the one in use, above with ``exact=True``
 
 GB/s counts the weights alone. A way that does not run, or whose result is wrong, is left out and the reason printed. On
 a CPU there is ``F.linear`` alone.
@@ -24,6 +23,7 @@ import tables
 import torch
 import torch.nn.functional as F
 from bench_attention import STATISTICS, all_layers, interleaved
+from graph_times import DISTINCT, launches_for, slopes
 from torch import Tensor
 from workloads import SHAPES
 
@@ -35,10 +35,8 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linears
 from compiled_llm.ops.linear.exact_linear import exact_linear
-from compiled_llm.ops.linear.fused_linear import fused_linear
-from compiled_llm.ops.linear.product_choices import MAX_ROWS
 
-WEIGHT_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}  # copies together, more than any cache
+WEIGHT_BYTES = {"cpu": 1 << 20, "cuda": DISTINCT}  # copies together, more than any cache
 TOLERANCE = 0.02  # of the largest output, in bfloat16
 
 Way = Callable[[Tensor, Tensor], Tensor]
@@ -60,8 +58,7 @@ def ways(device: str, name: str, rows: int) -> dict[str, Way]:
     if device == "cpu":
         return {"cublas": plain}
     compiled = compile_at_first_call(own_copy(plain, name), cuda_graphs=False)
-    found = {"cublas": plain, "inductor": compiled, "exact": lambda x, weight: exact_linear(x, weight, None)}
-    return {**found, "fused": fused_linear} if rows <= MAX_ROWS else found
+    return {"cublas": plain, "inductor": compiled, "exact": lambda x, weight: exact_linear(x, weight, None)}
 
 
 def measure(outputs: int, inputs: int, rows: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -78,10 +75,13 @@ def measure(outputs: int, inputs: int, rows: int, args: argparse.Namespace) -> d
                 left_out[name] = f"off by {error:.2g} of the largest output"
                 continue
             # Each run's own names: a loop's would be those of the last way.
-            runs[name] = all_layers(lambda n, way=way: way(x, copies[n % len(copies)]), len(copies), args.device)
+            runs[name] = lambda n, way=way: way(x, copies[n % len(copies)])
         except Exception as error:  # in foreign code, of any version: no reason to stop
             left_out[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    seconds = interleaved(runs, args)
+    if args.device == "cuda":
+        seconds = slopes(runs, launches_for(weight.nbytes), args.seconds, left_out, STATISTICS[args.statistic])
+    else:
+        seconds = interleaved({name: all_layers(runs[name], len(copies), "cpu") for name in runs}, args)
     best = min(seconds, key=lambda name: seconds[name])
     row: dict[str, Any] = {"layer": f"{outputs}x{inputs}", "rows": rows}
     row |= {f"{name}_us": seconds[name] * 1e6 for name in seconds}

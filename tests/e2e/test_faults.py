@@ -17,6 +17,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.worker.runner import ModelRunner
 from tests.drafting import RecordedDrafter, facts, serve, work_of
+from tests.drawn import cases
 from tests.families import COMPILED_SIZES, checkpoint
 
 CAUSE = "3"
@@ -111,15 +112,21 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CompiledEngine]:
         yield engine
 
 
+FAULTS = [
+    ("exception", False),
+    ("exception", True),
+    ("out of memory", False),
+    ("out of host memory", True),
+    ("not finite", True),
+]
+_ENDINGS = {f"{way}-{kind}-{in_collect}": (way, kind, in_collect) for way in WAYS for kind, in_collect in FAULTS}
+
+
 @pytest.mark.parametrize(
-    ("kind", "in_collect"),
-    [
-        ("exception", False),
-        ("exception", True),
-        ("out of memory", False),
-        ("out of host memory", True),
-        ("not finite", True),
-    ],
+    ("engine", "kind", "in_collect"),
+    # Each way, and each kind of fault in each place.
+    cases({name: (way, f"{kind} {at}") for name, (way, kind, at) in _ENDINGS.items()}, 9, _ENDINGS),
+    indirect=["engine"],
 )
 def test_one_request_that_breaks_its_steps_ends_alone(
     engine: CompiledEngine, kind: str, in_collect: bool, monkeypatch: pytest.MonkeyPatch

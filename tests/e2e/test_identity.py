@@ -11,18 +11,18 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
 from tests.families import COMPILED_SIZES
 
-NUM_PROMPTS, NUM_TOKENS = 50, 64
+NUM_PROMPTS, NUM_TOKENS = 24, 48
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """The bundled prompts and pieces of them: 50 token lists of 1 to some hundred tokens."""
+    """Bundled prompts and pieces of others: token lists of 1 to some hundred tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
     rows = (DEMO_MODEL / "prompts.jsonl").read_text().splitlines()
     bundled = [tokenizer(json.loads(row)["prompt"]).input_ids for row in rows]
     pieces = [ids[: 1 + 7 * n] for n, ids in enumerate(bundled)]
-    return (bundled + pieces)[:NUM_PROMPTS]
+    return bundled[: NUM_PROMPTS // 2] + pieces[: NUM_PROMPTS // 2]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
         outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == expected
         stats = engine.stats()
-        assert stats.num_preemptions > 10
+        assert stats.num_preemptions >= 5
         assert sum(output.metrics.num_preemptions for output in outputs) == stats.num_preemptions
         assert engine.compile_report().recompiles == 0
 
@@ -100,7 +100,7 @@ def test_requests_that_begin_alike_get_the_tokens_that_each_gets_alone(
     prompts: list[list[int]], kv_cache_dtype: str
 ) -> None:
     """600 tokens in common: on a CPU, attention reads the first 512 keys of them once for all."""
-    common = [token for prompt in prompts for token in prompt][:600]
+    common = ([token for prompt in prompts for token in prompt] * 2)[:600]
     requests = [common + prompt[: 5 + n] for n, prompt in enumerate(prompts[:5])]
     arguments = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype, "enforce_eager": True, "num_kv_blocks": 400}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -14,23 +14,34 @@ from tests.drawn import ids_in_this_run
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
-    """The process that interprets, started before anything is compiled so that both run at once."""
-    command = [sys.executable, "-m", request.module.__name__]
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[subprocess.Popen]:
+    """The process that forks the processes that interpret."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ops.interpreted"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
-        process.stdin.flush()
         yield process
         process.kill()
 
 
 @pytest.fixture(scope="module")
-def outcomes(child: subprocess.Popen) -> dict[str, str]:
+def child(request: pytest.FixtureRequest, interpreter: subprocess.Popen) -> subprocess.Popen:
+    """What interprets, asked for this file's cases before anything is compiled so that both run at once."""
+    assert interpreter.stdin is not None
+    cases = ids_in_this_run(request, "test_interpreted")
+    interpreter.stdin.write(json.dumps([request.module.__name__, cases]) + "\n")
+    interpreter.stdin.flush()
+    return interpreter
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, child: subprocess.Popen) -> dict[str, str]:
     """The traceback of each function that was interpreted, by its name; "" for none."""
-    stdout, stderr = child.communicate()
-    assert child.returncode == 0, stderr
-    return json.loads(stdout)
+    assert child.stdout is not None
+    for line in child.stdout:
+        module, outcomes = json.loads(line)
+        if module == request.module.__name__:  # not of a file whose outcomes nobody asked for
+            assert "" not in outcomes, outcomes[""]
+            return outcomes
+    raise AssertionError(f"the process that interprets ended with {child.wait()}")

@@ -1,6 +1,14 @@
-"""Functions that Triton's interpreter runs, in a process of a test file's own: ``conftest.py`` starts it."""
+"""Functions that Triton's interpreter runs, in a process of a test file's own.
 
+As a program (``conftest.py`` starts it) it imports torch and Triton once, and forks for each test file that it is asked
+to run.
+"""
+
+import contextlib
+import io
 import json
+import os
+import runpy
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -29,6 +37,24 @@ def sums_without_an_order() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def language_put_in_place_once() -> None:
+    """Have the interpreter put its own functions in the place of Triton's language once for each module.
+
+    It would do so at each launch and at each call of a function, which takes a third of the time. Nothing in this
+    process needs the language as it was.
+    """
+    put_in_place = interpreter._patch_lang
+    modules: set[str] = set()
+
+    def once(function: Callable) -> interpreter._LangPatchScope:
+        if function.__module__ not in modules:
+            modules.add(function.__module__)
+            put_in_place(function)
+        return interpreter._LangPatchScope()  # nothing to take back
+
+    interpreter._patch_lang = once
+
+
 def run(functions: Mapping[str, Callable[[], object]]) -> None:
     """Run those that stdin names, a JSON list in one line; print the traceback of each by its name, "" for none."""
 
@@ -41,5 +67,36 @@ def run(functions: Mapping[str, Callable[[], object]]) -> None:
 
     torch.set_num_threads(1)
     sums_without_an_order()
+    language_put_in_place_once()
     names = json.loads(sys.stdin.readline())
     print(json.dumps({name: outcome(functions[name]) for name in names}))
+
+
+def serve() -> None:
+    """Run the test files that stdin names as programs: a line is [module, [name of a case, ...]] in JSON.
+
+    Prints [module, what ``run`` printed] for each; the traceback as ``{"": traceback}`` where the file itself failed.
+    """
+    for line in sys.stdin:
+        module, names = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            try:
+                answer = _outcomes_of(module, names)
+            except BaseException:
+                answer = {"": traceback.format_exc()}
+            print(json.dumps([module, answer]), flush=True)
+            os._exit(0)
+        if status := os.waitpid(process, 0)[1]:
+            print(json.dumps([module, {"": f"the process ended with {os.waitstatus_to_exitcode(status)}"}]), flush=True)
+
+
+def _outcomes_of(module: str, names: list[str]) -> dict[str, str]:
+    sys.stdin = io.StringIO(json.dumps(names) + "\n")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return json.loads(printed.getvalue())
+
+
+if __name__ == "__main__":
+    serve()

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.language.extra.cuda import globaltimer  # noqa: E402
 
-from compiled_llm.ops.linear import triton_fused_linear, triton_quantized, triton_quantized_a8  # noqa: E402
+from compiled_llm.ops.linear import triton_linear, triton_quantized, triton_quantized_a8  # noqa: E402
 from compiled_llm.ops.moe import triton_grouped  # noqa: E402
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before  # noqa: E402
 from tests.ops import ahead_of_time  # noqa: E402
@@ -98,9 +98,7 @@ def op_of(name: str, x: Tensor) -> Callable[[Tensor], Tensor]:
         return quantised(triton_quantized if name == "int4" else triton_quantized_a8, x)
     weight = torch.randn(256, x.shape[1], device=x.device).to(x.dtype)
     if name == "plain":
-        return lambda x: triton_fused_linear.fused_linear(
-            x, weight, None, None, None, 1e-6, "silu", True, 1.0, None, None
-        )
+        return lambda x: triton_linear.exact_linear(x, weight, None, None, 1e-6, "silu")
     starts = torch.arange(3, dtype=torch.int32, device=x.device)  # a row for each of two experts
     return lambda x: triton_grouped.grouped_linear(x, weight.view(2, -1, x.shape[1]), None, None, starts)
 

@@ -160,7 +160,7 @@ CASE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", [pytest.param("auto", marks=pytest.mark.battery), "fp8"])
 @pytest.mark.parametrize("is_eager", [True, pytest.param(False, marks=pytest.mark.battery)])
 def test_20_prompts_of_700_characters(kv_cache_dtype: str, is_eager: bool, script: ModuleType) -> None:
     """Once, compiled buckets gave some of these other tokens."""

@@ -50,19 +50,30 @@ def line(model: str, bucket: str, kv: str, launches: int = 7, slope: float = 0.0
 
 
 def test_the_page_of_the_repository_is_that_of_its_lines(page: Any) -> None:
-    lines = [page.read_lines(page.FOLDER / f"{name}.jsonl") for name in (page.NOW, page.BEFORE)]
+    lines = [page.read_lines(page.FOLDER / f"{name}.jsonl") for name in (page.NOW, page.MEASURED)]
     assert page.page(*lines) == page.PAGE.read_text(), "run python scripts/gpu_step_tables.py"
-    assert "Estimates: nothing here ran on a GPU" in page.PAGE.read_text()
 
 
-def test_before_and_now_in_one_cell(page: Any) -> None:
-    now, before = [line("qwen3-0.6b", "decode_1", "auto")], [line("qwen3-0.6b", "decode_1", "auto", launches=14)]
-    text = page.page(now, before)
-    assert "| Qwen3-0.6B | decode, 1 | 14 → 7 | 140 → 70 |" in text
+def test_launches_and_steps_of_a_line(page: Any) -> None:
+    text = page.page([line("qwen3-0.6b", "decode_1", "auto")], [])
+    assert "| Qwen3-0.6B | decode, 1 | 7 | 70 |" in text
     assert "| decode, 1 | 1k | 1 | 90% |" in text
-    assert "| Qwen3-0.6B: launches a layer in decodes of 1 to 32 | at most 7 | 14 → 7 | yes |" in text
-    alone = page.page(now, [])
-    assert "| Qwen3-0.6B | decode, 1 | 7 | 70 |" in alone
+    assert "| Qwen3-0.6B: launches a layer in decodes of 1 to 32 | at most 7 | 7 | yes |" in text
+    assert "| Qwen3-0.6B, H200, bf16, decode, 1 of 1k: ms | at most 0.65 | 1 | no |" in text
+    assert "Nothing was measured yet" in text
+
+
+def test_what_was_measured_stands_beside_its_estimate(page: Any) -> None:
+    launch = {"name": "mm", "in_layer": True, "megabytes": 33.6, "us": 12.5, "estimate_us": 10.0}
+    measured = {
+        "model": "llama-3.1-8b", "bucket": "decode_1", "exact": True, "layers": 12, "step_us": 2160.0, "commit": "c",
+        "estimated_step_us": 1890.0, "median_error": 0.07, "gpu": "NVIDIA H200", "torch": "2.11.0",
+        "rows": [launch, launch | {"name": "embedding", "in_layer": False}],
+    }  # fmt: skip
+    text = page.page([], [measured])
+    assert "| Llama-3.1-8B, decode, 1, exact | 12 | 2.16 | 1.89 | 0.88 | 7% |" in text
+    assert "| Llama-3.1-8B, decode, 1, exact | `mm` | 33.6 | 12.5 | 10.0 |" in text
+    assert "embedding" not in text
 
 
 def test_the_worst_case_decides_whether_a_goal_is_reached(page: Any) -> None:
@@ -75,7 +86,7 @@ def test_the_worst_case_decides_whether_a_goal_is_reached(page: Any) -> None:
     title = "Llama-3.1-8B, contexts of 8k: attention over fp8 to bf16"
     assert f"| {title} | at most 0.58 | 0.57 | yes |" in page.page(lines(0.0057), [])
     assert f"| {title} | at most 0.58 | 0.61 | no |" in page.page(lines(0.0061), [])
-    assert "H200, one request of 8k, bf16: bandwidth | at least 85% | 90% | yes |" in page.page(lines(0.0061), [])
+    assert "Llama-3.1-8B, H200, bf16, decode, 1 of 1k: ms | at most 4.1 | 1 | yes |" in page.page(lines(0.0061), [])
     # Nothing is said of what was not estimated.
     assert "| Qwen3-0.6B: launches a layer in decodes of 1 to 32 | at most 7 |  | not estimated |" in page.page(
         lines(0.0061), []
@@ -90,14 +101,6 @@ def test_a_token_of_context_costs_what_a_longer_context_takes_more(page: Any) ->
     assert "| Llama-3.1-8B | decode, 1 | 1k to 8k | 0.52 |  | 0.52 |  |" in text
     assert "| Llama-3.1-8B, 8k to 32k: a token of context over int8 to bf16 | at most 0.58 | 0.52 | yes |" in text
     assert "| Llama-3.1-8B, contexts of 1k: attention over int8 to bf16 | at most 0.58 | 10.3 | no |" in text
-
-
-def test_older_estimates_are_called_so(page: Any) -> None:
-    old = [line("qwen3-0.6b", "decode_1", "auto")]
-    new = [line("qwen3-0.6b", "decode_1", "auto", counts_parts=True)]
-    assert "**Not yet so left of an arrow**" in page.page(new, old)
-    assert "**Not yet so left of an arrow and right of it**" in page.page(old, old)
-    assert "Not yet so" not in page.page(new, new)
 
 
 def test_what_does_not_fit_and_caches_that_differ_are_said(page: Any) -> None:

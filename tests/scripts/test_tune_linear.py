@@ -86,7 +86,7 @@ def test_it_writes_a_file_that_kernels_read(kind: str, layer: list[str], tmp_pat
     assert [choice.rows for choice in choices] == [16, 17]
 
 
-@pytest.mark.parametrize("product", [Product(6144, 4096, "norm"), Product(24576, 4096, "norm and gate")])
+@pytest.mark.parametrize("product", [Product(6144, 4096, "residual"), Product(24576, 4096, "gate")])
 def test_candidates_of_plain_products_are_choices_that_there_are(script: ModuleType, product: Product) -> None:
     for rows in (1, 16, 256):
         start = product_choices.choose(product, rows, "")._replace(rows=rows)

@@ -10,6 +10,7 @@ import torch
 from compiled_llm.compiling import build_processes
 from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.messages import Built, Job
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config_file import read_config
@@ -27,7 +28,7 @@ class FakeProcess:
 
     ended: list["FakeProcess"]
 
-    def __init__(self) -> None:
+    def __init__(self, target: GpuTarget | None = None) -> None:
         self.started, self.has_ended = 0.0, False
 
     def build(self, job: Job) -> Built:

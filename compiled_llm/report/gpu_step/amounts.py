@@ -60,6 +60,7 @@ class Work:
     trips: how often a program runs the main loop, over all; None: unknown.
     round_trips: to the L2 cache that the last program makes one after the other, when all others have ended.
     shares: by names of functions of the kernel, for code that does not run once an entry.
+    steps: matrix instructions of a trip of the main loop, each of which waits for the one before.
     single: functions whose loops beside the main one count as if they ran once each time.
     """
 
@@ -73,3 +74,4 @@ class Work:
     round_trips: int = 0
     shares: Mapping[str, Share] = dataclasses.field(default_factory=dict)
     single: frozenset[str] = frozenset()
+    steps: int = 0

@@ -1,17 +1,21 @@
-"""How long a launch should take on a GPU that was never asked: estimates, no measurements.
+"""How long a launch should take on a GPU, from its work and its code.
 
-A launch takes the longest of three times, then that of joining if there is any, and then the gap to the next one:
+A launch takes some time to start and to end, longer the more instructions it has, which are not in the caches of the
+SMs yet. Between these it takes the longest of four times, then that of joining if there is any:
 
-- memory: its bytes at the bandwidth that can be had. Where fewer bytes are in flight than Little's law asks for
-  (bandwidth times latency; Little, 1961), the share of the bandwidth is that of these bytes.
+- memory: its bytes at the bandwidth that can be had. Where few are in flight, what is behind the first ones comes in
+  rounds: a latency for each (Little's law: bandwidth times latency are the bytes in flight; Little, 1961).
 - issue: instructions of all warps, one in a cycle by each of an SM's four schedulers; at least those of the program
   that has most, one in a cycle by each of its warps. Each part of the code counts as often as it runs.
 - matrix: operations on matrix units, whole tiles, at the rate that can be had.
+- chain: the trips of the main loop of the program that has most, each a barrier and one matrix instruction behind the
+  other, since all add to the same sums.
 - join: where a program joins what others computed, round trips to the L2 cache that the last one makes one after the
   other when all others have ended, and its instructions for that.
 
-Left out: caches (what a step wrote last is read from memory here), conflicts of banks, waiting for results, cuBLAS's
-own choices of tiles, the tail of the last wave. So an estimate is a lower bound that good kernels come near to.
+The constants are fitted to the launches of four decodes on an H200 (docs/gpu_step.md has them beside their estimates).
+Left out: caches (what a step wrote last is read from memory here), conflicts of banks, cuBLAS's own choices of tiles,
+programs of unequal lengths.
 """
 
 import dataclasses
@@ -23,14 +27,18 @@ from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.report.gpu_step.kernels import Compiled
 from compiled_llm.report.gpu_step.launches import Launch
 
-# Assumptions. The shares are those that copies (4.3 of 4.8 TB/s) and bf16 products (790 of 989 TFLOP/s) reached on an
-# H200; the gap is that between kernels of a CUDA graph there. The latency is that of a load from a busy memory; from
-# L2, in a GPU where little else runs, it is less than half.
+# Seen on an H200, torch 2.11 and Triton 3.6: docs/results/gpu. Of the data sheet's 4.8 TB/s reads reach 0.92, streaming
+# kernels with a start of their own 0.9; bf16 products reach 781 of 989 TFLOP/s. An empty launch takes 1.2 us.
 BANDWIDTH_SHARE = 0.9
-MATRIX_SHARE = 0.8
-GAP_SECONDS = 1.3e-6
-LATENCY_SECONDS = 0.8e-6
-L2_SECONDS = 0.3e-6
+MATRIX_SHARE = 0.79
+GAP_SECONDS = 0.1e-6  # between two launches of a CUDA graph
+START_SECONDS = 1.2e-6  # of a launch: its start, the first bytes, and its end
+COLD_SECONDS = 3e-9  # an instruction of its code, once
+LATENCY_SECONDS = 0.3e-6  # of a round of loads behind the first
+L2_SECONDS = 0.3e-6  # of a round trip to the L2 cache
+TRIP_SECONDS = 70e-9  # of a main loop's trip, without its matrix instructions
+STEP_SECONDS = 20e-9  # of a matrix instruction that waits for the one before
+_LIBRARY_CODE = 500  # instructions of a kernel whose code is not known
 _SCHEDULERS = 4  # of an SM
 
 
@@ -42,17 +50,19 @@ class Estimate:
     issue: float
     matrix: float
     join: float = 0.0
+    chain: float = 0.0
+    start: float = 0.0
     in_flight: float | None = None
     wanted: float | None = None
 
     @property
     def seconds(self) -> float:
         """Without the gap."""
-        return max(self.memory, self.issue, self.matrix) + self.join
+        return self.start + max(self.memory, self.issue, self.matrix, self.chain) + self.join
 
     @property
     def bound_by(self) -> str:
-        return max(("memory", "issue", "matrix"), key=lambda name: getattr(self, name))
+        return max(("memory", "issue", "matrix", "chain"), key=lambda name: getattr(self, name))
 
 
 def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) -> Estimate:
@@ -61,7 +71,7 @@ def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) ->
     matrix = work.padded_flops / (gpu.matrix_rate(work.bits) * MATRIX_SHARE) if work.bits else 0.0
     join = work.round_trips * L2_SECONDS
     if compiled is None or launch.triton is None:
-        return Estimate(memory, 0.0, matrix, join)
+        return Estimate(memory, 0.0, matrix, join, start=START_SECONDS + _LIBRARY_CODE * COLD_SECONDS)
     check_loops(launch.name, work, compiled)
     programs = launch.triton.programs
     busy = programs if work.entries is None else min(programs, work.entries)  # others find no task
@@ -69,7 +79,7 @@ def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) ->
     wanted = gpu.bandwidth * BANDWIDTH_SHARE * LATENCY_SECONDS
     in_flight = at_once * compiled.bytes_in_flight
     if work.read and in_flight:
-        memory /= min(1.0, in_flight / wanted)
+        memory = max(memory, max(0.0, work.read / in_flight - 1) * LATENCY_SECONDS)
     sms = min(busy or programs, gpu.num_sms)  # where there is no task, all look for one
     counted = instructions(work, compiled, programs)
     share = max(1.0, compiled.num_warps / _SCHEDULERS)  # of a cycle that an instruction of a program takes
@@ -78,7 +88,9 @@ def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) ->
     )  # fmt: skip
     join += counted.last * share / gpu.clock
     matrix *= gpu.num_sms / sms
-    return Estimate(memory, issue, matrix, join, in_flight / gpu.num_sms, wanted / gpu.num_sms)
+    chain = -(-(work.trips or 0) // (busy or programs)) * (TRIP_SECONDS + work.steps * STEP_SECONDS)
+    start = START_SECONDS + compiled.code.size * COLD_SECONDS
+    return Estimate(memory, issue, matrix, join, chain, start, in_flight / gpu.num_sms, wanted / gpu.num_sms)
 
 
 def check_loops(name: str, work: Work, compiled: Compiled) -> None:

@@ -5,6 +5,7 @@ describes. So a model of any size takes little memory.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
 from compiled_llm.compiling.cuda_graphs import check_cuda_graphs
+from compiled_llm.compiling.gpu_properties import GpuProperties
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import MixedLayers
@@ -20,7 +22,7 @@ from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized
 from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
-from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, pretend_gpu
+from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, keep_nothing, pretend_gpu
 from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
@@ -34,6 +36,22 @@ from compiled_llm.worker.step_buffers import StepBuffers
 
 DEVICE = torch.device("cuda", 0)
 _BLOCKS = 64  # of the KV cache; the code is for any number
+
+
+class TracedStep(NamedTuple):
+    """A bucket's step before it is compiled.
+
+    Attributes:
+        function: the step, a pure function of ``args``, which are fake tensors of ``mode``.
+        dtype: of weights and activations.
+    """
+
+    bucket: Bucket
+    config: ModelConfig
+    dtype: torch.dtype
+    function: Callable
+    args: tuple
+    mode: FakeTensorMode
 
 
 class FakeStep(NamedTuple):
@@ -55,38 +73,32 @@ class FakeStep(NamedTuple):
     programmatic: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _Properties:
-    """As ``torch.cuda.get_device_properties`` has them."""
-
-    name: str
-    major: int
-    minor: int
-    multi_processor_count: int
-    total_memory: int
-    L2_cache_size: int
-    regs_per_multiprocessor: int
-    max_threads_per_multi_processor: int
-    shared_memory_per_multiprocessor: int
-    shared_memory_per_block_optin: int
-    shared_memory_per_block: int = 48 << 10
-    max_threads_per_block: int = 1024
-    warp_size: int = 32
-    gcnArchName: str = ""
-
-
 def pretend(gpu: Gpu) -> None:
-    """Make this process take ``gpu`` for the one that it has, for good. Nothing can run on it."""
-    pretend_gpu(
-        _Properties(
-            gpu.name, *gpu.capability, gpu.num_sms, gpu.memory_bytes, gpu.l2_bytes, gpu.registers, gpu.threads,
-            gpu.sm_bytes, gpu.block_bytes,
-        )
+    """Make this process take ``gpu`` for the one that it has, for good. Nothing can run on it, and nothing is kept."""
+    pretend_gpu(properties_of(gpu))
+    keep_nothing()
+
+
+def properties_of(gpu: Gpu) -> GpuProperties:
+    """As torch has them of such a GPU."""
+    return GpuProperties(
+        gpu.name, *gpu.capability, gpu.num_sms, gpu.memory_bytes, gpu.l2_bytes, gpu.registers, gpu.threads,
+        gpu.sm_bytes, gpu.block_bytes,
     )  # fmt: skip
 
 
 def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> FakeStep:
-    """Generate a bucket's code for the GPU of ``pretend``.
+    """Generate a bucket's code for the GPU of ``pretend``. Arguments and errors as of ``step_on_fakes``."""
+    step = step_on_fakes(engine, config, bucket_name)
+    tell_compiler(tensors_in(step.args))
+    compiled = compile_at_first_call(own_copy(step.function, bucket_name), cuda_graphs=engine.cuda_graphs == "trees")
+    generated = generate(compiled, step.args, step.mode)
+    programmatic, name = engine.cuda_graphs == "programmatic", str(step.dtype).removeprefix("torch.")
+    return FakeStep(step.bucket, step.config, name, layers_of(step.config), generated, step.mode, programmatic)
+
+
+def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> TracedStep:
+    """A bucket's step for the GPU of ``pretend``, with its arguments.
 
     Args:
         engine: its arguments, for ``device="cuda"``.
@@ -112,7 +124,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         described = family_of(config).describe(config, dtype, linears_of(engine, config, DEVICE, dtype)).weights
-        weights, step_input, source = _Faked().tree((described, buffers.step_input, buffers.feedback))
+        weights, step_input, source = faked((described, buffers.step_input, buffers.feedback))
         places = dict.fromkeys(windows, _BLOCKS)
         cache = allocate(config, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places, 1 + limits.num_state_slots)
         feedback = Feedback(
@@ -123,16 +135,19 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     for tensor in tensors_in((weights, step_input, feedback)):
         mark_static_address(tensor)
     step = step_function(config, bucket.max_query_len, engine.exact, windows)
-    args = (weights, step_input, cache, feedback)
-    tell_compiler(tensors_in(args))
-    compiled = compile_at_first_call(own_copy(step, bucket.name), cuda_graphs=engine.cuda_graphs == "trees")
-    generated = generate(compiled, args, mode)
-    programmatic, name = engine.cuda_graphs == "programmatic", str(dtype).removeprefix("torch.")
-    return FakeStep(bucket, config, name, layers_of(config), generated, mode, programmatic)
+    return TracedStep(bucket, config, dtype, step, (weights, step_input, cache, feedback), mode)
+
+
+def faked(tree: Any) -> Any:
+    """Nested tuples of tensors of any device as fake ones on the GPU; the same for the same, as where weights are tied.
+
+    Within a fake mode.
+    """
+    return _Faked().tree(tree)
 
 
 class _Faked:
-    """Tensors of any device as fake ones on the GPU; the same for the same, as where weights are tied."""
+    """Keeps which tensor became which."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}

@@ -18,8 +18,6 @@ _PACKAGE = Path(__file__).parents[2]  # whose files have the kernels
 # kernel with such a loop in another function.
 BESIDES = frozenset(
     {
-        "_inverse_rms_of_rows",
-        "_mean_and_inverse_deviation",
         "inverse_rms_of_rows",
         "scales_of_rows",
         "merge",

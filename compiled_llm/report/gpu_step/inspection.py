@@ -40,7 +40,7 @@ class Row:
             "us": round(self.estimate.seconds * 1e6, 3),
             "bound_by": self.estimate.bound_by,
         }
-        times = ("memory", "issue", "matrix", "join")
+        times = ("start", "memory", "issue", "matrix", "chain", "join")
         values |= {f"{name}_us": round(getattr(self.estimate, name) * 1e6, 3) for name in times}
         if self.compiled is None or self.launch.triton is None:
             return values

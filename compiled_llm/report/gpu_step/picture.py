@@ -9,14 +9,15 @@ from compiled_llm.report.gpu_step.inspection import Inspection
 from compiled_llm.report.gpu_step.measured import Measured
 
 # Okabe and Ito's colours, which colour-blind people can distinguish.
-_LIMITS = {"memory": "#0072B2", "issue": "#E69F00", "matrix": "#009E73"}
-_JOIN, _GAP, _MEASURED = "#CC79A7", "#DDDDDD", "black"
+_LIMITS = {"memory": "#0072B2", "issue": "#E69F00", "matrix": "#009E73", "chain": "#56B4E9"}
+_START, _JOIN, _GAP, _MEASURED = "#AAAAAA", "#CC79A7", "#DDDDDD", "black"
 
 
 def draw(inspection: Inspection, path: Path, measured: Measured | None = None) -> None:
     """Write a picture with a row for each launch from the last layer's attention to the next, in microseconds.
 
-    A row has a bar for each limit, one below the other; behind the longest of them the time of joining and the gap.
+    A row has the time to start, then a bar for each limit, one below the other; behind the longest of them the time of
+    joining and the gap.
     With ``measured`` a line shows how long the launch took on a GPU.
 
     Args:
@@ -27,9 +28,11 @@ def draw(inspection: Inspection, path: Path, measured: Measured | None = None) -
     figure = Figure(figsize=(10, 1.6 + 0.55 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
+        start = row.estimate.start * 1e6
+        axes.barh(place, start, 0.8, color=_START, label=None if place else "start and end")
         for n, (name, colour) in enumerate(_LIMITS.items()):
             us = getattr(row.estimate, name) * 1e6
-            axes.barh(place + 0.27 * (n - 1), us, 0.25, color=colour, label=None if place else name)
+            axes.barh(place + 0.2 * (n - 1.5), us, 0.19, start, color=colour, label=None if place else name)
         longest = (row.estimate.seconds - row.estimate.join) * 1e6
         joining, gap = row.estimate.join * 1e6, GAP_SECONDS * 1e6
         axes.barh(place, joining, 0.8, longest, color=_JOIN, label=None if place else "joining")

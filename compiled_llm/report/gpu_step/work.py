@@ -24,10 +24,18 @@ def work_of(launch: Launch, contexts: Contexts) -> Work:
     if launch.kind == "product":
         return _product(launch)
     if launch.triton is not None and launch.name in _RULES:
-        return _RULES[launch.name](launch.triton.arguments, launch.triton, contexts)
+        work = _RULES[launch.name](launch.triton.arguments, launch.triton, contexts)
+        return dataclasses.replace(work, steps=_steps(launch.triton.arguments)) if work.bits else work
     if launch.triton is not None and not {"block_table", "read_slot"}.isdisjoint(launch.triton.arguments):
         raise ValueError(f"{launch.name}: its bytes depend on the requests; say in {__name__} how")
     return Work(_bytes(launch.read), _bytes(launch.written))
+
+
+def _steps(a: dict[str, Any]) -> int:
+    """Matrix instructions behind each other in a trip: each takes 16 inputs; of attention also 16 keys' values."""
+    if "BLOCK_K" in a:
+        return a["BLOCK_K"] // 16
+    return (a["BLOCK_H"] + a["BLOCK_N"]) // 16 if "BLOCK_H" in a else 0
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -326,28 +334,11 @@ def _head_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work
     return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
 
 
-def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """With gates and ups, a tile has the weights of both; with a norm, rows are read before the main loop too.
-
-    What its programs read again is in the cache.
-    """
-    work = _linear(a, kernel, contexts)
-    factor = 2 if a["GATED"] else 1
-    read = ("delta", "delta_norm", "norm", "norm_bias", "factor", "beside", "residual")
-    besides = sum(a[name].nbytes for name in read if a[name] is not None)
-    squares = Share(kernel.programs, -(-a["IN"] // a["BLOCK_NORM"]))
-    return dataclasses.replace(
-        work,
-        shares={"_inverse_rms_of_rows": squares, "_mean_and_inverse_deviation": squares},
-        read=work.read + besides,
-        written=work.written + (0 if a["total"] is None else a["total"].nbytes),
-        flops=work.flops * factor,
-        padded_flops=work.padded_flops * factor,
-    )
-
-
 def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """As ``_fused_linear``, in tiles whose outputs are gates and ups; int8 activations may be codes already."""
+    """With a gate, a tile has the weights of gates and ups; with a norm, rows are read before the main loop too.
+
+    What its programs read again is in the cache. Int8 activations may be codes already.
+    """
     from compiled_llm.ops.rowwise.triton_kernels import PLACES  # of a row, whose squares are added up at a time
 
     work = _linear(a, kernel, contexts)
@@ -360,6 +351,13 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
 
 
+def _norm(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Weights that it asks the cache for are those that the next launch reads."""
+    read, written = ("x", "delta", "weight"), ("total", "out")
+    count = [sum(a[name].nbytes for name in names if a[name] is not None) for names in (read, written)]
+    return Work(*count)
+
+
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
@@ -370,6 +368,7 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "exact_merge_kernel": _exact_merge,
     "rope_kernel": _rope,
     "head_linear_kernel": _head_linear,
+    "norm_kernel": _norm,
     **LATENT_RULES,
     **STATE_RULES,
     "grouped_kernel": _grouped_sum,
@@ -378,7 +377,6 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "route_kernel": _route,
     "route_few_kernel": _route,
     "grouped_a8_kernel": _grouped_sum,
-    "fused_linear_kernel": _fused_linear,
     "exact_linear_kernel": _surrounded_linear,
     "quantized_linear_kernel": _surrounded_linear,
     "quantized_linear_a8_kernel": _surrounded_linear,

@@ -11,18 +11,19 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.linear.exact_linear import exact_linear, exact_linear_reference
+from compiled_llm.ops.linear.exact_linear import NOTHING, exact_linear, exact_linear_reference
 from compiled_llm.ops.linear.surroundings import Surroundings
+from compiled_llm.ops.programmatic_launch import programmatic_launches
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.linear import triton_linear  # noqa: E402
+from compiled_llm.ops.linear import product_choices, triton_linear  # noqa: E402
+from compiled_llm.ops.linear.product_choices import LinearTile  # noqa: E402
 from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
@@ -41,7 +42,7 @@ def arguments(
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return exact_linear_reference(x, weight, bias, *Surroundings())
+    return exact_linear_reference(x, weight, bias, *NOTHING.following)
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -57,36 +58,42 @@ def agrees_with_the_reference(dtype: torch.dtype, device: str = "cpu") -> None:
     assert triton_linear.exact_linear(x[:0], weight, bias_).shape == (0, 16)
 
 
-def a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype, tiles: str) -> None:
+def a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype, tiles: tuple[LinearTile, ...]) -> None:
     """Alone and among others, in each tile of a GPU, wherever the rows lie; with a last block of inputs cut short."""
     x, weight, bias = arguments(70, 40, 100, dtype, True)
     found = []
-    for tile in getattr(triton_linear, tiles):
-        tile = tile._replace(n=min(tile.n, 64))  # the interpreter's largest tensor is small
-        with mock.patch.object(triton_linear, tiles_name(dtype), (tile,)):
-            whole = triton_linear.exact_linear(x, weight, bias)
-            for part in (slice(0, 1), slice(69, 70), slice(3, 20)):
-                assert torch.equal(triton_linear.exact_linear(x[part], weight, bias), whole[part])
-            apart = torch.full((70, 103), float("nan"), dtype=dtype)
-            apart[:, 2:-1] = x
-            assert torch.equal(triton_linear.exact_linear(apart[:, 2:-1], weight, bias), whole)
-            found.append(whole)
+    for tile in tiles:
+        tile = tile._replace(m=min(tile.m, 128), n=min(tile.n, 64))  # the interpreter's largest tensor is small
+        product = functools.partial(triton_linear.exact_linear, weight=weight, bias=bias, tile=tile)
+        whole = product(x)
+        for part in (slice(0, 1), slice(69, 70), slice(3, 20)):
+            assert torch.equal(product(x[part]), whole[part])
+        apart = torch.full((70, 103), float("nan"), dtype=dtype)
+        apart[:, 2:-1] = x
+        assert torch.equal(product(apart[:, 2:-1]), whole)
+        found.append(whole)
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def tiles_name(dtype: torch.dtype) -> str:
-    """The tiles that the interpreter takes."""
-    return "FLOAT32" if dtype == torch.float32 else "MMA"
-
+MEASURED = {
+    choice.tile: product
+    for path in product_choices.FOLDER.glob("*.json")
+    for product, choices in product_choices.load(path).items()
+    for choice in choices
+    if choice.tile is not None
+}
+TILES = {"FLOAT32": triton_linear.FLOAT32, "MMA": triton_linear.MMA, "WGMMA": triton_linear.WGMMA}
+TILES["measured"] = (triton_linear.WGMMA[0], *MEASURED)
 
 INTERPRETED: dict[str, tuple[Callable, tuple]] = {
     **{f"reference-{str(dtype)[6:]}": (agrees_with_the_reference, (dtype,)) for dtype in DTYPES},
     **{
-        f"tiles-{str(dtype)[6:]}-{tiles}": (a_row_has_the_same_bits_in_every_tile, (dtype, tiles))
+        f"tiles-{str(dtype)[6:]}-{tiles}": (a_row_has_the_same_bits_in_every_tile, (dtype, TILES[tiles]))
         for dtype, tiles in (
             (torch.float32, "FLOAT32"),
             (torch.bfloat16, "MMA"),
             (torch.bfloat16, "WGMMA"),
+            (torch.bfloat16, "measured"),
             (torch.float16, "MMA"),
         )
     },
@@ -105,7 +112,13 @@ SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024}  # of a program; 99 KB o
 
 
 def launch(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, rows: int
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    rows: int,
+    around: Surroundings = NOTHING,
+    tile: LinearTile | None = None,
+    shape: tuple[int, int] = (6144, 4096),
 ) -> tuple["triton.JITFunction", tuple, dict]:
     """What so many rows launch on a GPU of that capability, from tensors without storage."""
     recorded: list = []
@@ -113,9 +126,9 @@ def launch(
     monkeypatch.setattr(triton_linear, "exact_linear_kernel", recorder)
     monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
     x, weight, bias = (
-        torch.empty(*shape, dtype=dtype, device="meta") for shape in ((rows, 4096), (6144, 4096), (6144,))
+        torch.empty(*sizes, dtype=dtype, device="meta") for sizes in ((rows, shape[1]), shape, shape[:1])
     )
-    triton_linear.exact_linear(x, weight, bias)
+    triton_linear.exact_linear(x, weight, bias, *around.following, tile=tile)
     monkeypatch.undo()
     return recorded[0]
 
@@ -157,9 +170,42 @@ def test_every_tile_adds_up_by_the_same_instruction(
         assert usage["STACK"] == usage["LOCAL"] == 0
         assert binary.metadata.shared <= SHARED_MEMORY[capability]
         assert products(binary.asm["ptx"], dtype) == {instruction}
-    tiles = triton_linear.tiles_of(dtype.itemsize, capability, outputs_first=True)
-    assert len(seen) == len(tiles), "a tile that no number of rows takes"
-    assert len({kwargs["BLOCK_K"] for kwargs in map(dict, seen)}) == 1
+    assert len(seen) == len(triton_linear.tiles_of(dtype.itemsize, capability)), "a tile that no number of rows takes"
+
+
+WGMMA = "wgmma.mma_async.sync.aligned.k16.f32.bf16.bf16"
+MMA = "mma.sync.aligned.k16.row.col.f32.bf16.bf16.f32"
+
+
+@pytest.mark.parametrize(
+    "tile", marked({str(tuple(tile)): tile for tile in MEASURED}, (str(tuple(tile)) for tile in [*MEASURED][:1]))
+)
+def test_measured_tiles_add_up_likewise(
+    tile: str, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the files of measured products, which are those of Hopper GPUs: ``MMA`` gives the same bits there."""
+    found = {str(tuple(tile)): tile for tile in MEASURED}[tile]
+    product = MEASURED[found]
+    around = Surroundings(activation="silu" if product.around == "gate" else "")
+    shape = product.out_features, product.in_features
+    made = launch(monkeypatch, (9, 0), torch.bfloat16, found.m, around, found, shape)
+    binary = ahead_of_time.compiled(*made, (9, 0))
+    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert binary.metadata.shared <= SHARED_MEMORY[9, 0]
+    assert products(binary.asm["ptx"], torch.bfloat16) == {WGMMA if found.n >= 64 else MMA}
+
+
+def test_weights_are_asked_for_before_anything_is_waited_for(
+    child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the launch before has ended; nothing else is read before that."""
+    with programmatic_launches():
+        made = launch(monkeypatch, (9, 0), torch.bfloat16, 1)
+    ptx = ahead_of_time.compiled(*made, (9, 0)).asm["ptx"]
+    places = [ptx.index(name) for name in ("prefetch.global.L2", "griddepcontrol.wait", "cp.async", "wgmma.mma_async")]
+    assert places == sorted(places)
+    assert "ld.global" not in ptx[: places[1]]
 
 
 # ---- registered, refused --------------------------------------------------------------------------------------------
@@ -171,7 +217,7 @@ def test_the_op_is_registered_as_torch_expects(dtype: torch.dtype) -> None:
         given = arguments(3, 5, 8, dtype, bias)
         torch.library.opcheck(
             torch.ops.compiled_llm.exact_linear,
-            (*given, *Surroundings()),
+            (*given, *NOTHING.following),
             test_utils=("test_schema", "test_faketensor"),
         )
         torch.testing.assert_close(exact_linear(*given), torch.nn.functional.linear(*given), atol=0.02, rtol=0.02)
@@ -201,7 +247,7 @@ def test_refuses_by_name(given: tuple, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", marked(INTERPRETED, ("reference-bfloat16", "tiles-float32-FLOAT32", "tiles-bfloat16-MMA"))
+    "name", marked(INTERPRETED, ("reference-bfloat16", "tiles-float32-FLOAT32", "tiles-bfloat16-WGMMA"))
 )
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
@@ -210,14 +256,15 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outputs_first", [False, True])
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
-def test_tiles_of_all_sizes_have_one_instruction(capability: tuple[int, int], outputs_first: bool) -> None:
+def test_tiles_of_all_sizes_have_one_instruction(capability: tuple[int, int]) -> None:
     """Of fewer than 16 rows Triton 3.6 and 3.7 make ``mma.sync``: with such a tile a row's bits follow its company."""
-    for tile in triton_linear.tiles_of(2, capability, outputs_first):
-        assert min(tile.m, tile.n) >= 16
-        assert (tile.n if outputs_first else tile.m) >= 64
-        assert tile.warps % 4 == 0
+    of_outputs = [(tile.n, tile.m, tile.warps) for tile in triton_linear.tiles_of(2, capability)]
+    of_rows = [(tile.m, tile.n, tile.warps) for tile in triton_linear.row_tiles_of(2, capability)]
+    for first, second, warps in of_outputs + of_rows:
+        assert first >= 64
+        assert second >= 16
+        assert warps % 4 == 0
 
 
 @pytest.mark.gpu
@@ -231,6 +278,15 @@ def test_on_a_gpu_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> 
         for first, rows in itertools.product((0, 1, 777), (1, 2, 8, 16, 17, 64, 65, 200, 1024)):
             part = slice(first, first + rows)
             assert torch.equal(exact_linear(x[part], weight, bias), whole[part])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_its_tiles_give_the_same_bits() -> None:
+    capability = torch.cuda.get_device_capability()
+    tiles = [*triton_linear.tiles_of(2, capability), *(MEASURED if capability == (9, 0) else ())]
+    x, weight, bias = arguments(300, 4096, 2048, torch.bfloat16, True, "cuda")
+    first, *others = (triton_linear.exact_linear(x, weight, bias, tile=tile) for tile in tiles)
+    assert all(torch.equal(first, other) for other in others)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from compiled_llm.ops.linear import product_choices
-from compiled_llm.ops.linear.product_choices import AROUND, Choice, FusedTile, Product, choose, load, path_of, save
+from compiled_llm.ops.linear.product_choices import AROUND, Choice, LinearTile, Product, choose, load, path_of, save
 from compiled_llm.report.report import _products
 
 GPU = "NVIDIA H200"
-QKV = Product(6144, 4096, "norm")
-MEASURED = (Choice(4, "fused", FusedTile(16, 32, 128, 4, 4)), Choice(16, "apart"), Choice(64, "fused"))
+QKV = Product(6144, 4096, "residual")
+MEASURED = (Choice(4, "fused", LinearTile(16, 64, 128, 4, 4)), Choice(16, "apart"), Choice(64, "fused"))
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_without_a_file_few_rows_are_fused() -> None:
     for around in AROUND:
-        ways = {rows: choose(Product(64, 32, around), rows, GPU).way for rows in (1, 32, 33, 256, 257)}
-        most = 256 if around == "gate" else 32
-        assert ways == {rows: "fused" if rows <= most else "apart" for rows in ways}
+        ways = {rows: choose(Product(64, 32, around), rows, GPU).way for rows in (1, 32, 33)}
+        assert ways == {1: "fused", 32: "fused", 33: "apart"}
 
 
 def test_a_file_chooses_by_shape_and_rows() -> None:
@@ -33,7 +32,7 @@ def test_a_file_chooses_by_shape_and_rows() -> None:
         one for one in MEASURED for _ in range(2)
     ]  # fmt: skip
     assert choose(QKV, 65, GPU).way == "apart", "the default"
-    for other in (QKV._replace(around="residual"), QKV._replace(in_features=64)):
+    for other in (QKV._replace(around="gate"), QKV._replace(in_features=64)):
         assert choose(other, 5, GPU).way == "fused", "the default"
     assert choose(QKV, 5, "NVIDIA H100").way == "fused", "a file is one GPU's"
 
@@ -44,7 +43,7 @@ def test_a_graph_has_the_choice_as_a_constant(monkeypatch: pytest.MonkeyPatch) -
 
     @torch.compile(fullgraph=True, dynamic=False, backend="eager")
     def chosen(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if product_choices.is_fused(6144, 4096, "norm", x.shape[0], 0) else x - 1
+        return x + 1 if product_choices.is_fused(6144, 4096, "residual", x.shape[0], 0) else x - 1
 
     assert chosen(torch.zeros(4)).tolist() == [1] * 4
     assert chosen(torch.zeros(5)).tolist() == [-1] * 5
@@ -64,9 +63,8 @@ def test_a_report_says_where_choices_come_from(monkeypatch: pytest.MonkeyPatch) 
     [
         ((Choice(16, "fused"), Choice(16, "apart")), "rows must rise from choice to choice, got 16 after 16"),
         ((Choice(16, "cublas"),), "way must be one of fused, apart, got 'cublas'"),
-        ((Choice(16, "fused", FusedTile(24, 16, 64, 4, 3)),), "powers of two from 16 on"),
-        ((Choice(16, "fused", FusedTile(16, 16, 64, 3, 3)),), "warps to 8"),
-        ((Choice(16, "apart", FusedTile(16, 16, 64, 4, 3)),), "a tile belongs to fused"),
+        ((Choice(16, "fused", LinearTile(24, 64, 64, 4, 3)),), "powers of two from 16 on"),
+        ((Choice(16, "fused", LinearTile(16, 64, 64, 3, 3)),), "warps to 8"),
         ((), "at least"),
     ],
 )
@@ -83,5 +81,5 @@ def test_refuses_what_is_no_file_of_choices() -> None:
         load(path_of(GPU))
     path_of("other").write_text(json.dumps({"products": [{**QKV._asdict(), "around": "all", "choices": [
         {"rows": 4, "way": "apart"}]}]}))  # fmt: skip
-    with pytest.raises(ValueError, match="around must be one of norm, norm and gate"):
+    with pytest.raises(ValueError, match="around must be one of gate, residual"):
         load(path_of("other"))

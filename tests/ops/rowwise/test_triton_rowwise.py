@@ -91,7 +91,16 @@ def extremes(device: str = "cpu") -> None:
     assert torch.equal(total, beyond + beyond)
 
 
+def asking_changes_no_number() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, delta, asked = (torch.randn(rows, 200, generator=generator).bfloat16() for rows in (3, 3, 70))
+    given = x, delta, torch.ones(200, dtype=torch.bfloat16), 1e-5
+    plain = triton_rowwise.add_rms_norm(*given)
+    assert all(map(torch.equal, plain, triton_rowwise.add_rms_norm_asking(*given, asked, 1 << 14)))
+
+
 INTERPRETED: dict[str, tuple[Callable, tuple]] = {
+    "asking": (asking_changes_no_number, ()),
     **{
         f"{title}-{str(dtype)[6:]}-{function.__name__}": (function, (*case, dtype))
         for title, case in CASES.items()
@@ -255,8 +264,11 @@ def test_refuses_by_name(call: Callable, message: str) -> None:
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
 
 
-# Every third; the others: battery.
-@pytest.mark.parametrize("name", marked(INTERPRETED, {*list(INTERPRETED)[::3], "extremes"}))
+# Each function of each case once, with the dtypes in turn; the others: battery.
+ORDINARY = [name for at, name in enumerate(INTERPRETED) if (at // 9 + at) % 3 == at // 3 % 3]
+
+
+@pytest.mark.parametrize("name", marked(INTERPRETED, {*ORDINARY, "extremes", "asking"}))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

@@ -118,7 +118,7 @@ ROW = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 40).flatmap(lambda v: st.lists(st.lists(LOGIT, min_size=v, max_size=v), min_size=1)), st.data())
 def test_any_rows(logits: list[list[float]], data: st.DataObject) -> None:
     params = [data.draw(ROW) for _ in logits]

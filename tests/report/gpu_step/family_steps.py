@@ -6,6 +6,7 @@ arguments, whether to compile the kernels], and prints a JSON line for each, its
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -34,6 +35,7 @@ _GLOBAL_MEMORY = re.compile(r"(?!LDS|STS|LDSM|STSM|LDC|ATOMS)(LD|ST|ATOM|RED|UTM
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(@!?U?P\w+\s+)?(\S+)")
 
 
+@functools.cache  # many launches of a step are of one kernel
 def too_early(cubin: bytes) -> list[str]:
     """What a program of a programmatic launch does before it waits, and must not: memory, or a way around the wait.
 

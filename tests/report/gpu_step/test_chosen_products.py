@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compiled_llm.ops.linear import product_choices
-from compiled_llm.ops.linear.product_choices import Choice, FusedTile, Product, path_of, save
+from compiled_llm.ops.linear.product_choices import Choice, LinearTile, Product, path_of, save
 from compiled_llm.report.gpu_step.fake_step import pretend
 from compiled_llm.report.gpu_step.gpus import GPUS
 from tests.report.gpu_step import family_steps
@@ -20,9 +20,8 @@ pytest.importorskip("triton")
 BATCH_OF_64 = {"bucket_sizes": (64,), "token_bucket_sizes": (64,), "max_num_batched_tokens": 64}
 # The layers of "llama" of tests/families.py.
 CHOICES = {
-    Product(320, 112, "norm and gate"): (Choice(64, "apart"),),
     Product(320, 112, "gate"): (Choice(64, "apart"),),
-    Product(192, 112, "norm"): (Choice(1, "apart"), Choice(64, "fused", FusedTile(32, 32, 64, 4, 3))),
+    Product(192, 112, "residual"): (Choice(1, "apart"), Choice(64, "fused", LinearTile(32, 64, 64, 4, 3))),
 }
 
 
@@ -35,9 +34,9 @@ def test_a_file_changes_the_launches(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     of_two, of_64 = map(json.loads, done.stdout.splitlines())
-    fused, gate_up_apart = "fused_linear_kernel", ["norm_kernel", "mm", "gated_kernel"]
-    assert of_two == ["decode_kernel", fused, *gate_up_apart, fused, fused]
-    assert of_64 == ["decode_kernel", "mm", *gate_up_apart, "mm", fused]
+    fused, gate_up_apart = "exact_linear_kernel", ["norm_kernel", "mm", "gated_kernel"]
+    assert of_two == ["decode_kernel", fused, *gate_up_apart, fused, "norm_kernel", fused]
+    assert of_64 == ["decode_kernel", "mm", *gate_up_apart, "mm", "norm_kernel", fused]
 
 
 def main(folder: Path) -> None:

@@ -46,9 +46,10 @@ def events(names: tuple[str, ...]) -> list[Any]:
 
 def written(bench: Any, path: Path, names: tuple[str, ...], facts: dict[str, Any] | None = None) -> Path:
     """A file as bench_kernels writes it after such a profile."""
-    args = SimpleNamespace(model=None, **ASKED)
+    args = SimpleNamespace(model=None, layers=None, cuda_graphs="auto", exact=False, **ASKED)
     step = bench.medians([bench.launches(events(names), on_gpu=True)] * 3)
-    result = bench.result_of(args, step, "bfloat16", {"gpu": GPU} if facts is None else facts)
+    figures = bench.figures_of(step, 100.0)
+    result = bench.result_of(args, "bfloat16", {"gpu": GPU} if facts is None else facts, figures)
     bench.tables.finish(result, path, bench.in_order(step))
     return path
 
