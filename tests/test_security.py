@@ -50,6 +50,7 @@ ALLOWED = {
     ("compiled_llm/engine/kept_values.py", "pickle"): _OWN_CACHE,
     ("compiled_llm/compiling/messages.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/worker/worker_process.py", "multiprocessing"): _OWN_PIPE,
+    ("scripts/bench/bench_host.py", "multiprocessing"): _OWN_PIPE,
     ("scripts/bench/bench_shared.py", "multiprocessing"): _OWN_PIPE,
     ("scripts/gpu_step_tables.py", "multiprocessing"): _OWN_PIPE,
     ("ops/native.py", "ctypes.CDLL"): _OWN_LIBRARY,

@@ -296,15 +296,15 @@ class CompiledSteps:
         feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
         return self.weights, buffers.step_input, self.kv_cache, feedback
 
-    def leave_tokens_in(self, first: Tensor, second: Tensor) -> None:
-        """Have graphs leave the tokens of a step in one of these by themselves, in turns: pinned, as ``last_tokens``.
+    def leave_tokens_in(self, hosts: Sequence[Tensor]) -> None:
+        """Have graphs leave the tokens of a step in one of two ``hosts`` by themselves: pinned, as ``last_tokens``.
 
         And take inputs by themselves. If the engine's arguments ask for it; before ``compile``.
         """
         pool = self._graph_pool
-        if pool is None or not pool.pinned:
+        if pool is None or not pool.pinned or not hosts:
             return
-        self._host_tokens = first, second
+        first, second = self._host_tokens = hosts[0], hosts[1]
         chosen = torch.zeros(1, dtype=torch.int32, device=self.device)
         of_steps = {id(buffers.step_input): buffers for buffers in self.buffers.values()}
         taking = set[int]()  # of those: the graphs that take what was filled

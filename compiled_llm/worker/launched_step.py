@@ -21,14 +21,14 @@ class HostSlot:
     ended: torch.cuda.Event
 
     @classmethod
-    def in_turns(cls, last_tokens: Tensor) -> "deque[HostSlot]":
-        """For the steps that may be in flight at once. ``last_tokens``: what the tokens are copied from."""
+    def in_turns(cls, last_tokens: Tensor, device: torch.device) -> "deque[HostSlot]":
+        """For the steps that may be in flight at once; none for a CPU. ``last_tokens``: what is copied there."""
 
         def slot() -> HostSlot:
             tokens = torch.zeros(last_tokens.shape, dtype=last_tokens.dtype, pin_memory=True)
             return cls(tokens, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
 
-        return deque(slot() for _ in range(_MOST_IN_FLIGHT))
+        return deque(slot() for _ in range(_MOST_IN_FLIGHT if device.type == "cuda" else 0))
 
 
 @dataclasses.dataclass

@@ -145,9 +145,8 @@ class ModelRunner(Worker):
         )
         swapped = self.pool_sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
         self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
-        self._host_slots = HostSlot.in_turns(self.steps.last_tokens) if self.device.type == "cuda" else None
-        if self._host_slots is not None:
-            self.steps.leave_tokens_in(*(slot.tokens for slot in self._host_slots))
+        self._host_slots = HostSlot.in_turns(self.steps.last_tokens, self.device)
+        self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
         self._compile(config, builds, progress)
         self.facts = self._make_pool(config, memory, progress)
@@ -177,7 +176,7 @@ class ModelRunner(Worker):
             self.swap_space.copy(output, steps.cache_groups())
         copied = time.perf_counter()
         slot = None
-        if self._host_slots is not None:
+        if self._host_slots:
             self._host_slots.rotate()
             slot = self._host_slots[0]
             slot.started.record()

@@ -248,20 +248,33 @@ class StepBuffers:
         if self._state_fields:
             self._fill_states(fields, output)
 
-        indices, next_positions, row_owners = ends - 1, seq_lens, rows
+        num_rows = self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
+        self._pad(fields, total, n, num_rows)
+        self._copy()
+        if is_plain:
+            self._held[id(fields)] = rows, store.num_changes
+        return num_rows
+
+    def _fill_logits_rows(
+        self,
+        fields: Arrays,
+        output: SchedulerOutput,
+        store: RequestRows,
+        rows: np.ndarray,
+        indices: np.ndarray,
+        next_positions: np.ndarray,
+    ) -> int:
+        """Of each request: its last token in the step, and the position after. Returns the number of rows."""
+        row_owners = rows
         if self.bucket.query_len > 1:
             places, distances = logits_rows(output)
-            indices, next_positions = indices[places] - distances, seq_lens[places] - distances
+            indices, next_positions = indices[places] - distances, next_positions[places] - distances
             row_owners = row_owners[places]
         num_rows = len(indices)
         fields["logits_indices"][:num_rows] = indices
         fields["position"][:num_rows] = next_positions
         for field in SAMPLING:
             fields[field.name][:num_rows] = store.parameters[field.name][row_owners]
-        self._pad(fields, total, n, num_rows)
-        self._copy()
-        if is_plain:
-            self._held[id(fields)] = rows, store.num_changes
         return num_rows
 
     def _fill_changes(self, fields: Arrays, tables: BlockTables, store: RequestRows) -> None:

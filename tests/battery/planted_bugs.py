@@ -205,7 +205,7 @@ _PREFIX_CACHE = [
     ),
     (
         "the runner is not told that a block was exchanged",
-        "request.num_sent_blocks = min(request.num_sent_blocks, index)",
+        "request.num_sent_blocks, request.next_look = min(request.num_sent_blocks, index), 0",
         "pass",
     ),
     (
@@ -282,19 +282,29 @@ _SCHEDULER = [
     ),
     # Results
     (
+        "results do not stop at a block that they fill",
+        "request.next_event = min(block_end, request.max_num_tokens - 1)",
+        "request.next_event = request.max_num_tokens - 1",
+    ),
+    (
+        "results do not stop at the last token",
+        "request.next_event = min(block_end, request.max_num_tokens - 1)",
+        "request.next_event = block_end",
+    ),
+    (
         "a block is published that a step in flight fills",
-        "is_full = start + count >= (request.num_published_blocks + 1) * block_size\n",
-        "start, count = request.num_computed_tokens, 0\n            is_full = True\n",
+        "self.prefix_cache.publish(request, end))",
+        "self.prefix_cache.publish(request, request.num_computed_tokens))",
     ),
     (
         "a step in flight when its request was preempted publishes blocks",
-        "if is_full and caching and request.status is Status.RUNNING:",
-        "if is_full and caching:",
+        "if caching and is_running and end >= (request.num_published_blocks + 1) * size:",
+        "if caching and end >= (request.num_published_blocks + 1) * size:",
     ),
     (
         "the surplus token after a stop is kept",
-        "            if request.finish_reason is not None:\n                continue\n",
-        "",
+        "        if request.finish_reason is not None:\n            return False\n        if num_samples and",
+        "        if num_samples and",
     ),
     (
         "a stop token that comes while the request waits is passed over",
@@ -303,8 +313,8 @@ _SCHEDULER = [
     ),
     (
         "a request that generates nothing never ends",
-        "if start + count == request.max_num_tokens:",
-        "if start + count > request.max_num_tokens:",
+        "            if end == request.max_num_tokens:\n",
+        "            if end > request.max_num_tokens:\n",
     ),
     (
         "a request gets one token more than its limit",
@@ -526,9 +536,19 @@ _STEP_PLANNER = [
         "samples = int(start + count == request.num_tokens)",
     ),
     (
+        "a request is not looked at when its block is full",
+        "request.next_look = min(last + 1, request.max_num_tokens)",
+        "request.next_look = min(last + 3, request.max_num_tokens)",
+    ),
+    (
+        "a request is not looked at when it may have no more tokens",
+        "request.next_look = min(last + 1, request.max_num_tokens)",
+        "request.next_look = last + 1",
+    ),
+    (
         "a last token of a prompt by itself is sampled at",
-        "if request.num_tokens - computed > 1 or waits or (not request.generates and request.num_tokens > computed):",
-        "if request.num_tokens - computed > 1 or waits:",
+        "if known - computed > 1 or waits or (not request.generates and known > computed):",
+        "if known - computed > 1 or waits:",
     ),
     (
         "a pool that ran out takes in newcomers",
@@ -537,8 +557,8 @@ _STEP_PLANNER = [
     ),
     (
         "the token in flight is not counted against the limit",
-        "if awaits or request.num_tokens >= request.max_num_tokens or",
-        "if awaits or request.num_tokens > request.max_num_tokens or",
+        "if known >= request.max_num_tokens or",
+        "if known > request.max_num_tokens or",
     ),
     # The step
     (
@@ -563,8 +583,8 @@ _STEP_PLANNER = [
     ),
     (
         "a long prompt starves the decodes behind it",
-        "if awaits or request.num_tokens >= request.max_num_tokens or",
-        "if lacking or awaits or request.num_tokens >= request.max_num_tokens or",
+        "if known >= request.max_num_tokens or",
+        "if lacking or known >= request.max_num_tokens or",
     ),
     (
         "a long prompt takes all of the step",
@@ -626,13 +646,13 @@ _BATCH = [
     ),
     (
         "logits of drafts are those of the last token",
-        "indices[places] - distances, seq_lens",
-        "indices[places], seq_lens",
+        "indices[places] - distances, next_positions",
+        "indices[places], next_positions",
     ),
     (
         "random numbers of drafts are those of the last token",
-        "seq_lens[places] - distances",
-        "seq_lens[places]",
+        "next_positions[places] - distances",
+        "next_positions[places]",
     ),
     (
         "a request that samples nothing has no row",
@@ -641,8 +661,18 @@ _BATCH = [
     ),
     (
         "tables are taken by place in the step, not by row",
-        "fields[name][:n, :width] = known[rows, :width]",
-        "fields[name][:n, :width] = known[:n, :width]",
+        "            if name in self._own_tables:\n                fields[name][:n, :width] = known[rows, :width]",
+        "            if name in self._own_tables:\n                fields[name][:n, :width] = known[:n, :width]",
+    ),
+    (
+        "a step of the same requests has their blocks of before",
+        "if has_new_blocks and name in self._own_tables:",
+        "if not has_new_blocks and name in self._own_tables:",
+    ),
+    (
+        "buffers are taken to hold a step that they do not",
+        "if is_plain and held is rows:",
+        "if is_plain and held is not None and len(held) == len(rows):",
     ),
     (
         "feedback of the step before stays",
@@ -721,7 +751,7 @@ _BLOCK_COPIES = [
 _ENGINE_CORE = [
     (
         "an abort does not reach the scheduler",
-        '        for request in entry.requests:\n            self.scheduler.finish(request, "abort")\n',
+        '                self.scheduler.finish(completion.request, "abort")\n',
         "",
     ),
 ]
@@ -739,7 +769,7 @@ _FORKS = [
     ),
     (
         "the parent does not know that others have its block",
-        "parent.forked_index = child.forked_index",
+        "parent.forked_index, parent.next_look = child.forked_index, 0",
         "pass",
     ),
     (
