@@ -21,7 +21,7 @@ SIZES = [
     pytest.param(50, 200, id="full", marks=pytest.mark.battery),
 ]
 ARGUMENTS = ["--input", "prompts.jsonl", "--enforce-eager", "--bucket-sizes", "1,4", "--dtype", "float32"]
-ARGUMENTS += ["--max-tokens", "8", "--num-kv-blocks", "100", "--quiet"]
+ARGUMENTS += ["--token-bucket-sizes", "32", "--max-tokens", "8", "--num-kv-blocks", "100", "--quiet"]
 
 # A process that loads everything once, and forks a whole run, and runs that it kills. Of some kills it makes those of a
 # machine that goes down in the middle of a write: the last row loses its end.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,8 +104,15 @@ def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: L
             torch.testing.assert_close(logits[r], expected[r, after[r] - 1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [Dense, Packed])
-@pytest.mark.parametrize("name", EVERY_CONFIG)
+# Of each family one kind, in turns; the other one: battery.
+IN_BFLOAT16 = [
+    pytest.param(name, kind, id=f"{name}-{kind.__name__}", marks=() if kind is ordinary else pytest.mark.battery)
+    for name, ordinary in zip(EVERY_CONFIG, itertools.cycle((Dense, Packed)), strict=False)
+    for kind in (Dense, Packed)
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), IN_BFLOAT16)
 def test_bfloat16_is_as_close_as_transformers_is(name: str, kind: LinearKind) -> None:
     """To the float32 logits of the weights that bfloat16 rounded."""
     config, dtype = read_config(checkpoint(name)), torch.bfloat16
