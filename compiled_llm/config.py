@@ -84,10 +84,10 @@ class EngineConfig:
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
         async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
             step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
-        cuda_graphs: who records the CUDA graphs on a GPU: "manual", the engine itself, a graph for each bucket that is
-            replayed without further checks; "programmatic", likewise, with kernels that may start while the one before
-            still runs (H100 or B200, a driver for CUDA 12.3 or later; not measured yet); "trees", torch's CUDA graph
-            trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
+        cuda_graphs: who records the CUDA graphs on a GPU: "manual", the engine itself, a graph for each bucket;
+            "programmatic", likewise, with kernels that may start while the one before still runs (H100 or B200, CUDA
+            12.3 or later); "pinned", likewise, and graphs read and write memory of the host; "trees", torch's CUDA
+            graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
@@ -145,7 +145,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None
-    cuda_graphs: Literal["auto", "manual", "programmatic", "trees"] = "auto"
+    cuda_graphs: Literal["auto", "manual", "programmatic", "pinned", "trees"] = "auto"
     compile_workers: int | None = None
     num_threads: int | None = None
     max_logprobs: int = 20

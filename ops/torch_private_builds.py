@@ -173,17 +173,21 @@ def rehearse(function: Callable, args: tuple) -> None:
 def builds_for_others() -> Iterator[None]:
     """Inductor makes code by itself, tries nothing out on the GPU, and looks for nothing that it made before.
 
+    Nor does that code try out anything: each kernel has one configuration. To choose among several at its first launch
+    takes as long as to load it ten times, and the order of sums would be another from start to start.
+
     Dynamo does not look up the source of all functions that it traced, which ready code has no use for: a tenth of the
     time went there.
     """
     import torch._inductor.config
     from torch._dynamo.package import SourceInfo
 
-    off = dict.fromkeys(("shape_padding", "joint_graph_constant_folding", "fx_graph_cache"), False)
+    names = "shape_padding", "joint_graph_constant_folding", "fx_graph_cache", "triton.autotune_pointwise"
+    settings = {**dict.fromkeys(names, False), "deterministic": True, "compile_threads": 1}
     add_code = SourceInfo.add_code
     SourceInfo.add_code = lambda self, code: None  # type: ignore[method-assign]
     try:
-        with torch._inductor.config.patch({**off, "compile_threads": 1}):
+        with torch._inductor.config.patch(settings):
             yield
     finally:
         SourceInfo.add_code = add_code  # type: ignore[method-assign]

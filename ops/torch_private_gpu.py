@@ -155,6 +155,24 @@ def generate(compiled: Callable, args: tuple, mode: FakeTensorMode) -> Generated
     return Generated(lowered["code"], inputs, tuple(sorted(dynamic)), tuple(dict.fromkeys(reasons)))
 
 
+def trace(compiled: Callable, args: tuple, mode: FakeTensorMode) -> None:
+    """Do what a first call of ``compiled`` does until Inductor makes code: what its cache does not spare."""
+    import torch._inductor.compile_fx as compile_fx
+
+    def done(*args: Any) -> None:
+        raise _Done
+
+    kind: Any = compile_fx._InProcessFxCompile
+    before, kind.codegen_and_compile = kind.codegen_and_compile, done
+    try:
+        with mode, torch.no_grad():
+            compiled(*args)
+    except _Done:
+        pass
+    finally:
+        kind.codegen_and_compile = before
+
+
 def _plain(value: Any) -> Any:
     """A tensor without symbolic sizes, or a number."""
     if not isinstance(value, Tensor):

@@ -21,10 +21,16 @@ class GraphPool:
 
     Args:
         programmatic: let launches of its graphs start while the one before still runs, see ``programmatic_launch.py``.
+        pinned: let its graphs read their inputs from pinned memory, and write their tokens there.
+
+    Attributes:
+        before, after: called with a function's arguments as its graph is captured: what the graph begins and ends with.
     """
 
-    def __init__(self, device: torch.device, programmatic: bool = False) -> None:
-        self.device, self.programmatic = device, programmatic
+    def __init__(self, device: torch.device, programmatic: bool = False, pinned: bool = False) -> None:
+        self.device, self.programmatic, self.pinned = device, programmatic, pinned
+        self.before: Callable[[tuple], None] = _nothing
+        self.after: Callable[[tuple], None] = _nothing
         self.stream = torch.cuda.Stream(device)
         self.handle = torch.cuda.graph_pool_handle()
 
@@ -43,7 +49,7 @@ def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = Fal
     check_cuda_graphs(cuda_graphs, device)
     if device.type != "cuda" or enforce_eager or cuda_graphs == "trees":
         return None
-    return GraphPool(device, cuda_graphs == "programmatic")
+    return GraphPool(device, cuda_graphs == "programmatic", cuda_graphs == "pinned")
 
 
 def gpu_target(pool: GraphPool | None) -> GpuTarget | None:
@@ -95,16 +101,22 @@ class CapturedFunction:
         stream = self._pool.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), programmatic_launches(self._pool.programmatic):
-            call(*args)  # compiles and loads kernels, which must not happen while capturing
+            self._run(call, args)  # compiles and loads kernels, which must not happen while capturing
         graph = torch.cuda.CUDAGraph()
         # cuBLAS keeps a workspace for each stream, which other code may free, and so may the end of another graph
         # (pytorch #193402). With none before and none after, this graph's own comes from the pool, as activations do.
         clear_cublas_workspaces()
         around = torch.cuda.graph(graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local")
         with around, programmatic_launches(self._pool.programmatic):
-            output = call(*args)
+            output = self._run(call, args)
         clear_cublas_workspaces()
         self._graphs[id(args[1])] = _Graph(args, graph, output)
+
+    def _run(self, call: Callable, args: tuple) -> Any:
+        self._pool.before(args)
+        output = call(*args)
+        self._pool.after(args)
+        return output
 
     def __call__(self, *args: Any) -> Any:
         """Replay the graph of these arguments on the current stream. Returns the same tensors each time."""
@@ -114,6 +126,10 @@ class CapturedFunction:
         )
         captured.graph.replay()
         return captured.output
+
+
+def _nothing(args: tuple) -> None:
+    """A graph has nothing besides its function."""
 
 
 class _Graph(NamedTuple):

@@ -23,6 +23,7 @@ from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begi
 from compiled_llm.compiling.libraries import libraries_built_since
 from compiled_llm.compiling.report import GraphReport
 from compiled_llm.ops.torch_private import compiled_versions, sizes_of_one, tell_compiler
+from compiled_llm.ops.user_warnings import warn
 
 # What a CUDA graph needs before it replays: a plain run, and a run that records.
 _WARM_UP_CALLS = {"cuda": 3, "cpu": 1}
@@ -108,14 +109,18 @@ class CompiledFunction:
     def _load_and_record(self, make_args: Callable[[], tuple]) -> tuple[Fields, str, str]:
         """Facts about the code, and ``cache`` and ``reason`` for the report."""
         facts, reason = self._load(args := make_args())
-        if facts is None:
-            self._call = compile_at_first_call(self._copy, cuda_graphs=False)
-            facts, _ = self._compile_by_calls(make_args)
-            return facts, "miss", reason
-        self._check = ArgumentCheck(args)
-        with torch.no_grad():
-            self._call_until_recorded(self._call, make_args)
-        return facts, "miss" if reason else "hit", reason
+        if facts is not None:
+            self._check = ArgumentCheck(args)
+            try:
+                with torch.no_grad():
+                    self._call_until_recorded(self._call, make_args)
+                return facts, "hit", reason
+            except Exception as error:  # whatever it is: compiling anew raises it again or does without
+                reason, self._check = f"the stored code does not run: {type(error).__name__}: {error}", None
+                warn(f"{self.name} is compiled anew, which takes longer: {reason}")
+        self._call = compile_at_first_call(self._copy, cuda_graphs=False)
+        facts, _ = self._compile_by_calls(make_args)
+        return facts, "miss", reason
 
     def _load_or_compile(self, args: tuple) -> tuple[Fields, str, str]:
         """Facts about the code, and ``cache`` and ``reason`` for the report."""

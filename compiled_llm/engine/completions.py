@@ -1,6 +1,7 @@
 """UserRequest: a request as its user sees it, with its continuations, their text and log-probabilities."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from compiled_llm.scheduling.step_result import LogprobRow
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 Logprobs = dict[int, Logprob]
+# Tokens whose text nobody sees before the end are decoded so many at a time.
+_MOST_UNREAD = 64
 
 
 class Completion:
@@ -22,9 +25,10 @@ class Completion:
         text: None where nothing is decoded.
         mask: None where every token may follow.
         logprobs: of the tokens that were read; None unless asked for.
-        last_token_time: as ``StepLog.record_token`` gave it; None before the first token that the log sees.
+        last_token_time: as ``StepLog.token_time`` gave it; None before the first token that the log sees.
         failure: why it cannot go on, though its tokens could.
         num_read: output tokens whose text was read.
+        read_at: with how many output tokens ``read_new_tokens`` is to be called, where nobody sees the text before.
     """
 
     def __init__(self, index: int, request: Request, text: OutputText | None, mask: TokenMask | None) -> None:
@@ -37,6 +41,8 @@ class Completion:
         self.last_token_time: float | None = None
         self.failure: str | None = None
         self.num_read = 0
+        self._may_end_anywhere = mask is not None or bool(request.sampling_params.stop)
+        self.read_at: float = 0 if self._may_end_anywhere else _MOST_UNREAD if text is not None else math.inf
         self._num_shown = 0  # tokens that an output had
         self._last_output: CompletionOutput | None = None  # unless it was a delta
 
@@ -60,17 +66,23 @@ class Completion:
     def read_new_tokens(self) -> str | None:
         """Decode what came since the last time. Returns the stop string that the text has met, if it has."""
         request, text, params = self.request, self.text, self.request.sampling_params
-        if text is None or request.finish_reason == "error":
+        failed = request.finish_reason == "error"
+        if text is None or (failed and self._may_end_anywhere):
             return None
         token_ids = request.output_token_ids
+        if not self._may_end_anywhere:
+            self.read_at = len(token_ids) + _MOST_UNREAD
         # The token that ended a request is not text, unless asked for.
-        hides_last = request.finish_reason == "stop" and not params.include_stop_str_in_output
-        while self.num_read < len(token_ids) - hides_last:
+        end = len(token_ids) - (request.finish_reason == "stop" and not params.include_stop_str_in_output)
+        if end - self.num_read > 1 and not self._may_end_anywhere:
+            start, self.num_read = self.num_read, end
+            text.extend(token_ids[start:end])
+        while self.num_read < end:
             self.num_read += 1
             stop = text.append(token_ids[self.num_read - 1], may_stop=self.num_read > params.min_tokens)
             if stop is not None:
                 return stop
-        if request.status is not Status.FINISHED:
+        if request.status is not Status.FINISHED or failed:
             return None
         self.num_read = len(token_ids)
         return text.finish()
@@ -82,14 +94,15 @@ class Completion:
         if last and len(last.token_ids) == self._num_shown and last.finish_reason == request.finish_reason:
             return last
         new_text = self.text.take(request.status is Status.FINISHED) if self.text else ""
+        has_logprobs = self.logprobs is not None
         output = CompletionOutput(
-            index=self.index,
-            text=last.text + new_text if last else new_text,
-            token_ids=request.output_token_ids[start:],
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[start:],
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
+            self.index,
+            last.text + new_text if last else new_text,
+            request.output_token_ids[start:],
+            self.cumulative_logprob if has_logprobs else None,
+            self.logprobs[start:] if self.logprobs is not None else None,
+            request.finish_reason,
+            request.stop_reason,
         )
         self._last_output = None if is_delta else output
         return output
@@ -117,6 +130,12 @@ class UserRequest:
     prompt_logprobs: list[Logprobs | None] | None = None
     is_forked: bool = False
     output_kind: str = "cumulative"
+    _last_metrics: tuple[tuple, RequestMetrics] | None = None
+
+    @property
+    def waits_for_the_end(self) -> bool:
+        """Whether its user sees nothing of it before that, and no other completion waits for the first one."""
+        return self.output_kind == "final" and self.is_forked
 
     @property
     def requests(self) -> list[Request]:
@@ -124,7 +143,10 @@ class UserRequest:
 
     @property
     def is_finished(self) -> bool:
-        return all(request.status is Status.FINISHED for request in self.requests)
+        for completion in self.completions:  # noqa: SIM110 - for each request in each step: a generator takes longer
+            if completion.request.status is not Status.FINISHED:
+                return False
+        return True
 
     @property
     def most_cached_tokens(self) -> int | None:
@@ -151,32 +173,37 @@ class UserRequest:
 
     def output(self) -> RequestOutput:
         """Its state now, or what is new since the last call, as ``output_kind`` asks."""
-        requests, finished, is_delta = self.requests, self.is_finished, self.output_kind == "delta"
+        finished, is_delta = self.is_finished, self.output_kind == "delta"
         prompt_logprobs = self.prompt_logprobs
         if prompt_logprobs is not None and len(prompt_logprobs) < len(self.prompt_token_ids):
             prompt_logprobs = None
         elif is_delta:
             self.prompt_logprobs = None
-        ends = [request.finished_time for request in requests if request.finished_time is not None]
-        metrics = RequestMetrics(
-            arrival_time=requests[0].arrival_time,
-            first_scheduled_time=requests[0].first_scheduled_time,
-            first_token_time=requests[0].first_token_time,
-            finished_time=max(ends) if finished else None,
-            num_preemptions=sum(request.num_preemptions for request in requests),
-            num_recomputed_tokens=sum(request.num_recomputed_tokens for request in requests),
-            num_swapped_tokens=sum(request.num_swapped_tokens for request in requests),
-        )
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion.output(is_delta) for completion in self.completions],
-            finished=finished,
-            metrics=metrics,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=max(0, requests[0].num_cached_tokens),
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [completion.output(is_delta) for completion in self.completions],
+            finished,
+            self._metrics(finished),
+            prompt_logprobs,
+            max(0, self.completions[0].request.num_cached_tokens),
         )
+
+    def _metrics(self, finished: bool) -> RequestMetrics:
+        """Those of now: the same object from step to step, as long as nothing of it changes."""
+        first, *others = (completion.request for completion in self.completions)
+        counts = first.num_preemptions, first.num_recomputed_tokens, first.num_swapped_tokens
+        end = first.finished_time if finished else None
+        for request in others:
+            own = request.num_preemptions, request.num_recomputed_tokens, request.num_swapped_tokens
+            counts = counts[0] + own[0], counts[1] + own[1], counts[2] + own[2]
+            if end is not None and request.finished_time is not None:
+                end = max(end, request.finished_time)
+        values = first.arrival_time, first.first_scheduled_time, first.first_token_time, end, *counts
+        if self._last_metrics is None or self._last_metrics[0] != values:
+            self._last_metrics = values, RequestMetrics(*values)
+        return self._last_metrics[1]
 
 
 class LogprobReader:

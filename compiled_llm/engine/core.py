@@ -35,6 +35,7 @@ _NOT_FINITE = (
     'the model\'s logits are not finite (NaN or infinity): see whether dtype="float32" helps, and whether the '
     "checkpoint is damaged"
 )
+_NONE: tuple[None, None] = None, None
 
 
 class EngineCore:
@@ -65,6 +66,7 @@ class EngineCore:
         self.counts = EngineCounts()
         self.log = StepLog(windows=windows_of(model_config))
         self._completions: dict[str, tuple[UserRequest, Completion]] = {}  # by the id that the scheduler knows
+        self._told_more: set[str] = set()  # of these: those that have masks, or are asked about their prompts
         self._beams: dict[str, BeamGroup] = {}  # likewise
         self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
@@ -77,6 +79,8 @@ class EngineCore:
         self.entries[entry.request_id] = entry
         for completion in entry.completions:
             self._completions[completion.request.request_id] = entry, completion
+            if completion.mask is not None or entry.prompt_logprobs is not None:
+                self._told_more.add(completion.request.request_id)
 
     def _count(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -96,16 +100,20 @@ class EngineCore:
         try:
             if self.scheduler.has_unfinished_requests():
                 self._step()
-            while self._advanced:
-                self._process(self._advanced.popleft())
+            self._process_advanced()
         except BaseException as error:
             self._fail_all(error)
             raise
 
     def abort(self, entry: UserRequest) -> None:
         """End a request now, and forget it."""
-        for request in entry.requests:
-            self.scheduler.finish(request, "abort")
+        for completion in entry.completions:
+            if completion.request.status is not Status.FINISHED:
+                try:
+                    completion.read_new_tokens()
+                except Exception as error:  # as when the request would have ended by itself
+                    self.scheduler.end(completion.request, "error", f"{type(error).__name__}: {error}")
+                self.scheduler.finish(completion.request, "abort")
         self.forget(entry)
 
     def forget(self, entry: UserRequest) -> None:
@@ -113,6 +121,7 @@ class EngineCore:
         self.scheduler.end_forking(entry.requests[0])
         for request in entry.requests:
             del self._completions[request.request_id]
+            self._told_more.discard(request.request_id)
         del self.entries[entry.request_id]
         self.counts.num_finished += 1
 
@@ -189,7 +198,7 @@ class EngineCore:
             check_scheduler(self.scheduler)
         self._advanced += advanced
         self.counts.num_steps += 1
-        self.counts.num_output_tokens += sum(request.generates for request in advanced)
+        self.counts.num_output_tokens += sum([request.generates for request in advanced])
         self.counts.num_computed_tokens += output.num_tokens
         self.log.record_step(result.bucket, output, result.seconds, result.num_experts)
         if self.log.series.is_due():
@@ -198,11 +207,13 @@ class EngineCore:
 
     def _with_masks_and_targets(self, output: SchedulerOutput) -> SchedulerOutput:
         """A scheduled step with what the scheduler does not know of: masks, and prompt tokens to give scores of."""
+        if not self._told_more:
+            return output
         masks, targets, moved_sinks = [], [], dict(output.moved_sinks)
         for index, request_id in enumerate(output.request_ids):
-            entry, completion = self._completions.get(request_id, (None, None))
-            if entry is None or completion is None:  # a beam
+            if request_id not in self._told_more:
                 continue
+            entry, completion = self._completions[request_id]
             if completion.mask is not None and output.num_samples[index]:
                 words = self._mask_words(completion)
                 if words is not None:
@@ -272,16 +283,31 @@ class EngineCore:
                 completion.failure = _NOT_FINITE
                 self.scheduler.counts.num_not_finite_failures += 1
 
-    def _process(self, request: Request) -> None:
-        """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
+    def _process_advanced(self) -> None:
+        """Process the requests that got tokens or ended."""
         started = time.perf_counter()
-        if request.request_id in self._beams and request.finish_reason == "error":
-            self._beams[request.request_id].failure = str(request.stop_reason)
-        entry, completion = self._completions.get(request.request_id, (None, None))
-        if entry is None or completion is None or completion.request is not request:  # aborted meanwhile
-            return
-        if request.generates:
-            completion.last_token_time = self.log.record_token(started, completion.last_token_time)
+        advanced, completions, now = self._advanced, self._completions, self.log.token_time(started)
+        gaps = []
+        while advanced:
+            request = advanced.popleft()
+            entry, completion = completions.get(request.request_id, _NONE)
+            if entry is None or completion is None or completion.request is not request:  # a beam, or aborted meanwhile
+                if request.request_id in self._beams and request.finish_reason == "error":
+                    self._beams[request.request_id].failure = str(request.stop_reason)
+                continue
+            if request.generates:
+                if completion.last_token_time is not None:
+                    gaps.append(now - completion.last_token_time)
+                completion.last_token_time = now
+            # Where nobody sees this token yet, it is read with later ones.
+            is_due = len(request.output_token_ids) >= completion.read_at or not entry.waits_for_the_end
+            if is_due or request.status is Status.FINISHED or completion.failure is not None:
+                self._process(request, entry, completion)
+        self.log.gaps.extend(gaps)
+        self.counts.output_seconds += time.perf_counter() - started
+
+    def _process(self, request: Request, entry: UserRequest, completion: Completion) -> None:
+        """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
         if completion.failure is not None and request.finish_reason != "error":
             if request.generates:
                 self._keep_output(completion, len(request.output_token_ids) - 1)  # the last was chosen without a mask
@@ -303,7 +329,6 @@ class EngineCore:
         if request.status is Status.FINISHED:
             self.log.record_request(request)
         self.updated[entry.request_id] = None
-        self.counts.output_seconds += time.perf_counter() - started
 
     def _keep_output(self, completion: Completion, num_tokens: int) -> None:
         """The first ``num_tokens`` output tokens stay, and those after them are dropped."""

@@ -5,6 +5,7 @@ Python runs the handler of a signal in the main thread, between any two instruct
 be written so that it may end at any instruction. So the engine delays signals while it does such work.
 """
 
+import _signal  # type: ignore[import-not-found]  # what ``signal`` is made of, whose own calls make enums of handlers
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 # Those by which programs are interrupted or timed. Of others the handlers are not expected to raise.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
-_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 # A signal that comes again after so long is not held back any more: the step may never end.
 _PATIENCE_SECONDS = 10.0
 
@@ -60,10 +61,10 @@ class Interrupts:
     def _replace_handlers(self) -> None:
         try:
             for number in _SIGNALS:
-                handler = signal.getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):  # not the system's own, and not one written in C
                     self._handlers[number] = handler
-                    signal.signal(number, self._hold_back)
+                    _signal.signal(number, self._hold_back)
         except BaseException:  # a signal whose handler was not replaced yet
             self._restore_handlers()
             raise
@@ -77,8 +78,8 @@ class Interrupts:
     def _put_back(self) -> None:
         while self._handlers:
             number, handler = next(iter(self._handlers.items()))
-            if signal.getsignal(number) == self._hold_back:  # else it was given another one meanwhile
-                signal.signal(number, handler)
+            if _signal.getsignal(number) == self._hold_back:  # else it was given another one meanwhile
+                _signal.signal(number, handler)
             del self._handlers[number]
 
     def _hold_back(self, number: int, frame: FrameType | None) -> None:

@@ -351,30 +351,29 @@ class StepEngine:
         self._own_process.check()
         self._abort_dropped_streams()
         self._core.log.enter(device_is_busy=bool(self._core.launched))
-        self._core.advance()
+        core = self._core
+        core.advance()
+        started = time.perf_counter()
         outputs = []
-        while self._core.updated:
-            request_id = next(iter(self._core.updated))
+        for request_id in list(core.updated):
             output = self._next_output(request_id)
-            del self._core.updated[request_id]
+            del core.updated[request_id]
             if output is not None and request_id in self._streams:
                 self._streams[request_id].append(output)
             elif output is not None:
                 outputs.append(output)
-        self._core.log.leave()
+        core.log.leave()
+        core.counts.output_seconds += time.perf_counter() - started
         return outputs
 
     def _next_output(self, request_id: str) -> RequestOutput | None:
         """What the user sees of a request that advanced."""
-        started = time.perf_counter()
         entry = self._core.entries.get(request_id)
         if entry is None:
             return None
-        finished = entry.is_finished
-        output = entry.output() if finished or entry.output_kind != "final" else None
-        if finished:
+        output = entry.output() if entry.output_kind != "final" or entry.is_finished else None
+        if output is not None and output.finished:
             self._core.forget(entry)
-        self._core.counts.output_seconds += time.perf_counter() - started
         return output
 
     def _abort_dropped_streams(self) -> None:

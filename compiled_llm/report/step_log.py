@@ -5,6 +5,7 @@ a row, of many times a random sample is kept, and of a long series every second,
 """
 
 import dataclasses
+import math
 import random
 import statistics
 import time
@@ -27,22 +28,33 @@ _RECENT_STEPS = 1024  # of each bucket, for the median
 class Sample:
     """Numbers, of which a random sample of bounded size is kept. Count and sum are exact."""
 
-    def __init__(self, size: int = _MOST_VALUES) -> None:
+    def __init__(self, size: int = _MOST_VALUES, seed: int = 0) -> None:
         self.count = 0
         self.sum = 0.0
         self.values = array("d")
         self._size = size
-        self._random = random.Random(0).random
+        self._random = random.Random(seed).random
+        # Li's algorithm L: which number will take the place of one that is kept is drawn ahead.
+        self._weight, self._next = 1.0, size - 1
+        self._draw_next()
 
     def add(self, value: float) -> None:
-        self.count += 1
-        self.sum += value
-        if len(self.values) < self._size:
-            self.values.append(value)
-        else:
-            place = int(self._random() * self.count)
-            if place < self._size:
-                self.values[place] = value
+        self.extend((value,))
+
+    def extend(self, values: Sequence[float]) -> None:
+        """Add numbers, in their order."""
+        start, room = self.count, self._size - len(self.values)
+        self.count += len(values)
+        self.sum += sum(values)
+        if room > 0:
+            self.values.extend(values[:room])
+        while self._next < self.count:
+            self.values[int(self._random() * self._size)] = values[self._next - start]
+            self._draw_next()
+
+    def _draw_next(self) -> None:
+        self._weight *= math.exp(math.log(1.0 - self._random()) / self._size)
+        self._next += 1 + int(math.log(1.0 - self._random()) / math.log1p(-self._weight))
 
     def summary(self) -> dict[str, float] | None:
         """Count, mean, p50, p90, p99; None if there is no number."""
@@ -249,13 +261,9 @@ class StepLog:
 
     # -- Requests
 
-    def record_token(self, now: float, last: float | None) -> float:
-        """A request has a new token at ``now``, on ``time.perf_counter``. Returns ``last`` for its next token."""
-        if self.pauses:
-            now -= self.paused_seconds
-        if last is not None:
-            self.gaps.add(now - last)
-        return now
+    def token_time(self, now: float) -> float:
+        """``now``, on ``time.perf_counter``, without pauses: two of these differ by what belongs into ``gaps``."""
+        return now - self.paused_seconds if self.pauses else now
 
     def record_request(self, request: Request) -> None:
         """A request has ended. If it has no token, failed or was aborted, it is in no latency."""

@@ -57,7 +57,7 @@ class Forks:
             child.forked_index = num_blocks - 1
             # The parent's next write is to its first token that is not computed, or to a draft that is not verified.
             if (parent.num_computed_tokens - len(parent.draft_token_ids)) // self.block_size == child.forked_index:
-                parent.forked_index = child.forked_index
+                parent.forked_index, parent.next_look = child.forked_index, 0
         self.holders[child] = None
 
     def keep(self, request: Request) -> None:
@@ -104,6 +104,7 @@ class Forks:
         request.block_ids[index] = block
         request.num_sent_blocks = min(request.num_sent_blocks, index)
         request.num_published_blocks = min(request.num_published_blocks, index)
+        request.next_event = 0
         for held in (shared, block):
             self.pool.share(held)
         self.places.replace(request, index, shared, block)
@@ -118,6 +119,8 @@ class Forks:
 
     def end_copies(self) -> None:
         """The copies of the last step are made, or will be before any later step."""
+        if not self._sources and not self._targets:
+            return
         self.places.end_copies([*self._sources, *self._targets])
         self.pool.free(self._sources)
         self.pool.free(self._targets)

@@ -97,6 +97,16 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
     assert request.num_computed_tokens <= len(request.block_ids) * size, "computed tokens have no block"
     assert len(request.block_ids) <= -(-(request.num_tokens + scheduler.limits.num_draft_tokens) // size)
     assert request.num_sent_blocks <= len(request.block_ids)
+    if request.num_tokens < request.next_look:
+        assert request.num_computed_tokens == request.num_tokens - 1 < len(request.block_ids) * size - 1
+        assert request.generates
+        assert not request.waits_for_tokens
+        assert request.forked_index < 0
+        assert request.num_sent_blocks == len(request.block_ids), "a step that needs no look needs one"
+    if known < request.next_event:  # the next result has no more tokens than these computed
+        assert request.first_token_time is not None
+        assert known + 1 < request.max_num_tokens
+        assert not scheduler.prefix_cache.enabled or request.num_published_blocks == known // size
     num_full = (request.num_computed_tokens - num_drafts) // size
     for index, block in enumerate(request.block_ids[num_full:], num_full):
         shared = scheduler.forks.num_tables(block) > 1

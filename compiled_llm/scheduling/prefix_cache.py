@@ -101,7 +101,7 @@ class PrefixCache:
                 self.pool.share(holder)
                 self.pool.free([block])
                 request.block_ids[index] = holder
-                request.num_sent_blocks = min(request.num_sent_blocks, index)
+                request.num_sent_blocks, request.next_look = min(request.num_sent_blocks, index), 0
             self._pending.pop(digests[index], None)
             resumed += self._take_held_back(digests[index])
         request.num_published_blocks = count

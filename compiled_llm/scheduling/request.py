@@ -46,6 +46,8 @@ class Request:
         num_dropped_tokens: of a stream: how many tokens had left the cache when its sink tokens were computed last.
         forked_index: index of the block, not full, that it shares with others since a fork; -1: there is none.
         last_row: its first logits row in the last step that ran it: the token in flight is sampled there.
+        next_look: while ``num_tokens`` is below, its next step computes one token and needs nothing else; 0: not known.
+        next_event: while a step ends below this many tokens, its result is a token and nothing else; 0: not known.
         takes_drafts: whether a drafter may guess its tokens.
         draft_token_ids: guesses that the step in flight verifies; ``num_tokens``, ``num_in_flight`` and
             ``num_computed_tokens`` count them until then.
@@ -84,6 +86,8 @@ class Request:
     num_dropped_tokens: int = 0
     forked_index: int = -1
     last_row: int = -1
+    next_look: int = 0
+    next_event: int = 0
     takes_drafts: bool = False
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
     status: Status = Status.WAITING

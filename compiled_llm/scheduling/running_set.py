@@ -351,7 +351,7 @@ class RunningSet:
             self.pool.free(request.block_ids)
             request.block_ids = []
             request.forked_index = -1
-        request.num_published_blocks = 0
+        request.num_published_blocks = request.next_look = request.next_event = 0
         self.released.append(request.request_id)
         request.num_sent_blocks = 0
         for held in request.held:

@@ -167,41 +167,58 @@ class Scheduler:
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
         self.forks.end_copies()
         now = time.monotonic()
-        block_size, caching = self.limits.block_size, self.prefix_cache.enabled
         # Without drafts a request has one row.
         rows: Sequence[int] = range(len(requests)) if len(sampled) == len(requests) else output.first_rows()
         advanced = []
         columns = output.num_samples, output.num_computed_tokens, output.num_scheduled_tokens
         for request, row, num_samples, start, count in zip(requests, rows, *columns, strict=True):
-            if num_samples > 1:
+            token_id = sampled[row]
+            if (
+                num_samples == 1
+                and start + count < request.next_event
+                and token_id >= 0
+                and token_id not in request.stop_token_ids
+            ):
+                request.num_in_flight -= 1
+                request.output_token_ids.append(token_id)
+                advanced.append(request)
+            elif num_samples > 1:
                 if self._accept(request, start, sampled[row : row + num_samples], now):
                     advanced.append(request)
-                continue
-            request.num_in_flight -= num_samples
-            if request.finish_reason is not None:
-                continue
-            if num_samples and sampled[row] < 0:  # before its blocks are published
-                self._fail_without_token(request)
+            elif self._enter(request, token_id, start + count, num_samples, now):
                 advanced.append(request)
-                continue
-            is_full = start + count >= (request.num_published_blocks + 1) * block_size
-            if is_full and caching and request.status is Status.RUNNING:  # else it was preempted while the step ran
-                self.running_set.wait_again(self.prefix_cache.publish(request, start + count))
-            if not num_samples:
-                if start + count == request.max_num_tokens:
-                    self.finish(request, "length")
-                    advanced.append(request)
-                continue
-            token_id = sampled[row]
-            request.output_token_ids.append(token_id)
-            if request.first_token_time is None:
-                request.first_token_time = now
-            advanced.append(request)
-            if token_id in request.stop_token_ids:
-                self._stop(request, token_id)
-            elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:
-                self.finish(request, "length")
         return advanced
+
+    def _enter(self, request: Request, token_id: int, end: int, num_samples: int, now: float) -> bool:
+        """Enter a step's result for a request without drafts, whose first ``end`` tokens are computed by now.
+
+        False: it has neither a token more nor ended.
+        """
+        request.num_in_flight -= num_samples
+        if request.finish_reason is not None:
+            return False
+        if num_samples and token_id < 0:  # before its blocks are published
+            self._fail_without_token(request)
+            return True
+        caching, size = self.prefix_cache.enabled, self.limits.block_size
+        is_running = request.status is Status.RUNNING  # else it was preempted while the step ran
+        if caching and is_running and end >= (request.num_published_blocks + 1) * size:
+            self.running_set.wait_again(self.prefix_cache.publish(request, end))
+        if not num_samples:
+            if end == request.max_num_tokens:
+                self.finish(request, "length")
+            return end == request.max_num_tokens
+        request.output_token_ids.append(token_id)
+        if request.first_token_time is None:
+            request.first_token_time = now
+        if token_id in request.stop_token_ids:
+            self._stop(request, token_id)
+        elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:
+            self.finish(request, "length")
+        elif is_running and (not caching or request.num_published_blocks == end // size):
+            block_end = (end // size + 1) * size if caching else request.max_num_tokens
+            request.next_event = min(block_end, request.max_num_tokens - 1)
+        return True
 
     def _accept(self, request: Request, start: int, sampled: tuple[int, ...], now: float) -> bool:
         """Enter what a step sampled for a request with drafts: ``start`` tokens were computed before.

@@ -41,6 +41,8 @@ class StepPlanner:
         self.running, self.waiting = running_set.running, running_set.waiting
         self.prefix_cache = running_set.prefix_cache
         self.places = running_set.places
+        self._has_states = running_set.states.are_used
+        self._looks_always = self._has_states or drafter is not None or self.places.stream is not None
         self._num_drafts = 0  # of the step that is being planned
 
     def plan(self, output: SchedulerOutputBuilder) -> list[Request]:
@@ -61,61 +63,71 @@ class StepPlanner:
 
         Returns those that lack more, and those that generate nothing, by rank.
         """
-        running, block_size, running_set = self.running, self.limits.block_size, self.running_set
-        has_states, writable = running_set.states.are_used, running_set.make_state_writable
-        request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
-        index, most_drafts = 0, 0 if self.drafter is None else self._room_for_drafts()
+        token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
+        most_drafts = 0 if self.drafter is None else self._room_for_drafts()
         lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
-        while index < len(running):
-            request = running[index]
-            computed = request.num_computed_tokens
-            waits = self.places.stream is not None and self.places.has_old_sinks(request)
-            if request.num_tokens - computed > 1 or waits or (not request.generates and request.num_tokens > computed):
-                lacking.append(request)
-                index += 1
+        # What preempts a request takes the last one: this loop then ends before it.
+        for request in self.running:
+            computed, known, in_flight = request.num_computed_tokens, request.num_tokens, request.num_in_flight
+            needs_look = known >= request.next_look
+            if needs_look and not self._is_ready(request, output, lacking):
                 continue
-            # Its last token is in flight; or the host has to know the token that is.
-            awaits = request.waits_for_tokens and request.num_in_flight
-            if awaits or request.num_tokens >= request.max_num_tokens or (has_states and not writable(request)):
-                index += 1
-                continue
-            if computed == len(request.block_ids) * block_size and not running_set.grow(request):
-                continue  # it was the last, and is preempted itself
-            if request.forked_index >= 0 and not running_set.make_writable(request, computed, output):
-                continue
-            index += 1
-            if request.num_in_flight:
+            if in_flight:
                 feedback.append(request.last_row)
                 token_ids.append(0)
             else:
                 feedback.append(-1)
                 # A prompt of one token whose prefix is computed: there is no output yet.
-                known = request.output_token_ids or request.prompt_token_ids
-                token_ids.append(known[-1])
-            request.last_row = len(request_ids)
-            request_ids.append(request.request_id)
-            output.num_computed_tokens.append(computed)
+                token_ids.append((request.output_token_ids or request.prompt_token_ids)[-1])
+            request.last_row = len(requests)
+            all_computed.append(computed)
             request.num_computed_tokens = computed + 1
-            request.num_tokens += 1
-            request.num_in_flight += 1
+            request.num_tokens = known + 1
+            request.num_in_flight = in_flight + 1
             requests.append(request)
-            if (computed + 1) % block_size == 0:  # it may be the last token of a prompt that others wait for
-                running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
+            if not needs_look:
+                continue
+            if (computed + 1) % self.limits.block_size == 0:  # the last token of a prompt that others wait for, perhaps
+                self.running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
             if most_drafts > 0 and request.takes_drafts:
                 count = self._add_drafts(request, most_drafts, output)
                 if count:
                     num_drafts[len(requests) - 1] = count
                     most_drafts -= count
             if request.num_sent_blocks < len(request.block_ids):
-                running_set.send_blocks(request, output)
-        counts, row = [1] * len(requests), 0
-        for place, request in enumerate(requests if num_drafts else ()):
-            request.last_row = row
-            counts[place] += num_drafts.get(place, 0)
-            row += counts[place]
+                self.running_set.send_blocks(request, output)
+            self._look_later(request)
+        output.request_ids.extend([request.request_id for request in requests])
+        counts = _with_drafts(requests, num_drafts)
         output.num_scheduled_tokens.extend(counts)
         output.num_samples.extend(counts)
         return deque(request for request in lacking if request.status is Status.RUNNING)
+
+    def _is_ready(self, request: Request, output: SchedulerOutputBuilder, lacking: list[Request]) -> bool:
+        """Whether this step computes the one token that a running request lacks, which has a block for it then.
+
+        One that lacks more goes to ``lacking``. False also where it is the last, and is preempted itself.
+        """
+        computed, known = request.num_computed_tokens, request.num_tokens
+        waits = self.places.stream is not None and self.places.has_old_sinks(request)
+        if known - computed > 1 or waits or (not request.generates and known > computed):
+            lacking.append(request)
+            return False
+        # Its last token is in flight; or the host has to know the token that is.
+        if known >= request.max_num_tokens or (request.num_in_flight and request.waits_for_tokens):
+            return False
+        if self._has_states and not self.running_set.make_state_writable(request):
+            return False
+        if computed == len(request.block_ids) * self.limits.block_size and not self.running_set.grow(request):
+            return False
+        return request.forked_index < 0 or self.running_set.make_writable(request, computed, output)
+
+    def _look_later(self, request: Request) -> None:
+        """Its next steps are like this one, up to the last token of its block."""
+        place = request.num_computed_tokens % self.limits.block_size
+        if place and not (self._looks_always or request.waits_for_tokens):
+            last = request.num_computed_tokens - place + self.limits.block_size - 1
+            request.next_look = min(last + 1, request.max_num_tokens)
 
     def _make_room_for_the_first(self) -> None:
         """Where the others have all places of a window: the first request, if it lacks some tokens, gets two more."""
@@ -272,3 +284,15 @@ class StepPlanner:
         if before < left:
             return self.running_set.fits(request, left - before, may_be_partial=True)
         return self.running_set.fits(request, left // 2, may_be_partial=False)
+
+
+def _with_drafts(requests: list[Request], num_drafts: dict[int, int]) -> list[int]:
+    """How many tokens a step computes of each request that lacks one, with its drafts: ``num_drafts``, by place."""
+    counts = [1] * len(requests)
+    if num_drafts:
+        row = 0
+        for place, request in enumerate(requests):
+            request.last_row = row
+            counts[place] += num_drafts.get(place, 0)
+            row += counts[place]
+    return counts

@@ -1,19 +1,7 @@
 """TokenBytes: the bytes that each token of a tokenizer stands for, also where they are a part of a character only."""
 
+from compiled_llm.text.byte_level import ALPHABET, REPLACEMENT
 from compiled_llm.text.tokenizer import Tokenizer
-
-_REPLACEMENT = "\ufffd"
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE spells bytes, as GPT-2 introduced it: those that can be printed stand for
-    themselves, the others follow from U+0100 on."""
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(0x100) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_level_alphabet()
 
 
 class TokenBytes:
@@ -37,8 +25,8 @@ class TokenBytes:
         if value is not None:
             return bytes([value])
         alone = tokenizer.decode([token_id], False)
-        if _REPLACEMENT in alone:
-            spelled = [_ALPHABET.get(character) for character in tokenizer.token(token_id) or ""]
+        if REPLACEMENT in alone:
+            spelled = [ALPHABET.get(character) for character in tokenizer.token(token_id) or ""]
             data = bytes(byte for byte in spelled if byte is not None)
             if len(data) == len(spelled) and data.decode(errors="replace") == alone:  # its decoder reads it so
                 return data

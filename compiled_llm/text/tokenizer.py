@@ -12,14 +12,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.text.byte_level import ByteLevelDecoding, ByteLevelTokens
+from compiled_llm.text.context_decoding import ContextDecoding
 from compiled_llm.text.stop_strings import StoppableText
 from compiled_llm.text.tokenizer_files import library_error
 from compiled_llm.text.tokenizer_parts import TokenizerParts, affixes, read_parts, users_tokenizer
 
-# The text of a token may depend on those before it: on this many at most, which includes a character of four bytes.
-_CONTEXT_TOKENS = 6
-_CONTEXT_SEARCH = 64
-_REPLACEMENT = "\ufffd"
+_CONTEXT_SEARCH = 64  # tokens of a prompt that are searched for those on which the text of the next ones depends
 # Longer texts are encoded by a call that lets other threads run meanwhile.
 _LONG = 4096
 # What a cut through a text adds to its tokens, at most.
@@ -60,6 +59,11 @@ class Tokenizer:
         # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
         names = (getattr(self._backend.model, "unk_token", None), self.named_tokens.get("unk_token"))
         self._prepare_chat({self._backend.token_to_id(name) for name in names if name})
+
+    @functools.cached_property
+    def byte_level(self) -> ByteLevelTokens | None:
+        """The bytes of its tokens; None where a text is not these, one after the other."""
+        return ByteLevelTokens(self._backend, self.special_tokens) if ByteLevelTokens.suit(self._backend) else None
 
     @functools.cached_property
     def prefix_ids(self) -> list[int]:
@@ -270,21 +274,17 @@ class OutputText:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        self._tokenizer = tokenizer
-        self._params = params
-        stops = tuple(params.stop or ())
+        skips, stops = params.skip_special_tokens, tuple(params.stop or ())
         self._hidden: dict[int, str] = {}  # special tokens that stop strings have in them and the text does not show
-        if params.skip_special_tokens:
+        if skips:
             for stop in stops:
                 self._hidden |= tokenizer.special_tokens_within(stop)
+        self._has_stops = bool(stops)
         self._text = StoppableText(stops, params.include_stop_str_in_output)
-        # Decoding goes over the last tokens that show. Of what they decode to, ``num_read`` characters are in the text
-        # already, or the prompt's.
-        nearest = (token_id for token_id in reversed(prompt_token_ids[-_CONTEXT_SEARCH:]) if self._shows(token_id))
-        self._ids = list(itertools.islice(nearest, _CONTEXT_TOKENS))[::-1]
-        self._decoded = self._decode()
-        self._num_read = len(self._decoded)
-        self._prompt_may_go_on = self._decoded.endswith(_REPLACEMENT)
+        before, tokens = prompt_token_ids[-_CONTEXT_SEARCH:], tokenizer.byte_level
+        self._decoding = (
+            ContextDecoding(tokenizer, before, skips) if tokens is None else ByteLevelDecoding(tokens, before, skips)
+        )
 
     def append(self, token_id: int, may_stop: bool = True) -> str | None:
         """Take in a token. Returns the stop string that the text now holds, if any; the text then ends there.
@@ -294,58 +294,18 @@ class OutputText:
         """
         if token_id in self._hidden:
             return self._text.add_hidden(self._hidden[token_id], may_stop)
-        if len(self._ids) >= 2 * _CONTEXT_TOKENS:
-            num_unread = len(self._decoded) - self._num_read
-            del self._ids[:-_CONTEXT_TOKENS]
-            self._decoded = self._decode()
-            self._num_read = len(self._decoded) - num_unread
-        self._ids.append(token_id)
-        decoded = self._decode()
-        if decoded == self._decoded:
-            if not self._shows(token_id):
-                self._ids.pop()
-            return None
-        if self._prompt_may_go_on and not decoded.startswith(self._decoded):
-            self._num_read -= 1  # the prompt's last character: it is complete now
-        self._prompt_may_go_on = False
-        self._decoded = decoded
-        # The last one may be the start of a character.
-        return self._read(len(decoded) - decoded.endswith(_REPLACEMENT), may_stop)
+        piece = self._decoding.add(token_id)
+        return self._text.add(piece, may_stop) if piece else None
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Take in tokens of a text without stop strings: as ``append`` for one after the other, in less time."""
+        assert not self._has_stops, "a stop string may end the text at any of the tokens"
+        self._text.add(self._decoding.add_all(token_ids))
 
     def finish(self) -> str | None:
         """No token follows: bytes that never became a character become replacements. May complete a stop string."""
-        return self._read(len(self._decoded), True)
+        return self._text.add(self._decoding.finish())
 
     def take(self, finished: bool) -> str:
         """The text since the last call. While the request runs, an end that may become a stop string is held back."""
         return self._text.take(finished)
-
-    def _read(self, end: int, may_stop: bool) -> str | None:
-        """The characters up to ``end`` of what is decoded are text."""
-        piece = self._decoded[self._num_read : end]
-        self._num_read = max(end, self._num_read)
-        return self._text.add(piece, may_stop)
-
-    def _shows(self, token_id: int) -> bool:
-        """Whether a token has text. Twice, since a single space may be cut off at the start of a text."""
-        return self._plain([token_id, token_id]) != ""
-
-    def _decode(self) -> str:
-        text = self._plain(self._ids)
-        if _REPLACEMENT not in text:
-            return text
-        values = [self._tokenizer.byte_value(token_id) for token_id in self._ids]
-        if not any(value is not None for value in values):
-            return text
-        data = bytearray()
-        for index, (token_id, value) in enumerate(zip(self._ids, values, strict=True)):
-            # A first byte that is a whole character is treated like other text, since its decoder may change it.
-            if value is not None and (data or value >= 0x80):
-                data.append(value)
-            else:
-                before = self._ids[max(0, index - 1) : index]
-                data += self._plain([*before, token_id])[len(self._plain(before)) :].encode()
-        return data.decode(errors="replace")
-
-    def _plain(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._params.skip_special_tokens)

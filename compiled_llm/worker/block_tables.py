@@ -25,6 +25,7 @@ class BlockTables:
 
     Attributes:
         tensors: ``[max_num_seqs + 1, M]`` int32 each, at fixed addresses.
+        all: one after the other, ``[N]`` int32.
         padding_row: the last row, of padding requests: all sink.
     """
 
@@ -33,27 +34,33 @@ class BlockTables:
         shape = limits.max_num_seqs + 1, limits.blocks_per_request
         entries = math.prod(shape)
         self._width, self._stride = shape[1], -(-entries // _ALIGNMENT) * _ALIGNMENT
-        self._all = torch.full(((1 + num_windows) * self._stride,), SINK_BLOCK, dtype=torch.int32, device=device)
-        self.tensors = tuple(table[:entries].view(shape) for table in self._all.split(self._stride))
+        self.all = torch.full(((1 + num_windows) * self._stride,), SINK_BLOCK, dtype=torch.int32, device=device)
+        self.tensors = tuple(table[:entries].view(shape) for table in self.all.split(self._stride))
         for tensor in self.tensors:
             mark_static_address(tensor)
 
     @property
     def nbytes(self) -> int:
-        return self._all.nbytes
+        return self.all.nbytes
 
-    def send(self, changes: Sequence[TableChange]) -> None:
-        """Write ``changes``, none of which meets another, in the order of the device's stream: one copy, one kernel."""
-        if not changes:
-            return
-        places = [table * self._stride + row * self._width + start for table, row, start, _ in changes]
-        starts = np.array(places, dtype=np.int64)
+    def pack(self, changes: Sequence[TableChange]) -> tuple[np.ndarray, np.ndarray]:
+        """``changes``, none of which meets another, as places in all tables, [N] int64, and entries, [N] int32."""
+        starts = [table * self._stride + row * self._width + start for table, row, start, _ in changes]
         counts = np.array([len(entries) for *_, entries in changes], dtype=np.int64)
-        total = int(counts.sum())
-        # Places and entries travel as one: int64 of all, then int32 of all.
-        packed = np.empty(3 * total, dtype=np.int32)
         firsts = counts.cumsum() - counts
-        packed[: 2 * total].view(np.int64)[:] = np.arange(total) + np.repeat(starts - firsts, counts)
-        packed[2 * total :] = np.concatenate([np.asarray(entries, dtype=np.int32) for *_, entries in changes])
-        sent: Tensor = on_device(torch.from_numpy(packed), self._all.device)
-        self._all.index_copy_(0, sent[: 2 * total].view(torch.int64), sent[2 * total :])
+        places = np.arange(counts.sum()) + np.repeat(np.array(starts, dtype=np.int64) - firsts, counts)
+        return places, np.concatenate([np.asarray(entries, dtype=np.int32) for *_, entries in changes])
+
+    def write(self, places: Tensor, entries: Tensor) -> None:
+        """Write on the device what ``pack`` gave and is there by now, in the order of its stream: one kernel."""
+        self.all.index_copy_(0, places, entries)
+
+    def send(self, places: np.ndarray, entries: np.ndarray) -> None:
+        """The same of what the host has: one copy more."""
+        # They travel as one: int64 of all, then int32 of all.
+        total = len(places)
+        packed = np.empty(3 * total, dtype=np.int32)
+        packed[: 2 * total].view(np.int64)[:] = places
+        packed[2 * total :] = entries
+        sent: Tensor = on_device(torch.from_numpy(packed), self.all.device)
+        self.write(sent[: 2 * total].view(torch.int64), sent[2 * total :])

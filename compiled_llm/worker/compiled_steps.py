@@ -22,6 +22,7 @@ from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import tensors, used_experts
+from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.resources import granted_cores
@@ -109,6 +110,8 @@ class CompiledSteps:
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
+        self._slot = 0  # of the tokens of the last step
+        self._host_tokens: tuple[Tensor, Tensor] | None = None
         self._functions: dict[str, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
 
@@ -284,9 +287,8 @@ class CompiledSteps:
     def fill(self, bucket: Bucket, output: SchedulerOutput, store: RequestRows) -> tuple[np.ndarray, int]:
         """Write a step. Returns the rows ``[R]`` int64 of its requests in ``store``, and the number of logits rows."""
         rows = store.update(output)
-        if self.tables is not None:
-            self.tables.send(store.changes)
-        return rows, self.buffers[bucket].fill(output, rows, store)
+        self._slot = 1 - self._slot
+        return rows, self.buffers[bucket].fill(output, rows, store, self._slot)
 
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         """What the compiled step of ``bucket`` is called with, each time."""
@@ -294,8 +296,40 @@ class CompiledSteps:
         feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
         return self.weights, buffers.step_input, self.kv_cache, feedback
 
+    def leave_tokens_in(self, first: Tensor, second: Tensor) -> None:
+        """Have graphs leave the tokens of a step in one of these by themselves, in turns: pinned, as ``last_tokens``.
+
+        And take inputs by themselves. If the engine's arguments ask for it; before ``compile``.
+        """
+        pool = self._graph_pool
+        if pool is None or not pool.pinned:
+            return
+        self._host_tokens = first, second
+        chosen = torch.zeros(1, dtype=torch.int32, device=self.device)
+        of_steps = {id(buffers.step_input): buffers for buffers in self.buffers.values()}
+        taking = set[int]()  # of those: the graphs that take what was filled
+
+        def begin(args: tuple) -> None:
+            if id(args[1]) in of_steps and of_steps[id(args[1])].begin_graph(chosen):
+                taking.add(id(args[1]))
+
+        of_samplers = {id(buffers.sampling_input): id(buffers.step_input) for buffers in self.buffers.values()}
+
+        def end(args: tuple) -> None:
+            if of_samplers.get(id(args[1]), id(args[1])) in taking:
+                give(self.last_tokens, (first, second), chosen)
+
+        pool.before, pool.after = begin, end
+
+    def tokens_of_step(self, bucket: Bucket) -> Tensor | None:
+        """Where the graph of the step that was just started leaves its tokens; None: they are to be copied."""
+        if self._host_tokens is None or not self.buffers[bucket].is_taken:
+            return None
+        return self._host_tokens[self._slot]
+
     def run_step(self, bucket: Bucket) -> Tensor:
         """Run the model on the step in the bucket's buffers: logits ``[R, V]``; ``last_tokens`` has the likeliest."""
+        self.buffers[bucket].start_graph()
         return self._functions[self._name(bucket)](*self.step_arguments(bucket))
 
     def run(

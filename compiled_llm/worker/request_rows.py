@@ -25,6 +25,7 @@ class RequestRows:
         changes_logits: ``[max_num_seqs]`` bool, whether its parameters change the logits.
         needs_logprobs: ``[max_num_seqs]`` bool, whether it asks for log-probabilities.
         changes: what the last ``update`` wrote to the tables, of which ``block_table`` is number 0.
+        num_changes: how many updates wrote something to them.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class RequestRows:
         self.window_tables = [np.full_like(self.block_table, SINK_BLOCK) for _ in range(num_windows)]
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.changes: list[TableChange] = []
+        self.num_changes = 0
         self._fields = *SAMPLING, *logits_parameters(transforms)
         self.parameters: dict[Name, np.ndarray] = {
             field.name: torch.full((rows + 1, *field.shape), field.padding, dtype=field.dtype).numpy()
@@ -50,11 +52,17 @@ class RequestRows:
         self.changes_logits = np.zeros(rows, dtype=bool)
         self.needs_logprobs = np.zeros(rows, dtype=bool)
         self._row_of: dict[str, int] = {}
+        self._last: tuple[tuple[str, ...], np.ndarray] = (), np.zeros(0, dtype=np.int64)  # requests, and their rows
         self._free_rows = list(range(rows - 1, -1, -1))
 
     def update(self, output: SchedulerOutput) -> np.ndarray:
-        """Apply a step's releases, admissions and new blocks. Returns the row of each scheduled request, [R] int64."""
+        """Apply a step's releases, admissions and new blocks. Returns the row of each scheduled request, [R] int64.
+
+        It is the same array as for the step before if the requests are the same, and none was admitted since.
+        """
         row_of, self.changes = self._row_of, []
+        if output.resets or output.released_request_ids or output.admissions:
+            self._last = (), self._last[1]
         if output.resets:
             self.clear()
         for request_id in output.released_request_ids:
@@ -73,7 +81,11 @@ class RequestRows:
                 row = row_of[request_id]
                 table[row, start : start + len(places)] = places
                 self.changes.append((number, row, start, places))
-        return np.array([row_of[request_id] for request_id in output.request_ids], dtype=np.int64)
+        self.num_changes += bool(self.changes)
+        if not output.request_ids or output.request_ids != self._last[0]:
+            rows = np.array([row_of[request_id] for request_id in output.request_ids], dtype=np.int64)
+            self._last = output.request_ids, rows
+        return self._last[1]
 
     @property
     def tables(self) -> list[np.ndarray]:

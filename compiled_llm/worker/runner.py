@@ -48,7 +48,7 @@ from compiled_llm.worker.device import (
     use_device,
     use_threads,
 )
-from compiled_llm.worker.launched_step import LaunchedStep
+from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
@@ -112,6 +112,7 @@ class ModelRunner(Worker):
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
+        self._last_needs: tuple[Any, tuple[int, ...], SamplingNeeds] = None, (), SamplingNeeds(False, False, False)
         use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
         builds = self._start_builds(config, progress, gpu_target(pool))
@@ -144,9 +145,9 @@ class ModelRunner(Worker):
         )
         swapped = self.pool_sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
         self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
-        # Used in turns: a step may be launched before the tokens of the one before are read.
-        host_tokens = functools.partial(torch.zeros, self.steps.last_tokens.shape, dtype=torch.int64, pin_memory=True)
-        self._host_tokens = [host_tokens() for _ in range(2 if self.device.type == "cuda" else 0)]
+        self._host_slots = HostSlot.in_turns(self.steps.last_tokens) if self.device.type == "cuda" else None
+        if self._host_slots is not None:
+            self.steps.leave_tokens_in(*(slot.tokens for slot in self._host_slots))
         memory.before_compiling()
         self._compile(config, builds, progress)
         self.facts = self._make_pool(config, memory, progress)
@@ -166,14 +167,20 @@ class ModelRunner(Worker):
         steps, bucket = self.steps, choose_bucket(self.steps.buckets, output)
         rows, num_rows = steps.fill(bucket, output, self.rows)
         steps.sampling.admit(output.admissions, self.rows)
-        needs = SamplingNeeds.of(rows, output.num_samples, self.rows)
+        if self._last_needs[0] is not rows or self._last_needs[1] != output.num_samples:
+            self._last_needs = rows, output.num_samples, SamplingNeeds.of(rows, output.num_samples, self.rows)
+        needs = self._last_needs[2]
         if needs.changed_logits:
             steps.sampling.fill(rows, output, self.rows, bucket.num_rows)
         prepared = time.perf_counter()
         if output.moves_blocks:
             self.swap_space.copy(output, steps.cache_groups())
         copied = time.perf_counter()
-        started, ended = self._event(), self._event()
+        slot = None
+        if self._host_slots is not None:
+            self._host_slots.rotate()
+            slot = self._host_slots[0]
+            slot.started.record()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
         take_back = None if profiler is None else steps.undo(bucket)
         used = steps.used_experts
@@ -181,27 +188,31 @@ class ModelRunner(Worker):
             used.zero_()
         around = None if self.watch is None else functools.partial(self.watch, output, bucket)
         logprobs = steps.run(bucket, needs, around)
-        if ended is None:
+        if slot is None:
             tokens = steps.last_tokens[:num_rows].clone()
         else:
-            tokens = self._host_tokens[0]
-            self._host_tokens.reverse()
-            tokens.copy_(steps.last_tokens, non_blocking=True)
+            written = steps.tokens_of_step(bucket)
+            tokens = slot.tokens if written is None else written
+            if written is None:
+                tokens.copy_(steps.last_tokens, non_blocking=True)
             if logprobs is not None:
                 logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
         num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         finished = time.perf_counter()
-        if ended is not None:
-            ended.record()
+        if slot is not None:
+            slot.ended.record()
             self.times.launch_seconds += finished - prepared
         self.times.prepare_seconds += prepared - preparing
         self.times.execute_seconds += finished - prepared
         self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
         if profiler is not None and take_back is not None:
+            if slot is not None:
+                slot.ended.synchronize()
+                tokens = tokens.clone()  # the step is repeated, and may leave others
             self._profile(profiler, bucket, needs, take_back)
-        seconds = finished - copied
-        return LaunchedStep(bucket, num_rows, tokens, logprobs, prompt_logprobs, seconds, started, ended, num_experts)
+        read = tokens, logprobs, prompt_logprobs
+        return LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts)
 
     def _profile(
         self, profiler: StepProfiler, bucket: Bucket, needs: SamplingNeeds, take_back: Callable[[], None]
@@ -220,11 +231,11 @@ class ModelRunner(Worker):
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """Wait for a step, and return its results."""
-        if step.started is not None and step.ended is not None:
+        if step.slot is not None:
             waiting = time.perf_counter()
-            step.ended.synchronize()
+            step.slot.ended.synchronize()
             self.times.execute_seconds += time.perf_counter() - waiting
-            step.seconds = step.started.elapsed_time(step.ended) / 1e3
+            step.seconds = step.slot.started.elapsed_time(step.slot.ended) / 1e3
         return StepResult(
             step.bucket,
             tuple(step.tokens[: step.num_rows].tolist()),
@@ -233,13 +244,6 @@ class ModelRunner(Worker):
             step.seconds,
             0 if step.num_experts is None else int(step.num_experts),
         )
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def close(self) -> None:
         """Free weights, KV cache and graphs; ``compile_report`` stays as it is then."""

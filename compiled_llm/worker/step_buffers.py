@@ -26,6 +26,8 @@ from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 
+_MOST_TAKEN_BYTES = 1 << 18  # one program reads some 20 GB/s of the host's memory
+
 
 class StepSizes(NamedTuple):
     """The sizes in which steps differ, as compiled code sees them. None: static.
@@ -99,32 +101,17 @@ class StepBuffers:
         self.bucket = bucket
         self.block_size = limits.block_size
         self._window_fields = [(f"slot_mapping {n}", f"block_table {n}") for n in range(len(windows))]
+        self._table_fields = [("slot_mapping", "block_table"), *self._window_fields]
         # Of the one whose requests keep their first tokens besides.
         self._stream_fields = [(f"seq_lens {n}", stream_of(window, limits)) for n, window in enumerate(windows)]
-        tokens, requests, rows = bucket.num_tokens, bucket.num_requests, bucket.num_rows
         self._padding_row = None if tables is None else tables.padding_row
         streams = [
             name for (_, name), (_, stream) in zip(self._window_fields, self._stream_fields, strict=True) if stream
         ]
         self._own_tables = ["block_table", *(name for _, name in self._window_fields)] if tables is None else streams
-        fields: Fields = {
-            "input_ids": ((tokens,), torch.int32),
-            "positions": ((tokens,), torch.int32),
-            "slot_mapping": ((tokens,), torch.int32),
-            "feedback": ((tokens,), torch.int32),
-            "query_start_loc": ((requests + 1,), torch.int32),
-            "seq_lens": ((requests,), torch.int32),
-            "logits_indices": ((rows,), torch.int32),
-            **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
-            **dict.fromkeys(self._own_tables, ((requests, limits.blocks_per_request), torch.int32)),
-            **({} if tables is None else {"table_rows": ((requests,), torch.int32)}),
-            **{name: ((requests,), torch.int32) for name, stream in self._stream_fields if stream},
-            "position": ((rows,), torch.int32),
-            **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
-        }
-        writes = requests, 1 + limits.num_draft_tokens + MOST_SNAPSHOTS
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
-        fields |= {name: ((requests,) if name == "read_slot" else writes, torch.int32) for name in self._state_fields}
+        fields = ({} if tables is None else self._fields_of_tables()) | self._fields(limits)
+        self._tables, self._num_changed = tables, 0
         self._buffers = FieldBuffers(fields, device)
         views = self._buffers.tensors
         self._mark(views, StepSizes.of(limits, device, uses_trees))
@@ -141,7 +128,42 @@ class StepBuffers:
         )
         self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.feedback = views["feedback"]
+        self._changed = None if tables is None else (views["changed_places"], views["changed_entries"])
+        # By the id of a host buffer's arrays: the rows of the requests of which it has one token each, and how many
+        # changes of block tables it has seen.
+        self._held: dict[int, tuple[np.ndarray, int]] = {}
         self.clear()
+
+    def _fields(self, limits: EngineLimits) -> Fields:
+        """Sizes and dtypes of all that a step on a CPU is given."""
+        tokens, requests, rows = self.bucket.num_tokens, self.bucket.num_requests, self.bucket.num_rows
+        writes = requests, 1 + limits.num_draft_tokens + MOST_SNAPSHOTS
+        return {
+            "input_ids": ((tokens,), torch.int32),
+            "positions": ((tokens,), torch.int32),
+            "slot_mapping": ((tokens,), torch.int32),
+            "feedback": ((tokens,), torch.int32),
+            "query_start_loc": ((requests + 1,), torch.int32),
+            "seq_lens": ((requests,), torch.int32),
+            "logits_indices": ((rows,), torch.int32),
+            **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
+            **dict.fromkeys(self._own_tables, ((requests, limits.blocks_per_request), torch.int32)),
+            **{name: ((requests,), torch.int32) for name, stream in self._stream_fields if stream},
+            "position": ((rows,), torch.int32),
+            **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
+            **{name: ((requests,) if name == "read_slot" else writes, torch.int32) for name in self._state_fields},
+        }
+
+    def _fields_of_tables(self) -> Fields:
+        """The same of tables on the device: rows of the step's requests, and the changes that its tokens may need."""
+        requests, blocks = self.bucket.num_requests, self.bucket.num_tokens // self.block_size
+        room = (requests + blocks) * len(self._table_fields)
+        return {
+            "header": ((3,), torch.int32),
+            "table_rows": ((requests,), torch.int32),
+            "changed_places": ((room,), torch.int64),
+            "changed_entries": ((room,), torch.int32),
+        }
 
     def _mark(self, views: dict[str, Tensor], sizes: StepSizes) -> None:
         """Tell the compiler which sizes are dynamic."""
@@ -158,6 +180,7 @@ class StepBuffers:
         for slots, table in self._window_fields:
             of_tokens[slots], others[table] = sizes.tokens, sizes.requests
         others |= dict.fromkeys((*(name for name, _ in self._stream_fields), *self._state_fields), sizes.requests)
+        others |= dict.fromkeys(("header", "changed_places", "changed_entries"))  # no compiled code has them
         for name, view in views.items():
             mark_first_size(view, (others | of_tokens).get(name, sizes.sampled))
 
@@ -168,6 +191,7 @@ class StepBuffers:
 
     def clear(self) -> None:
         """Make all of it padding: a step on this writes to the sink block, and its results have no meaning."""
+        self._held.clear()
         for fields in self._buffers.all_arrays():
             self._pad(fields, 0, 0, 0)
             for name in self._own_tables:
@@ -176,10 +200,23 @@ class StepBuffers:
                 fields[name][:] = 0
         self._buffers.copy()
 
-    def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> int:
-        """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows."""
+    def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows, slot: int = 0) -> int:
+        """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows.
+
+        ``slot``: where a graph that ``begin_graph`` began leaves its tokens.
+        """
         fields = self._buffers.next_arrays()
+        if self._tables is not None:
+            fields["header"][1:] = slot, 0
+        if self._tables is not None and store.changes:
+            self._fill_changes(fields, self._tables, store)
         n, total = len(rows), output.num_tokens
+        is_plain = total == n and self._is_plain(output)
+        held, num_changes = self._held.pop(id(fields), (None, 0))
+        if is_plain and held is rows:
+            self._fill_again(fields, output, rows, store, has_new_blocks=store.num_changes > num_changes)
+            self._held[id(fields)] = rows, store.num_changes
+            return n
         counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
         starts = np.array(output.num_computed_tokens, dtype=np.int32)
 
@@ -203,9 +240,7 @@ class StepBuffers:
             fields["positions"][ends[place] - counts[place] : ends[place]] += distance
         # Entries past a request's blocks are never read: a table is written as far as the longest reaches.
         width = int(store.num_blocks[rows].max()) if self._own_tables else 0
-        slot_names = ("slot_mapping", *(slots for slots, _ in self._window_fields))
-        table_names = ("block_table", *(name for _, name in self._window_fields))
-        for slots, name, known in zip(slot_names, table_names, store.tables, strict=True):
+        for (slots, name), known in zip(self._table_fields, store.tables, strict=True):
             fields[slots][:total] = known[owners, blocks] * self.block_size + offsets
             if name in self._own_tables:
                 fields[name][:n, :width] = known[rows, :width]
@@ -224,8 +259,69 @@ class StepBuffers:
         for field in SAMPLING:
             fields[field.name][:num_rows] = store.parameters[field.name][row_owners]
         self._pad(fields, total, n, num_rows)
-        self._buffers.copy()
+        self._copy()
+        if is_plain:
+            self._held[id(fields)] = rows, store.num_changes
         return num_rows
+
+    def _fill_changes(self, fields: Arrays, tables: BlockTables, store: RequestRows) -> None:
+        """Write what changes of the tables on the device; or send it by itself, if that is too much."""
+        places, entries = tables.pack(store.changes)
+        if len(places) > len(fields["changed_places"]):
+            tables.send(places, entries)
+            return
+        self._num_changed = fields["header"][2] = count = len(places)
+        fields["changed_places"][:count], fields["changed_entries"][:count] = places, entries
+
+    def _copy(self) -> None:
+        """Copy all to the device, and change the tables there."""
+        self._buffers.copy()
+        count, self._num_changed = self._num_changed, 0
+        if count and self._tables is not None and self._changed is not None and not self._buffers.is_taken:
+            places, entries = self._changed
+            self._tables.write(places[:count], entries[:count])
+
+    def begin_graph(self, chosen: Tensor) -> bool:
+        """The first launch of the bucket's graph: it takes what was filled. ``chosen``, [1] int32, gets the slot.
+
+        False, and there is none: that is too much for one program, or the host reads of it what the graph will write.
+        """
+        if self._tables is None or self._state_fields or self._buffers.nbytes > _MOST_TAKEN_BYTES:
+            return False
+        self._buffers.begin_graph(chosen, self._tables.all)
+        return True
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the bucket's graph takes what is filled."""
+        return self._buffers.is_taken
+
+    def start_graph(self) -> None:
+        """The bucket's graph is about to be started."""
+        self._buffers.start_graph()
+
+    def _is_plain(self, output: SchedulerOutput) -> bool:
+        """Whether nothing but the next token of each request is told of a step that has one of each."""
+        return not (self._state_fields or output.moved_sinks or any(stream for _, stream in self._stream_fields))
+
+    def _fill_again(
+        self, fields: Arrays, output: SchedulerOutput, rows: np.ndarray, store: RequestRows, has_new_blocks: bool
+    ) -> None:
+        """Write a step whose requests, a token each, are those of the step that these arrays hold: what differs."""
+        n = len(rows)
+        positions = np.array(output.num_computed_tokens, dtype=np.int32)
+        fields["positions"][:n] = positions
+        fields["input_ids"][:n] = output.token_ids
+        fields["feedback"][:n] = output.feedback
+        blocks, offsets = np.divmod(positions, self.block_size)
+        positions += 1
+        fields["seq_lens"][:n] = fields["position"][:n] = positions
+        for (slots, name), known in zip(self._table_fields, store.tables, strict=True):
+            fields[slots][:n] = known[rows, blocks] * self.block_size + offsets
+            if has_new_blocks and name in self._own_tables:
+                width = int(store.num_blocks[rows].max())
+                fields[name][:n, :width] = known[rows, :width]
+        self._copy()
 
     def _fill_streams(
         self, fields: Arrays, store: RequestRows, rows: np.ndarray, starts: np.ndarray, seq_lens: np.ndarray

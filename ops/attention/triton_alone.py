@@ -14,67 +14,48 @@ import triton
 import triton.language as tl
 
 from compiled_llm.ops.attention.tiles import TASK_COLUMNS
-from compiled_llm.ops.attention.triton_codes import SMALLEST_UNIT, dot_codes, in_float16, parts
-from compiled_llm.ops.attention.triton_kernels import LOG2_E, LOWEST, dot, store_whole
+from compiled_llm.ops.attention.triton_codes import SMALLEST_UNIT, attend_codes, dot_codes, in_float16, parts
+from compiled_llm.ops.attention.triton_kernels import LOG2_E, LOWEST, attend, dot, store_whole
 from compiled_llm.ops.attention.triton_write import quantised_halves
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 TASK = tl.constexpr(TASK_COLUMNS)
+NEAR = tl.constexpr(4)  # tiles of a split whose keys all come through registers; of longer ones the first
 
 
 @triton.jit
-def _turned(heads, inside, d, cosines, norm, eps, HALF: tl.constexpr):
-    """The halves of the heads at ``heads``, ``[M, HALF]``, normalised and turned.
+def _halves(x, d, mask, HALF: tl.constexpr):
+    """The halves of rows ``[M, 2 * HALF]``.
 
     All loads have this shape, also of rows that are alike: so they lie in threads alike, and nothing is exchanged.
     """
-    dtype: tl.constexpr = heads.dtype.element_ty
-    first = tl.load(heads, mask=inside, other=0.0)
-    second = tl.load(heads + HALF, mask=inside, other=0.0)
-    if cosines is None:
-        return first, second
-    else:
-        x, y = first.to(tl.float32), second.to(tl.float32)
-        if norm is not None:
-            scale = inverse_rms(x * x + y * y, eps, 2 * HALF)[:, None]
-            x = weighted(x * scale, tl.load(norm + d, mask=inside, other=0.0), dtype).to(tl.float32)
-            y = weighted(y * scale, tl.load(norm + HALF + d, mask=inside, other=0.0), dtype).to(tl.float32)
-        cos = tl.load(cosines + d, mask=inside, other=0.0)
-        sin = tl.load(cosines + HALF + d, mask=inside, other=0.0)
-        return cast(x * cos - y * sin, dtype), cast(y * cos + x * sin, dtype)
+    return tl.load(x + d, mask=mask, other=0.0), tl.load(x + HALF + d, mask=mask, other=0.0)
 
 
 @triton.jit
-def _new_keys(q_first, q_second, k_first, k_second, v, k_row, v_row, d, has_new, once, HALF: tl.constexpr):
-    """The scores of a new key and, in all rows, its value; stored by the rows ``once``."""
-    tl.store(k_row + d, k_first, mask=once[:, None])
-    tl.store(k_row + HALF + d, k_second, mask=once[:, None])
+def _turned(first, second, cos, sin, norm_first, norm_second, has_norm: tl.constexpr, eps, HALF: tl.constexpr):
+    """Halves of heads, normalised and turned."""
+    dtype: tl.constexpr = first.dtype
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if has_norm:
+        scale = inverse_rms(x * x + y * y, eps, 2 * HALF)[:, None]
+        x = weighted(x * scale, norm_first, dtype).to(tl.float32)
+        y = weighted(y * scale, norm_second, dtype).to(tl.float32)
+    return cast(x * cos - y * sin, dtype), cast(y * cos + x * sin, dtype)
+
+
+@triton.jit
+def _joined(first, second):
+    """Halves side by side."""
+    return tl.reshape(tl.permute(tl.join(first, second), [0, 2, 1]), [first.shape[0], 2 * first.shape[1]])
+
+
+@triton.jit
+def _scores(q_first, q_second, k_first, k_second):
+    """Of a key that all rows have."""
     products = q_first.to(tl.float32) * k_first.to(tl.float32) + q_second.to(tl.float32) * k_second.to(tl.float32)
-    dims = tl.zeros([d.shape[0], 1], tl.int32) + tl.arange(0, 2 * HALF)[None, :]
-    values = tl.load(v + dims, mask=dims < tl.where(has_new, 2 * HALF, 0), other=0.0)
-    tl.store(v_row + dims, values, mask=once[:, None])
-    return tl.sum(products, 1), values.to(tl.float32)
-
-
-@triton.jit
-def _new_codes(
-    q_first, q_second, k_first, k_second, v, k_row, v_row, k_scale, v_scale, d, inside, once, CODE_MAX: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
-    """Likewise of codes: scores, even and odd elements of the value's codes, and the value's scale."""
-    first, second, scales = quantised_halves(k_first, k_second, CODE_MAX)
-    tl.store(k_row + d, first, mask=once[:, None])
-    tl.store(k_row + HALF + d, second, mask=once[:, None])
-    tl.store(k_scale + tl.zeros(once.shape, tl.int32), scales, mask=once)
-    products = q_first.to(tl.float32) * first.to(tl.float32) + q_second.to(tl.float32) * second.to(tl.float32)
-    scores = tl.sum(products, 1) * scales
-    even, odd = tl.load(v + 2 * d, mask=inside, other=0.0), tl.load(v + 2 * d + 1, mask=inside, other=0.0)
-    even, odd, scales = quantised_halves(even, odd, CODE_MAX)
-    tl.store(v_row + 2 * d, even, mask=once[:, None])
-    tl.store(v_row + 2 * d + 1, odd, mask=once[:, None])
-    tl.store(v_scale + tl.zeros(once.shape, tl.int32), scales, mask=once)
-    return scores, even.to(tl.float32), odd.to(tl.float32), scales
+    return tl.sum(products, 1)
 
 
 @triton.jit
@@ -122,6 +103,30 @@ def _softmax(scores, inside, row_max, row_sum, factor, scale, SOFT_CAP: tl.const
 
 
 @triton.jit
+def _rest(
+    acc, row_max, row_sum, q, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, end, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sums, maxima and weights with the keys of a long split from ``begin`` on, by the loops of other kernels."""
+    if CODE_MAX > 0:
+        other, other_max, other_sum = attend_codes(
+            q, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, begin, end, scale, LOWEST,
+            CODE_MAX == 448, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N, WINDOW == 0,
+        )  # fmt: skip
+        new_max = tl.maximum(row_max, other_max)
+        decay, other_decay = tl.exp2(row_max - new_max), tl.exp2(other_max - new_max)
+        acc = acc * decay[:, None] + other * other_decay[:, None]
+        return acc, new_max, row_sum * decay + other_sum * other_decay
+    else:
+        return attend(
+            acc, row_max, row_sum, q, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
+            begin, begin, end, scale, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N, False,
+            WINDOW == 0,
+        )  # fmt: skip
+
+
+@triton.jit
 def _join(
     sinks, out, partial, partial_max, partial_sum, kv_head, num_splits, partial_rows,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -139,9 +144,8 @@ def _join(
     row_max = tl.full([BLOCK_G], LOWEST, tl.float32)
     for split in tl.static_range(SPLITS):
         known = m < tl.where(split < num_splits, GROUP, 0)
-        row_max = tl.maximum(
-            row_max, tl.load(partial_max + part + split, mask=known, other=LOWEST, cache_modifier=".cg")
-        )
+        split_max = tl.load(partial_max + part + split, mask=known, other=LOWEST, cache_modifier=".cg")
+        row_max = tl.maximum(row_max, split_max)
     acc = tl.zeros([BLOCK_G, HEAD_DIM], tl.float32)
     row_sum = tl.zeros([BLOCK_G], tl.float32)
     for split in tl.static_range(SPLITS):
@@ -191,13 +195,31 @@ def alone_kernel(
         k_cache, v_cache, k_scale, v_scale, blocks, kv_head, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH
     )
 
+    # All that is asked for before anything is computed: divisions have branches, which loads do not pass.
     m = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + m
     row_mask = m < GROUP
     d = tl.zeros([BLOCK_M, 1], tl.int32) + tl.arange(0, HALF)[None, :]
-    q_first, q_second = _turned(
-        q + heads[:, None] * q_stride_n + d, row_mask[:, None] & (d >= 0), d, cos_sin, q_norm, eps, HALF
-    )
+    q_first, q_second = _halves(q + heads[:, None] * q_stride_n, d, row_mask[:, None] & (d >= 0), HALF)
+    first_new = tl.where(has_new, 0, HEAD_DIM)  # no element is new where no key is
+    is_new, once = d >= first_new, (m == 0) & (m >= first_new)
+    k_first, k_second, v_first, v_second = q_first, q_second, q_first, q_second
+    if k is not None:
+        k_first, k_second = _halves(k + kv_head * k_stride_h, d, is_new, HALF)
+        if IN_CODES:  # even and odd elements, as tiles have them
+            v_first = tl.load(v + kv_head * v_stride_h + 2 * d, mask=is_new, other=0.0)
+            v_second = tl.load(v + kv_head * v_stride_h + 2 * d + 1, mask=is_new, other=0.0)
+        else:
+            v_first, v_second = _halves(v + kv_head * v_stride_h, d, is_new, HALF)
+    if cos_sin is not None:
+        cos, sin = _halves(cos_sin, d, d >= 0, HALF)
+        q_norms, k_norms = (cos, sin), (cos, sin)
+        if q_norm is not None:
+            q_norms = _halves(q_norm, d, d >= 0, HALF)
+        if k_norm is not None:
+            k_norms = _halves(k_norm, d, d >= 0, HALF)
+        q_first, q_second = _turned(q_first, q_second, cos, sin, q_norms[0], q_norms[1], q_norm is not None, eps, HALF)
+        k_first, k_second = _turned(k_first, k_second, cos, sin, k_norms[0], k_norms[1], k_norm is not None, eps, HALF)
     if query_scale is not None:
         dtype: tl.constexpr = q_first.dtype
         q_scale = tl.load(query_scale).to(tl.float32)
@@ -205,6 +227,7 @@ def alone_kernel(
             cast(q_first.to(tl.float32) * q_scale, dtype),
             cast(q_second.to(tl.float32) * q_scale, dtype),
         )
+
     factor = scale * LOG2_E  # as ``attend`` has it
     if SOFT_CAP > 0:
         factor = SOFT_CAP * LOG2_E
@@ -214,44 +237,48 @@ def alone_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     acc_even, acc_odd = tl.zeros([BLOCK_M, HALF], tl.float32), tl.zeros([BLOCK_M, HALF], tl.float32)
     if k is not None:
-        first_new = tl.where(has_new, 0, HEAD_DIM)  # no element is new where no key is
-        is_new, once = d >= first_new, (m == 0) & (m >= first_new)
-        k_first, k_second = _turned(k + kv_head * k_stride_h + d, is_new, d, cos_sin, k_norm, eps, HALF)
         place = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        new_value = v + kv_head * v_stride_h
         if IN_CODES:
             code: tl.constexpr = tl.int8 if CODE_MAX == 127 else tl.float8e4nv
-            k_codes = k_cache.to(tl.pointer_type(code), bitcast=True) + place * HEAD_DIM
-            v_codes = v_cache.to(tl.pointer_type(code), bitcast=True) + place * HEAD_DIM
-            new_scores, acc_even, acc_odd, scales = _new_codes(
-                q_first, q_second, k_first, k_second, new_value, k_codes, v_codes, k_scale + place, v_scale + place,
-                d, is_new, once, CODE_MAX, HALF,
-            )  # fmt: skip
+            k_codes = k_cache.to(tl.pointer_type(code), bitcast=True) + place * HEAD_DIM + d
+            v_codes = v_cache.to(tl.pointer_type(code), bitcast=True) + place * HEAD_DIM + 2 * d
+            k_first, k_second, scales = quantised_halves(k_first, k_second, CODE_MAX)
+            tl.store(k_codes, k_first, mask=once[:, None])
+            tl.store(k_codes + HALF, k_second, mask=once[:, None])
+            tl.store(k_scale + place + 0 * m, scales, mask=once)
+            new_scores = _scores(q_first, q_second, k_first, k_second) * scales
+            v_first, v_second, scales = quantised_halves(v_first, v_second, CODE_MAX)
+            tl.store(v_codes, v_first, mask=once[:, None])
+            tl.store(v_codes + 1, v_second, mask=once[:, None])
+            tl.store(v_scale + place + 0 * m, scales, mask=once)
             largest = tl.maximum(tl.where(has_new, tl.max(scales, 0), 0.0), largest)
-            acc_even *= (scales / largest)[:, None]
-            acc_odd *= (scales / largest)[:, None]
+            acc_even = v_first.to(tl.float32) * (scales / largest)[:, None]
+            acc_odd = v_second.to(tl.float32) * (scales / largest)[:, None]
         else:
-            new_scores, acc = _new_keys(
-                q_first, q_second, k_first, k_second, new_value, k_cache + place * HEAD_DIM, v_cache + place * HEAD_DIM,
-                d, has_new, once, HALF,
-            )  # fmt: skip
+            tl.store(k_cache + place * HEAD_DIM + d, k_first, mask=once[:, None])
+            tl.store(k_cache + place * HEAD_DIM + HALF + d, k_second, mask=once[:, None])
+            tl.store(v_cache + place * HEAD_DIM + d, v_first, mask=once[:, None])
+            tl.store(v_cache + place * HEAD_DIM + HALF + d, v_second, mask=once[:, None])
+            new_scores = _scores(q_first, q_second, k_first, k_second)
+            acc = _joined(v_first, v_second).to(tl.float32)
         row_max = tl.where(has_new, _capped(new_scores, scale, SOFT_CAP) * factor, LOWEST)
         row_sum = tl.where(has_new, row_sum + 1.0, 0.0)
-    q_tile = tl.reshape(tl.permute(tl.join(q_first, q_second), [0, 2, 1]), [BLOCK_M, HEAD_DIM])
+    q_tile = _joined(q_first, q_second)
     if IN_CODES:
         q_even, q_odd, unit = in_float16(q_tile)
 
-    if begin + BLOCK_N < end:
-        blocks = _blocks(table_row, begin + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+    near = tl.where(end - begin <= NEAR * BLOCK_N, end, begin + BLOCK_N)
+    if begin + BLOCK_N < near:
+        blocks = _blocks(table_row, begin + BLOCK_N, near, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(begin, near, BLOCK_N, num_stages=1):
         inside = start + tl.arange(0, BLOCK_N) < end
         now_keys, now_values, now_k_scales, now_v_scales = keys, values, k_scales, v_scales
-        if start + BLOCK_N < end:
+        if start + BLOCK_N < near:
             keys, values, k_scales, v_scales = _load_tile(
-                k_cache, v_cache, k_scale, v_scale, blocks, kv_head, start + BLOCK_N, end,
+                k_cache, v_cache, k_scale, v_scale, blocks, kv_head, start + BLOCK_N, near,
                 NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH,
             )  # fmt: skip
-            blocks = _blocks(table_row, start + 2 * BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+            blocks = _blocks(table_row, start + 2 * BLOCK_N, near, BLOCK_SIZE, BLOCK_N)
         if IN_CODES:
             k_even, k_odd = parts(tl.trans(now_keys), CODE_MAX == 448)
             scores = dot_codes(q_odd, k_odd, dot_codes(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
@@ -271,6 +298,11 @@ def alone_kernel(
             acc = acc * decay[:, None] + dot(weights.to(q_tile.dtype), now_values)
     if IN_CODES:
         acc = tl.join(acc_even, acc_odd).reshape([BLOCK_M, HEAD_DIM]) * largest
+    if near < end:
+        acc, row_max, row_sum = _rest(
+            acc, row_max, row_sum, q_tile, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, near, end, scale,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, WINDOW, SOFT_CAP, BLOCK_N,
+        )  # fmt: skip
 
     if num_splits == 1:
         store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out, HEAD_DIM)
@@ -283,7 +315,13 @@ def alone_kernel(
         tl.debug_barrier()
         if tl.atomic_add(counters + kv_head, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
             tl.store(counters + kv_head, 0)
-            _join(
-                sinks, out, partial, partial_max, partial_sum, kv_head, num_splits, partial_rows,
-                GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_G, SPLITS,
-            )  # fmt: skip
+            if num_splits <= SPLITS // 2:  # half the code
+                _join(
+                    sinks, out, partial, partial_max, partial_sum, kv_head, num_splits, partial_rows,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_G, SPLITS // 2,
+                )  # fmt: skip
+            else:
+                _join(
+                    sinks, out, partial, partial_max, partial_sum, kv_head, num_splits, partial_rows,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_G, SPLITS,
+                )  # fmt: skip

@@ -6,7 +6,9 @@
 On a CPU the engine is a whole one, but for the model's step, which does nothing and leaves the same tokens each time:
 all time is the host's. On a GPU the step is that of ``--shape``, recorded in CUDA graphs without compiling, since the
 host does the same for a graph whatever is in it; ``--compiled`` compiles it. There each number of requests has an
-engine in a process of its own, which start at the same time and are measured one after another.
+engine in a process of its own, which start at the same time and are measured one after another: one with graphs beside
+which inputs and tokens are copied (manual), and one with graphs that read and write memory of the host (pinned). The
+two have to find the same tokens.
 
 Parts are medians over the steps, in microseconds. ``collect`` has no waiting for the device. ``other`` is what is left
 of ``Engine.step``: log, interrupts, queues. ``processor`` is the processor time of a whole step, by the mean: it holds
@@ -49,6 +51,7 @@ from compiled_llm.worker.profiler import kernels_of, profiled_events
 PARTS = ("schedule", "prepare", "launch", "collect", "update", "outputs", "other")
 PROMPT_LEN = 64  # and up to 15 more: blocks are not full at the same step
 WARM_STEPS = 24
+PROFILED_STEPS = 16
 BLOCK_SIZE = 16
 
 
@@ -88,13 +91,14 @@ class Clocks:
 
 
 @contextlib.contextmanager
-def started(args: argparse.Namespace, num_requests: int) -> Iterator[CompiledEngine]:
+def started(args: argparse.Namespace, num_requests: int, graphs: str = "manual") -> Iterator[CompiledEngine]:
     """An engine whose largest bucket has ``num_requests``; on a CPU its model's step does nothing."""
+    most_tokens = PROMPT_LEN + BLOCK_SIZE + 2 * WARM_STEPS + args.steps + PROFILED_STEPS + num_requests // 4
     sizes: dict[str, Any] = {
         "bucket_sizes": (num_requests,),
         "token_bucket_sizes": (max(512, 2 * num_requests),),
         "max_model_len": 1024,
-        "num_kv_blocks": num_requests * 64,
+        "num_kv_blocks": max(16, num_requests * (most_tokens // BLOCK_SIZE + 3)),
         "progress": "off",
     }
     if args.device == "cpu":
@@ -103,13 +107,14 @@ def started(args: argparse.Namespace, num_requests: int) -> Iterator[CompiledEng
             yield engine
         return
     if not args.compiled:
-        runner_module.graph_pool = lambda cuda_graphs, device, *_: GraphPool(device)
+        runner_module.graph_pool = lambda cuda_graphs, device, *_: GraphPool(device, pinned=graphs == "pinned")
     shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory:
         Path(directory, "config.json").write_text(
             json.dumps(shape | {"num_hidden_layers": args.layers or shape["num_hidden_layers"]})
         )
         own = {"model": directory, "load_format": "dummy", "device": args.device, "enforce_eager": not args.compiled}
+        own |= {"cuda_graphs": graphs} if args.compiled else {}
         with CompiledEngine(**own, **sizes) as engine:
             yield engine
 
@@ -168,7 +173,7 @@ def measured(engine: CompiledEngine, num_requests: int, kind: str, num_steps: in
     return row
 
 
-def idle(engine: CompiledEngine, wall: float, num_steps: int = 16) -> dict[str, Any]:
+def idle(engine: CompiledEngine, wall: float, num_steps: int = PROFILED_STEPS) -> dict[str, Any]:
     """Microseconds of a step in which the device works on nothing, by torch's profiler.
 
     ``idle_wall``: the time of a step without the profiler, less the time in which its kernels and copies ran under it.
@@ -270,37 +275,52 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure_all(engine: CompiledEngine, args: argparse.Namespace, num_requests: int) -> Iterator[dict[str, Any]]:
-    if args.device == "cuda" and num_requests == 1:
+def tokens_of(engine: CompiledEngine) -> list[list[int]]:
+    """Greedy and sampled ones, of prompts that are as long as blocks or a little longer."""
+    prompts = [{"prompt_token_ids": [(5 * n + i) % 900 for i in range(30 + n)]} for n in range(6)]
+    of_all: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    params = [SamplingParams(temperature=n % 2, presence_penalty=float(n > 3), seed=n, **of_all) for n in range(6)]
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def measure_all(
+    engine: CompiledEngine, args: argparse.Namespace, num_requests: int, graphs: str = "manual"
+) -> Iterator[dict[str, Any]]:
+    kinds = args.kinds.split(",")
+    if args.device == "cuda":
+        yield {"requests": num_requests, "graphs": graphs, "tokens": tokens_of(engine)}
+    if args.device == "cuda" and num_requests == 1 and graphs == "manual":
         try:
             yield {"requests": num_requests, "calls": call_costs(engine)}
         except Exception:
             yield {"requests": num_requests, "error": traceback.format_exc()}
     engine.clocks = Clocks(engine)  # type: ignore[attr-defined]
-    for kind in args.kinds.split(","):
-        yield measured(engine, num_requests, kind, args.steps)
+    for kind in kinds if graphs == "manual" else kinds[-1:]:
+        row = measured(engine, num_requests, kind, args.steps)
+        yield row | {"graphs": graphs} if args.device == "cuda" else row
 
 
-def serve(connection: Connection, args: argparse.Namespace, num_requests: int) -> None:
+def serve(connection: Connection, args: argparse.Namespace, num_requests: int, graphs: str) -> None:
     """In a process of its own: start an engine, say so, wait for a turn, and send rows, then None."""
     try:
-        with started(args, num_requests) as engine:
+        with started(args, num_requests, graphs) as engine:
             connection.send("ready")
             connection.recv()
-            for row in measure_all(engine, args, num_requests):
+            for row in measure_all(engine, args, num_requests, graphs):
                 connection.send(row)
     except Exception:
-        connection.send({"requests": num_requests, "error": traceback.format_exc()})
+        connection.send({"requests": num_requests, "graphs": graphs, "error": traceback.format_exc()})
     connection.send(None)
 
 
 def in_processes(args: argparse.Namespace, sizes: list[int]) -> Iterator[dict[str, Any]]:
-    """The rows of all sizes; the engines start at the same time."""
+    """The rows of all sizes and kinds of graphs; the engines start at the same time."""
     context = multiprocessing.get_context("spawn")
-    ends = []
-    for size in sizes:
+    ends, cases = [], [(size, graphs) for size in sizes for graphs in args.graphs.split(",")]
+    for case in cases:
         own_end, other_end = context.Pipe()
-        process = context.Process(target=serve, args=(other_end, args, size), daemon=True)
+        process = context.Process(target=serve, args=(other_end, args, *case), daemon=True)
         process.start()
         other_end.close()
         ends.append((own_end, process))
@@ -309,10 +329,10 @@ def in_processes(args: argparse.Namespace, sizes: list[int]) -> Iterator[dict[st
         left = max(0.0, args.patience - (time.perf_counter() - before))
         answers.append(own_end.recv() if own_end.poll(left) else None)
     print(f"engines ready after {time.perf_counter() - before:.1f} s", flush=True)
-    for (own_end, process), size, answer in zip(ends, sizes, answers, strict=True):
+    for (own_end, process), (size, graphs), answer in zip(ends, cases, answers, strict=True):
         with contextlib.suppress(EOFError, BrokenPipeError):
             if answer is None:
-                yield {"requests": size, "error": f"not ready after {args.patience:.0f} s"}
+                yield {"requests": size, "graphs": graphs, "error": f"not ready after {args.patience:.0f} s"}
             elif isinstance(answer, dict):
                 yield answer
             else:
@@ -337,6 +357,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="of the model on a GPU")
     parser.add_argument("--layers", type=int, help="of that shape (default: its own)")
     parser.add_argument("--compiled", action="store_true", help="compile the steps of a GPU")
+    parser.add_argument("--graphs", default="manual,pinned", help="values of cuda_graphs to compare on a GPU")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that engines may take to start")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write host.json there")
     args = parser.parse_args()
@@ -350,9 +371,13 @@ def main() -> int:
         if args.output is not None:
             (args.output / "host.json").write_text(json.dumps(result) + "\n")
     good = [row for row in rows if "host" in row]
+    for size in sizes:
+        found = [row["tokens"] for row in rows if "tokens" in row and row["requests"] == size]
+        if len(found) > 1:
+            print(f"{size} requests: the same tokens with all graphs: {all(tokens == found[0] for tokens in found)}")
     for row in rows:
         if "error" in row:
-            print(f"{row['requests']} requests: {row['error']}")
+            print(f"{row['requests']} requests, {row.get('graphs')}: {row['error']}")
         if "calls" in row:
             print("calls: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["calls"].items()))
     if good:
@@ -360,7 +385,7 @@ def main() -> int:
         print(tables.text_table([{key: value for key, value in row.items() if key != "gaps"} for row in good]))
         for row in good:
             if row.get("gaps"):
-                print(f"{row['requests']} requests, {row['outputs of']}: longest gaps {row['gaps']}")
+                print(f"{row['requests']} requests, {row['outputs of']}, {row['graphs']}: longest gaps {row['gaps']}")
     tables.finish(result, None)
     return 1 if any("error" in row for row in rows) else 0
 

@@ -11,7 +11,6 @@ torch's cache. Each start is a process of its own.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -44,7 +43,7 @@ from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
 from compiled_llm.ops.torch_private_builds import build_without_gpu, builds_for_others, compiled_kernel, rehearse
-from compiled_llm.ops.torch_private_gpu import FakeTensorMode, generate, pretend_gpu
+from compiled_llm.ops.torch_private_gpu import FakeTensorMode, generate, pretend_gpu, trace
 from compiled_llm.progress import StartProgress
 from compiled_llm.report.gpu_step.fake_step import DEVICE, faked, properties_of
 from compiled_llm.report.gpu_step.gpus import GPUS
@@ -144,22 +143,10 @@ def first_calls(jobs: list[Job], mode: FakeTensorMode, stops_at_cache: bool) -> 
             compiled = compile_at_first_call(own_copy(job.recipe(), job.name), cuda_graphs=False)
             tell_compiler(tensors_in(job.args))
             if stops_at_cache:
-                _call_until_cache(compiled, job.args, mode)
+                trace(compiled, job.args, mode)
             else:
                 generate(compiled, job.args, mode)
     return {"functions": len(jobs), "found": len(jobs) if stops_at_cache else 0}
-
-
-class _Stop(BaseException):
-    """Ends a compilation where torch looks into its cache."""
-
-
-def _call_until_cache(compiled: Callable, args: tuple, mode: FakeTensorMode) -> None:
-    import torch._inductor.compile_fx as compile_fx
-
-    stops = mock.patch.object(compile_fx._InProcessFxCompile, "codegen_and_compile", side_effect=_Stop)
-    with contextlib.suppress(_Stop), mode, torch.no_grad(), stops:
-        compiled(*args)
 
 
 STARTS = ("cold", "warm", "first call, cold", "first call, warm")

@@ -1,6 +1,6 @@
-"""How long a decode's and a prefill's attention takes on a GPU, by itself, and what each change of it gains.
+"""How long a decode's and a prefill's attention takes on a GPU, by itself, beside torch's own.
 
-    python3 scripts/bench/probe_attention.py --output FOLDER            # 75 seconds on 16 cores and a GPU of Hopper
+    python3 scripts/bench/probe_attention.py --output FOLDER            # a minute on 16 cores and a GPU of Hopper
     python3 scripts/bench/probe_attention.py --output FOLDER --dry-run  # in Triton's interpreter, results alone
 
 Processes compile, run and check all launches first, side by side. Then each is timed, in microseconds a launch:
@@ -8,9 +8,9 @@ Processes compile, run and check all launches first, side by side. Then each is 
     hot   50 launches in a graph, back to back
     cold  as in a step: 208 MB are read before each launch; the time of a graph that only reads is subtracted
 
-Both are slopes between a short and a long graph. ``of limit`` is the time that the bytes of keys and values need at
-4.43 TB/s, over the cold time. ``engine`` is the engine's own op, the others are the kernel of
-probe_attention_kernels.py. Prefill: the engine's op with tiles MxN, warps, stages; SDPA beside it.
+Both are slopes between a short and a long graph. The percentage is the time that the bytes of keys and values need at
+4.43 TB/s, over the cold time. ``engine`` is the op of a step: it turns queries and keys, writes the cache and attends.
+``cudnn`` and ``flash`` are backends of F.scaled_dot_product_attention on keys that are contiguous already.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import own_checkout
 import torch
-from probe_attention_steps import Decode, Prefill, Variant
+from probe_attention_steps import CACHES, Decode, Prefill
 from turns import wait_for_turn
 
 from compiled_llm.command_line import FlagParser
@@ -41,44 +41,11 @@ LENGTHS = {
 }  # fmt: skip
 DRY_LENGTHS = {"1x64": [64], "1x130": [130], "2x70": [70, 33]}
 
-NEW = Variant()
-VARIANTS = {
-    "new": NEW,
-    "8 warps": NEW._replace(warps=8),
-    "128 keys": NEW._replace(n=128, warps=8, tokens=128),
-    "128 keys, 64 a tile": NEW._replace(tokens=128, warps=8),
-    "32 splits": NEW._replace(most=32, merge=32),
-    "8 splits": NEW._replace(most=8, merge=8, tokens=128),
-    "blocks from the table": NEW._replace(from_task=False),
-    "merge in turns": NEW._replace(in_turns=True),
-    "release": NEW._replace(sem="release"),
-    "programmatic, keys before": NEW._replace(programmatic=True, before=True),
-    # Many requests: a program for each request and KV head.
-    "whole": NEW._replace(tokens=1 << 20, most=1),
-    "whole, 8 warps": NEW._replace(tokens=1 << 20, most=1, warps=8),
-    "1024, in turns": NEW._replace(tokens=1024, most=64, merge=8, in_turns=True, programs=264),
-    "512, in turns": NEW._replace(tokens=512, most=64, merge=8, in_turns=True, programs=264),
-    "256, in turns": NEW._replace(tokens=256, most=64, merge=8, in_turns=True, programs=264),
-    "32 keys, 1024, in turns": NEW._replace(n=32, tokens=1024, most=64, merge=8, in_turns=True, programs=392),
-    "4 splits": NEW._replace(tokens=256, most=4, merge=4),
-    "4 splits, 8 warps": NEW._replace(tokens=256, most=4, merge=4, warps=8),
-}
-ALONE = tuple(VARIANTS)[:8]
-IN_TURNS = tuple(name for name in VARIANTS if "in turns" in name and name != "merge in turns")
-LONG = ("new", "8 warps", "32 splits", "128 keys, 64 a tile")
-# Of the engine's kernel: keys of a tile x warps x stages x programs an SM @ keys of a split.
-MANY = {
-    "bf16": ("64x4x3x2@1024", "32x2x4x4@1024", "32x2x4x3@1024", "64x4x4x2@1024", "32x2x4x4@512", "64x4x3x2@512",
-             "32x2x4x4@256", "32x2x4x3@256", "64x4x3x2@256", "32x2x4x3@512"),
-    "int8": ("64x2x3x4@1024", "64x4x4x2@1024", "64x4x3x2@1024", "64x2x3x4@512", "64x2x3x4@256", "128x4x3x2@1024",
-             "64x4x3x2@512"),
-}  # fmt: skip
-PREFILL_TILES = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3))
 PREFILLS = ((2048, 0), (2048, 6144), (8192, 0))
 
 
 class Job(NamedTuple):
-    """What is checked and timed: ``model`` has the query heads in its name, with norms or not."""
+    """What is checked and timed."""
 
     kind: str  # "decode", "sdpa", "prefill" or "sdpa prefill"
     case: str
@@ -102,35 +69,23 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             found.extend(Job(kind, case, cache, heads, heads == 16 and kind == "decode", name) for name in names)
 
     for case in DRY_LENGTHS if args.dry_run else ():
-        names = ("new", "8 splits", "256, in turns", "whole", "64x4x3x2@64", "64x4x3x2@1024")
         for cache, heads in (("bf16", 16), ("bf16", 32), ("int8", 32), ("fp8", 16)):
-            add(case, cache, heads, ("engine", *names))
+            add(case, cache, heads, ("engine",))
     if args.dry_run:
         return found
-    for cache in ("bf16", "int8"):
-        add("32x1k", cache, 32, ("engine", *MANY[cache], "whole", "whole, 8 warps", *IN_TURNS))
-    for cache in ("bf16", "int8"):
-        add("1x1k", cache, 32, ("engine", *ALONE))
-        add("256x1k", cache, 32, ("engine", *MANY[cache][:6], "whole", *IN_TURNS[:2]))
-    for cache in ("bf16", "int8"):
-        add("32x1k", cache, 16, ("engine", *MANY[cache][:3], "whole"))
-        add("1x1k", cache, 16, ("engine", "new", "8 warps"))
+    for cache in CACHES:
+        for case in LENGTHS:
+            add(case, cache, 32, ("engine",))
+    for cache in CACHES:
+        for case in ("1x1k", "32x1k"):
+            add(case, cache, 16, ("engine",))
     for tokens, context in PREFILLS:
-        for tile in PREFILL_TILES:
-            add(f"{tokens}+{context}", "bf16", 32, ("x".join(map(str, tile)),), "prefill")
+        add(f"{tokens}+{context}", "bf16", 32, ("engine",), "prefill")
         if not context:
             add(f"{tokens}+{context}", "bf16", 32, ("cudnn", "flash"), "sdpa prefill")
-    for cache, tile in (("bf16", "64x4x3x2"), ("int8", "64x2x3x4")):
-        add("8x1k", cache, 32, ("engine", f"{tile}@256", "32x2x4x3@256", "4 splits", "4 splits, 8 warps"))
-        add("skewed", cache, 32, ("engine", f"{tile}@1024", f"{tile}@512", "1024, in turns"))
-        for case in ("1x8k", "1x32k"):
-            add(case, cache, 32, ("engine", *LONG))
-        add("1x64", cache, 32, ("engine", "new", "8 warps", "whole"))
-        add("1x384", cache, 32, ("engine", "new", "8 warps", "whole"))
-        add("32x8k", cache, 32, ("engine", f"{tile}@1024", f"{tile}@512", "1024, in turns"))
-    add("1x1k", "bf16", 32, ("release", "programmatic, keys before", "engine programmatic"))
-    for case in ("1x1k", "1x8k", "1x32k", "32x1k"):
-        add(case, "bf16", 32, ("cudnn", "flash"), "sdpa")
+    for case in LENGTHS:
+        if case != "skewed":
+            add(case, "bf16", 32, ("cudnn", "flash"), "sdpa")
     return found
 
 
@@ -148,15 +103,11 @@ class Steps:
         if "prefill" in job.kind:
             tokens, context = map(int, job.case.split("+"))
             step = self._once(Prefill, tokens, context, job.heads, self._device)
-            return step, step.sdpa(job.name) if "sdpa" in job.kind else step.engine(*map(int, job.name.split("x")))
+            return step, step.sdpa(job.name) if "sdpa" in job.kind else step.engine()
         step = self._once(Decode, tuple(self._lengths[job.case]), job.cache, job.heads, job.normed, self._device)
         if job.kind == "sdpa":
             return step, step.sdpa(job.name)
-        if job.name.startswith("engine"):
-            return step, step.engine("programmatic" in job.name)
-        if "@" in job.name:
-            return step, step.engine_with(*(int(size) for size in job.name.replace("@", "x").split("x")))
-        return step, step.candidate(VARIANTS[job.name])
+        return step, step.engine()
 
     def _once(self, kind: type, *arguments: Any) -> Any:
         key = (kind, *arguments)
@@ -226,30 +177,22 @@ class Timer:
     """Times launches in graphs of two lengths, so that what a graph takes by itself is not counted."""
 
     def __init__(self) -> None:
-        self._data = torch.randint(0, 1 << 30, (1056 * 12 * 4096,), dtype=torch.int32, device="cuda")
-        self._flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        self.read()
+        self._data = torch.randn(52_000_000, device="cuda")
+        self._stream = torch.cuda.Stream()
+        self._data.sum()
         torch.cuda.synchronize()
         self._reading = self._slope([self._graph(None, count, True) for count in (20, 4)], 16)
 
-    def read(self, programmatic: bool = False) -> None:
-        import probe_attention_kernels
-
-        probe_attention_kernels.read_kernel[(1056,)](
-            self._data, self._flag, BLOCK=4096, TRIPS=12, PROGRAMMATIC=programmatic
-        )
-
-    def _graph(self, run: Any, count: int, cold: bool, programmatic: bool = False) -> torch.cuda.CUDAGraph:
+    def _graph(self, run: Any, count: int, cold: bool) -> torch.cuda.CUDAGraph:
         # torch.cuda.graph would collect garbage first, a quarter of a second each time.
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool)
+            graph.capture_begin()
             try:
                 for _ in range(count):
                     if cold:
-                        self.read(programmatic)
+                        self._data.sum()
                     if run is not None:
                         run()
             finally:
@@ -271,15 +214,14 @@ class Timer:
             differences.append((taken[0] - taken[1]) / launches * 1e3)
         return statistics.median(differences[2:])
 
-    def times(self, run: Any, programmatic: bool, long: bool) -> dict[str, float]:
-        self.read(programmatic)
+    def times(self, run: Any, long: bool) -> dict[str, float]:
         run()
         torch.cuda.synchronize()
         counts = (6, 2) if long else (50, 10)
         hot = self._slope([self._graph(run, count, False) for count in counts], counts[0] - counts[1])
         if long:
             return {"hot": hot}
-        both = self._slope([self._graph(run, count, True, programmatic) for count in (20, 4)], 16)
+        both = self._slope([self._graph(run, count, True) for count in (20, 4)], 16)
         return {"hot": hot, "cold": both - self._reading, "reading": self._reading}
 
 
@@ -292,7 +234,7 @@ def timed(args: argparse.Namespace, wanted: list[Job], end: float) -> list[dict[
             continue
         try:
             step, run = steps.of(job)
-            times = timer.times(run, "programmatic" in job.name, "prefill" in job.kind)
+            times = timer.times(run, "prefill" in job.kind)
         except Exception as error:
             record(args, {"job": job.key, "failed": f"{type(error).__name__}: {error}"[:500]})
             continue
@@ -325,10 +267,8 @@ def main() -> int:
     wait_for_turn()
     rows = [] if args.dry_run else timed(args, good, time.perf_counter() + args.seconds)
     for row in rows:
-        us, rate = (
-            row["us"],
-            f"{row['tflop_per_s']:6.0f} TFLOP/s" if "tflop_per_s" in row else f"{row['of_limit']:6.0%}",
-        )
+        us = row["us"]
+        rate = f"{row['tflop_per_s']:6.0f} TFLOP/s" if "tflop_per_s" in row else f"{row['of_limit']:6.0%}"
         print(f"{row['job']:66} hot {us['hot']:8.2f} cold {us.get('cold', 0):8.2f} {rate}")
     for job in wanted:
         if job not in good:

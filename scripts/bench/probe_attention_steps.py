@@ -1,39 +1,17 @@
 """The tensors of probe_attention.py's steps, what they should give, and what runs on them."""
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.heads import heads_of
-from compiled_llm.ops.attention.tiles import HOPPER
-from compiled_llm.ops.programmatic_launch import programmatic_launches
 
 BLOCK, HEAD_DIM, KV_HEADS, EPS = 16, 128, 8, 1e-6
 BF16 = torch.bfloat16
 CACHES = {"bf16": BF16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-
-class Variant(NamedTuple):
-    """Of the candidate kernel: its tile, splits of at least ``tokens`` keys and at most ``most``, and its switches."""
-
-    n: int = 64
-    warps: int = 4
-    tokens: int = 64
-    most: int = 16
-    merge: int = 16
-    in_turns: bool = False
-    from_task: bool = True
-    in_registers: bool = True
-    early: bool = True
-    loop: bool = True
-    sem: str = "acq_rel"
-    programmatic: bool = False
-    before: bool = False
-    programs: int = 0  # for all KV heads, which take tasks in turns; 0: one for each task
 
 
 def turned(x: Tensor, cos_sin: Tensor, norm: Tensor | None) -> Tensor:
@@ -108,7 +86,7 @@ class Decode:
             outs.append((scores.softmax(-1) @ parts[1]).reshape(self.heads, HEAD_DIM))
         return torch.stack(outs)
 
-    def engine(self, programmatic: bool = False) -> Any:
+    def engine(self) -> Any:
         from compiled_llm.ops.attention import triton_decode as td
         from compiled_llm.ops.attention import triton_decode_plan
 
@@ -117,87 +95,7 @@ class Decode:
         turning = td.Turning(self.cos_sin, self.norm, self.norm, None, None)
         q, k, v = heads_of(self.qkv, self.heads, KV_HEADS, HEAD_DIM)
         rest = (*self.caches, *self.scales, self.table, *plan, None, HEAD_DIM**-0.5, 0, 0.0)
-
-        def run() -> Tensor:
-            with programmatic_launches(programmatic):
-                return td.decode_attention(q, k, v, turning, EPS, *rest)
-
-        return run
-
-    def engine_with(self, n: int, warps: int, stages: int, programs: int, tokens: int) -> Any:
-        """The engine's kernel with another tile, and splits of at least ``tokens`` old keys."""
-        from compiled_llm.ops.attention import triton_decode as td
-
-        tiles = dataclasses.replace(
-            HOPPER[HEAD_DIM], decode_block_n=n, decode_warps=warps, decode_stages=stages,
-            decode_programs_per_sm=programs, alone_warps=0,
-        )  # fmt: skip
-        tasks, _ = self.tasks(Variant(n=n, tokens=tokens, most=64))
-        plan = (
-            tasks[:, :8].contiguous(),
-            torch.zeros(self.slots.numel() * KV_HEADS, dtype=torch.int32, device=self.device),
-        )
-        turning = td.Turning(self.cos_sin, self.norm, self.norm, None, None)
-        q, k, v = heads_of(self.qkv, self.heads, KV_HEADS, HEAD_DIM)
-        rest = (*self.caches, *self.scales, self.table, *plan, None, HEAD_DIM**-0.5, 0, 0.0)
-        return functools.partial(td.decode_attention, q, k, v, turning, EPS, *rest, tiles=tiles)
-
-    def tasks(self, variant: Variant) -> tuple[Tensor, int]:
-        """As the plan would be, with the block numbers of each split's first tile; splits count old keys alone."""
-        rows, grain = [], variant.n // 8
-        if not variant.loop:
-            assert max(self.lengths) <= variant.n * variant.most
-        for row, length in enumerate(self.lengths):
-            old = length - 1 if variant.in_registers else length
-            size = max(variant.tokens, -(-old // (variant.most * 64)) * 64)
-            count = max(1, -(-old // size))
-            for split in range(count):
-                begin = split * size
-                end = length if split == count - 1 else begin + size
-                at = [min(begin + grain * i, length - 1) // BLOCK for i in range(8)]
-                blocks = self.table[row, at].tolist()
-                slot = int(self.slots[row]) if split == count - 1 else -1
-                rows.append([row, row, begin, end, split, count, slot, 0, *blocks])
-        grid = variant.most * len(self.lengths)  # as of a step that may have the longest requests
-        tasks = torch.zeros(1 + grid, 16, dtype=torch.int32)
-        tasks[:, 6] = -1
-        tasks[: 1 + len(rows)] = torch.tensor([[len(rows)] + [0] * 15, *rows], dtype=torch.int32)
-        return tasks.to(self.device), grid
-
-    def candidate(self, variant: Variant) -> Any:
-        import probe_attention_kernels
-
-        q, k, v = heads_of(self.qkv, self.heads, KV_HEADS, HEAD_DIM)
-        assert k is not None
-        assert v is not None
-        tasks, count = self.tasks(variant)
-        if variant.programs:
-            count = variant.programs // KV_HEADS
-        counters = torch.zeros(len(self.lengths) * KV_HEADS, dtype=torch.int32, device=self.device)
-        caches = [x.view(torch.int16) if x.element_size() == 1 else x for x in self.caches]
-        parts = (len(self.lengths), self.heads, variant.most)
-
-        def run() -> Tensor:
-            out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
-            partial = torch.empty((*parts, HEAD_DIM), device=self.device)
-            maxima, sums = torch.empty((2, *parts), device=self.device)
-            options: dict[str, Any] = {"launch_pdl": True} if variant.programmatic else {}
-            probe_attention_kernels.few_kernel[(KV_HEADS, count)](
-                q, k, v, self.cos_sin, self.norm, self.norm, *caches, *self.scales,
-                self.table, tasks, counters, None, out, partial, maxima, sums,
-                EPS, HEAD_DIM**-0.5, variant.most, self.table.stride(0), self.cos_sin.stride(0),
-                *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-                GROUP=self.heads // KV_HEADS, NUM_KV_HEADS=KV_HEADS, HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK,
-                CODE_MAX=kv_quant.CODE_MAX.get(self.caches[0].dtype, 0.0), SOFT_CAP=0.0,
-                MERGE_HEADS=self.heads // KV_HEADS, MERGE_SPLITS=variant.merge, BLOCK_M=16, BLOCK_N=variant.n,
-                FROM_TASK=variant.from_task, IN_REGISTERS=variant.in_registers, EARLY=variant.early,
-                LOOP=variant.loop, SEM=variant.sem, PROGRAMMATIC=variant.programmatic,
-                BEFORE=variant.before, IN_TURNS=variant.in_turns, PERSISTENT=variant.programs > 0,
-                num_warps=variant.warps, num_stages=1, enable_fp_fusion=False, **options,
-            )  # fmt: skip
-            return out
-
-        return run
+        return functools.partial(td.decode_attention, q, k, v, turning, EPS, *rest)
 
     def sdpa(self, name: str) -> Any:
         count = len(self.lengths)
@@ -255,16 +153,12 @@ class Prefill:
         self.caches = [torch.randn(shape, device=device).to(BF16) for _ in range(2)]
         self.flops = 4 * heads * HEAD_DIM * (tokens * length - tokens * (tokens - 1) // 2)
 
-    def engine(self, m: int, n: int, warps: int, stages: int) -> Any:
+    def engine(self) -> Any:
         from compiled_llm.ops.attention import triton_attention as ta
 
-        sizes = {"prefill_block_m": m, "prefill_block_n": n, "prefill_warps": warps, "prefill_stages": stages}
-        if m == 64:
-            sizes["prefill_programs_per_sm"] = 2
-        tiles = dataclasses.replace(HOPPER[HEAD_DIM], **sizes)
         turn, k, v = ta.to_turn(self.qkv, self.cos_sin, None, None, None, None, self.heads, KV_HEADS, HEAD_DIM, EPS)
         where = (self.slots, self.table, self.starts, self.seq_lens, None, HEAD_DIM**-0.5, self.tokens, 0, 0.0)
-        return lambda: ta.paged_attention(turn.q, k, v, *self.caches, None, None, *where, tiles=tiles, turn=turn)
+        return lambda: ta.paged_attention(turn.q, k, v, *self.caches, None, None, *where, turn=turn)
 
     def sdpa(self, name: str) -> Any:
         q = torch.randn(1, self.heads, self.tokens, HEAD_DIM, device=self.device, dtype=BF16)

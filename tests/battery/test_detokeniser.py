@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.text import context_decoding
+from compiled_llm.text.context_decoding import ContextDecoding
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -97,6 +99,13 @@ def straddling(path: Path) -> Kind:
     return byte_level(saved(backend, path), {token: vocabulary[token] for token in SPECIALS})
 
 
+def with_its_library(path: Path) -> Kind:
+    """As if the bytes of its tokens were not known."""
+    kind = straddling(path)
+    kind.tokenizer.__dict__["byte_level"] = None
+    return kind
+
+
 def byte_fallback(path: Path, strips: bool) -> Kind:
     """As sentencepiece makes them: '▁' for a space, and bytes for what has no token."""
     words = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581the", "\u2581def", "ré", "你", "สวั", "ส", "\u0e31", "👍"]
@@ -119,6 +128,7 @@ def byte_fallback(path: Path, strips: bool) -> Kind:
 KINDS: dict[str, Callable[[Path], Kind]] = {
     "demo": demo,
     "straddling": straddling,
+    "straddling, with its library": with_its_library,
     "fallback": lambda path: byte_fallback(path, strips=False),
     "fallback, stripped": lambda path: byte_fallback(path, strips=True),
 }
@@ -254,6 +264,45 @@ def test_random_sequences(kind: Kind, num_sequences: int, battery_counts: Counte
         assert count > 0, what
 
 
+@pytest.mark.parametrize(
+    "num_sequences", [pytest.param(60, id="small"), pytest.param(5_000, id="full", marks=pytest.mark.battery)]
+)
+def test_many_tokens_at_once_are_one_after_the_other(
+    kind: Kind, num_sequences: int, monkeypatch: pytest.MonkeyPatch, battery_counts: Counter[str]
+) -> None:
+    """Pieces of any length between single tokens. After each, all that is decided is shown, and no more."""
+    rng, at_once = random.Random(3), ContextDecoding._add_at_once
+    monkeypatch.setattr(context_decoding, "_TOKENS_AT_ONCE", 20)
+
+    def counted(text: ContextDecoding, token_ids: list[int]) -> str | None:
+        piece = at_once(text, token_ids)
+        battery_counts["not at once" if piece is None else "at once"] += 1
+        return piece
+
+    monkeypatch.setattr(ContextDecoding, "_add_at_once", counted)
+    for number in range(num_sequences):
+        ids = [token_id for _ in range(rng.randint(1, 4)) for token_id in random_ids(rng, kind)]
+        place = rng.choice([0, rng.randint(0, len(ids))])
+        prompt, output, skips = ids[:place], ids[place:], rng.random() < 0.7
+        text, shown, count = OutputText(kind.tokenizer, prompt, SamplingParams(skip_special_tokens=skips)), "", 0
+        while count < len(output):
+            piece = output[count : count + rng.choice([1, 2, 5, 30])]
+            count += len(piece)
+            if len(piece) == 1:
+                text.append(piece[0])
+            else:
+                text.extend(piece)
+            shown += text.take(finished=False)
+            whole = added(kind, prompt, output[:count], skips)
+            assert shown == whole.removesuffix(REPLACEMENT), f"in sequence {number}: {prompt}, {output}"
+        text.finish()
+        assert shown + text.take(finished=True) == added(kind, prompt, output, skips)
+    if kind.tokenizer.byte_level is None:
+        assert battery_counts["at once"] > battery_counts["not at once"] / 10 > 0
+    else:
+        assert not battery_counts, "the bytes of a token are known"
+
+
 @pytest.mark.parametrize("include", [False, True], ids=["without", "with"])
 @pytest.mark.parametrize(
     "num_stops", [pytest.param(40, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)]
@@ -309,7 +358,7 @@ def test_no_token_costs_more_than_the_one_before(kind: Kind, what: str, monkeypa
         text.append(token_id)
         shown += text.take(finished=False)
         assert len(kind.whole(ids[:count], True)) - len(shown) <= 1
-    assert max(lengths) < 20
+    assert max(lengths, default=0) < 20
     assert len(lengths) < 20 * len(ids)
     text.finish()
     assert shown + text.take(finished=True) == kind.whole(ids, True)

@@ -289,7 +289,7 @@ def test_prompts_begin_a_step_of_their_own_with_trees(monkeypatch: pytest.Monkey
 
 def test_a_cpu_refuses_cuda_graphs() -> None:
     assert graph_pool("auto", CPU) is None
-    for mode in ("manual", "programmatic", "trees"):
+    for mode in ("manual", "programmatic", "pinned", "trees"):
         with pytest.raises(ValueError, match=f"cuda_graphs must be 'auto', the default, on a cpu, given '{mode}'"):
             CompiledEngine(device="cpu", cuda_graphs=mode)
 
@@ -317,9 +317,9 @@ def test_programmatic_launches_need_a_gpu_that_has_them(events: list[str], monke
 
 
 def test_the_config_knows_what_is_allowed() -> None:
-    modes = "'auto', 'manual', 'programmatic', 'trees'"
+    modes = "'auto', 'manual', 'programmatic', 'pinned', 'trees'"
     with pytest.raises(ValueError, match=f"cuda_graphs must be one of {modes}, given 'none'"):
         EngineConfig(cuda_graphs="none")
-    for mode in ("manual", "programmatic", "trees"):
+    for mode in ("manual", "programmatic", "pinned", "trees"):
         with pytest.raises(ValueError, match=f"cuda_graphs must be 'auto', .* enforce_eager=True .* given '{mode}'"):
             EngineConfig(cuda_graphs=mode, enforce_eager=True)

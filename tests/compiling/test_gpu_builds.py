@@ -169,6 +169,25 @@ def test_a_function_whose_graph_is_captured_loads_what_the_cache_has(
     assert at_first_call == ["product"] * 2
 
 
+def test_stored_code_that_does_not_run_is_compiled_anew_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_first_call: list[str]
+) -> None:
+    def fails(*args: Any) -> None:
+        raise ImportError("no kernel")
+
+    monkeypatch.setattr(function_module, "from_bytes", lambda payload, function: fails)
+    args = torch.ones(2), (torch.full((2,), 3.0),)
+    cache = CompileCache(tmp_path, {"gpu": "this"})
+    cache.store(cache.key_of("product", product, args, {}), b"code", {"graphs": 1, "graph_breaks": 0})
+    pool: Any = object()
+    function = CompiledFunction(product, "product", CPU, enforce_eager=False, graph_pool=pool, cache=cache)
+    with pytest.warns(UserWarning, match="product is compiled anew, .* does not run: ImportError: no kernel"):
+        function.warm_up(lambda: args)
+    assert function(*args).tolist() == [3.0, 3.0]
+    assert at_first_call == ["product"]
+    assert function.report().cache == "miss"
+
+
 @pytest.mark.parametrize(("jobs", "cores", "expected"), [(1, 16, 1), (18, 16, 18), (40, 16, 16), (3, 2, 3), (9, 2, 2)])
 def test_processes_for_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, cores: int, expected: int

@@ -21,6 +21,7 @@ EAGER: dict[str, Any] = {
     "enforce_eager": True,
     "dtype": "float32",
     "bucket_sizes": (1, 4),
+    "token_bucket_sizes": (32,),
     "max_model_len": 256,
     "check_invariants": True,
 }

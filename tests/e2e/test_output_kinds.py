@@ -9,7 +9,13 @@ import pytest
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, CompletionOutput, RequestOutput, SamplingParams
 
 PROMPT = "def add(a, b):\n    return"
-ENGINE: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "bucket_sizes": (1, 4), "max_model_len": 256}
+ENGINE: dict[str, Any] = {
+    "enforce_eager": True,
+    "dtype": "float32",
+    "bucket_sizes": (1, 4),
+    "token_bucket_sizes": (32,),
+    "max_model_len": 256,
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "several": {"n": 3, "temperature": 1.0, "seed": 3},

@@ -25,7 +25,8 @@ from tests.families import checkpoint
 from tests.offline.runs import rows, run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_offline.py"
-FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--temperature", "0", "--num-kv-blocks", "300"]
+FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--token-bucket-sizes", "32", "--num-kv-blocks", "300"]
+FAST += ["--max-tokens", "6", "--temperature", "0"]
 
 
 def test_bundled_prompts_and_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,8 @@ from tests.offline import runs
 from tests.offline.runs import COMMAND, rows, write_prompts
 
 NUM_ROWS = 12
-FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--num-kv-blocks", "300", "--quiet"]
+FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--token-bucket-sizes", "32", "--num-kv-blocks", "300"]
+FAST += ["--max-tokens", "6", "--quiet"]
 FAST += ["--dtype", "float32", "--progress", "off"]
 
 

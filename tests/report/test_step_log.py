@@ -106,13 +106,34 @@ def test_latencies_leave_pauses_out() -> None:
     assert (log.num_finished, log.e2e.count) == (2, 1)
 
 
-def test_gaps_between_tokens() -> None:
+def test_pauses_are_in_no_gap_between_tokens() -> None:
     log = StepLog(pauses=[])
-    first = log.record_token(100.0, None)
-    second = log.record_token(100.5, first)
+    times = [log.token_time(100.0), log.token_time(100.5)]
     log.pauses.append((7.0, 9.0))
-    log.record_token(103.0, second)
-    assert list(log.gaps.values) == [0.5, 0.5]
+    times.append(log.token_time(103.0))
+    assert [times[1] - times[0], times[2] - times[1]] == [0.5, 0.5]
+
+
+def test_a_sample_is_as_likely_to_keep_any_number() -> None:
+    kept = [0] * 10
+    for seed in range(60):
+        sample = Sample(size=50, seed=seed)
+        for start in range(0, 1000, 25):
+            sample.extend([float(value) for value in range(start, start + 25)])
+        for value in sample.values:
+            kept[int(value) // 100] += 1
+    assert sum(kept) == 60 * 50
+    assert all(abs(count - 300) < 5 * 300**0.5 for count in kept), kept
+
+
+def test_many_values_at_once_are_one_after_the_other() -> None:
+    single, many = Sample(size=5), Sample(size=5)
+    for values in ([1.0, 2.0], [], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0], [9.0]):
+        for value in values:
+            single.add(value)
+        many.extend(values)
+    assert (many.count, many.sum, many.values) == (single.count, single.sum, single.values)
+    assert many.count == 9
 
 
 def test_overlap() -> None:

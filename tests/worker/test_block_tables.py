@@ -51,7 +51,8 @@ def test_tables_follow_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
             windows=(WindowOutput(table_updates=tuple((n, start, (7,) * len(b)) for n, start, b in updates)),),
         )
         rows.update(output)
-        tables.send(rows.changes)
+        if rows.changes:
+            tables.send(*tables.pack(rows.changes))
         for name, length in lengths.items():
             row = rows.row_of(name)
             for table, known in zip(tables.tensors, rows.tables, strict=True):

@@ -1,6 +1,7 @@
 """Filling a bucket: what stands in the buffers, in the padding, and in the rows of released requests."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from compiled_llm.config import EngineLimits
 from compiled_llm.models.weights import tensors
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
-from compiled_llm.scheduling.bucket import Bucket, buckets_of
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, StateOutput, WindowOutput
+from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
 
@@ -295,3 +297,67 @@ def test_layers_with_a_window_have_tables_of_their_own() -> None:
     buffers.clear()
     assert (window.slot_mapping < LIMITS.block_size).all()
     assert (window.block_table == SINK_BLOCK).all()
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["tables of the step", "tables of all"])
+def test_a_step_of_the_same_requests_is_the_step_that_any_other_buffers_have(on_device: bool) -> None:
+    """Requests come, go and decode, in steps that change buckets; what is written once stays right."""
+    rng, store = random.Random(5), RequestRows(LIMITS, vocab_size=100)
+    tables = BlockTables(LIMITS, CPU, 0) if on_device else None
+    buckets = buckets_of(LIMITS)
+    all_buffers = {bucket: StepBuffers(bucket, LIMITS, CPU, (), tables) for bucket in buckets}
+    computed: dict[str, int] = {}
+    num_same = num_new_blocks = 0
+    last: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    for number in range(400):
+        gone += tuple(name for name in computed if rng.random() < 0.04 or computed[name] > 26)
+        computed = {name: count for name, count in computed.items() if name not in gone}
+        names = [name for name in computed if rng.random() < 0.98]
+        items = [
+            Item(
+                name,
+                [rng.randrange(100) for _ in range(1 if rng.random() < 0.97 else 2)],
+                computed[name],
+                [rng.randrange(1, 99)] if computed[name] % 4 == 0 else [],
+                first_block=computed[name] // 4,
+                feedback=rng.choice([-1, 0, 1]),
+                samples=rng.randrange(2),
+            )
+            for name in names
+        ]
+        for item in items:
+            if len(item.tokens) == 2 and item.computed % 4 == 3:
+                item.blocks, item.first_block = [rng.randrange(1, 99)], item.first_block + 1
+        if len(computed) < 3 and (not computed or rng.random() < 0.1):
+            params = SamplingParams(temperature=rng.random(), top_k=rng.randrange(1, 9), top_p=0.9)
+            name = f"{number}"
+            items.append(Item(name, [7] * rng.randint(1, 2), 0, [rng.randrange(1, 99)], params, seed=number))
+        if not items:
+            continue
+        step = step_of(*items, released=gone)
+        bucket = choose_bucket(buckets, step)
+        rows = store.update(step)
+        all_buffers[bucket].fill(step, rows, store)
+        fresh = StepBuffers(bucket, LIMITS, CPU, (), tables)
+        fresh.fill(step, rows, store)
+        assert all_buffers[bucket].feedback.tolist() == fresh.feedback.tolist()
+        for found, expected in zip(inputs(all_buffers[bucket]), inputs(fresh), strict=True):
+            # What lies behind a request's blocks in its row is never read.
+            if found is all_buffers[bucket].step_input.block_table and not on_device:
+                widths = [store.num_blocks[row] for row in rows]
+                pairs = zip(found.tolist(), expected.tolist(), widths, strict=False)
+                assert all(one[:width] == other[:width] for one, other, width in pairs)
+            else:
+                assert torch.equal(found, expected)
+        num_same += step.request_ids == last
+        num_new_blocks += step.request_ids == last and bool(step.table_updates)
+        last, gone = step.request_ids, ()
+        for item in items:
+            computed[item.name] = item.computed + len(item.tokens)
+        if tables is not None:
+            for name, count in computed.items():
+                row, width = store.row_of(name), -(-count // 4)
+                assert tables.tensors[0][row, :width].tolist() == store.block_table[row, :width].tolist()
+    assert num_same > 100
+    assert num_new_blocks > 20

@@ -22,6 +22,7 @@ BESIDES = frozenset(
         "scales_of_rows",
         "merge",
         "_merge_heads",
+        "_rest",
         "choose",
     }
 )

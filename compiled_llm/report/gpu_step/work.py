@@ -138,11 +138,33 @@ def _decode(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     shares = {
         "_merge_heads": merge,
         "_write_new": Share(made),
-        "_store_whole": Share(0 if splits > 1 else r * kv_heads),
+        "store_whole": Share(0 if splits > 1 else r * kv_heads),
     }
     return Work(
         read, partial + out + made * _key_bytes(a), flops, padded, 8 * a["q"].itemsize, r * kv_heads * splits, blocks,
         1 + merge.turns if merge.runs else 0, shares,
+    )  # fmt: skip
+
+
+def _alone(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """As ``_decode``. Tiles of long splits but the first are attended to by another loop; splits are joined at once."""
+    from compiled_llm.ops.attention.triton_alone import NEAR
+
+    sizes = {"BLOCK_H": a["HEAD_DIM"], "MERGE_HEADS": a["GROUP"], "MERGE_SPLITS": a["SPLITS"]}
+    work, heads = _decode(a | sizes, kernel, contexts), a["NUM_KV_HEADS"]
+    assert work.entries
+    assert work.trips
+    splits = work.entries // heads
+    tiles = work.trips // work.entries  # of a split
+    rest = max(0, tiles - 1) if tiles > NEAR.value else 0
+    shares = {
+        "_join": Share(heads if splits > 1 else 0, is_last=True),
+        "store_whole": Share(0 if splits > 1 else heads),
+        "_rest": Share(work.entries if rest else 0, rest),
+    }
+    return dataclasses.replace(
+        work, trips=work.trips - rest * work.entries, round_trips=2 if splits > 1 else 0, shares=shares,
+        single=frozenset({"attend", "attend_codes"}),
     )  # fmt: skip
 
 
@@ -340,6 +362,7 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
     "decode_kernel": _decode,
+    "alone_kernel": _alone,
     "prefill_kernel": _prefill,
     "exact_attention_kernel": _exact_attention,
     "exact_merge_kernel": _exact_merge,

@@ -198,6 +198,12 @@ CASES = {
         )
         for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
     },
+    **{  # splits of more tiles than come through registers
+        f"turned-alone-far-{name}": functools.partial(
+            turned, [2600], dtype=BF16, kv_dtype=kv_dtype, num_heads=2, num_kv_heads=1
+        )
+        for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
+    },
     "turned-alone-float16": functools.partial(turned, [100], dtype=FP16, norm_dtype=FP32, scaled=True),
     "plain-alone": functools.partial(plain, [200], dtype=BF16, head_dim=128, block_size=1),
     "turned-many": functools.partial(turned, [*range(1, 340, 17)], dtype=BF16, without_row=12, head_dim=16),
@@ -219,7 +225,7 @@ CASES = {
 # The others: battery.
 ORDINARY = (
     "plain-h80-gqa4-fp8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
-    "turned-keys-are-values", "turned-window", "bad-key",
+    "turned-keys-are-values", "turned-window", "bad-key", "turned-alone-h128-gqa5-bf16", "turned-alone-far-int8",
 )  # fmt: skip
 
 

@@ -1,0 +1,122 @@
+"""What graphs take from the host and give to it: interpreted, in any order of host and device; compiled ahead."""
+
+import random
+import subprocess
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm.worker.field_buffers import FieldBuffers, Fields
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops import triton_pinned  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+
+CPU = torch.device("cpu")
+ROOM = 5
+FIELDS: Fields = {
+    "header": ((3,), torch.int32),
+    "changed_places": ((ROOM,), torch.int64),
+    "changed_entries": ((ROOM,), torch.int32),
+    "numbers": ((300,), torch.int32),
+    "shares": ((7,), torch.float32),
+}
+# Of a step: a number in all its fields, its slot, and (place, entry) of changes.
+Step = tuple[int, int, list[tuple[int, int]]]
+
+
+def steps_arrive(at_once: int) -> None:
+    """Each graph gets its own step, whatever the host has written meanwhile, and however often it runs."""
+    triton_pinned._WORDS_AT_ONCE = at_once
+    buffers, rng = FieldBuffers(FIELDS, CPU, is_apart=True), random.Random(at_once)
+    tables, chosen = torch.zeros(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    expected_tables, under_way, last = tables.clone(), deque[Step](), None
+
+    def fill(number: int) -> Step:
+        changes = [(place, rng.randrange(1, 99)) for place in rng.sample(range(40), rng.randint(0, ROOM))]
+        arrays = buffers.next_arrays()
+        arrays["numbers"][:], arrays["shares"][:] = number, number / 2
+        arrays["header"][1:] = number % 2, len(changes)
+        for index, (place, entry) in enumerate(changes):
+            arrays["changed_places"][index], arrays["changed_entries"][index] = place, entry
+        buffers.copy()
+        return number, number % 2, changes
+
+    def run_oldest() -> Step:
+        number, slot, changes = step = under_way.popleft()
+        buffers.begin_graph(chosen, tables)
+        assert (buffers.tensors["numbers"] == number).all()
+        assert (buffers.tensors["shares"] == number / 2).all()
+        assert chosen.item() == slot
+        for place, entry in changes:
+            expected_tables[place] = entry
+        assert torch.equal(tables, expected_tables)
+        return step
+
+    buffers.begin_graph(chosen, tables)
+    assert not buffers.tensors["numbers"].any(), "nothing was filled"
+    for number in range(1, 60):
+        while len(under_way) == 2 or (under_way and rng.random() < 0.4):
+            last = run_oldest()
+        if last is not None and not under_way and rng.random() < 0.3:  # for a profile
+            buffers.begin_graph(chosen, tables)
+            assert (buffers.tensors["numbers"] == last[0]).all()
+        if rng.random() < 0.2:
+            fill(1000 + number)  # its graph was not started
+        under_way.append(fill(number))
+        buffers.start_graph()
+    while under_way:
+        run_oldest()
+
+
+def tokens_arrive() -> None:
+    tokens = torch.arange(9, dtype=torch.int64) + 2**40
+    slots = torch.zeros(9, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
+    for number in range(4):
+        triton_pinned.give(tokens + number, slots, torch.tensor([number % 2], dtype=torch.int32))
+        assert torch.equal(slots[number % 2], tokens + number)
+        assert number == 0 or torch.equal(slots[1 - number % 2], tokens + number - 1)
+
+
+INTERPRETED = {
+    "steps in a piece": lambda: steps_arrive(8192),
+    "steps in pieces": lambda: steps_arrive(64),
+    "tokens": tokens_arrive,
+}
+
+
+@pytest.mark.parametrize("kernel", ["take_kernel", "give_kernel"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_compiles_without_spills(
+    capability: tuple[int, int],
+    kernel: str,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    recorded: list = []
+    monkeypatch.setattr(triton_pinned, kernel, ahead_of_time.Recorder(getattr(triton_pinned, kernel), recorded))
+    memory = torch.empty(1 << 15, dtype=torch.uint8, device="meta")
+    number = torch.empty(1, dtype=torch.int32, device="meta")
+    if kernel == "take_kernel":
+        tables = torch.empty(1 << 20, dtype=torch.int32, device="meta")
+        triton_pinned.take((memory, memory), memory, number, tables, 64, 4096)
+    else:
+        tokens = torch.empty(256, dtype=torch.int64, device="meta")
+        triton_pinned.give(tokens, (tokens, tokens), number)
+    ((found, args, kwargs),) = recorded
+    binary = ahead_of_time.compiled(found, args, kwargs, capability)
+    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+if __name__ == "__main__":
+    interpreted.run(INTERPRETED)
