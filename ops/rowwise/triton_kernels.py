@@ -6,8 +6,6 @@ Numbers are rounded where ``reference.py`` rounds them: operations are in float3
 import triton
 import triton.language as tl
 
-from compiled_llm.ops.triton_programmatic import ask_for_rows, wait_for_launches_before
-
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 PLACES = tl.constexpr(256)  # squares of a row's elements that are so far apart are added up first
@@ -31,15 +29,15 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load(row, i, inside):
+def load_row(row, i, inside):
     return tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_sum(x, delta, i, inside):
-    y = _load(x, i, inside)
+def load_sum(x, delta, i, inside):
+    y = load_row(x, i, inside)
     if delta is not None:
-        y = rounded(y + _load(delta, i, inside), x.dtype.element_ty)
+        y = rounded(y + load_row(delta, i, inside), x.dtype.element_ty)
     return y
 
 
@@ -78,55 +76,11 @@ def weighted(y, weights, dtype: tl.constexpr):
     return cast(y * weights.to(tl.float32), dtype)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_asked"])
-def norm_kernel(
-    x, delta, weight, total, out, asked, x_stride, delta_stride, eps, num_rows, num_asked,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr = 0, LINES: tl.constexpr = 0,
-    PROGRAMMATIC: tl.constexpr = False,
-):  # fmt: skip
-    """A program a row. ``sum_of_places`` says in which order squares are added up.
-
-    Others, if ``asked`` for, ask the L2 cache for the first WIDTH lines of its rows, LINES of them each.
-    """
-    if PROGRAMMATIC:
-        wait_for_launches_before()
-    if asked is None:  # noqa: SIM114 - known when it is compiled
-        _norm_of_row(x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE, BLOCK)
-    elif tl.program_id(0) < num_rows:
-        _norm_of_row(x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE, BLOCK)
-    else:
-        ask_for_rows(asked, tl.program_id(0) - num_rows, num_asked, SIZE, WIDTH, LINES)
-
-
-@triton.jit
-def _norm_of_row(
-    x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Nothing is written before the last square is read: else a block's loads would wait for the one before."""
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    if delta is not None:
-        delta += row * delta_stride
-    squares = tl.zeros([PLACES], tl.float32)
-    for start in tl.static_range(0, SIZE, PLACES):
-        i = start + tl.arange(0, PLACES)
-        y = _load_sum(x, delta, i, i < SIZE)
-        squares += y * y
-    scale = inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        y = _load_sum(x, delta, i, i < SIZE)
-        if delta is not None:
-            tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
-        weights = tl.load(weight + i, mask=i < SIZE, other=0.0)
-        tl.store(out + row * SIZE + i, weighted(y * scale, weights, out.dtype.element_ty), mask=i < SIZE)
-
-
 @triton.jit
 def _norm_part(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The norm of a part of a row, in one block."""
     i = tl.arange(0, BLOCK)
-    y = _load(x, i, i < SIZE)
+    y = load_row(x, i, i < SIZE)
     scale = inverse_rms(y * y, eps, SIZE)
     weights = tl.load(weight + i, mask=i < SIZE, other=0.0)
     tl.store(out + i, weighted(y * scale, weights, out.dtype.element_ty), mask=i < SIZE)
@@ -153,43 +107,6 @@ def qk_norm_kernel(
 
 
 @triton.jit
-def layer_norm_kernel(
-    x, delta, weight, bias, total, out, x_stride, delta_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
-):  # fmt: skip
-    """A program a row. Squares are added up by place in the block, block after block, and then all places."""
-    if PROGRAMMATIC:
-        wait_for_launches_before()
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    if delta is not None:
-        delta += row * delta_stride
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        y = _load_sum(x, delta, i, i < SIZE)
-        sums += y
-        if delta is not None:
-            tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
-    ones = tl.full([1], 1.0, tl.float32)
-    mean = tl.div_rn(tl.sum(sums, 0), ones * SIZE)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        if SIZE > BLOCK:  # else registers still hold the row
-            y = _load_sum(x, delta, i, i < SIZE)
-        centred = tl.where(i < SIZE, y - mean, 0.0)
-        squares += centred * centred
-    scale = inverse_rms(squares, eps, SIZE)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        if SIZE > BLOCK:
-            y = _load_sum(x, delta, i, i < SIZE)
-        normed = (y - mean) * scale * _load(weight, i, i < SIZE) + _load(bias, i, i < SIZE)
-        tl.store(out + row * SIZE + i, cast(normed, out.dtype.element_ty), mask=i < SIZE)
-
-
-@triton.jit
 def turned_heads(
     x, cosines, norm, eps, first_head, dtype: tl.constexpr,
     NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -202,14 +119,14 @@ def turned_heads(
     heads = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = (heads < NUM_HEADS) & (d < HALF)
     places = heads * (2 * HALF) + d
-    first, second = _load(x, places, inside), _load(x, places + HALF, inside)
+    first, second = load_row(x, places, inside), load_row(x, places + HALF, inside)
     if norm is not None:
         scale = inverse_rms(first * first + second * second, eps, 2 * HALF)[:, None]
         weights = tl.load(norm + d, mask=d < HALF, other=0.0)
         first = weighted(first * scale, weights, dtype).to(tl.float32)
         weights = tl.load(norm + HALF + d, mask=d < HALF, other=0.0)
         second = weighted(second * scale, weights, dtype).to(tl.float32)
-    cos, sin = _load(cosines, d, d < HALF), _load(cosines, HALF + d, d < HALF)
+    cos, sin = load_row(cosines, d, d < HALF), load_row(cosines, HALF + d, d < HALF)
     first, second = first * cos - second * sin, second * cos + first * sin
     return cast(first, dtype), cast(second, dtype), places, inside
 
@@ -289,7 +206,7 @@ def activation_kernel(x, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.constex
     """A program for ``BLOCK`` elements of a row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = activated(_load(x + row * stride, i, i < SIZE), ACTIVATION)
+    y = activated(load_row(x + row * stride, i, i < SIZE), ACTIVATION)
     tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
 
 
@@ -299,7 +216,7 @@ def gated_kernel(gate_up, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.conste
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate, up = _load(gate_up + row * stride, i, i < SIZE), _load(gate_up + row * stride + SIZE, i, i < SIZE)
+    gate, up = load_row(gate_up + row * stride, i, i < SIZE), load_row(gate_up + row * stride + SIZE, i, i < SIZE)
     y = activated(gate, ACTIVATION)
     tl.store(out + row * SIZE + i, cast(rounded(y, dtype) * up, dtype), mask=i < SIZE)
 
@@ -316,16 +233,16 @@ def gated_norm_kernel(
     for start in tl.static_range(0, GROUP, BLOCK):
         i = start + tl.arange(0, BLOCK)[None, :]
         inside = (i < GROUP) & (first < SIZE)
-        y = _load(x + row * x_stride, first + i, inside)
+        y = load_row(x + row * x_stride, first + i, inside)
         if not NORM_FIRST:
-            y *= activated(_load(gate + row * gate_stride, first + i, inside), "silu")
+            y *= activated(load_row(gate + row * gate_stride, first + i, inside), "silu")
         sums += y * y
     scale = inverse_root(tl.sum(sums, 1), eps, GROUP)[:, None]
     for start in tl.static_range(0, GROUP, BLOCK):
         i = start + tl.arange(0, BLOCK)[None, :]
         inside = (i < GROUP) & (first < SIZE)
-        y = _load(x + row * x_stride, first + i, inside)
-        silu = activated(_load(gate + row * gate_stride, first + i, inside), "silu")
+        y = load_row(x + row * x_stride, first + i, inside)
+        silu = activated(load_row(gate + row * gate_stride, first + i, inside), "silu")
         weights = tl.load(weight + (first + i) % WEIGHTS, mask=inside, other=0.0)
         if NORM_FIRST:
             y = cast(weighted(y * scale, weights, out.dtype.element_ty).to(tl.float32) * silu, out.dtype.element_ty)
@@ -346,7 +263,7 @@ def clamped_swiglu_kernel(gate_up, out, stride, alpha, limit, SIZE: tl.constexpr
     """A program for ``BLOCK`` outputs of a row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate, up = _load(gate_up + row * stride, i, i < SIZE), _load(gate_up + row * stride + SIZE, i, i < SIZE)
+    gate, up = load_row(gate_up + row * stride, i, i < SIZE), load_row(gate_up + row * stride + SIZE, i, i < SIZE)
     y = clamped_swiglu(gate, up, alpha, limit)
     tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
 
@@ -372,7 +289,7 @@ def soft_cap_kernel(x, out, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    scaled = tl.div_rn(_load(x + row * stride, i, i < SIZE), tl.zeros([BLOCK], tl.float32) + cap)
+    scaled = tl.div_rn(load_row(x + row * stride, i, i < SIZE), tl.zeros([BLOCK], tl.float32) + cap)
     capped = rounded(_tanh(rounded(scaled, dtype)), dtype) * cap
     tl.store(out + row * SIZE + i, cast(capped, dtype), mask=i < SIZE)
 
@@ -383,7 +300,7 @@ def scaled_sum_kernel(x, delta, scale, out, x_stride, delta_stride, SIZE: tl.con
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = _load_sum(x + row * x_stride, delta + row * delta_stride, i, i < SIZE)
+    total = load_sum(x + row * x_stride, delta + row * delta_stride, i, i < SIZE)
     tl.store(out + row * SIZE + i, cast(total * tl.load(scale), dtype), mask=i < SIZE)
 
 

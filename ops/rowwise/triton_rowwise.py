@@ -21,14 +21,13 @@ from compiled_llm.ops.rowwise.triton_kernels import (
     clamped_swiglu_kernel,
     gated_kernel,
     gated_norm_kernel,
-    layer_norm_kernel,
     log_sum_exp_kernel,
-    norm_kernel,
     qk_norm_kernel,
     rope_kernel,
     scaled_sum_kernel,
     soft_cap_kernel,
 )
+from compiled_llm.ops.rowwise.triton_norms import layer_norm_kernel, norm_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes of a pointer, and elements of a stride, by which Triton specialises
