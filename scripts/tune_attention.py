@@ -47,15 +47,14 @@ KINDS: dict[str, dict[str, Sequence[int]]] = {
         "decode_stages": (2, 3, 4, 5),
     },
     "decode programs": {"decode_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
-    "decode splits": {"split_tokens": (64, 128, 256)},
-    "alone tiles": {"alone_block_n": (32, 64, 128), "alone_warps": (2, 4, 8), "alone_stages": (2, 3, 4)},
-    "alone programs": {"alone_programs_per_sm": (1, 2, 3, 4)},
+    "alone tiles": {"alone_block_n": (32, 64, 128), "alone_warps": (2, 4, 8)},
     "short tiles": {
         "split_block_n": (16, 32, 64, 128),
         "split_warps": (2, 4, 8),
         "split_stages": (2, 3, 4, 5),
     },
     "short programs": {"split_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
+    "short splits": {"split_tokens": (64, 128, 256)},
     "short rows": {"short_block_m": (16, 32, 64, 128)},
     "prefill tiles": {
         "prefill_block_m": (64, 128),

@@ -223,10 +223,8 @@ def alone_kernel(
     if query_scale is not None:
         dtype: tl.constexpr = q_first.dtype
         q_scale = tl.load(query_scale).to(tl.float32)
-        q_first, q_second = (
-            cast(q_first.to(tl.float32) * q_scale, dtype),
-            cast(q_second.to(tl.float32) * q_scale, dtype),
-        )
+        q_first = cast(q_first.to(tl.float32) * q_scale, dtype)
+        q_second = cast(q_second.to(tl.float32) * q_scale, dtype)
 
     factor = scale * LOG2_E  # as ``attend`` has it
     if SOFT_CAP > 0:
@@ -262,7 +260,7 @@ def alone_kernel(
             new_scores = _scores(q_first, q_second, k_first, k_second)
             acc = _joined(v_first, v_second).to(tl.float32)
         row_max = tl.where(has_new, _capped(new_scores, scale, SOFT_CAP) * factor, LOWEST)
-        row_sum = tl.where(has_new, row_sum + 1.0, 0.0)
+        row_sum = tl.where(has_new, tl.exp2(row_max - row_max), 0.0)  # 1, but not of a key that is not finite
     q_tile = _joined(q_first, q_second)
     if IN_CODES:
         q_even, q_odd, unit = in_float16(q_tile)

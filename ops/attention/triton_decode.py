@@ -39,7 +39,8 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 TASK = tl.constexpr(TASK_COLUMNS)
-ALONE_HEAD_DIMS = (64, 128)  # of the kernel for one request; others have padding, or take more registers than it has
+# Of the kernel for one request: other heads have padding, and larger ones or more of them more than its registers.
+ALONE_HEAD_DIMS, ALONE_GROUP = (64, 128), 8
 _MERGED_SPLITS = 32  # that are joined at once: each takes registers for its weight
 
 
@@ -303,13 +304,15 @@ def decode_attention(
             "enable_fp_fusion": False,  # as the write kernel; in the main loop tl.fma says what is fused
             **launch_options(num_tokens),
         }
-        if num_tokens == 1 and tiles.alone_warps and head_dim in ALONE_HEAD_DIMS and v_norm is None:
+        fits = head_dim in ALONE_HEAD_DIMS and block_g <= ALONE_GROUP and v_norm is None
+        if num_tokens == 1 and tiles.alone_warps and fits:
             splits = decode_splits(tiles, 1, num_kv_heads, num_sms).most  # no plan has more
             alone_kernel[(num_kv_heads, min(splits, most))](
                 q, k, v, cos_sin, q_norm, k_norm, query_scale, *pairs_of_codes(q, k_cache, v_cache),
                 k_scale, v_scale, block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
                 eps, sm_scale, most, block_table.stride(0), q.stride(1), k_strides[1], v_strides[1],
-                SPLITS=splits, BLOCK_G=block_g, BLOCK_N=tiles.alone_block_n, num_warps=tiles.alone_warps, **shape,
+                SPLITS=splits, BLOCK_G=block_g, BLOCK_N=tiles.alone_block_n,
+                num_warps=tiles.alone_warps, num_stages=3, **shape,
             )  # fmt: skip
             return out
         decode_kernel[(min(num_tokens * most * num_kv_heads, num_sms * tile.programs_per_sm),)](

@@ -142,6 +142,15 @@ def any_program_may_be_the_last() -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+def a_bad_key_alone(kv_dtype) -> None:
+    """Also where it is the only one."""
+    case = decode_case([0], dtype=BF16, kv_dtype=kv_dtype, num_heads=4, num_kv_heads=2)
+    case.k[0, 1, 3] = float("nan")
+    out, _ = attended(case, plan_of(case))
+    assert not torch.isfinite(out[0, 2:]).any()
+    assert torch.isfinite(out[0, :2]).all()
+
+
 def a_bad_key_is_its_own_requests_affair(kv_dtype) -> None:
     clean = decode_case([30, 200, 40], dtype=BF16, kv_dtype=kv_dtype, num_heads=4, num_kv_heads=2)
     plan = plan_of(clean)
@@ -218,6 +227,8 @@ CASES = {
     "plain-blocks-of-one": functools.partial(plain, [1, 15, 200], dtype=BF16, block_size=1),
     "any-program-last": any_program_may_be_the_last,
     "bad-key": functools.partial(a_bad_key_is_its_own_requests_affair, None),
+    "bad-key-alone": functools.partial(a_bad_key_alone, None),
+    "bad-key-alone-int8": functools.partial(a_bad_key_alone, INT8),
     "bad-key-fp8": functools.partial(a_bad_key_is_its_own_requests_affair, FP8),
 }
 
@@ -226,6 +237,7 @@ CASES = {
 ORDINARY = (
     "plain-h80-gqa4-fp8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
     "turned-keys-are-values", "turned-window", "bad-key", "turned-alone-h128-gqa5-bf16", "turned-alone-far-int8",
+    "bad-key-alone",
 )  # fmt: skip
 
 
@@ -315,7 +327,7 @@ def test_decodes_compile_without_spills(
     binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
     usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
     assert usage["STACK"] + usage["LOCAL"] == 0
-    programs = 1  # of the kernel for one request: there are no more than SMs
+    programs = 2  # of the kernel for one request, see decode_splits
     if kernel is triton_decode.decode_kernel:
         programs = decode_tile(default_config(head_dim, 2, 1 if kv_dtype else 2, capability)).programs_per_sm
     assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
@@ -325,10 +337,10 @@ def test_decodes_compile_without_spills(
 # ---- on the CPU -----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_alone_is_cut_into_no_more_splits_than_there_are_sms_or_are_joined_soon() -> None:
+def test_a_request_alone_is_cut_into_no_more_splits_than_run_at_once_or_are_joined_soon() -> None:
     tiles: TileConfig = default_config(128, 2, 2, (9, 0))
-    assert decode_splits(tiles, 1, 8, 132) == Splits(64, 16)
-    assert decode_splits(tiles, 1, 1, 132) == Splits(64, 32)
+    assert decode_splits(tiles, 1, 8, 132) == Splits(64, 32)
+    assert decode_splits(tiles, 1, 16, 132) == Splits(64, 132 * 2 // 16)
     assert decode_splits(tiles, 1, 64, 132) == Splits(64, 8)
 
 
