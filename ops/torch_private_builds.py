@@ -32,7 +32,8 @@ def _with_one_configuration(name: str, source: str) -> Any:
     from torch._inductor.async_compile import _load_triton_kernel_from_source
 
     kernel = _load_triton_kernel_from_source(name, source)
-    kernel.configs = kernel.configs[:1]
+    if kernel.configs is not None:  # else it is compiled already, for another function
+        kernel.configs = kernel.configs[:1]
     return kernel
 
 
