@@ -89,7 +89,7 @@ class EngineConfig:
             12.3 or later); "pinned", likewise, and graphs read and write memory of the host; "trees", torch's CUDA
             graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
         compile_workers: processes that compile side by side what is not kept on disk. None: one for each core, on a
-            CPU if the model is deep enough that it pays; 0: the engine's own process compiles everything.
+            CPU if the model is deep enough that it pays; 0: the engine's own process, on a GPU at each start.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.

@@ -18,10 +18,22 @@ _NAMESPACE = "compiled_llm"
 
 def triton_kernel(name: str, source: str) -> Any:
     """Inductor's Triton kernel of this name: compiled, or found in Triton's cache, and loaded onto the GPU."""
+    kernel = _with_one_configuration(name, source)
+    kernel.precompile()
+    return kernel
+
+
+def _with_one_configuration(name: str, source: str) -> Any:
+    """Inductor's Triton kernel, not compiled yet, with the first of the configurations that it would try out.
+
+    To choose among several by running them would take time at a start, and their sums could have another order after
+    each start.
+    """
     from torch._inductor.async_compile import _load_triton_kernel_from_source
 
     kernel = _load_triton_kernel_from_source(name, source)
-    kernel.precompile()
+    if kernel.configs is not None:  # else it is compiled already, for another function
+        kernel.configs = kernel.configs[:1]
     return kernel
 
 
@@ -127,9 +139,7 @@ def _compiled(self: Any, name: str, source: str, device_str: str = "cuda") -> _U
 
 def compiled_kernel(name: str, source: str) -> _Unloaded:
     """In the place of ``triton_kernel`` where there is no GPU: it is compiled alone."""
-    from torch._inductor.async_compile import _load_triton_kernel_from_source
-
-    _load_triton_kernel_from_source(name, source).precompile(warm_cache_only=True)
+    _with_one_configuration(name, source).precompile(warm_cache_only=True)
     return _Unloaded()
 
 
@@ -172,9 +182,6 @@ def rehearse(function: Callable, args: tuple) -> None:
 @contextlib.contextmanager
 def builds_for_others() -> Iterator[None]:
     """Inductor makes code by itself, tries nothing out on the GPU, and looks for nothing that it made before.
-
-    Nor does that code try out anything: each kernel has one configuration. To choose among several at its first launch
-    takes as long as to load it ten times, and the order of sums would be another from start to start.
 
     Dynamo does not look up the source of all functions that it traced, which ready code has no use for: a tenth of the
     time went there.
