@@ -85,9 +85,9 @@ class EngineConfig:
         async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
             step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
         cuda_graphs: who records the CUDA graphs on a GPU: "manual", the engine itself, a graph for each bucket;
-            "programmatic", likewise, with kernels that may start while the one before still runs (H100 or B200, CUDA
-            12.3 or later); "pinned", likewise, and graphs read and write memory of the host; "trees", torch's CUDA
-            graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
+            "programmatic", likewise, with kernels that may start while the one before still runs (H100, B200; CUDA 12.3
+            or later); "pinned", likewise, graphs read and write the host's memory (not measured yet); "trees", torch's
+            trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's

@@ -20,18 +20,19 @@ class GraphPool:
 
     Args:
         programmatic: let launches of its graphs start while the one before still runs, see ``programmatic_launch.py``.
-        pinned: let its graphs read their inputs from pinned memory, and write their tokens there.
 
     Attributes:
+        pinned: whether its graphs read their inputs from pinned memory, and write their tokens there.
         before, after: called with a function's arguments as its graph is captured: what the graph begins and ends with.
     """
 
-    def __init__(self, device: torch.device, programmatic: bool = False, pinned: bool = False) -> None:
-        self.programmatic, self.pinned = programmatic, pinned
-        self.before: Callable[[tuple], None] = _nothing
-        self.after: Callable[[tuple], None] = _nothing
+    def __init__(self, device: torch.device, programmatic: bool = False) -> None:
+        self.programmatic = programmatic
         self.stream = torch.cuda.Stream(device)
         self.handle = torch.cuda.graph_pool_handle()
+        self.pinned = False
+        self.before: Callable[[tuple], None] = _nothing
+        self.after: Callable[[tuple], None] = _nothing
 
     def renew(self) -> None:
         """Take other memory for the graphs to come, once all those before are dropped; theirs is free again."""
@@ -48,7 +49,9 @@ def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = Fal
     check_cuda_graphs(cuda_graphs, device)
     if device.type != "cuda" or enforce_eager or cuda_graphs == "trees":
         return None
-    return GraphPool(device, cuda_graphs == "programmatic", cuda_graphs == "pinned")
+    pool = GraphPool(device, cuda_graphs == "programmatic")
+    pool.pinned = cuda_graphs == "pinned"
+    return pool
 
 
 def check_cuda_graphs(cuda_graphs: str, device: torch.device) -> None:

@@ -112,10 +112,10 @@ class CompiledSteps:
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
         self._is_generic = is_generic
-        self._slot = 0  # of the tokens of the last step
-        self._host_tokens: tuple[Tensor, Tensor] | None = None
         self._functions: dict[str, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
+        self._slot = 0  # of the tokens of the last step
+        self._host_tokens: tuple[Tensor, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
