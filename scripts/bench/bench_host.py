@@ -40,7 +40,7 @@ from workloads import SHAPES
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
-from compiled_llm.compiling.cuda_graphs import GraphPool
+from compiled_llm.compiling.cuda_graphs import graph_pool
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import Bucket
@@ -107,7 +107,7 @@ def started(args: argparse.Namespace, num_requests: int, graphs: str = "manual")
             yield engine
         return
     if not args.compiled:
-        runner_module.graph_pool = lambda cuda_graphs, device, *_: GraphPool(device, pinned=graphs == "pinned")
+        runner_module.graph_pool = lambda _, device, *others: graph_pool(graphs, device)
     shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory:
         Path(directory, "config.json").write_text(

@@ -1,12 +1,14 @@
 """``output_kind``: deltas, cumulative and final outputs of one request are three views of the same."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, CompletionOutput, RequestOutput, SamplingParams
+from compiled_llm.text.tokenizer import OutputText
 
 PROMPT = "def add(a, b):\n    return"
 ENGINE: dict[str, Any] = {
@@ -90,6 +92,35 @@ def test_a_loop_of_ones_own(engine: CompiledEngine) -> None:
         for output in engine.step():
             found[output.request_id].append(output)
     check(found["delta"], found["cumulative"], found["final"], in_step=False)
+
+
+def test_text_that_nobody_sees_before_the_end_is_decoded_at_once(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token it is for whoever sees it, and where a stop string may end it."""
+    pieces: list[int] = []
+    append, extend = OutputText.append, OutputText.extend
+
+    def counted_append(text: OutputText, token_id: int, may_stop: bool = True) -> str | None:
+        pieces.append(1)
+        return append(text, token_id, may_stop)
+
+    def counted_extend(text: OutputText, token_ids: list[int]) -> None:
+        pieces.append(len(token_ids))
+        extend(text, token_ids)
+
+    monkeypatch.setattr(OutputText, "append", counted_append)
+    monkeypatch.setattr(OutputText, "extend", counted_extend)
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    (output,) = engine.generate(PROMPT, params, use_tqdm=False)
+    assert pieces == [1, 64, 64, 21]  # with the first one, other continuations start
+    pieces.clear()
+    *_, last = engine.stream(PROMPT, params)
+    assert pieces == [1] * 150
+    assert last.outputs[0].text == output.outputs[0].text
+    pieces.clear()
+    engine.generate(PROMPT, dataclasses.replace(params, stop="\ufdd0"), use_tqdm=False)
+    assert pieces == [1] * 150
 
 
 def test_an_abort_gives_the_rest(engine: CompiledEngine) -> None:

@@ -41,7 +41,12 @@ class Device:
         self.most_waiting = 0
         self.is_serving = False
         self.pool = SimpleNamespace(
-            pinned=True, programmatic=False, before=lambda args: None, after=lambda args: None, renew=lambda: None
+            device=torch.device("cpu"),
+            pinned=True,
+            programmatic=False,
+            before=lambda args: None,
+            after=lambda args: None,
+            renew=lambda: None,
         )
 
     def start(self, work: Callable[[], None]) -> None:
@@ -138,8 +143,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def tables(limits: Any) -> BlockTables:
         return BlockTables(limits, torch.device("cpu"), 0)
 
-    def buffers(bucket: Any, limits: Any, on: torch.device, windows: Any, none: None) -> StepBuffers:
-        return StepBuffers(bucket, limits, on, windows, tables(limits))
+    def buffers(bucket: Any, limits: Any, on: torch.device, windows: Any, _: None, *others: Any) -> StepBuffers:
+        return StepBuffers(bucket, limits, on, windows, tables(limits), *others)
 
     monkeypatch.setattr(compiled_steps, "StepBuffers", buffers)
 
