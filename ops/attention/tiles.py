@@ -207,8 +207,8 @@ def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_s
     """The splits of a step of so many requests: functions of its size, so they are not another request's affair.
 
     A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once, two
-    programs an SM, nor than one program joins in a short time when all others have ended. Several requests of ``USUAL_KEYS`` have no more
-    splits together than run at once: so no program begins another one when most have ended.
+    programs an SM, nor than one program joins in a short time when all others have ended. Several requests of
+    ``USUAL_KEYS`` have no more splits together than run at once: so no program begins another when most have ended.
     """
     if num_requests == 1:
         return Splits(SPLIT_GRAIN, min(MOST_SPLITS_ALONE, max(8, 2 * num_sms // num_kv_heads)))

@@ -34,6 +34,9 @@ STEPS = {
     "llama, a batch of 64": Case("llama", (8,), (5, 12), bucket="decode_64", arguments=BATCH_OF_64),
     "llama-rope3-tied": Case("llama-rope3-tied", (7,), (5, 10)),
     "llama-biases": Case("llama-biases", (7,), (5, 10)),
+    "llama-biases, a request alone": Case(
+        "llama-biases", (7,), (5, 10), bucket="decode_1", arguments={"bucket_sizes": (1,)}
+    ),
     "mistral": Case("mistral", (7,), (5, 10)),
     "ministral3": Case("ministral3", (7,), (6, 10)),
     "smollm3": Case("smollm3", (8,), (5, 10)),
