@@ -109,7 +109,7 @@ writes this page. It generates the code of each step as the engine does for an H
 `scripts/inspect_gpu_step.py` shows every launch of one such step, and with `--measured` the times of a GPU beside them.
 Kernels that spill registers: {", ".join(spilled) or "none"}.
 
-A launch takes {START_SECONDS * 1e6:.1f} us to start and to end, and {COLD_SECONDS * 1e9:.0f} ns for each instruction of
+A launch takes {START_SECONDS * 1e6:.1f} us to start and to end, and {COLD_SECONDS * 1e9:.1f} ns for each instruction of
 its code, which no cache has yet. Between these it takes the longest of four times: its bytes, at {BANDWIDTH_SHARE:.0%}
 of the bandwidth; its instructions at one a cycle and scheduler; its matrix operations at {MATRIX_SHARE:.0%} of the
 rate; and the trips through the main loop of the program that has most, {TRIP_SECONDS * 1e9:.0f} ns each, and

@@ -28,16 +28,16 @@ from compiled_llm.report.gpu_step.kernels import Compiled
 from compiled_llm.report.gpu_step.launches import Launch
 
 # Seen on an H200, torch 2.11 and Triton 3.6: docs/results/gpu. Of the data sheet's 4.8 TB/s reads reach 0.92, streaming
-# kernels with a start of their own 0.9; bf16 products reach 781 of 989 TFLOP/s. An empty launch takes 1.2 us.
+# kernels with a start of their own 0.9; bf16 products reach 781 of 989 TFLOP/s. The least launches take 1.2 to 1.7 us.
 BANDWIDTH_SHARE = 0.9
 MATRIX_SHARE = 0.79
 GAP_SECONDS = 0.1e-6  # between two launches of a CUDA graph
-START_SECONDS = 1.2e-6  # of a launch: its start, the first bytes, and its end
-COLD_SECONDS = 3e-9  # an instruction of its code, once
+START_SECONDS = 1.5e-6  # of a launch: its start, the first bytes, and its end
+COLD_SECONDS = 1.5e-9  # an instruction that runs, once
 LATENCY_SECONDS = 0.3e-6  # of a round of loads behind the first
 L2_SECONDS = 0.3e-6  # of a round trip to the L2 cache
-TRIP_SECONDS = 70e-9  # of a main loop's trip, without its matrix instructions
-STEP_SECONDS = 20e-9  # of a matrix instruction that waits for the one before
+TRIP_SECONDS = 75e-9  # of a main loop's trip, without its matrix instructions
+STEP_SECONDS = 22e-9  # of a matrix instruction that waits for the one before
 _LIBRARY_CODE = 500  # instructions of a kernel whose code is not known
 _SCHEDULERS = 4  # of an SM
 
@@ -89,7 +89,7 @@ def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) ->
     join += counted.last * share / gpu.clock
     matrix *= gpu.num_sms / sms
     chain = -(-(work.trips or 0) // (busy or programs)) * (TRIP_SECONDS + work.steps * STEP_SECONDS)
-    start = START_SECONDS + compiled.code.size * COLD_SECONDS
+    start = START_SECONDS + counted.code * COLD_SECONDS
     return Estimate(memory, issue, matrix, join, chain, start, in_flight / gpu.num_sms, wanted / gpu.num_sms)
 
 
@@ -109,11 +109,15 @@ def check_loops(name: str, work: Work, compiled: Compiled) -> None:
 
 
 class Instructions(NamedTuple):
-    """Of a warp: over ``all`` programs, of the one with most, and of the last one when all others have ended."""
+    """Of a warp: over ``all`` programs, of the one with most, and of the last one when all others have ended.
+
+    ``code``: those that run at all, each once.
+    """
 
     all: float
     longest: float
     last: float
+    code: int
 
 
 def instructions(work: Work, compiled: Compiled, programs: int) -> Instructions:
@@ -123,7 +127,7 @@ def instructions(work: Work, compiled: Compiled, programs: int) -> Instructions:
     trips = entries if work.trips is None else work.trips
     # Where no loop is around the main one, a program has one task.
     once = programs if any(part.place == "task" for part in parts) else max(programs, entries)
-    every, longest, last = 0.0, 0.0, 0.0
+    every, longest, last, code = 0.0, 0.0, 0.0, 0
     for part in parts:
         share = next((share for name, share in work.shares.items() if name in part.functions), None)
         if part.place == "called":
@@ -142,4 +146,5 @@ def instructions(work: Work, compiled: Compiled, programs: int) -> Instructions:
             runs, most = once, 1
         every += runs * part.code.size
         longest += most * part.code.size
-    return Instructions(every, longest, last)
+        code += part.code.size if runs else 0
+    return Instructions(every, longest, last, code)
