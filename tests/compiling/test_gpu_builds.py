@@ -223,7 +223,7 @@ def test_a_start_finds_the_code_of_every_job_and_compiles_nothing_itself(
         return {}
 
     class Pool:
-        programmatic = False
+        programmatic = pinned = False
 
         def __init__(self) -> None:
             self.device = torch.device("cuda", 0)
