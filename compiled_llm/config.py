@@ -89,8 +89,7 @@ class EngineConfig:
             still runs (H100 or B200, a driver for CUDA 12.3 or later; not measured yet); "trees", torch's CUDA graph
             trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
         compile_workers: processes that compile side by side what is not kept on disk. None: about one for each core, on
-            a CPU if the model is deep enough that it pays; 0: the engine's own process compiles everything, and on a
-            GPU each start does so anew.
+            a CPU if it pays; 0: the engine's own process compiles everything, on a GPU anew at each start.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.
