@@ -79,6 +79,8 @@ PARTS = {
     ),
     "probe-linear": Part(60, "scripts/bench/probe_linear.py --compile-seconds 120 --seconds 48 --output {folder}", 8),
     "gpt-fast": Part(40, "scripts/bench/bench_gpt_fast.py --checkout .gpt-fast --json {json}", 18),
+    "start": Part(110, "scripts/bench/probe_start.py --output {folder}"),
+    "host": Part(70, "scripts/bench/bench_host.py --device cuda --layers 8 --steps 150 --output {folder}"),
     "code": Part(45, "scripts/gpu_code.py --output {folder}"),
     "e2e": Part(420, f"{_PYTEST} {_GPU_TESTS}"),
     **{
@@ -90,7 +92,6 @@ PARTS = {
         for mode in ("trees", "manual", "programmatic")
         if (mode, batch_size) not in (("trees", 8), ("programmatic", 256))
     },
-    "host": Part(70, "scripts/bench/bench_host.py --device cuda --output {folder}"),
     "exact": Part(240, "scripts/check_exact.py --device cuda --quick --json {json}"),
     "exact-ops": Part(300, f"{_PYTEST} {_EXACT_TESTS}"),
     **{

@@ -4,9 +4,9 @@
     python scripts/gpu_validate.py --part e2e attention   # only these, in this order
     python scripts/gpu_validate.py --resume               # only what has no good result in --output yet
 
-For machines that are lent for ten minutes at a time, twice the same command:
+For machines that are lent for some minutes at a time, twice the same command:
 
-    python scripts/gpu_validate.py --output results --archive results.tgz --resume
+    python scripts/gpu_validate.py --budget 240 --output results --archive results.tgz --resume
 
 Parts, short ones that decide what is worth doing first:
 
@@ -17,6 +17,8 @@ Parts, short ones that decide what is worth doing first:
   prompts of 2,048 and 8,192 tokens; ``-programmatic``: with launches that begin before the one before has ended;
   ``-exact``: with ``exact=True``; ``-few``: with fewer layers, as these have.
 - ``products-<shape>``: every linear layer at 1 to 256 rows, by each way to compute it.
+- ``probe-attention`` and ``probe-linear``: the engine's ops of a decode and of prompts beside SDPA and cuBLAS.
+- ``start``: cold and warm starts with all buckets; ``host``: the host's time of a step, and how long the GPU idles.
 - ``code``: Inductor's programs and the machine code of the kernels so far, for the archive.
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with all kinds of
   CUDA graphs.
@@ -39,7 +41,7 @@ Parts, short ones that decide what is worth doing first:
 - ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,
   files to commit. Name ``code`` after them, and the archive has them too.
 
-Parts from ``smoke`` to ``products-8b`` begin together: they load and compile side by side, as far as cores and GPU
+Parts from ``smoke`` to ``probe-linear`` begin together: they load and compile side by side, as far as cores and GPU
 memory go, and then measure one after the other (``bench/turns.py``). All others run one by one.
 
 Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
@@ -65,6 +67,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.own_checkout import ROOT
+from bench.tables import text_table
 from bench.turns import VARIABLE, go_file, ready_file, wait_for_turn
 from gpu_parts import PARTS
 
@@ -260,6 +263,21 @@ def stop(running: list[Running]) -> None:
         one.process.wait()
 
 
+def summary(output: Path) -> str:
+    """A line for each step that was measured, also in an earlier call."""
+    rows = []
+    for path in sorted(output.glob("kernels-*.json")):
+        record = json.loads(path.read_text())
+        result = record["result"]
+        if record["status"] != 0:
+            continue
+        rows.append({"part": record["part"], "ms": result["step_us"] / 1e3, "launches": result["launches"]})
+        for prompt in result.get("prompts", []):
+            name = f"  prompt of {prompt['tokens']}, to its first token"
+            rows.append({"part": name, "ms": prompt["first_token_ms"], "launches": prompt["launches"]})
+    return text_table(rows) if rows else ""
+
+
 def run_parts(todo: list[str], output: Path, archive: Path | None, budget_seconds: float) -> int:
     """As many of these as fit into the budget; the program's exit status."""
     budget, num_passed = Budget(budget_seconds), 0
@@ -284,6 +302,7 @@ def run_parts(todo: list[str], output: Path, archive: Path | None, budget_second
             pack(output, archive)
     if found.get("smoke", True) is False and len(todo) > 1:
         print("smoke failed: the other parts are left out; name them with --part to run them all the same")
+    print(summary(output))
     print(f"{num_passed} of {len(todo)} parts passed")
     return 0 if num_passed == len(todo) else 1
 

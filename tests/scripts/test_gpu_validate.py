@@ -194,8 +194,22 @@ def test_a_part_that_is_never_ready_ends_with_the_budget(on_a_gpu: Path, monkeyp
     assert gpu_validate.run_in_turns(["slow"], on_a_gpu, gpu_validate.Budget(0.5), 9, 99) == {}
 
 
+def test_measured_steps_are_summed_up(tmp_path: Path) -> None:
+    result = {
+        "step_us": 5361.4,
+        "launches": 173,
+        "prompts": [{"tokens": 2048, "first_token_ms": 48.9, "launches": 430}],
+    }
+    for name, status in (("kernels-8b-1", 0), ("kernels-8b-32", 1)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"part": name, "status": status, "result": result}))
+    text = gpu_validate.summary(tmp_path)
+    assert "kernels-8b-1 " in text
+    assert "prompt of 2048, to its first token" in text
+    assert "kernels-8b-32" not in text
+
+
 def test_the_first_parts_fit_into_a_call_and_the_shortest_come_first() -> None:
-    first = list(gpu_validate.PARTS)[: list(gpu_validate.PARTS).index("code")]
+    first = list(gpu_validate.PARTS)[: list(gpu_validate.PARTS).index("start")]
     assert first[0] == "smoke"
     assert all(gpu_validate.PARTS[name].seconds <= 60 for name in first if name != "smoke")
     assert all(gpu_validate.PARTS[name].gib is not None for name in first if name != "smoke")
