@@ -68,8 +68,9 @@ def gather(cache: Path, output: Path, cuobjdump: Path, room: int) -> dict[str, i
         counts[folder] += 1
         (output / folder / name).write_text(text)
 
-    for path in sorted((ROOT / "ops" / "tiles").glob("*")):
-        keep("tiles", path.name, path.read_text())
+    tiles = ROOT / "ops" / "tiles"
+    for path in sorted(tiles.rglob("*.json")):
+        keep("tiles", "-".join(path.relative_to(tiles).parts), path.read_text())
     for path in kernels(cache):
         try:
             keep("sass", f"{path.stem}.sass", sass_of(path, cuobjdump))

@@ -135,7 +135,7 @@ def test_defaults_hold_for_the_flags_that_are_not_given() -> None:
         (["--n"], "argument --n: expected one argument", "--n"),
         (
             ["--cuda-graphs", "manul"],
-            "argument --cuda-graphs: must be one of auto, manual, programmatic, trees, given 'manul': "
+            "argument --cuda-graphs: must be one of auto, manual, programmatic, pinned, trees, given 'manul': "
             "did you mean 'manual'?",
             "--cuda-graphs manul",
         ),

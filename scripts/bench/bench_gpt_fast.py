@@ -28,6 +28,8 @@ from turns import wait_for_turn
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 
+# Those of mode "reduce-overhead", and the tuning that gpt-fast switches on.
+_OPTIONS = {"triton.cudagraphs": True, "coordinate_descent_tuning": True, "triton.unique_kernel_names": True}
 _ATTENTION = {"math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -72,14 +74,13 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("bench_gpt_fast: no CUDA GPU here (torch.cuda.is_available() is False)", file=sys.stderr)
         return 2
-    torch._inductor.config.coordinate_descent_tuning = True
     with torch.no_grad(), sdpa_kernel(_ATTENTION[args.attention]):
         model = load(args)
 
         def next_token(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
             return model(token, position)[:, -1].argmax(-1, keepdim=True)
 
-        step = next_token if args.eager else torch.compile(next_token, mode="reduce-overhead", fullgraph=True)
+        step = next_token if args.eager else torch.compile(next_token, options=_OPTIONS, fullgraph=True)
 
         def run() -> float:
             """Seconds of a token."""
