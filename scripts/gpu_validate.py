@@ -53,6 +53,7 @@ Exit status: 0 if every part passed, 1 if one failed or was left out for lack of
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -223,7 +224,8 @@ def run_in_turns(names: list[str], output: Path, budget: Budget, cores: int, gib
     """
     waiting, running, passed_by_name = list(names), [], {}
     half = budget.left / 2
-    with tempfile.TemporaryDirectory(prefix="turns-") as folder:
+    with tempfile.TemporaryDirectory(prefix="turns-") as folder, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(stop, running)
         while waiting or running:
             for name in list(waiting):
                 part, taken = PARTS[name], sum(PARTS[other.name].gib or 0 for other in running)
@@ -239,12 +241,10 @@ def run_in_turns(names: list[str], output: Path, budget: Budget, cores: int, gib
                 record = end_part(one, output, PARTS[one.name].seconds - (time.perf_counter() - one.started))
                 passed_by_name[one.name] = record["status"] == 0
                 if not passed_by_name[one.name]:
-                    stop(running)
                     return passed_by_name
             ready = [one for one in running if one.is_ready]
             if not ready or (len(ready) < len(running) and budget.left > half):
                 if budget.left < 0:
-                    stop(running)
                     break
                 time.sleep(0.05)
                 continue

@@ -4,6 +4,7 @@ A program calls ``wait_for_turn`` when its model is loaded and its code compiled
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -21,10 +22,12 @@ def go_file(turn: Path) -> Path:
 
 
 def wait_for_turn() -> None:
-    """Return when it is this program's turn to measure."""
+    """Return when it is this program's turn to measure. It ends with the program that gives the turns."""
     if VARIABLE not in os.environ:
         return
-    turn = Path(os.environ[VARIABLE])
+    turn, giver = Path(os.environ[VARIABLE]), os.getppid()
     ready_file(turn).touch()
     while not go_file(turn).exists():
+        if os.getppid() != giver:
+            sys.exit("turns: the program that gives the turns has ended")
         time.sleep(0.01)

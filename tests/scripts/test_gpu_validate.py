@@ -4,8 +4,10 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import runpy
 import shutil
+import subprocess
 import sys
 import tarfile
 import time
@@ -185,6 +187,37 @@ def test_a_smoke_that_fails_stops_those_that_prepare(on_a_gpu: Path, monkeypatch
     began = time.perf_counter()
     found = gpu_validate.run_in_turns(list(parts), on_a_gpu, gpu_validate.Budget(60), 9, 99)
     assert (found, time.perf_counter() - began < 30) == ({"smoke": False}, True)
+
+
+def test_an_interrupt_ends_those_that_wait(on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = on_a_gpu / "slow.py"
+    slow.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(gpu_validate, "PARTS", {"slow": Part(60, str(slow), 1)})
+    started, start_part = [], gpu_validate.start_part
+    monkeypatch.setattr(gpu_validate, "start_part", lambda *args: started.append(start_part(*args)) or started[0])
+    monkeypatch.setattr(gpu_validate.time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        gpu_validate.run_in_turns(["slow"], on_a_gpu, gpu_validate.Budget(60), 9, 99)
+    assert started[0].process.poll() is not None
+
+
+def test_who_waits_for_a_turn_ends_with_the_giver(tmp_path: Path) -> None:
+    waits = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts' / 'bench')!r}); import turns; turns.wait_for_turn()"
+    gives = (
+        "import pathlib, subprocess, sys, time\n"
+        f"waiting = subprocess.Popen([sys.executable, '-c', {waits!r}], stderr=subprocess.DEVNULL)\n"
+        f"while not pathlib.Path({str(tmp_path / 'a.ready')!r}).exists(): time.sleep(0.01)\n"
+        "print(waiting.pid)"
+    )
+    environment = {**os.environ, "COMPILED_LLM_TURN": str(tmp_path / "a")}
+    done = subprocess.run([sys.executable, "-c", gives], env=environment, capture_output=True, text=True, check=True)
+    end = time.perf_counter() + 20
+    while time.perf_counter() < end:
+        status = Path(f"/proc/{int(done.stdout)}/stat")
+        if not status.exists() or ") Z " in status.read_text():
+            return
+        time.sleep(0.02)
+    pytest.fail("it still waits")
 
 
 def test_a_part_that_is_never_ready_ends_with_the_budget(on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
