@@ -7,9 +7,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from compiled_llm.api.config import EngineConfig as EngineConfig
+    from compiled_llm.api.outputs import CompletionOutput as CompletionOutput
+    from compiled_llm.api.outputs import EngineStats as EngineStats
+    from compiled_llm.api.outputs import Logprob as Logprob
+    from compiled_llm.api.outputs import RequestMetrics as RequestMetrics
+    from compiled_llm.api.outputs import RequestOutput as RequestOutput
+    from compiled_llm.api.outputs import ScoreOutput as ScoreOutput
+    from compiled_llm.api.sampling_params import SamplingParams as SamplingParams
+    from compiled_llm.api.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from compiled_llm.compiling.report import CompileReport as CompileReport
     from compiled_llm.compiling.report import GraphReport as GraphReport
-    from compiled_llm.config import EngineConfig as EngineConfig
     from compiled_llm.engine.admission import PreparedRequest as PreparedRequest
     from compiled_llm.engine.async_engine import AsyncCompiledEngine as AsyncCompiledEngine
     from compiled_llm.engine.check import CheckReport as CheckReport
@@ -18,21 +26,13 @@ if TYPE_CHECKING:
     from compiled_llm.engine.failures import RequestsFailedWarning as RequestsFailedWarning
     from compiled_llm.engine.request_stream import RequestStream as RequestStream
     from compiled_llm.ops.native import MissingCompilerWarning as MissingCompilerWarning
-    from compiled_llm.outputs import CompletionOutput as CompletionOutput
-    from compiled_llm.outputs import EngineStats as EngineStats
-    from compiled_llm.outputs import Logprob as Logprob
-    from compiled_llm.outputs import RequestMetrics as RequestMetrics
-    from compiled_llm.outputs import RequestOutput as RequestOutput
-    from compiled_llm.outputs import ScoreOutput as ScoreOutput
     from compiled_llm.report.machine_limits import MachineLimits as MachineLimits
     from compiled_llm.report.report import RunReport as RunReport
     from compiled_llm.report.report import StepsReport as StepsReport
-    from compiled_llm.sampling_params import SamplingParams as SamplingParams
     from compiled_llm.scheduling.drafter import Drafter as Drafter
     from compiled_llm.step.logits_transforms import Field as Field
     from compiled_llm.step.logits_transforms import LogitsContext as LogitsContext
     from compiled_llm.step.logits_transforms import LogitsTransform as LogitsTransform
-    from compiled_llm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from compiled_llm.text.prompts import EncodedPrompt as EncodedPrompt
     from compiled_llm.worker.memory import MemoryLedger as MemoryLedger
     from compiled_llm.worker.memory import MemoryRow as MemoryRow
@@ -44,31 +44,31 @@ _HOMES = {
     "CheckReport": "engine.check",
     "CompileReport": "compiling.report",
     "CompiledEngine": "engine.engine",
-    "CompletionOutput": "outputs",
+    "CompletionOutput": "api.outputs",
     "Drafter": "scheduling.drafter",
     "EncodedPrompt": "text.prompts",
-    "EngineConfig": "config",
-    "EngineStats": "outputs",
+    "EngineConfig": "api.config",
+    "EngineStats": "api.outputs",
     "Field": "step.logits_transforms",
     "GraphReport": "compiling.report",
     "LogitsContext": "step.logits_transforms",
     "LogitsTransform": "step.logits_transforms",
-    "Logprob": "outputs",
+    "Logprob": "api.outputs",
     "MachineLimits": "report.machine_limits",
     "MemoryLedger": "worker.memory",
     "MemoryRow": "worker.memory",
     "MissingCompilerWarning": "ops.native",
     "PreparedRequest": "engine.admission",
     "PromptCheck": "engine.check",
-    "RequestMetrics": "outputs",
-    "RequestOutput": "outputs",
+    "RequestMetrics": "api.outputs",
+    "RequestOutput": "api.outputs",
     "RequestStream": "engine.request_stream",
     "RequestsFailedWarning": "engine.failures",
     "RunReport": "report.report",
-    "SamplingParams": "sampling_params",
-    "ScoreOutput": "outputs",
+    "SamplingParams": "api.sampling_params",
+    "ScoreOutput": "api.outputs",
     "StepsReport": "report.report",
-    "StructuredOutputsParams": "structured_outputs",
+    "StructuredOutputsParams": "api.structured_outputs",
 }
 
 __all__ = [*_HOMES, "__version__"]

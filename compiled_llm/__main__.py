@@ -8,8 +8,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from compiled_llm.error_texts import shown
-from compiled_llm.names import did_you_mean
+from compiled_llm.api.error_texts import shown
+from compiled_llm.api.names import did_you_mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("usage: compiled-llm batch [--help] [FLAG ...]")
         print("\nbatch: serve files of rows, and write a result for each")
         return 0
-    from compiled_llm.command_line import print_argument_error
+    from compiled_llm.api.command_line import print_argument_error
 
     hint = did_you_mean(given[0], ["batch"]) if given else ""
     said = f"{shown(given[0])}{hint and ': ' + hint}" if given else "none"

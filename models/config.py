@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
+from compiled_llm.api.streaming import Stream
 from compiled_llm.models.rope_config import Rope
-from compiled_llm.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
 

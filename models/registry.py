@@ -4,12 +4,12 @@ import dataclasses
 import importlib
 from typing import Any
 
+from compiled_llm.api.streaming import Stream
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family, Layers, MixedLayers
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.streaming import Stream
 
 # Architecture, as it is in config.json -> the file of its family, and what it is to a user.
 # This is the allow-list: besides these, only classes that transformers itself ships are run (models/fallback).

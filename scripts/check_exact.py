@@ -46,11 +46,11 @@ from exact_matrix import (
 from tqdm import tqdm
 
 from compiled_llm import CompiledEngine
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
-from compiled_llm.config import EngineConfig
-from compiled_llm.engine.model_files import DEMO_MODEL, checkpoint_directory, load_tokenizer
+from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.model_files import DEMO_MODEL, checkpoint_directory, load_tokenizer
 from compiled_llm.models.config_file import read_config
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.device import resolve_device
 
 # Requests and tokens of each.

@@ -27,7 +27,7 @@ from bench import tables
 from bench.workloads import engine_parser, model_of
 
 from compiled_llm import CompiledEngine
-from compiled_llm.command_line import engine_config, errors_end
+from compiled_llm.api.command_line import engine_config, errors_end
 from compiled_llm.compiling.bundle import export_bundle, import_bundle
 
 

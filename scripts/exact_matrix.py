@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
-from compiled_llm.config import QUANTISED_DTYPES
+from compiled_llm.api.config import QUANTISED_DTYPES
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.text.tokenizer import Tokenizer

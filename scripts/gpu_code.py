@@ -18,9 +18,9 @@ from pathlib import Path
 
 from bench.own_checkout import ROOT
 
-from compiled_llm.command_line import FlagParser
-from compiled_llm.gpu_packages import check_triton
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.ops import native
+from compiled_llm.system.gpu_packages import check_triton
 
 _FIRST = re.compile(r"^(?!triton_)")  # kernels by their own names; Inductor's begin so
 

@@ -24,14 +24,14 @@ from gpu_step_tables import commit
 from inspect_gpu_step import with_bucket
 from tqdm import tqdm
 
-from compiled_llm.command_line import FlagParser
-from compiled_llm.config import EngineConfig
-from compiled_llm.gpu_packages import check_triton
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.gpu_step.fake_step import generate_step, pretend
+from compiled_llm.gpu_step.gpus import GPUS
+from compiled_llm.gpu_step.inspection import Inspection, compile_step, first_layers, inspect
+from compiled_llm.gpu_step.measured import Measured, match
 from compiled_llm.models.config_file import parse_config
-from compiled_llm.report.gpu_step.fake_step import generate_step, pretend
-from compiled_llm.report.gpu_step.gpus import GPUS
-from compiled_llm.report.gpu_step.inspection import Inspection, compile_step, first_layers, inspect
-from compiled_llm.report.gpu_step.measured import Measured, match
+from compiled_llm.system.gpu_packages import check_triton
 
 OUTPUT = FOLDER / f"{MEASURED}.jsonl"
 _LAYERS = 3  # that are generated: Inductor may end a layer with one launch more than the next

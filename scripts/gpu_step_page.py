@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.report.gpu_step.estimate import (
+from compiled_llm.gpu_step.estimate import (
     BANDWIDTH_SHARE,
     COLD_SECONDS,
     GAP_SECONDS,

@@ -30,32 +30,32 @@ from gpu_step_page import BUCKETS, FOLDER, KV_DTYPES, MEASURED, MODELS, NOW, PAG
 from inspect_gpu_step import with_bucket
 from tqdm import tqdm
 
-from compiled_llm.command_line import FlagParser
-from compiled_llm.config import EngineConfig
-from compiled_llm.gpu_packages import check_triton
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.quantization import linears_of
+from compiled_llm.gpu_step.fake_step import DEVICE, generate_step, pretend
+from compiled_llm.gpu_step.gpus import GPUS, Gpu
+from compiled_llm.gpu_step.inspection import (
+    CompiledStep,
+    compile_step,
+    first_layers,
+    inspect,
+)
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.tiles import path_of
-from compiled_llm.report.gpu_step.fake_step import DEVICE, generate_step, pretend
-from compiled_llm.report.gpu_step.gpus import GPUS, Gpu
-from compiled_llm.report.gpu_step.inspection import (
-    CompiledStep,
-    compile_step,
-    first_layers,
-    inspect,
-)
 from compiled_llm.step.kv_cache import layer_dtypes
-from compiled_llm.worker.quantization import linears_of
+from compiled_llm.system.gpu_packages import check_triton
 
 CONTEXTS = (1024, 8192, 32768)
 GPU_NAMES = ("h100", "h200")
 _LAYERS = 2  # that are generated
 _MEMORY_SHARE = 0.9  # of a GPU's memory that weights and KV cache may take
 # What decides the lines: these folders, and the scripts.
-_SOURCES = ("models", "ops", *(f"compiled_llm/{room}" for room in ("step", "compiling", "worker", "report/gpu_step")))
+_SOURCES = ("models", "ops", *(f"compiled_llm/{room}" for room in ("step", "compiling", "worker", "gpu_step")))
 _SCRIPTS = ("gpu_step_tables.py", "inspect_gpu_step.py", "bench/workloads.py")
 
 

@@ -72,10 +72,10 @@ from bench.tables import text_table
 from bench.turns import VARIABLE, go_file, ready_file, wait_for_turn
 from gpu_parts import PARTS
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.report import machine_limits
-from compiled_llm.resources import granted_cores
+from compiled_llm.system import hardware as machine
+from compiled_llm.system.resources import granted_cores
 
 # Of every part, beside what is in the environment already.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TORCH_LOGS": "cudagraphs,perf_hints,recompiles"}

@@ -6,7 +6,7 @@
     python scripts/inspect_gpu_step.py --shape qwen3-0.6b --gpu h100 --bucket decode_1 --cuda-graphs programmatic
 
 The step is compiled as the engine compiles it, for tensors without data, so a model of any size takes little memory.
-Every Triton kernel is compiled for the GPU's architecture. Times are estimates (report/gpu_step/estimate.py says how).
+Every Triton kernel is compiled for the GPU's architecture. Times are estimates (gpu_step/estimate.py says how).
 ``--measured`` sets beside them what ``bench_kernels.py --json`` measured of the same step on a GPU.
 """
 
@@ -23,17 +23,17 @@ import bench.own_checkout
 from bench.tables import add_json_flag, check_target, text_table
 from bench.workloads import SHAPES, engine_parser
 
-from compiled_llm.command_line import engine_config, errors_end
-from compiled_llm.config import EngineConfig, EngineLimits
-from compiled_llm.gpu_packages import check_triton
+from compiled_llm.api.command_line import engine_config, errors_end
+from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.gpu_step.estimate import GAP_SECONDS
+from compiled_llm.gpu_step.fake_step import generate_step, pretend
+from compiled_llm.gpu_step.gpus import GPUS
+from compiled_llm.gpu_step.inspection import Inspection, Row, compile_step, first_layers, inspect
+from compiled_llm.gpu_step.measured import Measured, match, read_measured
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import parse_config, read_config
-from compiled_llm.report.gpu_step.estimate import GAP_SECONDS
-from compiled_llm.report.gpu_step.fake_step import generate_step, pretend
-from compiled_llm.report.gpu_step.gpus import GPUS
-from compiled_llm.report.gpu_step.inspection import Inspection, Row, compile_step, first_layers, inspect
-from compiled_llm.report.gpu_step.measured import Measured, match, read_measured
 from compiled_llm.scheduling.bucket import buckets_of
+from compiled_llm.system.gpu_packages import check_triton
 from compiled_llm.worker.runner import STEP_DEFAULTS
 
 
@@ -191,7 +191,7 @@ def main() -> None:
         besides = {} if measured is None else {"measured": measured.as_json()}
         args.json.write_text(json.dumps(inspection.as_json() | besides, indent=1) + "\n")
     if args.picture is not None:
-        from compiled_llm.report.gpu_step.picture import draw
+        from compiled_llm.gpu_step.picture import draw
 
         draw(inspection, args.picture, measured)
 

@@ -35,9 +35,8 @@ from bench import tables
 from teacher_forcing import BadScaleError, Comparison, Model, Window, read_windows, run_chunk, summary, worth_keeping
 from torch import Tensor
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end, integers
-from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
+from compiled_llm.api.command_line import FlagParser, errors_end, integers
+from compiled_llm.api.config import QUANTISED_DTYPES, EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
@@ -45,6 +44,7 @@ from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.registry import family_of
 from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.step.kv_cache import bytes_per_token, describe, dtype_name
+from compiled_llm.system import hardware as machine
 
 
 class AttentionOutputs(TorchDispatchMode):

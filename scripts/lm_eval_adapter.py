@@ -17,7 +17,7 @@ import sys
 import bench.own_checkout
 from lm_eval_requests import engine_arguments
 
-from compiled_llm.command_line import FlagParser, add_engine_arguments, engine_config, errors_end
+from compiled_llm.api.command_line import FlagParser, add_engine_arguments, engine_config, errors_end
 
 OURS = {"--model", "-M", "--tasks", "-t", "--device"}  # flags of lm-eval that are given before the --
 

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_llm.config import EngineConfig
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.sampling_params import SamplingParams
 
 
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:

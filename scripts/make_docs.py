@@ -15,7 +15,7 @@ from typing import Any
 import bench.own_checkout
 
 from compiled_llm import EngineConfig, SamplingParams, StructuredOutputsParams
-from compiled_llm.command_line import FlagParser, attribute_docs
+from compiled_llm.api.command_line import FlagParser, attribute_docs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _NOTE = "<!-- Written by scripts/make_docs.py from the docstrings: change those, and run it. -->"

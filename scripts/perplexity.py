@@ -28,7 +28,7 @@ import bench.own_checkout
 from bench import tables
 from tqdm import tqdm
 
-from compiled_llm.command_line import FlagParser, add_engine_arguments, engine_config, errors_end, integers
+from compiled_llm.api.command_line import FlagParser, add_engine_arguments, engine_config, errors_end, integers
 
 if TYPE_CHECKING:  # they load torch, which takes seconds: bad arguments are found before
     from compiled_llm import CompiledEngine
@@ -144,9 +144,9 @@ def main() -> int:
         text = args.text.read_bytes().decode("utf-8")  # line ends as they are
 
     from compiled_llm import CompiledEngine
-    from compiled_llm import hardware as machine
-    from compiled_llm.engine.model_files import checkpoint_directory
+    from compiled_llm.checkpoint.model_files import checkpoint_directory
     from compiled_llm.step.kv_cache import describe
+    from compiled_llm.system import hardware as machine
 
     with errors_end("perplexity"):
         engine = CompiledEngine.from_config(config)

@@ -34,7 +34,7 @@ from bench import tables
 from teacher_forcing import cut_windows, held_out_texts
 from torch import Tensor
 
-from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.quantizing.block_quantizer import METHODS, Settings
 from compiled_llm.quantizing.blocks import BlockModel

@@ -15,7 +15,7 @@ from typing import Any
 
 import bench.own_checkout
 
-from compiled_llm.command_line import (
+from compiled_llm.api.command_line import (
     FlagParser,
     add_engine_arguments,
     add_sampling_arguments,

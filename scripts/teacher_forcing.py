@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
@@ -30,9 +32,7 @@ from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.recurrent.state_rows import StateRows
 from compiled_llm.step.kv_cache import allocate, layer_dtypes
 from compiled_llm.text.tokenizer import Tokenizer
-from compiled_llm.worker import loader
 from compiled_llm.worker.device import resolve_device
-from compiled_llm.worker.quantization import linears_of
 
 BLOCK_SIZE = 16
 MAX_WINDOW = 4096  # of the default, for models whose own length would ask for a very large cache

@@ -32,8 +32,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.system import hardware as machine
 
 END_OF_TEXT = "<|endoftext|>"
 # Other people's code; the `test` package, which is not installed everywhere and would be most of the text; tables.

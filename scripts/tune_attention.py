@@ -29,12 +29,12 @@ import bench.own_checkout
 import torch
 from torch import Tensor
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
-from compiled_llm.gpu_packages import check_triton
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention import tiles as attention_tiles
 from compiled_llm.ops.attention.tiles import TileConfig
+from compiled_llm.system import hardware as machine
+from compiled_llm.system.gpu_packages import check_triton
 
 Config = TypeVar("Config")
 KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -45,8 +45,8 @@ import torch
 from bench import tables
 from tune_buckets_choice import best_buckets, bucket_of, interpolated, never_falling
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.system import hardware as machine
 
 FORMAT = 1
 KINDS = ("decode", "tokens")

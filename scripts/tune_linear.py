@@ -33,15 +33,15 @@ import tune_linear_products
 from torch import Tensor
 from tune_attention import graph_seconds, search
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
-from compiled_llm.gpu_packages import check_triton
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.models.linears.quantizing import SCHEMES
 from compiled_llm.ops.linear import product_choices, quantized_tiles
 from compiled_llm.ops.linear.product_choices import Product
 from compiled_llm.ops.linear.quantized_tiles import INT_MM_ROWS, Choice, Layer, Tile
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes, empty_quantized_gpu, pack_quantized_rows_gpu
+from compiled_llm.system import hardware as machine
+from compiled_llm.system.gpu_packages import check_triton
 
 QWEN3_8B = ["6144x4096", "4096x4096", "24576x4096", "4096x12288"]
 ROWS = [16, 64, 256, 2048]

@@ -55,9 +55,8 @@ from teacher_forcing import (
 from torch import Tensor
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
-from compiled_llm.config import QUANTISED_DTYPES, QUANTIZATIONS, EngineConfig
+from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.config import QUANTISED_DTYPES, QUANTIZATIONS, EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.fallback.config import TransformersConfig
@@ -66,6 +65,7 @@ from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedEx
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linear_layers, tensors
 from compiled_llm.step.kv_cache import describe, dtype_name
+from compiled_llm.system import hardware as machine
 
 ROUNDS = 5  # of each engine, for its speed
 FLAGS = ("quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding")

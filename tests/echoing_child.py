@@ -3,7 +3,7 @@
 import os
 import time
 
-from compiled_llm.child_process import ProcessorTime, decoded, encoded, own_channel
+from compiled_llm.system.child_process import ProcessorTime, decoded, encoded, own_channel
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from compiled_llm.config import EngineLimits
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.costs import StepCosts

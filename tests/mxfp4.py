@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from compiled_llm.checkpoint.quantization import published
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family
-from compiled_llm.worker.quantization import published
 
 QUANTIZATION: dict[str, Any] = {
     "modules_to_not_convert": [

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from compiled_llm.checkpoint import reader as checkpoint_reader
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.attention.rotary_latent_attention import rotary_latent_attention
-from compiled_llm.worker import checkpoint_reader
 
 GPU = torch.device("cuda", 0)
 _NUMBERS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero")

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from compiled_llm.resources import free_memory, granted_cores
+from compiled_llm.system.resources import free_memory, granted_cores
 
 _BYTES_PER_PROCESS = 3 << 30  # at most, with the compilers that its tests start
 

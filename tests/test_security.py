@@ -48,7 +48,7 @@ ALLOWED = {
     ("compiled_llm/compiling/ready_code.py", "pickle"): _OWN_CACHE,
     ("compiled_llm/compiling/compiler.py", "pickle"): _OWN_CACHE,
     ("compiled_llm/compiling/gpu_builds.py", "pickle"): _OWN_CACHE,
-    ("compiled_llm/engine/kept_values.py", "pickle"): _OWN_CACHE,
+    ("compiled_llm/checkpoint/kept_values.py", "pickle"): _OWN_CACHE,
     ("compiled_llm/compiling/messages.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/worker/worker_process.py", "multiprocessing"): _OWN_PIPE,
     ("scripts/bench/bench_host.py", "multiprocessing"): _OWN_PIPE,

@@ -8,10 +8,10 @@ import time
 import weakref
 from collections.abc import Iterable
 
-from compiled_llm.child_process import with_package
 from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.keys import code_settings
 from compiled_llm.compiling.messages import Built, Job, receive, send
+from compiled_llm.system.child_process import with_package
 
 
 class BuildProcess:

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +33,7 @@ from compiled_llm.compiling.keys import (
 )
 from compiled_llm.ops import native
 from compiled_llm.ops.user_warnings import warn
+from compiled_llm.system.whole_files import write_whole
 
 _SUFFIX = ".graph"
 _UNUSED_SECONDS = 30 * 24 * 3600
@@ -150,15 +150,3 @@ def engine_cache(target: GpuTarget | None = None) -> CompileCache:
     """The cache of this CPU, or of a GPU, in the user's cache directory."""
     fields = machine_fields() if target is None else gpu_fields(target)
     return CompileCache(native.cache_directory() / "graphs", fields)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that no other process ever sees half of it. After an ``OSError`` nothing is left of it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

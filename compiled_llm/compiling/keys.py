@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from compiled_llm.api.error_texts import shown
 from compiled_llm.compiling.argument_specs import described_specs, settings
 from compiled_llm.compiling.gpu_properties import GpuTarget
-from compiled_llm.error_texts import shown
-from compiled_llm.hardware import hardware
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import compiler_settings
+from compiled_llm.system.hardware import hardware
 
 Fields = Mapping[str, Any]
 

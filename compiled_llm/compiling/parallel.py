@@ -11,8 +11,8 @@ from compiled_llm.compiling.forecast import expected_cost, expected_start, finis
 from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.messages import Job
 from compiled_llm.ops.user_warnings import at_callers_line, warn
-from compiled_llm.progress import StartProgress
-from compiled_llm.resources import granted_cores
+from compiled_llm.system.progress import StartProgress
+from compiled_llm.system.resources import granted_cores
 
 Missing = list[tuple[Job, Fields, str]]  # what is to be compiled: its key, and why it is not there
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from compiled_llm.child_process import OUT_OF_MEMORY, Channel, ChildProcess, decoded, described_end, encoded
-from compiled_llm.unservable import UnservableError
+from compiled_llm.api.unservable import UnservableError
+from compiled_llm.system.child_process import OUT_OF_MEMORY, Channel, ChildProcess, decoded, described_end, encoded
 
 # Messages that may be on their way to one process: more could fill the buffers of both directions.
 _MOST_UNANSWERED = 32

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compiled_llm.child_process import (
+from compiled_llm.constraints.grammar_processes import (
+    STATUS,
+    GrammarSource,
+    Vocabulary,
+    brief_reason,
+    encode_reply,
+)
+from compiled_llm.system.child_process import (
     OUT_OF_MEMORY,
     Channel,
     ProcessorTime,
@@ -25,13 +32,6 @@ from compiled_llm.child_process import (
     encoded,
     limit_memory,
     own_channel,
-)
-from compiled_llm.constraints.grammar_processes import (
-    STATUS,
-    GrammarSource,
-    Vocabulary,
-    brief_reason,
-    encode_reply,
 )
 
 if TYPE_CHECKING:

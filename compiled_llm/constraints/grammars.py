@@ -8,9 +8,9 @@ import importlib.util
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
+from compiled_llm.api.structured_outputs import StructuredOutputsParams
+from compiled_llm.api.unservable import UnservableError
 from compiled_llm.constraints.grammar_processes import GrammarProcesses, GrammarSource, GrammarState, Vocabulary, bits
-from compiled_llm.structured_outputs import StructuredOutputsParams
-from compiled_llm.unservable import UnservableError
 
 if TYPE_CHECKING:
     from compiled_llm.text.tokenizer import Tokenizer

@@ -10,13 +10,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from compiled_llm.constraints.grammar_processes import GrammarState, bits
-
-_BITS = 32
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """Words of 32 bits that have a bit for each token."""
-    return -(-vocab_size // _BITS)
+from compiled_llm.step.mask_words import BITS, num_mask_words
 
 
 class TokenMask:
@@ -102,10 +96,10 @@ class TokenMask:
 
 def allows_any(words: np.ndarray, vocab_size: int) -> bool:
     """Whether a mask leaves a token of the vocabulary."""
-    whole, rest = divmod(vocab_size, _BITS)
+    whole, rest = divmod(vocab_size, BITS)
     return bool(words[:whole].any() or (rest and int(words[whole]) & ((1 << rest) - 1)))
 
 
 def _clear(words: np.ndarray, token_ids: Collection[int]) -> None:
     ids = np.fromiter(token_ids, dtype=np.int64)
-    np.bitwise_and.at(words, ids // _BITS, ~(np.uint32(1) << (ids % _BITS).astype(np.uint32)))
+    np.bitwise_and.at(words, ids // BITS, ~(np.uint32(1) << (ids % BITS).astype(np.uint32)))

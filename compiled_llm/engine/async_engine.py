@@ -6,15 +6,15 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.outputs import EngineStats, RequestOutput, ScoreOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.compiling.report import CompileReport
-from compiled_llm.config import EngineConfig
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.engine_thread import EngineThread
 from compiled_llm.engine.output_reader import OutputReader
 from compiled_llm.engine.scoring import score_output, scoring_params
-from compiled_llm.outputs import EngineStats, RequestOutput, ScoreOutput
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.drafter import Drafter
 from compiled_llm.text.prompts import Prompt, ScoredPrompt
 

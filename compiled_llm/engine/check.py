@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from compiled_llm.argument_checks import integer
+from compiled_llm.api.argument_checks import integer
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.step_engine import StepEngine
-from compiled_llm.outputs import RequestOutput
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, prompt_list
 from compiled_llm.worker.memory import free_bytes
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.constraints.token_masks import TokenMask
-from compiled_llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.step_result import LogprobRow
 from compiled_llm.text.tokenizer import OutputText, Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.constraints.token_masks import allows_any
 from compiled_llm.engine.beam_search import BeamGroup
 from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest

@@ -5,24 +5,24 @@ from typing import Any
 
 from tqdm import tqdm
 
-from compiled_llm.argument_checks import integer
+from compiled_llm.api.argument_checks import integer
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.error_texts import shown
+from compiled_llm.api.outputs import EngineStats, RequestOutput, ScoreOutput
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.checkpoint.model_files import DEMO_MODEL as DEMO_MODEL
+from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.compiling.report import CompileReport
-from compiled_llm.config import EngineConfig
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
 from compiled_llm.engine.check import CheckReport, check
 from compiled_llm.engine.failures import warn_if_all_failed
-from compiled_llm.engine.model_files import DEMO_MODEL as DEMO_MODEL
-from compiled_llm.engine.model_files import checkpoint_directory
 from compiled_llm.engine.scoring import score_output, scoring_params
 from compiled_llm.engine.step_engine import StepEngine
-from compiled_llm.error_texts import shown
 from compiled_llm.models.registry import code_of
 from compiled_llm.ops.torch_settings import own_settings
-from compiled_llm.outputs import EngineStats, RequestOutput, ScoreOutput
 from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork, windows_of
 from compiled_llm.report.step_log import StepLog
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.drafter import Drafter
 from compiled_llm.step.kv_cache import bytes_per_layer, bytes_per_slot
 from compiled_llm.text.chat import messages_list

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock
 
-from compiled_llm.outputs import RequestOutput
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.text.prompts import Prompt
 
 # Outputs of a request that wait to be read. For a slower reader the newest of these is replaced, or grows by a delta.

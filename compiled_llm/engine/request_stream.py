@@ -4,7 +4,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from compiled_llm.outputs import RequestOutput
+from compiled_llm.api.outputs import RequestOutput
 
 
 class RequestStream(Iterator[RequestOutput]):

@@ -1,8 +1,8 @@
 """What ``score`` asks of the engine, and makes of its answer."""
 
-from compiled_llm.argument_checks import integer
-from compiled_llm.outputs import RequestOutput, ScoreOutput
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.argument_checks import integer
+from compiled_llm.api.outputs import RequestOutput, ScoreOutput
+from compiled_llm.api.sampling_params import SamplingParams
 
 
 def scoring_params(top_logprobs: int, most: int, split_special_tokens: bool | None = None) -> SamplingParams:

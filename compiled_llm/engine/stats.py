@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from compiled_llm.outputs import EngineStats
+from compiled_llm.api.outputs import EngineStats
 from compiled_llm.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:

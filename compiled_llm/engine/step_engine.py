@@ -6,32 +6,32 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from compiled_llm.argument_checks import integer
-from compiled_llm.config import EngineConfig
-from compiled_llm.engine.admission import Admission, PreparedRequest
-from compiled_llm.engine.completions import unserved_output
-from compiled_llm.engine.core import EngineCore
-from compiled_llm.engine.generation_config import (
+from compiled_llm.api.argument_checks import integer
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.error_texts import shown
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.api.unservable import UnservableError
+from compiled_llm.checkpoint.generation_config import (
     default_sampling_params,
     listed,
     suggested_sampling,
     warn_of_unserved,
 )
+from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer, model_config, with_end_of_text
+from compiled_llm.engine.admission import Admission, PreparedRequest
+from compiled_llm.engine.completions import unserved_output
+from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.interrupts import Interrupts
-from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer, model_config, with_end_of_text
 from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
-from compiled_llm.error_texts import shown
 from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
-from compiled_llm.outputs import RequestOutput
-from compiled_llm.progress import StartProgress
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.drafter import Drafter, draft_length
 from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.system.progress import StartProgress
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
-from compiled_llm.unservable import UnservableError
 from compiled_llm.worker.runner import ModelRunner
 
 if TYPE_CHECKING:

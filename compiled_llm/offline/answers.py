@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestOutput
 from compiled_llm.offline.rows import Row
 from compiled_llm.offline.token_texts import TokenTexts
-from compiled_llm.outputs import CompletionOutput, Logprob, RequestOutput
 
 # How a line begins, so that its row is known without reading all of it.
 _LINE_START = re.compile(rb'\{"index": (\d{1,18})[,}]|\{"id": "batch_req_(\d{1,18})",')

@@ -24,7 +24,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from compiled_llm.command_line import errors_end
+from compiled_llm.api.command_line import errors_end
 from compiled_llm.offline.file_checks import check_files, check_writable
 from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.manifest import manifest_path

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from compiled_llm.command_line import (
+from compiled_llm.api.command_line import (
     FlagParser,
     add_engine_arguments,
     add_sampling_arguments,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_llm.error_texts import shown
+from compiled_llm.api.error_texts import shown
 
 _MOST_DEPTH = 100  # of lists and objects; far below what Python's own functions for JSON can go down
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from compiled_llm.command_line import engine_config
+from compiled_llm.api.command_line import engine_config
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_llm.child_process import Channel, with_package
+from compiled_llm.system.child_process import Channel, with_package
 
 
 def local_settings(args: argparse.Namespace, num_gpus: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

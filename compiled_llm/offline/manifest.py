@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.files import MAX_JSON_BYTES, read_json
 from compiled_llm.offline.output_file import sync_directory
 from compiled_llm.offline.process import naming

@@ -5,12 +5,12 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiled_llm.config import EngineConfig
-from compiled_llm.engine.model_files import checkpoint_directory
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.hub import model_directory
+from compiled_llm.checkpoint.model_files import checkpoint_directory
+from compiled_llm.checkpoint.stored_tensors import StoredTensor, locate
 from compiled_llm.models.files import MAX_TOKENIZER_BYTES, open_file
 from compiled_llm.text.tokenizer_files import files_of
-from compiled_llm.worker.checkpoint import StoredTensor, locate
-from compiled_llm.worker.hub import model_directory
 
 _CONFIGS = ("config.json", "generation_config.json")
 _SAMPLE_BYTES = 4096

@@ -8,8 +8,8 @@ are taken too.
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_llm.argument_checks import integer
-from compiled_llm.error_texts import shown
+from compiled_llm.api.argument_checks import integer
+from compiled_llm.api.error_texts import shown
 from compiled_llm.offline.json_values import check_json
 from compiled_llm.offline.row_checks import CHAT_OPTIONS, chat_options, check_messages, checked_sampling
 

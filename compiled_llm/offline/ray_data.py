@@ -10,9 +10,9 @@ from typing import Any
 
 import pyarrow  # type: ignore[import-untyped]
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.error_texts import shown
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.error_texts import shown
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.row_formats import ROW_KEYS, row_of_object
 from compiled_llm.offline.rows import Row

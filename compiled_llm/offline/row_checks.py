@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_llm.error_texts import shown
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.error_texts import shown
+from compiled_llm.api.sampling_params import SamplingParams
 
 _MOST_ID_CHARACTERS = 512
 _OF_THE_RUN = {"output_kind": "an offline run writes whole results"}

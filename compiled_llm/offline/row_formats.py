@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_llm.argument_checks import integer
-from compiled_llm.error_texts import shown
-from compiled_llm.names import name_hint
+from compiled_llm.api.argument_checks import integer
+from compiled_llm.api.error_texts import shown
+from compiled_llm.api.names import name_hint
 from compiled_llm.offline.json_values import check_json
 from compiled_llm.offline.openai_batch import OPENAI_KEYS, openai_fields
 from compiled_llm.offline.row_checks import (

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from compiled_llm.command_line import engine_config, errors_end, sampling_arguments
+from compiled_llm.api.command_line import engine_config, errors_end, sampling_arguments
+from compiled_llm.checkpoint.model_files import DEMO_MODEL, checkpoint_directory, has_tokenizer
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.engine.model_files import DEMO_MODEL, checkpoint_directory, has_tokenizer
 from compiled_llm.offline.display import Display
 from compiled_llm.offline.file_checks import check_writable
 from compiled_llm.offline.flags import CHECKED_ROWS

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_llm.config import EngineConfig
-from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling, with_room
-from compiled_llm.engine.model_files import checkpoint_directory
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.checkpoint.generation_config import default_sampling_params, listed, suggested_sampling, with_room
+from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.offline.flags import DEFAULT_SAMPLING
-from compiled_llm.sampling_params import SamplingParams
 
 
 def run_sampling(config: EngineConfig, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

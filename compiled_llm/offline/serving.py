@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.answers import answer_line, error_line
 from compiled_llm.offline.progress import RowResult
 from compiled_llm.offline.rows import Row
 from compiled_llm.offline.token_texts import TokenTexts
-from compiled_llm.outputs import RequestOutput
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.prompts import Prompt
 
 QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.text.token_bytes import TokenBytes
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_llm.child_process import Channel, decoded, encoded
-from compiled_llm.command_line import engine_config
+from compiled_llm.api.command_line import engine_config
 from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row, row_from_json
+from compiled_llm.system.child_process import Channel, decoded, encoded
 
 FLUSH_RESULTS = 64  # results that are sent together at most
 

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from compiled_llm.child_process import encoded
 from compiled_llm.offline.answers import error_line
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row, row_to_json
 from compiled_llm.offline.worker import read_results
+from compiled_llm.system.child_process import encoded
 
 _POLL_SECONDS = 0.25
 _MOST_STARTS = 12  # of a worker without a result between them: enough to find some rows in a row that end it

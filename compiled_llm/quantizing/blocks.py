@@ -8,8 +8,8 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from compiled_llm.checkpoint.stored_tensors import DTYPES, CheckpointError, StoredTensor, locate
 from compiled_llm.quantizing.experts import module_name, split_experts
-from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, locate
 
 
 class BlockCall(NamedTuple):

@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 
-from compiled_llm import hardware as machine
-from compiled_llm.compiling.cache import write_whole
 from compiled_llm.ops import native
 from compiled_llm.ops.user_warnings import warn
 from compiled_llm.report import cpu_loops
-from compiled_llm.resources import free_memory
+from compiled_llm.system import hardware as machine
+from compiled_llm.system.resources import free_memory
+from compiled_llm.system.whole_files import write_whole
 
 _FORMAT = 2
 _PROCESS = uuid.uuid4().hex  # identifies this process

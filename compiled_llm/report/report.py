@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from compiled_llm import hardware as machine
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.outputs import EngineStats
+from compiled_llm.api.readable import table
 from compiled_llm.compiling.report import CompileReport
-from compiled_llm.config import EngineLimits
 from compiled_llm.ops.linear import product_choices
-from compiled_llm.outputs import EngineStats
-from compiled_llm.readable import table
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
 from compiled_llm.report.page import page
 from compiled_llm.report.roofline import ModelWork
 from compiled_llm.report.step_log import Point, StepLog, StepRow
 from compiled_llm.scheduling.bucket import buckets_of
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.profiler import KINDS, StepProfiler
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import time
 
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.state_pool import HeldState
 from compiled_llm.scheduling.window_pool import Held
 

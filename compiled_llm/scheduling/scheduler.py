@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.counts import SchedulerCounts

@@ -3,7 +3,7 @@
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,7 +16,7 @@ each; the scheduler then accepts as many as are right (``Scheduler.update``).
 from collections import deque
 from typing import Literal
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.drafter import CheckedDrafter
 from compiled_llm.scheduling.request import Request, Status

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compiled_llm.streaming import Stream
+from compiled_llm.api.streaming import Stream
 
 if TYPE_CHECKING:
-    from compiled_llm.config import EngineLimits
+    from compiled_llm.api.config import EngineLimits
 
 Copies = list[tuple[int, int]]
 

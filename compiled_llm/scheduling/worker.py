@@ -7,7 +7,7 @@ and a ``StepResult`` back. All are frozen plain data, so the worker may be anoth
 import dataclasses
 from typing import Any, Protocol
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import StepResult
 

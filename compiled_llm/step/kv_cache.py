@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache, StateCache
 from compiled_llm.models.layers.attention import AttentionSpec, windows_kept_apart

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compiled_llm.sampling_params import MAX_BIASES, SamplingParams
+from compiled_llm.api.sampling_params import MAX_BIASES, SamplingParams
 from compiled_llm.step.logits_transforms import LogitsTransform, field_rows
 
 Name = str | tuple[str, str]  # of a parameter, or of a transform and one of its fields

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from compiled_llm.error_texts import shown
+from compiled_llm.api.error_texts import shown
+from compiled_llm.api.unservable import UnservableError
 from compiled_llm.text.chat_template import ChatTemplate
 from compiled_llm.text.prompts import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from compiled_llm.text.template_process import TemplateProcess
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.text.tool_calls import with_decoded_arguments
-from compiled_llm.unservable import UnservableError
 
 _MAX_DEPTH = 32  # of lists and dicts in a message or a tool
 _MAX_TEMPLATES = 8  # that are kept compiled

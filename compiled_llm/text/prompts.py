@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from compiled_llm.error_texts import shown
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.error_texts import shown
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.api.unservable import UnservableError
 from compiled_llm.text.tokenizer import Tokenizer
-from compiled_llm.unservable import UnservableError
 
 
 class EncodedPrompt(NamedTuple):

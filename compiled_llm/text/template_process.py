@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any
 
-from compiled_llm.child_process import OUT_OF_MEMORY, ChildProcess, decoded, encoded
+from compiled_llm.system.child_process import OUT_OF_MEMORY, ChildProcess, decoded, encoded
 
 # Of processor time for a request; a long chat takes some tens of milliseconds. And of the worker's address space.
 SECONDS, MEMORY_BYTES = 2.0, 2**29

@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from compiled_llm.child_process import OUT_OF_MEMORY, ProcessorTime, decoded, encoded, limit_memory, own_channel
+from compiled_llm.system.child_process import OUT_OF_MEMORY, ProcessorTime, decoded, encoded, limit_memory, own_channel
 
 _MAX_TEMPLATES = 8  # that are kept compiled
 _MAX_REASON = 1000  # characters of an error

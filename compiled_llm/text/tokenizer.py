@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.text.byte_level import ByteLevelDecoding, ByteLevelTokens
 from compiled_llm.text.context_decoding import ContextDecoding
 from compiled_llm.text.stop_strings import StoppableText

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from compiled_llm.error_texts import shown
+from compiled_llm.api.error_texts import shown
 from compiled_llm.models.files import MAX_JSON_BYTES, open_file, read_optional_json
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from compiled_llm.error_texts import shown
+from compiled_llm.api.error_texts import shown
 from compiled_llm.models.files import MAX_JSON_BYTES, read_optional_json
 from compiled_llm.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from compiled_llm.text.tokenizer_files import check_files, library_error, read_backend, read_tokenizer

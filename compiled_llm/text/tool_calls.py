@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_llm.error_texts import shown
+from compiled_llm.api.error_texts import shown
 
 _ARGUMENTS = "arguments"
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.block_pool import SINK_BLOCK

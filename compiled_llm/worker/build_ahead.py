@@ -5,17 +5,17 @@ from typing import NamedTuple
 
 import torch
 
+from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import engine_cache
 from compiled_llm.compiling.gpu_properties import GpuTarget
-from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import keeps_compiled_code
-from compiled_llm.progress import StartProgress
-from compiled_llm.resources import granted_cores
 from compiled_llm.scheduling.bucket import buckets_of
+from compiled_llm.system.progress import StartProgress
+from compiled_llm.system.resources import granted_cores
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.cpu_kernels import KernelBuild, ops_of
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.ops.user_warnings import warn
-from compiled_llm.progress import StartProgress
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import (
     Admission,
@@ -21,6 +20,7 @@ from compiled_llm.scheduling.scheduler_output import (
     WindowOutput,
 )
 from compiled_llm.scheduling.worker import WorkerFacts
+from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.block_copies import Caches, SwapSpace
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.request_rows import RequestRows

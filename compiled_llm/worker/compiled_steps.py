@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import CompileCache, engine_cache
 from compiled_llm.compiling.costs import Cost
@@ -18,20 +19,19 @@ from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
-from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
-from compiled_llm.progress import Stage, StartProgress
-from compiled_llm.resources import granted_cores
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.kv_cache import of_states, split_by_window
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.system.progress import Stage, StartProgress
+from compiled_llm.system.resources import granted_cores
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_copies import Caches
 from compiled_llm.worker.block_tables import BlockTables

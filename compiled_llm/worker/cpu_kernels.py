@@ -16,8 +16,8 @@ from compiled_llm.models.registry import attention_layers, family_of, layers_of
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import Library
-from compiled_llm.progress import StartProgress
-from compiled_llm.resources import granted_cores
+from compiled_llm.system.progress import StartProgress
+from compiled_llm.system.resources import granted_cores
 
 # How long a library takes beside others, by which the longest come first. How long that is depends on the machine, and
 # each machine builds them once: so nothing is said of the time left.

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from compiled_llm.gpu_packages import check_triton
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops.attention import kv_quant
-from compiled_llm.progress import StartProgress
-from compiled_llm.resources import granted_cores
+from compiled_llm.system.gpu_packages import check_triton
+from compiled_llm.system.progress import StartProgress
+from compiled_llm.system.resources import granted_cores
 
 
 def resolve_device(name: str) -> torch.device:

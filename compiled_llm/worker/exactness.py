@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.linears.protocol import LinearKind

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.models.config import ModelConfig
 
 

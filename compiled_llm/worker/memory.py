@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linear_layers
-from compiled_llm.resources import free_memory, total_memory
+from compiled_llm.system.resources import free_memory, total_memory
 from compiled_llm.worker.pool_sizes import PoolSizes
 
 # Blocks of the pool to compile on, the sink among them. Not fewer: a size of 1 would be compiled in as a constant.

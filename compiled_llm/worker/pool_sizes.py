@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.scheduling.window_pool import useful_places

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits_transforms import LogitsTransform

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm.api.config import EngineConfig, EngineLimits, StepDefaults
+from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.compiling.cuda_graphs import gpu_target, graph_pool
 from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
-from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.quantized.described import described
@@ -27,7 +29,6 @@ from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
-from compiled_llm.progress import StartProgress
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
@@ -35,7 +36,8 @@ from compiled_llm.scheduling.worker import Worker, WorkerFacts
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
-from compiled_llm.worker import exactness, loader
+from compiled_llm.system.progress import StartProgress
+from compiled_llm.worker import exactness
 from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.build_ahead import Builds, start_builds
 from compiled_llm.worker.calibration import worker_facts
@@ -52,7 +54,6 @@ from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
-from compiled_llm.worker.quantization import linears_of
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 from compiled_llm.worker.times import RunnerTimes, StartTimes

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
-from compiled_llm.config import EngineLimits
-from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import DynamicSize, mark_static_address
@@ -26,6 +25,7 @@ from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
+from compiled_llm.step.mask_words import num_mask_words
 from compiled_llm.step.parameters import logits_parameters
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import (

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.models.inputs import BlockTable, StepInput
 from compiled_llm.ops.recurrent.state_rows import SINK_SLOT, StateRows
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.progress import StartProgress
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.scheduling.worker import Worker
+from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.runner import ModelRunner
 
 _SECONDS_TO_END = 30.0

@@ -18,8 +18,8 @@ import bench_hf
 from workloads import WORKLOADS, Requests, WorkloadRequest, model_of, random_tokens
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
-from compiled_llm.command_line import FlagParser, check_least, engine_config, errors_end
-from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
+from compiled_llm.api.command_line import FlagParser, check_least, engine_config, errors_end
+from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.text.prompts import check_token_ids

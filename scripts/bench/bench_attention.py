@@ -61,8 +61,8 @@ from bench_attention_contenders import (
     zeros,
 )
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.system import hardware as machine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -19,10 +19,10 @@ import torch
 from bench_linear import seconds
 from tqdm import tqdm
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.ops import empty_packed, expert_rows, grouped_packed_linear, native
 from compiled_llm.ops.linear.packed_linear import packed_linear
+from compiled_llm.system import hardware as machine
 
 READ_BYTES = 1 << 28
 

@@ -25,8 +25,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from turns import wait_for_turn
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.system import hardware as machine
 
 # Those of mode "reduce-overhead", and the tuning that gpt-fast switches on.
 _OPTIONS = {"triton.cudagraphs": True, "coordinate_descent_tuning": True, "triton.unique_kernel_names": True}

@@ -38,12 +38,12 @@ import torch
 from workloads import SHAPES
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.compiling.cuda_graphs import graph_pool
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker import runner as runner_module
 from compiled_llm.worker.device import device_context
 from compiled_llm.worker.profiler import kernels_of, profiled_events

@@ -34,10 +34,10 @@ from turns import wait_for_turn
 from workloads import SHAPES, random_tokens
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.profiler import kernels_of, kind_of, profiled_events
 
 _CHUNK = 2048  # tokens of prompts in a step

@@ -27,8 +27,8 @@ from tqdm import tqdm
 from workloads import Requests, WorkloadRequest, engine_parser, random_tokens
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.device import resolve_device
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.ops import native
 from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear
 from compiled_llm.ops.linear.quantized_linear import quantized_linear
@@ -35,6 +34,7 @@ from compiled_llm.ops.linear.quantized_weight import (
     pack_quantized_rows,
     quantize,
 )
+from compiled_llm.system import hardware as machine
 
 # (name, out_features, in_features) of Qwen3-0.6B, with q, k, v fused and gate, up fused.
 SHAPES = [

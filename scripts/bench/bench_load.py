@@ -26,15 +26,15 @@ import torch
 from bench_start import write_checkpoint
 from workloads import SHAPES
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.quantization import published
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.weights import tensors
-from compiled_llm.worker import loader
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.memory import growth_while
-from compiled_llm.worker.quantization import published
 
 MXFP4 = {"quant_method": "mxfp4"}
 MAX_POSITIONS = 4096  # of the tables of rotary embeddings, which are made and not read

@@ -21,9 +21,9 @@ import tables
 from workloads import WorkloadRequest, add_model_arguments, model_of, random_tokens
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.offline.modes import MODES, as_flags, mode_arguments
+from compiled_llm.system import hardware as machine
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -23,8 +23,8 @@ from pathlib import Path
 import own_checkout
 import psutil
 
-from compiled_llm.command_line import FlagParser
-from compiled_llm.engine.model_files import DEMO_MODEL
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.offline.modes import MODES, mode_arguments
 
 SCRIPT = Path(__file__).parents[1] / "serve_offline.py"

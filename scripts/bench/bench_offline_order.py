@@ -21,8 +21,8 @@ from typing import Any
 
 import own_checkout
 
-from compiled_llm.command_line import FlagParser
-from compiled_llm.engine.model_files import DEMO_MODEL
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 
 SCRIPT = Path(__file__).parents[1] / "serve_offline.py"
 

@@ -41,10 +41,10 @@ from peer_precisions import precision
 from peer_processes import Peer, PeerFailed, Worker, transformers_generate
 from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, one_stream
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
+from compiled_llm.system import hardware as machine
 
 
 class Metric(NamedTuple):

@@ -28,9 +28,9 @@ from tqdm import tqdm
 from workloads import SHAPES, WORKLOADS
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.report import machine_limits
+from compiled_llm.system import hardware as machine
 
 UNITS = {"W1": "decode tok/s", "W4": "prefill tok/s", "W5": "decode tok/s"}
 DTYPE, MAX_MODEL_LEN, NUM_BLOCKS = "bfloat16", 2304, 1600

@@ -27,14 +27,14 @@ from graph_times import DISTINCT, launches_for, slopes
 from torch import Tensor
 from workloads import SHAPES
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linears
 from compiled_llm.ops.linear.exact_linear import exact_linear
+from compiled_llm.system import hardware as machine
 
 WEIGHT_BYTES = {"cpu": 1 << 20, "cuda": DISTINCT}  # copies together, more than any cache
 TOLERANCE = 0.02  # of the largest output, in bfloat16

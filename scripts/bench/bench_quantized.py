@@ -34,9 +34,7 @@ import torch.nn.functional as F
 from bench_attention import STATISTICS, all_layers, interleaved
 from torch import Tensor
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
-from compiled_llm.gpu_packages import check_triton
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.models.linears.quantizing import SCHEMES
 from compiled_llm.ops.linear.quantized_linear_a8 import quantize_activations
 from compiled_llm.ops.linear.quantized_tiles import INT_MM_ROWS, Choice, Layer, takes_int_mm
@@ -44,6 +42,8 @@ from compiled_llm.ops.linear.quantized_weight import QuantizedRows, QuantizedWei
 from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu, pack_quantized_rows_gpu
 from compiled_llm.ops.moe.grouped_linear import grouped_linear
 from compiled_llm.ops.torch_private import int4_mm, int4_packed
+from compiled_llm.system import hardware as machine
+from compiled_llm.system.gpu_packages import check_triton
 
 LAYERS = ["6144x4096", "24576x4096", "4096x12288", "1536x2048x128x8"]  # of Qwen3-8B and of Qwen3-30B-A3B
 WEIGHT_BYTES = 256 << 20

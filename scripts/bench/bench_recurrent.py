@@ -22,10 +22,10 @@ from bench_linear import seconds
 from torch import Tensor
 from tqdm import tqdm
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.ops import gated_delta_rule, mamba2_scan, native, short_convolution
 from compiled_llm.ops.recurrent.state_rows import StateRows
+from compiled_llm.system import hardware as machine
 
 READ_BYTES = 1 << 28  # of the sum, and of all slots together
 

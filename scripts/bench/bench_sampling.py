@@ -29,14 +29,14 @@ from torch import Tensor
 from workloads import add_model_arguments, model_of
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.sampling import SamplingInput, uniform
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 
 Params = dict[str, Any]

@@ -19,16 +19,16 @@ import tables
 import torch
 from tqdm import tqdm
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
-from compiled_llm.config import EngineLimits
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
 

@@ -44,7 +44,7 @@ from tqdm import tqdm
 from workloads import Requests, engine_parser
 
 from compiled_llm import CompiledEngine
-from compiled_llm import hardware as machine
+from compiled_llm.system import hardware as machine
 
 TITLES = {
     "ttft": "TTFT",

@@ -30,8 +30,8 @@ import torch
 from workloads import engine_parser, model_of
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import engine_config
+from compiled_llm.api.command_line import engine_config
+from compiled_llm.system import hardware as machine
 
 SIZES = {"max_model_len": 1024, "bucket_sizes": (1,), "token_bucket_sizes": (128,)}
 PROMPT = list(range(100, 228))

@@ -27,14 +27,14 @@ import torch
 from safetensors.torch import save_file
 from workloads import SHAPES, engine_parser
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import engine_config
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.command_line import engine_config
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.quantization import published
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family_of
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.device import resolve_device
-from compiled_llm.worker.quantization import published
 
 STAGES = ("imports", "kernels", "weights", "compile", "other", "first token")
 THIS = own_checkout.ROOT

@@ -28,15 +28,18 @@ import tables
 import torch
 from workloads import SHAPES, engine_parser
 
-from compiled_llm.command_line import engine_config
+from compiled_llm.api.command_line import engine_config
+from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling import compiler, function
 from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.ready_code import load_ready
-from compiled_llm.config import EngineConfig, EngineLimits
-from compiled_llm.gpu_packages import check_triton
+from compiled_llm.gpu_step.fake_step import DEVICE, faked, properties_of
+from compiled_llm.gpu_step.gpus import GPUS
+from compiled_llm.gpu_step.inspection import first_layers
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.registry import family_of
@@ -44,16 +47,13 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
 from compiled_llm.ops.torch_private_builds import build_without_gpu, builds_for_others, compiled_kernel, rehearse
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode, generate, pretend_gpu, trace
-from compiled_llm.progress import StartProgress
-from compiled_llm.report.gpu_step.fake_step import DEVICE, faked, properties_of
-from compiled_llm.report.gpu_step.gpus import GPUS
-from compiled_llm.report.gpu_step.inspection import first_layers
 from compiled_llm.step.kv_cache import allocate, layer_dtypes
+from compiled_llm.system.gpu_packages import check_triton
+from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.device import use_device
 from compiled_llm.worker.memory import TRIAL_BLOCKS
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
-from compiled_llm.worker.quantization import linears_of
 from compiled_llm.worker.runner import STEP_DEFAULTS
 
 _MAKE_TENSORS = ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_strided")

@@ -28,8 +28,8 @@ import tables
 from workloads import Requests, engine_parser
 
 from compiled_llm import CompiledEngine
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.system import hardware as machine
 from compiled_llm.worker.device import resolve_device
 
 _PERCENTILES = (50, 99)

@@ -28,9 +28,9 @@ from peer_precisions import precision
 from peer_processes import Peer, PeerFailed, Worker
 from workloads import Requests, WorkloadRequest
 
-from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.system import hardware as machine
 from compiled_llm.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 512

@@ -11,7 +11,7 @@ from peer_checkpoints import ConversionFailed
 from peer_precisions import Precision
 from peer_processes import Peer, PeerFailed
 
-from compiled_llm.resources import granted_cores
+from compiled_llm.system.resources import granted_cores
 
 
 class Engines(Protocol):

@@ -30,7 +30,7 @@ import torch
 from probe_attention_steps import CACHES, Decode, Prefill
 from turns import wait_for_turn
 
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 
 _ = own_checkout
 READ_LIMIT = 4.43e12  # bytes a second that one NVIDIA H200 was seen to read

@@ -27,7 +27,7 @@ from torch import Tensor
 from turns import wait_for_turn
 
 from compiled_llm import ops
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.models.linears import fused as layers
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact

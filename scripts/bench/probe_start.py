@@ -23,7 +23,7 @@ import own_checkout
 import tables
 from workloads import SHAPES
 
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 
 _TINY = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
 _PARTS = (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compiled_llm.command_line import FlagParser, add_engine_arguments
+from compiled_llm.api.command_line import FlagParser, add_engine_arguments
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -20,12 +20,12 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
+from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_class import class_parameters, rope_names
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import ModelWeights
-from compiled_llm.worker import loader
 from tests.families import EVERY_CONFIG, keep_time_steps, logits_of, strengthened
 from tests.models.test_forward import empty_cache, step_input
 

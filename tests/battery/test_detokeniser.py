@@ -15,8 +15,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text import context_decoding
 from compiled_llm.text.context_decoding import ContextDecoding
 from compiled_llm.text.tokenizer import OutputText, Tokenizer

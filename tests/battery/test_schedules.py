@@ -14,12 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from compiled_llm.api.streaming import Stream
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.streaming import Stream
 from tests.fake_engine import (
     VOCABULARY,
     FakeDrafter,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
 from compiled_llm.models.weights import tensors
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool

@@ -15,7 +15,7 @@ from compiled_llm.compiling.costs import Cost
 from compiled_llm.compiling.forecast import expected_cost, expected_start, finish_times
 from compiled_llm.compiling.messages import Built, Job
 from compiled_llm.compiling.parallel import build_missing
-from compiled_llm.progress import Stage, StartProgress
+from compiled_llm.system.progress import Stage, StartProgress
 
 START = 4.0  # seconds until a process can compile
 

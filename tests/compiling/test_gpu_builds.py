@@ -23,12 +23,12 @@ from compiled_llm.compiling.keys import gpu_fields
 from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.ready_code import load_ready
+from compiled_llm.gpu_step.fake_step import properties_of
+from compiled_llm.gpu_step.gpus import GPUS
 from compiled_llm.ops import rms_norm
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode
-from compiled_llm.progress import StartProgress
-from compiled_llm.report.gpu_step.fake_step import properties_of
-from compiled_llm.report.gpu_step.gpus import GPUS
+from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker import compiled_steps, runner
 from tests.pretend_gpu import pretended_gpu
 

@@ -16,9 +16,9 @@ from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import build_missing, useful_workers
-from compiled_llm.progress import StartProgress
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import sampler_function
+from compiled_llm.system.progress import StartProgress
 
 
 def make_sampler():

@@ -20,17 +20,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     from workloads import SHAPES
 
+    from compiled_llm.api.config import EngineConfig
     from compiled_llm.compiling.compiler import compile_ahead
     from compiled_llm.compiling.gpu_builds import pretend_to_have
     from compiled_llm.compiling.gpu_properties import GpuTarget
     from compiled_llm.compiling.ready_code import ready_code
-    from compiled_llm.config import EngineConfig
+    from compiled_llm.gpu_step.fake_step import properties_of, step_on_fakes
+    from compiled_llm.gpu_step.gpus import GPUS
+    from compiled_llm.gpu_step.inspection import first_layers
     from compiled_llm.models.config_file import parse_config
     from compiled_llm.ops.torch_private import lower_as_ops
     from compiled_llm.ops.torch_private_builds import builds_for_others
-    from compiled_llm.report.gpu_step.fake_step import properties_of, step_on_fakes
-    from compiled_llm.report.gpu_step.gpus import GPUS
-    from compiled_llm.report.gpu_step.inspection import first_layers
 
     is_mended = "--unmended" not in sys.argv
     shape, *buckets = [word for word in sys.argv[1:] if not word.startswith("--")]

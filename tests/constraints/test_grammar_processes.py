@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from compiled_llm.api.structured_outputs import StructuredOutputsParams
 from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState
-from compiled_llm.structured_outputs import StructuredOutputsParams
 from compiled_llm.text.tokenizer import Tokenizer
 from tests.forked import in_fork
 

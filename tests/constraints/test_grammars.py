@@ -21,11 +21,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from compiled_llm.api.structured_outputs import StructuredOutputsParams
 from compiled_llm.constraints import grammar_processes
 from compiled_llm.constraints import grammars as structured_outputs
 from compiled_llm.constraints.grammar_processes import GrammarProcesses
 from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState
-from compiled_llm.structured_outputs import StructuredOutputsParams
 from compiled_llm.text.tokenizer import Tokenizer
 from tests.schemas import SCHEMAS
 

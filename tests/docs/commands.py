@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from packaging.requirements import Requirement
 
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 from tests.docs.markdown import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from compiled_llm import EngineConfig, SamplingParams
-from compiled_llm.command_line import attribute_docs
+from compiled_llm.api.command_line import attribute_docs
 from tests.docs.markdown import ROOT
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.worker.runner import ModelRunner

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.engine.model_files import DEMO_MODEL
-from compiled_llm.progress import StartProgress
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.device import say_cost_of_dtype
 from tests.families import checkpoint
 from tests.pretend_gpu import GPU, WaitError, pretended_gpu

@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm.api.outputs import CompletionOutput, Logprob
 from compiled_llm.constraints import grammars as structured_outputs
 from compiled_llm.constraints.grammars import GrammarState
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.outputs import CompletionOutput, Logprob
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from tests.families import COMPILED_SIZES
 

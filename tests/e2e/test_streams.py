@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
-from compiled_llm.streaming import Stream
+from compiled_llm.api.streaming import Stream
 from tests.families import checkpoint, transformers_model
 
 SINKS, WINDOW, BLOCK = 4, 32, 4

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.admission import Admission
 from compiled_llm.engine.completions import UserRequest
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config_file import read_config
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from compiled_llm.text.prompts import EncodedPrompt, Prompt
 from compiled_llm.text.tokenizer import Tokenizer

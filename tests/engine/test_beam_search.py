@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search, continuations
-from compiled_llm.outputs import RequestOutput
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.prompts import EncodedPrompt
 
 PROMPT = [3, 1, 4]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.api.outputs import Logprob, RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
-from compiled_llm.outputs import Logprob, RequestOutput
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.request import Request, Status
 
 

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
+from compiled_llm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from compiled_llm.engine.failures import RequestsFailedWarning, warn_if_all_failed
-from compiled_llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
 def output(*reasons: str | None) -> RequestOutput:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
@@ -20,7 +21,6 @@ from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import experts, tensors
 from compiled_llm.ops import StateRows, route
-from compiled_llm.worker import loader
 from tests.families import EVERY_CONFIG, checkpoint, transformers_model
 
 BLOCK_SIZE = 4

@@ -9,11 +9,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from compiled_llm.checkpoint.loader import load_weights
 from compiled_llm.models import gemma4, registry
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import allocate, bytes_per_layer
-from compiled_llm.worker.loader import load_weights
 from tests.families import CONFIGS, checkpoint, strengthened
 from tests.models.published_gemma4 import GEMMA4
 from tests.models.test_forward import empty_cache, step_input

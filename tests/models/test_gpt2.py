@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_llm.checkpoint.loader import load_weights
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import tensors
-from compiled_llm.worker.loader import load_weights
 from tests.families import CONFIGS, checkpoint
 
 GPT2 = {"architectures": ["GPT2LMHeadModel"], **CONFIGS["gpt2"][1]}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache
@@ -14,7 +15,6 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import experts
-from compiled_llm.worker import loader
 from tests.families import HYBRID_CONFIGS, checkpoint, logits_of, transformers_model
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
+from compiled_llm.checkpoint import loader
 from compiled_llm.models import nemotron_h
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.nemotron_h import NemotronHConfig
-from compiled_llm.worker import loader
 from tests.families import HYBRID_CONFIGS, strengthened
 from tests.models.published_nemotron import NEMOTRON
 from tests.models.test_forward import empty_cache, step_input

@@ -18,6 +18,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.quantization import published
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.layers.state import StateSpec
@@ -25,8 +27,6 @@ from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import ARCHITECTURES, family
 from compiled_llm.models.weights import tensors
 from compiled_llm.models.wrappers import language_model
-from compiled_llm.worker import loader
-from compiled_llm.worker.quantization import published
 from tests import mxfp4
 from tests.drawn import marked
 from tests.families import logits_of, strengthened

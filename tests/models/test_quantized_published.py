@@ -19,13 +19,13 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
+from compiled_llm.checkpoint import loader, quantization
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.weights import tensors
-from compiled_llm.worker import loader, quantization
+from tests.checkpoint.test_quantized_reader import logits, rounded, write
 from tests.models.quantized import test_compressed_tensors as ct
 from tests.models.quantized import test_gptq as gptq
-from tests.worker.test_quantized_reader import logits, rounded, write
 
 _SMALL = {
     "hidden_size": 128,

@@ -5,6 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from compiled_llm.checkpoint.loader import RandomReader, load_weights
+from compiled_llm.checkpoint.stored_layout import in_family_layout
+from compiled_llm.checkpoint.stored_tensors import locate
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
@@ -13,9 +16,6 @@ from compiled_llm.models.quantized.scheme import StoredPart
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import Source, bytes_to_read, linears, tensors
-from compiled_llm.worker.checkpoint import locate
-from compiled_llm.worker.loader import RandomReader, load_weights
-from compiled_llm.worker.stored_layout import in_family_layout
 from tests.families import EVERY_CONFIG, checkpoint
 
 CPU = torch.device("cpu")

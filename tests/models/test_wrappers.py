@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compiled_llm.checkpoint.loader import load_weights
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.weights import tensors
-from compiled_llm.worker.loader import load_weights
 from tests.families import CONFIGS, checkpoint
 
 TEXT = {**CONFIGS["gemma3"][1], "model_type": "gemma3_text"}

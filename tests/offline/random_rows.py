@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow
 
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.offline.row_formats import ROW_KEYS
-from compiled_llm.sampling_params import SamplingParams
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 _BODY = [

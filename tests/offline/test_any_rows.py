@@ -10,13 +10,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from compiled_llm.child_process import decoded, encoded
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.reading import RowReader
 from compiled_llm.offline.row_formats import row_of_text
 from compiled_llm.offline.rows import Row, row_from_json, row_to_json
 from compiled_llm.offline.serving import RowIterator, RowServer
+from compiled_llm.system.child_process import decoded, encoded
 from tests.offline import random_rows
 
 GOOD = {"prompt": "def f():", "sampling_params": {"max_tokens": 2}}

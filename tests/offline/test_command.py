@@ -721,7 +721,7 @@ def test_help_and_bad_arguments_need_neither_docstrings_nor_torch() -> None:
         assert done.returncode == status, done.stderr
         assert words in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
-        assert "compiled_llm.command_line" in done.stderr
+        assert "compiled_llm.api.command_line" in done.stderr
         assert " torch\n" not in done.stderr
 
 

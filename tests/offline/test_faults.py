@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm.child_process import Channel, encoded
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.system.child_process import Channel, encoded
 from compiled_llm.worker.runner import ModelRunner
 from tests.offline import runs
 from tests.offline.runs import COMMAND, rows, write_prompts

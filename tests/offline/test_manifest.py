@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.offline import manifest as manifest_module
 from compiled_llm.offline.manifest import (
     DECIDING,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compiled_llm.config import EngineConfig
-from compiled_llm.engine.model_files import DEMO_MODEL
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.offline.model_digest import model_digest, tokenizer_digest
 
 WEIGHTS = "model.safetensors"

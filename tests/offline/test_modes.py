@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.command_line import engine_config
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.command_line import engine_config
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.offline.command import main
 from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.manifest import DECIDING

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.offline.row_formats import row_of_object, row_of_text
 from compiled_llm.offline.rows import Row
-from compiled_llm.sampling_params import SamplingParams
 
 CHAT = [{"role": "user", "content": "hello"}]
 

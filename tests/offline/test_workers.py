@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from compiled_llm.child_process import Channel
 from compiled_llm.offline import local_workers, workers
 from compiled_llm.offline.local_workers import LocalProcesses, part_of, threads_of
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row
 from compiled_llm.offline.worker import SocketRows, send_results
 from compiled_llm.offline.workers import WorkerEngines
+from compiled_llm.system.child_process import Channel
 
 MAX_NUM_SEQS = 4
 

@@ -1,6 +1,6 @@
 """Who asks for programmatic launches, and on a GPU, that nothing is read before it is written.
 
-That kernels wait before anything else is read in their machine code, see ``tests/report/gpu_step``.
+That kernels wait before anything else is read in their machine code, see ``tests/gpu_step``.
 """
 
 from collections.abc import Callable

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm import hardware as machine
 from compiled_llm.ops import native
 from compiled_llm.report import cpu_loops, machine_limits
 from compiled_llm.report.machine_limits import MachineLimits, _Rate, significant
+from compiled_llm.system import hardware as machine
 
 CPU = torch.device("cpu")
 

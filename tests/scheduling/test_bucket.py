@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, SchedulerOutputBuilder

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.drafter import CheckedDrafter, draft_length
 from compiled_llm.scheduling.request import Request, Status

@@ -7,7 +7,7 @@ tests/battery/test_schedules.py has the random schedules.
 
 import pytest
 
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Status

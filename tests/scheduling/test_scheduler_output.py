@@ -4,8 +4,8 @@ import pickle
 
 import numpy as np
 
+from compiled_llm.api.streaming import Stream
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.streaming import Stream
 from tests.fake_engine import FakeEngine, make_request, make_scheduler
 
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from compiled_llm.api.streaming import Stream
 from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
-from compiled_llm.streaming import Stream
 from tests.fake_engine import LIMITS, FakeEngine, check_result, make_request, make_scheduler
 
 SIZE = LIMITS.block_size

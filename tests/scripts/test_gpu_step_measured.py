@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.report.gpu_step.measured import match
-from tests.report.gpu_step.made_up import US, inspection
+from compiled_llm.gpu_step.measured import match
+from tests.gpu_step.made_up import US, inspection
 from tests.scripts.test_gpu_validate import ROOT, load
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser
 
 ROOT = Path(__file__).parents[2]
 

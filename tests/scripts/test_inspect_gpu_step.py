@@ -1,4 +1,4 @@
-"""What inspect_gpu_step prints and refuses; tests/report/gpu_step has what it finds."""
+"""What inspect_gpu_step prints and refuses; tests/gpu_step has what it finds."""
 
 import importlib.util
 import json
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.report.gpu_step.measured import Measured, Unmatched
-from tests.report.gpu_step.made_up import inspection
+from compiled_llm.gpu_step.measured import Measured, Unmatched
+from tests.gpu_step.made_up import inspection
 from tests.scripts.test_gpu_validate import ROOT, load
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.step.kv_cache import allocate
 from tests import families

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.registry import family

@@ -17,8 +17,8 @@ from transformers.generation import (
     SequenceBiasLogitsProcessor,
 )
 
+from compiled_llm.api.sampling_params import MAX_BIASES
 from compiled_llm.constraints.token_masks import TokenMask, num_mask_words
-from compiled_llm.sampling_params import MAX_BIASES
 from compiled_llm.step.logits import LogitsInput, penalised, process_logits, unpacked
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform, load_transforms
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from compiled_llm.sampling_params import MAX_BIASES, SamplingParams
+from compiled_llm.api.sampling_params import MAX_BIASES, SamplingParams
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.parameters import LOGITS, SAMPLING
 from compiled_llm.step.sampling import SamplingInput

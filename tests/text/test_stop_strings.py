@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.text.stop_strings import StoppableText
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 from tests.tokenizer_pairs import END, USER, write_pair

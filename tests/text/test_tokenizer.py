@@ -14,8 +14,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from compiled_llm.engine.model_files import DEMO_MODEL
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 from compiled_llm.text.tokenizer_parts import read_parts
 

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from compiled_llm.config import EngineLimits
-from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, WindowOutput
 from compiled_llm.worker import block_tables

@@ -11,7 +11,7 @@ from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.keys import machine_fields
 from compiled_llm.compiling.messages import Job, receive, send
 from compiled_llm.compiling.parallel import build_missing
-from compiled_llm.progress import StartProgress
+from compiled_llm.system.progress import StartProgress
 from tests.families import checkpoint
 
 

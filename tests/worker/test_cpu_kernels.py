@@ -9,7 +9,7 @@ import pytest
 from compiled_llm import CompiledEngine
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import OPS, Library
-from compiled_llm.progress import StartProgress
+from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.cpu_kernels import KernelBuild
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm import CompiledEngine, LogitsContext, LogitsTransform
-from compiled_llm.config import EngineConfig
-from compiled_llm.engine.model_files import DEMO_MODEL
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, MemoryLedger, MemoryRow, SamplingParams
+from compiled_llm.api.config import EngineLimits, StepDefaults
 from compiled_llm.compiling.function import CompiledFunction
-from compiled_llm.config import EngineLimits, StepDefaults
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import bytes_per_token
 from compiled_llm.worker import memory

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
+from compiled_llm.api.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.scheduling.window_pool import useful_places
 from compiled_llm.worker.pool_sizes import PoolSizes, WindowSize

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.compiling.function import CompiledFunction
-from compiled_llm.config import EngineLimits
 from compiled_llm.models.config_file import read_config
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.models.weights import tensors
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, StateOutput, WindowOutput

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.engine.core import EngineCore
-from compiled_llm.engine.model_files import checkpoint_directory
 from compiled_llm.models.config_file import read_config
-from compiled_llm.outputs import RequestOutput
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.worker.worker_process import WorkerProcess
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from compiled_llm.checkpoint import loader
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.inputs import KVCache, LayerCache
@@ -18,7 +19,6 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import ARCHITECTURES, family_of
 from compiled_llm.models.weights import tensors
-from compiled_llm.worker import loader
 from tests.families import strengthened
 from tests.models.fallback.architectures import CONFIGS
 from tests.models.test_forward import BLOCK_SIZE, step_input

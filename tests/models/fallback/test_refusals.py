@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.stored_tensors import CheckpointError
 from compiled_llm.models.config_file import read_config
-from compiled_llm.worker import loader
-from compiled_llm.worker.checkpoint import CheckpointError
 from tests.models.fallback.architectures import CONFIGS
 from tests.models.fallback.test_architectures import save
 

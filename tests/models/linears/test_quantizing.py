@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from compiled_llm.checkpoint.loader import RandomReader
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_skip
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
-from compiled_llm.worker.loader import RandomReader
 
 CPU = torch.device("cpu")
 PARTS = [

@@ -8,13 +8,13 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from compiled_llm.checkpoint.quantization import published
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.quantized.mxfp4 import StackedMxfp4, read_mxfp4
 from compiled_llm.models.quantized.scheme import StoredPart
 from compiled_llm.models.registry import family
 from compiled_llm.ops.linear.quantized_weight import dequantize
-from compiled_llm.worker.quantization import published
 from tests.mxfp4 import CONFIG, QUANTIZATION
 
 BYTES, SCALES = 256, 253  # greater ones are refused

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.config import EngineConfig
+from compiled_llm.api.config import EngineConfig
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
 

@@ -1,0 +1,245 @@
+"""Command-line flags for the fields of EngineConfig and SamplingParams: same names with dashes, same defaults.
+
+``FlagParser`` is the parser of all programs: flags are written out, and a bad argument ends in three lines.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+import shlex
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, did_you_mean, name_hint
+from compiled_llm.api.sampling_params import SamplingParams
+
+_MAX_SHOWN = 200  # characters of the command line in an error
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that takes no abbreviations, and whose errors are three lines: what, where, what to do.
+
+    Attributes:
+        elsewhere: flags of other libraries, as the names of arguments -> what to do here.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.elsewhere: dict[str, str] = {}
+        self._has_engine_arguments = False
+        self._given: list[str] = []  # the arguments that are parsed
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(sys.argv[1:] if args is None else args)
+        flags = [word for word in itertools.takewhile("--".__ne__, self._given) if re.match(r"--[^\s=]+(=|$)", word)]
+        unknown = [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
+        if unknown and "--help" not in flags:  # before argparse says what is missing, as where one is misspelt
+            self._refuse(unknown)
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return parsed
+
+    def parse_checked(self, check: Callable[[Any], object] | None = None, **least: float) -> Any:
+        """The arguments. A ``ValueError`` of ``check`` ends the program as other bad arguments do, with status 2.
+
+        Args:
+            check: gets the arguments, and may complete them.
+            least: smallest value of the arguments of these names, and of each value in a list; None is no value.
+        """
+        args = self.parse_args()
+        with self.ending_errors():
+            check_least(args, **least)
+            if check is not None:
+                check(args)
+            if self._has_engine_arguments:
+                engine_config(args)
+        return args
+
+    @contextlib.contextmanager
+    def ending_errors(self) -> Iterator[None]:
+        """A ``ValueError`` in it is one of the arguments, and ends the program as ``error`` does."""
+        try:
+            yield
+        except ValueError as error:
+            self.error(str(error))
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2 and three lines on stderr."""
+        print_argument_error(self.prog, message, self._words_of(message))
+        self.exit(2)
+
+    def _words_of(self, message: str) -> str:
+        """The part of the command line that ``message`` names, by a flag or by the name of an argument; else all."""
+        words = self._given
+        for name in re.findall(r"--?[\w-]+|\w+", message):
+            flag = name if name.startswith("-") else f"--{name.replace('_', '-')}"
+            for place, word in enumerate(words):
+                if word.partition("=")[0] in (flag, flag.replace("--", "--no-", 1)):
+                    values = itertools.takewhile(lambda text: not text.startswith("--"), words[place + 1 :])
+                    return _cut(shlex.join([word, *values]))
+        return _cut(shlex.join(words))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does it, with the nearest of the allowed values."""
+        if action.choices is not None and value not in action.choices:
+            hint = did_you_mean(str(value), map(str, action.choices))
+            allowed = ", ".join(map(str, action.choices))
+            text = f"must be one of {allowed}, given {value!r:.200}{hint and ': ' + hint}"
+            raise argparse.ArgumentError(action, text)
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        flag = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
+        if flag is None:
+            example = ", as in --input FILE" if "--input" in self._option_string_actions else ""
+            self.error(f"{_cut(shlex.join(unknown))} belongs to no flag: give each value after its flag{example}")
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        elsewhere = {"--" + name.replace("_", "-"): hint for name, hint in self.elsewhere.items()}
+        hint = name_hint(flag, known, elsewhere)
+        self.error(f"unknown flag {flag}{hint and ': ' + hint}")
+
+
+def print_argument_error(program: str, message: str, given: str) -> None:
+    """What is wrong, where, and what to do, a line each on stderr. ``given``: the words that are wrong."""
+    script = Path(sys.argv[0])
+    is_script = script.suffix == ".py" and script.stem == Path(program).stem
+    command = f"python {sys.argv[0]}" if is_script else program
+    print(f"{program}: error: {message}\n  given: {given or 'nothing'}\n  see:   {command} --help", file=sys.stderr)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def check_least(args: argparse.Namespace, **least: float) -> None:
+    """``ValueError`` unless each value of the arguments of these names, lists or numbers, is as large as given here."""
+    for name, low in least.items():
+        given = getattr(args, name)
+        if given is not None and not min(given if isinstance(given, tuple | list) else [given]) >= low:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, given {given}")
+
+
+@contextlib.contextmanager
+def errors_end(
+    program: str, errors: tuple[type[Exception], ...] = (ValueError, OSError), status: int = 2
+) -> Iterator[None]:
+    """One of ``errors`` in it ends the program with its message and status."""
+    try:
+        yield
+    except errors as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        raise SystemExit(status) from error
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """A flag for every engine argument."""
+    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS)
+    if isinstance(parser, FlagParser):
+        parser._has_engine_arguments = True
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name.
+
+    A flag that is not given leaves no attribute: ``sampling_arguments`` are those that were. ``defaults`` are shown.
+    """
+    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, default=argparse.SUPPRESS)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig that the flags say. ``ValueError`` as the config itself raises it."""
+    return EngineConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)})
+
+
+def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that flags were given for, by their names."""
+    names = {field.name: _flag_name(SamplingParams, field.name) for field in dataclasses.fields(SamplingParams)}
+    return {name: getattr(args, flag) for name, flag in names.items() if hasattr(args, flag)}
+
+
+def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    """The SamplingParams that the flags say, over ``defaults``. ``ValueError`` as they raise it themselves."""
+    return SamplingParams(**{**defaults, **sampling_arguments(args)})
+
+
+def _flag_name(cls: type, name: str) -> str:
+    of_both = name in {field.name for field in dataclasses.fields(EngineConfig)}
+    return f"sampling_{name}" if cls is SamplingParams and of_both else name
+
+
+def _add(
+    parser: argparse.ArgumentParser,
+    title: str,
+    cls: type,
+    elsewhere: Mapping[str, str],
+    shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    **common: Any,
+) -> None:
+    group = parser.add_argument_group(title)
+    hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
+    for field in dataclasses.fields(cls):
+        name = _flag_name(cls, field.name)
+        default = shown_defaults.get(field.name, field.default)
+        text = docs.get(field.name, "").replace("%", "%%")
+        shown = ",".join(map(str, default)) or None if isinstance(default, tuple) else default
+        if isinstance(default, tuple) and hints[field.name] == tuple[str, ...]:
+            default = list(default)  # to which argparse appends
+        options = {"help": f"{text} (default: {shown})".strip(), **_options(hints[field.name])}
+        group.add_argument("--" + name.replace("_", "-"), **{"default": default, **options, **common})
+    if isinstance(parser, FlagParser):
+        parser.elsewhere |= elsewhere
+
+
+def _options(hint: Any) -> dict[str, Any]:
+    """argparse options for a field's type."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kind = kinds[0]
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if kind in (int, float, str):
+        if type(None) in kinds:
+            return {"type": _or_none(kind), "metavar": f"{kind.__name__.upper()}|none"}
+        return {"type": kind, "metavar": kind.__name__.upper()}
+    if typing.get_origin(kind) is typing.Literal:
+        return {"choices": typing.get_args(kind)}
+    if kind == tuple[int, ...]:
+        return {"type": integers, "metavar": "INT[,INT...]"}
+    if kind == tuple[str, ...]:
+        return {"action": "append", "metavar": "STR"}
+    if kind == tuple[Any, ...]:
+        return {"type": lambda text: tuple(text.split(",")), "metavar": "MODULE:NAME[,...]"}
+    return {"type": json.loads, "metavar": "JSON"}
+
+
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return None if text.lower() == "none" else kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {kind.__name__} or none, given {text!r}") from None
+
+    return read
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """``"1,8,32"`` -> ``(1, 8, 32)``, for argparse."""
+    try:
+        return tuple(int(item) for item in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers with commas between, given {text!r}") from None
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Name -> text from the ``Attributes:`` section of a class's docstring; none under ``python -OO``."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:")[2]
+    entries = [entry.partition(": ") for entry in re.split(r"\n    (?=\w+: )", section)[1:]]
+    return {name.strip(): " ".join(text.split()) for name, _, text in entries}

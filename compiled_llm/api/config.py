@@ -1,0 +1,399 @@
+"""EngineConfig: every argument of the engine, validated once. EngineLimits: sizes that follow from it and the model.
+
+No torch here: the scheduler reads these too.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from compiled_llm.api.argument_checks import check_fields, integers, names, one_of, sizes
+from compiled_llm.api.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
+from compiled_llm.api.streaming import Stream
+
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
+QUANTIZATIONS = ("int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4")  # of the weights
+GROUP_SIZES = (32, 64, 128)
+MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
+
+
+@refuse_unknown_names("engine argument", ENGINE_ARGUMENTS)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Arguments of the engine. Out of range: ``ValueError`` with the name, what is allowed and what was given.
+
+    Attributes:
+        model: directory or hub id of a checkpoint; None is the bundled demo model. For a private or gated one, set the
+            environment variable HF_TOKEN to an access token of the hub; HF_HOME names the directory of downloads.
+        revision: branch, tag or commit of the hub's ``model``. None: its main branch.
+        tokenizer: directory or hub id, if not the model's own.
+        tokenizer_revision: branch, tag or commit of the hub's ``tokenizer``. None: its main branch.
+        split_special_tokens: what the sampling parameter of that name is where a request does not give it.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
+        load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
+        model_impl: whose code computes the model: "native", a file of this engine for its family; "transformers",
+            transformers' own modelling code with this engine's attention and linear layers, see docs/models.md; "auto":
+            the first where there is one, else the second.
+        quantization: what the weights of linear layers are rounded to as they are loaded, see docs/quantization.md:
+            "int8" (a scale for each output), "int4" (a scale for each group of inputs), "fp8" (e4m3, a scale for each
+            output) or "mxfp4" (a power of two for each 32 inputs), with activations in the model's dtype; "int8_w8a8"
+            and "int4_w4a8" round activations to int8 too, a token at a time, which is faster. None: the checkpoint's.
+        quantization_group_size: inputs with one scale in "int4" and "int4_w4a8": 32, 64 or 128. None: 32.
+        quantization_skip: names of layers that stay in the model's dtype, such as ``model.layers.0`` or ``down_proj``;
+            ``*`` stands for anything. Routers of experts always do.
+        quantization_head: with ``quantization``: the same for the head, which makes the logits, and for the embedding
+            where the two are one; "auto": in 8 bits where the layers are in 4, else as the layers; "none": not at all.
+        quantization_embedding: with ``quantization``: the same for an embedding that is not the head as well, of
+            which a step reads single rows; "none": not at all.
+        max_model_len: most tokens of a request, prompt and output together. None: the model's.
+        bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``. None: on a CPU 1, 8
+            and 32; on a GPU the powers of two from 1 to 256.
+        token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None: on a CPU, where one
+            graph serves all, ``max_num_batched_tokens`` and six smaller ones, each half of the next; on a GPU also
+            three quarters of these, down to a sixteenth: nine.
+        max_num_seqs: most requests running at once. None: the largest bucket.
+        max_num_batched_tokens: most tokens in a step. None: 2048, but on a CPU 512 while requests decode; the whole
+            ``max_model_len`` without chunked prefill.
+        block_size: tokens in a KV block.
+        num_kv_blocks: the KV pool's size in blocks. None: see ``kv_cache_memory_bytes``.
+        kv_cache_memory_bytes: the KV pool's size in bytes. None: see ``gpu_memory_utilization``.
+        num_state_slots: slots for requests' states, in models with such layers. None: 3 x ``max_num_seqs`` + 1.
+        gpu_memory_utilization: the share of the memory that the engine may use, where the KV pool's size is not given:
+            on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free after loading. The
+            pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
+        kv_cache_dtype: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9), which
+            keep a float32 scale for each token and KV head beside the codes. scripts/kv_report.py measures what they
+            cost in quality.
+        kv_cache_skip_layers: layers, counted from 0, whose cache stays in the model's dtype while the others are
+            quantised.
+        sliding_window: most keys that a token sees, itself included, in layers that see all or more: requests may then
+            be longer than the model's own limit. None: as the model has it.
+        attention_sink_tokens: with ``sliding_window``: the first tokens of a request, which each token sees besides,
+            rounded up to whole blocks (StreamingLLM). Positions are those in the cache, and an eighth of the window
+            leaves it at once. Needs ``enable_prefix_caching=False`` and no swap space.
+        swap_space_bytes: host memory for the KV blocks of preempted requests; 0: they are computed again.
+        preemption_mode: "recompute", "swap" (recompute where that space is full), or "auto": what was faster at start.
+        scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
+            waiting request may preempt running ones of a higher number.
+        target_itl_ms: time between two tokens of a request to aim at. While requests decode, prompts are computed in
+            steps of the largest token bucket that was measured to take no longer. None: as ``max_num_batched_tokens``.
+        enable_prefix_caching: keep the KV blocks of finished requests, as long as there is room, for requests that
+            start with the same tokens. A prompt's ``cache_salt`` keeps its blocks to requests of the same salt.
+        enable_chunked_prefill: let a prompt's tokens spread over several steps.
+        async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
+            step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
+        cuda_graphs: who records the CUDA graphs on a GPU: "manual", the engine itself, a graph for each bucket;
+            "programmatic", likewise, with kernels that may start while the one before still runs (H100 or B200, CUDA
+            12.3 or later); "pinned", likewise, and graphs read and write memory of the host; "trees", torch's CUDA
+            graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
+        compile_workers: processes that compile side by side what is not kept on disk. None: one for each core, on a
+            CPU if the model is deep enough that it pays; 0: the engine's own process, on a GPU at each start.
+        num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
+            number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
+            the cores that a container's quota grants. Each engine of a process sets its own number before each step.
+        max_logprobs: most likely tokens whose log-probabilities a request may ask for.
+        max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
+        max_request_id_length: most characters of a ``request_id``.
+        max_grammar_seconds: seconds of processor time that compiling the grammar of a request may take.
+        max_grammar_bytes: bytes of memory that a compiled grammar may take.
+        logits_transforms: your own changes of logits, compiled into the step: ``LogitsTransform`` objects, or
+            "module:name" of a class or object, for requests that ask for them by name.
+        exact: require that a request's numbers are the same to the bit in any company, bucket and chunking. On a CPU
+            with the C++ kernels they are without it. On a GPU it selects linear layers and attention with one order
+            of operations, which take longer. Refused by name where it cannot hold.
+        enforce_eager: run the same functions without compiling, for debugging.
+        progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
+            stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
+        seed: random seed of dummy weights, and of requests that bring none of their own.
+        check_invariants: verify the scheduler's and the KV pool's invariants after every step.
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    tokenizer: str | None = None
+    tokenizer_revision: str | None = None
+    split_special_tokens: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
+    quantization: str | None = None
+    quantization_group_size: int | None = None
+    quantization_skip: tuple[str, ...] = ()
+    quantization_head: str = "auto"
+    quantization_embedding: str = "none"
+    max_model_len: int | None = None
+    bucket_sizes: tuple[int, ...] | None = None
+    token_bucket_sizes: tuple[int, ...] | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    num_state_slots: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
+    kv_cache_skip_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    attention_sink_tokens: int = 0
+    swap_space_bytes: int = 0
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    target_itl_ms: float | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    async_scheduling: bool | None = None
+    cuda_graphs: Literal["auto", "manual", "programmatic", "pinned", "trees"] = "auto"
+    compile_workers: int | None = None
+    num_threads: int | None = None
+    max_logprobs: int = 20
+    max_queued_requests: int = 100_000
+    max_request_id_length: int = 256
+    max_grammar_seconds: float = 3.0
+    max_grammar_bytes: int = 2**29
+    logits_transforms: tuple[Any, ...] = ()
+    exact: bool = False
+    enforce_eager: bool = False
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    seed: int = 0
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, _INTEGERS, {"max_grammar_seconds": (0.01, 3600)})
+        one_of("dtype", self.dtype, ("auto", *DTYPES))
+        one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, *QUANTISED_DTYPES))
+        self._check_sources()
+        self._check_quantization()
+        if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', "
+                f"given {self.device!r}{value_hint('device', self.device)}"
+            )
+        for name in ("bucket_sizes", "token_bucket_sizes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, sizes(name, getattr(self, name)))
+        skipped = integers("kv_cache_skip_layers", self.kv_cache_skip_layers, 0, 1023)
+        object.__setattr__(self, "kv_cache_skip_layers", skipped)
+        if isinstance(self.logits_transforms, str) or not isinstance(self.logits_transforms, Iterable):
+            raise ValueError(f"logits_transforms must be a list, given {self.logits_transforms!r}")
+        object.__setattr__(self, "logits_transforms", tuple(self.logits_transforms))
+        share, target = self.gpu_memory_utilization, self.target_itl_ms
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number above 0 and up to 1, given {share!r}")
+        if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
+            raise ValueError(f"target_itl_ms must be a number of milliseconds above 0, or None, given {target!r}")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ValueError(f"async_scheduling must be True, False or None, given {self.async_scheduling!r}")
+        self._check_pairs()
+
+    def _check_sources(self) -> None:
+        """Where model and tokenizer come from."""
+        for of, name in (("model", "revision"), ("tokenizer", "tokenizer_revision")):
+            for field, what in ((of, "a directory or a hub id"), (name, "a branch, tag or commit")):
+                value = getattr(self, field)
+                if value is not None and (not isinstance(value, str) or not value):
+                    raise ValueError(f"{field} must be {what} as a non-empty str, given {value!r}")
+            if value is not None and getattr(self, of) is None:
+                raise ValueError(f"{name} must be None without {of}, the hub id that it belongs to, given {value!r}")
+
+    def _check_quantization(self) -> None:
+        """How weights are rounded."""
+        if self.quantization is not None:
+            one_of("quantization", self.quantization, QUANTIZATIONS)
+        one_of("quantization_head", self.quantization_head, ("auto", "none", *QUANTIZATIONS))
+        one_of("quantization_embedding", self.quantization_embedding, ("none", *QUANTIZATIONS))
+        object.__setattr__(self, "quantization_skip", names("quantization_skip", self.quantization_skip))
+        size, head = self.quantization_group_size, self.quantization_head
+        if size is not None and size not in GROUP_SIZES:
+            raise ValueError(f"quantization_group_size must be one of {GROUP_SIZES} or None, given {size!r}")
+        of_weights = (self.quantization, head, self.quantization_embedding)
+        if size is not None and not any(str(name).startswith("int4") for name in of_weights):
+            raise ValueError(
+                "quantization_group_size must be None unless weights are quantised to 'int4' or 'int4_w4a8' (the "
+                f"groups of others are given), given {size} with quantization={self.quantization!r}"
+            )
+        alone = {"quantization_skip": (), "quantization_head": "auto", "quantization_embedding": "none"}
+        for name, default in alone.items():
+            if self.quantization is None and getattr(self, name) != default:
+                raise ValueError(f"{name} must be {default!r} without quantization, given {getattr(self, name)!r}")
+
+    def _check_pairs(self) -> None:
+        """Arguments that depend on others."""
+        if self.cuda_graphs != "auto" and self.enforce_eager:
+            given = f"(no graph is made), given {self.cuda_graphs!r}"
+            raise ValueError(f"cuda_graphs must be 'auto', the default, with enforce_eager=True {given}")
+        if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
+            raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
+        if self.kv_cache_skip_layers and self.kv_cache_dtype not in QUANTISED_DTYPES:
+            raise ValueError(
+                "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
+                f"given {self.kv_cache_skip_layers!r} with kv_cache_dtype={self.kv_cache_dtype!r}"
+            )
+        if self.attention_sink_tokens:
+            self._check_sinks()
+        if self.target_itl_ms is not None and not self.enable_chunked_prefill:
+            raise ValueError(
+                "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
+                f"given {self.target_itl_ms!r}"
+            )
+
+    def _check_sinks(self) -> None:
+        name = f"attention_sink_tokens={self.attention_sink_tokens}"
+        if self.sliding_window is None:
+            raise ValueError(f"sliding_window must be given with {name}: the tokens that are seen besides")
+        if self.sliding_window % self.block_size:
+            raise ValueError(
+                f"sliding_window must be a multiple of block_size={self.block_size} with {name}, given "
+                f"{self.sliding_window}"
+            )
+        required = {"enable_prefix_caching": False, "swap_space_bytes": 0, "enable_chunked_prefill": True}
+        for field, value in required.items():
+            if getattr(self, field) != value:
+                raise ValueError(
+                    f"{field} must be {value} with {name} (the keys of sink tokens belong to one request and move with "
+                    f"it), given {getattr(self, field)}"
+                )
+
+    @property
+    def stream(self) -> Stream | None:
+        """What requests see, where it is less than the model would."""
+        if self.sliding_window is None:
+            return None
+        return Stream.of(self.attention_sink_tokens, self.sliding_window, self.block_size)
+
+
+_INTEGERS = {
+    **dict.fromkeys(("max_model_len", "max_num_seqs", "num_kv_blocks", "kv_cache_memory_bytes"), (1, 2**48)),
+    "num_state_slots": (2, 2**20),
+    "max_num_batched_tokens": (1, 2**20),
+    "swap_space_bytes": (0, 2**48),
+    "sliding_window": (1, 2**31 - 1),
+    "attention_sink_tokens": (0, 2**20),
+    "compile_workers": (0, 1024),
+    "num_threads": (1, 1024),
+    "max_logprobs": (0, 1000),
+    "max_queued_requests": (1, 2**31 - 1),
+    "max_request_id_length": (1, 2**20),
+    "max_grammar_bytes": (2**20, 2**48),
+    "block_size": (1, 1024),
+    "seed": (0, 2**63 - 1),
+}
+_SMALLEST_TOKEN_BUCKET = 16  # of those that are not asked for
+
+
+class StepDefaults(NamedTuple):
+    """The sizes of steps where the engine arguments leave them open.
+
+    Attributes:
+        batched_tokens: most tokens in a step.
+        beside_decodes: the same of a step in which requests decode. Each of them waits for all of it.
+        decode_buckets: batch sizes of decodes.
+        token_buckets: sizes of the other steps, as shares of the largest.
+    """
+
+    batched_tokens: int
+    beside_decodes: int
+    decode_buckets: tuple[int, ...]
+    token_buckets: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLimits:
+    """The sizes of an engine, all known: what the scheduler obeys and what the buckets are made of."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    decode_bucket_sizes: tuple[int, ...]
+    token_bucket_sizes: tuple[int, ...]
+    chunked_prefill: bool
+    num_state_slots: int = 0  # for states of layers that keep some; 0: the model has no such layer
+    num_draft_tokens: int = 0  # most that a drafter proposes for a request and step
+    stream: Stream | None = None  # where requests keep sink tokens and a window
+    max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Columns of the block table: blocks of the longest request."""
+        return -(-self.max_model_len // self.block_size)
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, model_max_len: int, defaults: StepDefaults) -> "EngineLimits":
+        """Fill in what ``config`` leaves open. ``ValueError`` where its sizes contradict each other or the model."""
+        if config.max_model_len is None and model_max_len > MOST_IMPLIED_LEN:
+            raise ValueError(
+                f"max_model_len must be given for this model: the max_position_embeddings of its config.json, "
+                f"{model_max_len}, is more than the {MOST_IMPLIED_LEN} that are taken unasked. Memory grows with it"
+            )
+        max_model_len = config.max_model_len or model_max_len
+        stream = config.stream
+        if stream is not None and stream.capacity > model_max_len:
+            raise ValueError(
+                f"sliding_window and attention_sink_tokens must be at most {model_max_len} together (the model's "
+                f"max_position_embeddings), given {stream.window} and {stream.sink_tokens} (in whole blocks)"
+            )
+        if max_model_len > model_max_len and stream is None:
+            most = f"the model's max_position_embeddings, {model_max_len}"
+            raise ValueError(
+                f"max_model_len must be at most {most}, given {max_model_len}. With sliding_window it may be more"
+            )
+        buckets = config.bucket_sizes or defaults.decode_buckets
+        largest = buckets[-1]
+        max_num_seqs = config.max_num_seqs or largest
+        if max_num_seqs > largest:
+            raise ValueError(
+                f"max_num_seqs must be at most the largest of bucket_sizes, {largest}, given {max_num_seqs}: a larger "
+                "batch would have no compiled graph. Add a bucket of that size"
+            )
+        decode = [*(n for n in buckets if n < max_num_seqs), min(n for n in buckets if n >= max_num_seqs)]
+
+        batched, beside_decodes = config.max_num_batched_tokens, None
+        if batched is None and config.token_bucket_sizes:
+            batched = config.token_bucket_sizes[-1]
+        elif batched is None:
+            batched = min(max(defaults.batched_tokens, max_num_seqs), max_model_len * max_num_seqs)
+            if config.enable_chunked_prefill:
+                beside_decodes = min(max(defaults.beside_decodes, max_num_seqs), batched)
+            else:
+                batched = max(batched, max_model_len)
+        if batched < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs} (a token for each running "
+                f"request), given {batched}"
+            )
+        if stream is not None and batched < (needed := stream.sink_tokens + max_num_seqs - 1):
+            raise ValueError(
+                f"max_num_batched_tokens must be at least {needed} (attention_sink_tokens in whole blocks, which one "
+                f"step computes beside a token of each other request), given {batched}"
+            )
+        if not config.enable_chunked_prefill and batched < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_model_len, {max_model_len}, without chunked prefill (a "
+                f"prompt runs in one step), given {batched}"
+            )
+        if config.token_bucket_sizes is None:
+            shares = {int(batched * share) for share in defaults.token_buckets}
+            ladder = {size for size in shares if size >= _SMALLEST_TOKEN_BUCKET} | {batched}
+        else:
+            ladder = set(config.token_bucket_sizes)
+            if max(ladder) < batched:
+                raise ValueError(
+                    f"the largest of token_bucket_sizes must be at least max_num_batched_tokens, {batched}, "
+                    f"given {max(ladder)}"
+                )
+            ladder = {s for s in ladder if s < batched} | {min(s for s in ladder if s >= batched)}
+        return cls(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=batched,
+            block_size=config.block_size,
+            decode_bucket_sizes=tuple(decode),
+            token_bucket_sizes=tuple(sorted(ladder)),
+            chunked_prefill=config.enable_chunked_prefill,
+            max_tokens_beside_decodes=beside_decodes,
+            stream=stream if stream is not None and stream.sink_tokens else None,
+        )

@@ -1,0 +1,172 @@
+"""Model directory -> weights. Every tensor is accounted for: missing, extra and mis-shaped ones are listed by file."""
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.checkpoint.reader import CheckpointReader, OnBytes
+from compiled_llm.checkpoint.stored_layout import difference, in_family_layout
+from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, have_same_bytes, listed, locate
+from compiled_llm.checkpoint.tensor_names import parts_of
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.family import Description
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
+from compiled_llm.models.quantized.scheme import Scheme, StoredPart, usual_dtypes
+from compiled_llm.models.reader import Stack, Wanted
+from compiled_llm.models.registry import family_of
+from compiled_llm.models.weights import Source
+from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
+from compiled_llm.ops.user_warnings import warn
+
+# What quantised checkpoints hold for a cache of 8 bits; kv_cache_dtype says how it is kept here.
+_CACHE_SCALES = tuple(f".{x}_{what}" for x in "qkv" for what in ("scale", "zero_point"))
+
+
+def load_weights(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    linears: LinearKind = Dense,
+    on_bytes: OnBytes = lambda name, count: None,
+) -> Any:
+    """The weights of ``directory`` in ``dtype`` on ``device``, its linear layers of the kind ``linears``.
+
+    Tensors are read in pieces on several threads, each piece straight into its layer. Those that belong to other parts
+    than the language model are left, and a warning names the parts.
+
+    Raises:
+        ValueError: a file is missing, cut off or not safetensors, its tensors are not those of ``config``, or one holds
+            NaN or infinite values.
+    """
+    description = family_of(config).describe(config, dtype, linears)
+    stored = in_family_layout(locate(directory), description)
+    _check(directory, config, description, stored)
+    with CheckpointReader(stored, dtype, device, on_bytes) as reader:
+        return family_of(config).take(config, Source(reader, linears))
+
+
+def dummy_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    linears: LinearKind = Dense,
+    on_bytes: OnBytes = lambda name, count: None,
+) -> Any:
+    """Seeded random weights of the shapes that ``config`` implies: norms near 1, matrices of variance 1 / in_features.
+
+    So activations keep their size through the layers, and the logits are as spread as a model's. A tensor depends on
+    ``seed`` and its name, not on the order in which a family takes them.
+    """
+    return family_of(config).take(config, Source(RandomReader(dtype, device, seed, on_bytes), linears))
+
+
+class RandomReader:
+    """A ``Reader`` that makes seeded random tensors, a matrix as a whole."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, seed: int, on_bytes: OnBytes = lambda name, count: None
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self._seed, self._on_bytes = seed, on_bytes
+        self._generator = torch.Generator(device)
+
+    def tensor(self, wanted: Wanted) -> Tensor:
+        self._generator.manual_seed(self._seed + zlib.crc32(wanted.name.encode()))
+        return self._values(wanted, wanted.shape)
+
+    def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
+        start = 0
+        for one in wanted:
+            count, num_rows = one.matrices()
+            if count == 1:
+                put(start, self.tensor(one))
+                start += num_rows
+                continue
+            self._generator.manual_seed(self._seed + zlib.crc32(one.name.encode()))
+            for _ in range(count):
+                put(start, self._values(one, one.shape[-2:]))
+                start += num_rows
+
+    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
+        return scheme.kept(usual_dtypes(scheme.stored(out_features, in_features), self.dtype))
+
+    def quantized(
+        self,
+        name: str,
+        scheme: Scheme,
+        out_features: int,
+        in_features: int,
+        put: PutQuantized,
+        stack: Stack | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        weight = f"{name}.weight" if stack is None else name
+        self._generator.manual_seed(self._seed + zlib.crc32(weight.encode()) + (0 if stack is None else stack.number))
+        shape = (out_features, in_features)
+        put(0, quantize(self._values(Wanted(weight, shape, 0.0, in_features**-0.5), shape), scheme.form))
+        order = torch.arange(in_features, dtype=torch.int32, device=self.device) if scheme.ordered else None
+        return order, torch.ones(1, device=self.device) / 16 if scheme.static_activations else None
+
+    def _values(self, wanted: Wanted, shape: tuple[int, ...]) -> Tensor:
+        """The generator's next ones."""
+        values = torch.empty(shape, dtype=wanted.dtype or self.dtype, device=self.device)
+        values.normal_(generator=self._generator).mul_(wanted.std)
+        self._on_bytes(wanted.name, values.numel() * self.dtype.itemsize)
+        return values.add_(wanted.mean) if wanted.mean else values
+
+
+def _check(
+    directory: Path, config: ModelConfig, description: Description[Any], stored: dict[str, StoredTensor]
+) -> None:
+    """``CheckpointError`` unless the tensors are those that the config implies. Warns of those that are left."""
+    model, problems = family_of(config), []
+    wanted = description.stored
+    missing = [name for name, one in wanted.items() if name not in stored and one.required]
+    if missing:
+        problems.append(f"missing: {listed(missing)}")
+
+    extra = [name for name in stored if name not in wanted and not name.endswith(model.derived_tensors)]
+    for name, original in description.may_repeat.items():
+        if name in extra:
+            extra.remove(name)
+            problems += _check_repeated(name, original, wanted[original], stored)
+    parts = parts_of(extra, config.num_layers) | {
+        name: description.unused[name] for name in extra if name in description.unused
+    }
+    if config.published:
+        parts |= {name: "scales of a KV cache" for name in extra if name.endswith(_CACHE_SCALES)}
+    left = Counter(part for part in parts.values() if part is not None)
+    extra = [name for name in extra if parts[name] is None]
+    if extra:
+        found = listed(f"{name:.100} ({stored[name].path.name})" for name in extra)
+        problems.append(f"not part of {config.architecture}: {found}")
+
+    wrong = [
+        f"{name} ({stored[name].path.name}) is {wrong_one}"
+        for name in sorted(wanted.keys() & stored.keys())
+        if (wrong_one := difference(stored[name], wanted[name]))
+    ]
+    if wrong:
+        problems.append(f"mismatched: {listed(wrong)}")
+    if problems:
+        raise CheckpointError(f"{directory}: the checkpoint does not match its config.json; {'; '.join(problems)}")
+    if left:
+        named = listed(f"{part} ({count} tensors)" for part, count in left.items())
+        warn(f"{directory}: left, since the language model has no such parts: {named}")
+
+
+def _check_repeated(name: str, original: str, wanted: StoredPart, stored: dict[str, StoredTensor]) -> list[str]:
+    # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are the same.
+    if original not in stored or difference(stored[original], wanted):
+        return []  # which is a problem of its own
+    is_like = stored[name][2:4] == stored[original][2:4]
+    if is_like and have_same_bytes(stored[name], stored[original]):
+        return []
+    return [f"{stored[name].name} differs from {stored[original].name}, though config.json says they are tied"]

@@ -1,0 +1,175 @@
+"""Reads the tensors of a checkpoint in pieces, on several threads, each piece straight to where it is kept.
+
+A piece is read, converted, checked and handed on while it is in the caches. So a model is never in memory twice: what
+loading takes besides the weights is a piece for each thread.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from compiled_llm.checkpoint.quantized_reader import QuantizedLayer
+from compiled_llm.checkpoint.stored_tensors import DTYPES, CheckpointError, StoredTensor
+from compiled_llm.models.files import open_file
+from compiled_llm.models.linears.protocol import Put, PutQuantized
+from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.models.reader import Stack, Wanted
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
+from compiled_llm.system.resources import granted_cores
+
+PIECE_BYTES = 1 << 20  # in the file: a piece and what is made of it stay in a core's L2
+_MOST_THREADS = 16
+
+OnBytes = Callable[[str, int], None]
+"""(name of a tensor, bytes): is told from several threads how much of it is in its place, in bytes of the model."""
+
+
+class _Piece(NamedTuple):
+    """Rows ``first`` to ``end`` of a tensor, for ``put`` the rows from ``start`` on."""
+
+    wanted: Wanted
+    first: int
+    end: int
+    start: int
+    put: Put
+
+
+class CheckpointReader:
+    """A ``Reader`` of the tensors ``stored`` has, in ``dtype`` on ``device``; to be used in a ``with`` statement."""
+
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device, on_bytes: OnBytes
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self._stored, self._on_bytes = stored, on_bytes
+        self._files: dict[str, BinaryIO] = {}
+        self._lock = threading.Lock()
+        self._own = threading.local()
+        self._num_torch_threads = torch.get_num_threads()
+        # Threads of torch's own in each of these would only be in each other's way.
+        self._pool = ThreadPoolExecutor(
+            min(_MOST_THREADS, granted_cores()), "read-weights", torch.set_num_threads, (1,)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._num_torch_threads)
+        for file in self._files.values():
+            file.close()
+
+    def tensor(self, wanted: Wanted) -> Tensor:
+        """The whole tensor.
+
+        Raises:
+            CheckpointError: the file has become shorter meanwhile, or the tensor holds NaN or infinite values.
+        """
+        tensor = torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device=self.device)
+        into = tensor.view(math.prod(wanted.matrices()), -1)
+
+        def put(start: int, rows: Tensor) -> None:
+            into[start : start + len(rows)] = rows
+
+        self.rows([wanted], put)
+        return tensor
+
+    def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
+        """As ``Reader.rows``. Raises as ``tensor``."""
+        pieces: list[_Piece] = []
+        start = 0
+        for one in wanted:
+            count, num_rows = one.matrices()
+            step = num_rows if one.whole else self._step(one)
+            for begin in range(0, count * num_rows, num_rows):
+                pieces += [
+                    _Piece(one, begin + first, begin + min(first + step, num_rows), start + begin + first, put)
+                    for first in range(0, num_rows, step)
+                ]
+            start += count * num_rows
+        if len(pieces) == 1:
+            self._read(pieces[0])
+            return
+        for _ in self._pool.map(self._read, pieces):
+            pass
+
+    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
+        """As ``Reader.kept``: by the dtypes that the files have."""
+        names = {which: f"{name}.{which}" for which in scheme.stored(out_features, in_features)}
+        return scheme.kept({which: DTYPES[self._stored[of].dtype] for which, of in names.items() if of in self._stored})
+
+    def quantized(
+        self,
+        name: str,
+        scheme: Scheme,
+        out_features: int,
+        in_features: int,
+        put: PutQuantized,
+        stack: Stack | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As ``Reader.quantized``. Raises as ``tensor``."""
+        layer = QuantizedLayer(self._stored, name, scheme, out_features, in_features, stack)
+        weight = f"{name}.weight" if stack is None else name
+
+        def put_on_device(first: int, rows: QuantizedRows) -> None:
+            zeros = None if rows.zeros is None else rows.zeros.to(self.device)
+            put(first, QuantizedRows(rows.codes.to(self.device), rows.scales.to(self.device), zeros))
+            self._on_bytes(weight, rows.codes.numel() * self.dtype.itemsize)
+
+        for _ in self._pool.map(lambda piece: layer.decode(piece[0], piece[1], put_on_device), layer.pieces()):
+            pass
+        besides = layer.order(), layer.input_scale()
+        order, input_scale = (None if each is None else each.to(self.device) for each in besides)
+        return order, input_scale
+
+    def _step(self, wanted: Wanted) -> int:
+        """Rows of a piece."""
+        num_rows = math.prod(wanted.matrices())
+        made = math.prod(wanted.shape) * (wanted.dtype or self.dtype).itemsize
+        step = max(1, PIECE_BYTES * num_rows // max(made, self._stored[wanted.name].nbytes))
+        return step // 32 * 32 or step // 16 * 16 or step  # whole tiles of packed layers, also of rows in turn
+
+    def _read(self, piece: _Piece) -> None:
+        wanted, dtype = piece.wanted, piece.wanted.dtype or self.dtype
+        original = self._original(piece)
+        rows = original.to(device=self.device, dtype=dtype)
+        if not _is_finite(rows):
+            stored = self._stored[wanted.name]
+            what = "NaN or infinite values: the file is damaged"
+            if _is_finite(original):
+                what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
+            raise CheckpointError(f"{stored.path}: {stored.name} holds {what}")
+        piece.put(piece.start, rows)
+        self._on_bytes(wanted.name, rows.numel() * self.dtype.itemsize)
+
+    def _original(self, piece: _Piece) -> Tensor:
+        """The piece's rows as the checkpoint has them, ``[n, K]``."""
+        num_rows, stored = piece.end - piece.first, self._stored[piece.wanted.name]
+        row_bytes = stored.nbytes // math.prod(piece.wanted.matrices())
+        content = self._buffer(num_rows * row_bytes)
+        stored.read_into(content.numpy(), piece.first * row_bytes, self._file(stored))
+        return content.view(DTYPES[stored.dtype]).view(num_rows, -1)
+
+    def _buffer(self, size: int) -> Tensor:
+        """Memory of this thread's own, used for every piece that it reads."""
+        if getattr(self._own, "buffer", None) is None or len(self._own.buffer) < size:
+            self._own.buffer = torch.empty(size, dtype=torch.uint8)
+        return self._own.buffer[:size]
+
+    def _file(self, stored: StoredTensor) -> int:
+        """Descriptor of the tensor's file, opened once."""
+        with self._lock:
+            if str(stored.path) not in self._files:
+                self._files[str(stored.path)] = open_file(stored.path)
+            return self._files[str(stored.path)].fileno()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are. One pass at the speed of memory; ``isfinite`` would write what it finds."""
+    return all(math.isfinite(bound) for bound in torch.aminmax(tensor))

@@ -1,0 +1,175 @@
+"""One bucket's step of an engine on a GPU that is not there, compiled as the engine does it, on tensors without data.
+
+What the engine does at start and what is done here differ in the weights alone: these are the shapes that the family
+describes. So a model of any size takes little memory.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.checkpoint.quantization import linears_of
+from compiled_llm.compiling.argument_specs import tensors_in
+from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
+from compiled_llm.compiling.cuda_graphs import check_cuda_graphs
+from compiled_llm.compiling.gpu_properties import GpuProperties
+from compiled_llm.gpu_step.gpus import Gpu
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.family import MixedLayers
+from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
+from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.ops.linear.quantized_layouts import empty_quantized
+from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
+from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, keep_nothing, pretend_gpu
+from compiled_llm.scheduling.bucket import Bucket, buckets_of
+from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
+from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.worker.block_tables import BlockTables
+from compiled_llm.worker.device import use_device
+from compiled_llm.worker.pool_sizes import with_state_slots
+from compiled_llm.worker.runner import STEP_DEFAULTS
+from compiled_llm.worker.step_buffers import StepBuffers
+
+DEVICE = torch.device("cuda", 0)
+_BLOCKS = 64  # of the KV cache; the code is for any number
+
+
+class TracedStep(NamedTuple):
+    """A bucket's step before it is compiled.
+
+    Attributes:
+        function: the step, a pure function of ``args``, which are fake tensors of ``mode``.
+        dtype: of weights and activations.
+    """
+
+    bucket: Bucket
+    config: ModelConfig
+    dtype: torch.dtype
+    function: Callable
+    args: tuple
+    mode: FakeTensorMode
+
+
+class FakeStep(NamedTuple):
+    """A bucket's step, generated.
+
+    Attributes:
+        dtype: of weights and activations, as "bfloat16".
+        layers: each layer's attention or state, of the layers that were generated.
+        mode: that of the fake tensors.
+        programmatic: whether launches may start while the one before still runs.
+    """
+
+    bucket: Bucket
+    config: ModelConfig
+    dtype: str
+    layers: MixedLayers
+    generated: Generated
+    mode: FakeTensorMode
+    programmatic: bool
+
+
+def pretend(gpu: Gpu) -> None:
+    """Make this process take ``gpu`` for the one that it has, for good. Nothing can run on it, and nothing is kept."""
+    pretend_gpu(properties_of(gpu))
+    keep_nothing()
+
+
+def properties_of(gpu: Gpu) -> GpuProperties:
+    """As torch has them of such a GPU."""
+    return GpuProperties(
+        gpu.name, *gpu.capability, gpu.num_sms, gpu.memory_bytes, gpu.l2_bytes, gpu.registers, gpu.threads,
+        gpu.sm_bytes, gpu.block_bytes,
+    )  # fmt: skip
+
+
+def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> FakeStep:
+    """Generate a bucket's code for the GPU of ``pretend``. Arguments and errors as of ``step_on_fakes``."""
+    step = step_on_fakes(engine, config, bucket_name)
+    tell_compiler(tensors_in(step.args))
+    compiled = compile_at_first_call(own_copy(step.function, bucket_name), cuda_graphs=engine.cuda_graphs == "trees")
+    generated = generate(compiled, step.args, step.mode)
+    programmatic, name = engine.cuda_graphs == "programmatic", str(step.dtype).removeprefix("torch.")
+    return FakeStep(step.bucket, step.config, name, layers_of(step.config), generated, step.mode, programmatic)
+
+
+def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> TracedStep:
+    """A bucket's step for the GPU of ``pretend``, with its arguments.
+
+    Args:
+        engine: its arguments, for ``device="cuda"``.
+        bucket_name: as ``Bucket.name``.
+
+    Raises:
+        ValueError: the engine has no such bucket, or would refuse an argument, also for this GPU.
+    """
+    dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
+    limits = EngineLimits.resolve(engine, config.max_position_embeddings, STEP_DEFAULTS["cuda"])
+    limits = with_state_slots(limits, engine, config, dtype)
+    buckets = {bucket.name: bucket for bucket in buckets_of(limits)}
+    if bucket_name not in buckets:
+        raise ValueError(f"the bucket must be one of the engine's, {', '.join(buckets)}, given {bucket_name!r}")
+    bucket = buckets[bucket_name]
+    # No position beyond max_model_len is ever asked for.
+    config = dataclasses.replace(config, max_position_embeddings=limits.max_model_len)
+    windows, cache_dtypes = short_windows(config, limits.max_model_len), layer_dtypes(engine, dtype, config)
+    use_device(DEVICE, cache_dtypes, config)
+    check_cuda_graphs(engine.cuda_graphs, DEVICE)
+    on_host = torch.device("cpu")
+    buffers = StepBuffers(bucket, limits, on_host, windows, BlockTables(limits, on_host, len(windows)))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        described = family_of(config).describe(config, dtype, linears_of(engine, config, DEVICE, dtype)).weights
+        weights, step_input, source = faked((described, buffers.step_input, buffers.feedback))
+        places = dict.fromkeys(windows, _BLOCKS)
+        cache = allocate(config, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places, 1 + limits.num_state_slots)
+        feedback = Feedback(
+            source,
+            torch.empty(bucket.num_rows, dtype=torch.int64, device=DEVICE),
+            torch.empty(bucket.num_tokens, config.hidden_size, dtype=dtype, device=DEVICE),
+        )
+    for tensor in tensors_in((weights, step_input, feedback)):
+        mark_static_address(tensor)
+    step = step_function(config, bucket.max_query_len, engine.exact, windows)
+    return TracedStep(bucket, config, dtype, step, (weights, step_input, cache, feedback), mode)
+
+
+def faked(tree: Any) -> Any:
+    """Nested tuples of tensors of any device as fake ones on the GPU; the same for the same, as where weights are tied.
+
+    Within a fake mode.
+    """
+    return _Faked().tree(tree)
+
+
+class _Faked:
+    """Keeps which tensor became which."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def tree(self, value: Any) -> Any:
+        if isinstance(value, Quantized | QuantizedExperts):
+            if id(value) not in self._known:
+                self._known[id(value)] = value, self._packed_for_gpu(value)
+            return self._known[id(value)][1]
+        if isinstance(value, Tensor):
+            if id(value) not in self._known:
+                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+                self._known[id(value)] = value, fake
+            return self._known[id(value)][1]
+        if isinstance(value, tuple):
+            items = map(self.tree, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value
+
+    def _packed_for_gpu(self, layer: Quantized | QuantizedExperts) -> Any:
+        """Weights that were only described lie as CPUs read them; a GPU's lie otherwise."""
+        experts = layer.num_experts if isinstance(layer, QuantizedExperts) else None
+        weight = empty_quantized(layer.scheme.form, layer.out_features, layer.in_features, DEVICE, experts)
+        packed = layer._replace(weight=weight)
+        return type(layer)(*map(self.tree, packed))

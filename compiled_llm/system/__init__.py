@@ -1,0 +1,1 @@
+"""The machine below the engine: its cores, memory and hardware, child processes, progress on a terminal."""

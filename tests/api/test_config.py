@@ -1,0 +1,206 @@
+"""EngineConfig and EngineLimits: what is refused, and what follows from the arguments."""
+
+import itertools
+import math
+
+import pytest
+
+from compiled_llm.api.config import EngineConfig, EngineLimits, StepDefaults
+from compiled_llm.worker.runner import STEP_DEFAULTS
+
+DEFAULTS = StepDefaults(
+    batched_tokens=512, beside_decodes=128, decode_buckets=(1, 8, 32), token_buckets=(1, 1 / 4, 1 / 16)
+)
+
+
+def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
+    return EngineLimits.resolve(EngineConfig(**arguments), model_max_len, DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket_sizes", (0, 8)),
+        ("bucket_sizes", (-1,)),
+        ("bucket_sizes", (8, 8)),
+        ("bucket_sizes", ()),
+        ("bucket_sizes", "1,8"),
+        ("bucket_sizes", ("one",)),
+        ("bucket_sizes", (1.5,)),
+        ("bucket_sizes", (True,)),
+        ("bucket_sizes", 8),
+        ("bucket_sizes", (2**30,)),
+        ("token_bucket_sizes", (16, 16)),
+        ("model", ""),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("load_format", "pickle"),
+        ("kv_cache_dtype", "int3"),
+        ("max_model_len", 0),
+        ("max_num_seqs", -1),
+        ("max_num_batched_tokens", 1.5),
+        ("block_size", 0),
+        ("compile_workers", -1),
+        ("compile_workers", 1.5),
+        ("num_threads", 0),
+        ("num_threads", True),
+        ("num_kv_blocks", 0),
+        ("kv_cache_memory_bytes", -1),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", 1.1),
+        ("gpu_memory_utilization", math.nan),
+        ("enforce_eager", "yes"),
+        ("seed", -1),
+        ("kv_cache_dtype", "fp4"),
+        ("kv_cache_skip_layers", (0,)),  # nothing is quantised
+        ("swap_space_bytes", -1),
+        ("swap_space_bytes", 1.5),
+        ("preemption_mode", "swap_out"),
+        ("preemption_mode", None),
+        ("preemption_mode", "swap"),  # and there is no swap space
+        ("scheduling_policy", "lifo"),
+        ("target_itl_ms", 0),
+        ("target_itl_ms", -1.0),
+        ("target_itl_ms", math.nan),
+        ("target_itl_ms", "fast"),
+        ("target_itl_ms", True),
+        ("enable_prefix_caching", 1),
+        ("enable_prefix_caching", None),
+        ("enable_chunked_prefill", "no"),
+        ("check_invariants", None),
+        ("async_scheduling", "yes"),
+        ("async_scheduling", 1),
+        ("revision", "v1"),  # of no model
+        ("revision", ""),
+        ("revision", 1),
+        ("tokenizer_revision", "v1"),  # of no tokenizer
+        ("tokenizer_revision", 1),
+    ],
+)
+def test_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("layers", [(-1,), (1, 1), (0.5,), (True,), "0", 0, ("0",), (1024,), None])
+def test_layers_to_skip_are_different_integers(layers: object) -> None:
+    with pytest.raises(ValueError, match="kv_cache_skip_layers must be a list of different integers from 0"):
+        EngineConfig(kv_cache_dtype="int8", kv_cache_skip_layers=layers)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
+def test_layers_are_skipped_only_where_others_are_quantised(kv_cache_dtype: str) -> None:
+    with pytest.raises(ValueError, match="kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8'"):
+        EngineConfig(kv_cache_dtype=kv_cache_dtype, kv_cache_skip_layers=(0,))
+    assert EngineConfig(kv_cache_dtype="fp8", kv_cache_skip_layers=[3, 0]).kv_cache_skip_layers == (0, 3)
+
+
+def test_swapping_needs_a_place_to_swap_to() -> None:
+    with pytest.raises(ValueError, match="preemption_mode='swap' needs swap_space_bytes above 0, given 0"):
+        EngineConfig(preemption_mode="swap")
+    assert EngineConfig(preemption_mode="swap", swap_space_bytes=2**20).swap_space_bytes == 2**20
+    assert EngineConfig(preemption_mode="recompute", swap_space_bytes=2**20).preemption_mode == "recompute"
+
+
+@pytest.mark.parametrize("async_scheduling", [None, True, False])
+def test_arguments_of_scheduling(async_scheduling: bool | None) -> None:
+    config = EngineConfig(
+        scheduling_policy="priority",
+        target_itl_ms=20,
+        enable_prefix_caching=False,
+        async_scheduling=async_scheduling,
+    )
+    assert (config.scheduling_policy, config.target_itl_ms) == ("priority", 20)
+    assert (config.enable_prefix_caching, config.async_scheduling) == (False, async_scheduling)
+
+
+def test_defaults_of_scheduling() -> None:
+    config = EngineConfig()
+    assert (config.scheduling_policy, config.preemption_mode, config.swap_space_bytes) == ("fcfs", "auto", 0)
+    assert (config.target_itl_ms, config.async_scheduling) == (None, None)
+    assert (config.enable_prefix_caching, config.enable_chunked_prefill) == (True, True)
+
+
+def test_unknown_argument_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'bucket_size'.*bucket_sizes"):
+        EngineConfig(bucket_size=(1, 8))
+
+
+def test_defaults() -> None:
+    resolved = limits()
+    assert resolved.decode_bucket_sizes == (1, 8, 32)
+    assert resolved.max_num_seqs == 32
+    assert resolved.token_bucket_sizes == (32, 128, 512)
+    assert (resolved.max_num_batched_tokens, resolved.max_tokens_beside_decodes) == (512, 128)
+    assert resolved.max_model_len == 256
+    assert limits(bucket_sizes=(200,)).max_tokens_beside_decodes == 200, "a token for each running request"
+    assert limits(bucket_sizes=(1,), max_model_len=100).token_bucket_sizes == (25, 100)
+
+
+def test_a_model_may_not_ask_for_any_length() -> None:
+    """Its config.json may name a length whose tables alone would fill the memory; a user may."""
+    with pytest.raises(ValueError, match=r"max_model_len must be given for this model: .* config\.json, 1000000000"):
+        limits(model_max_len=10**9)
+    assert limits(max_model_len=64, model_max_len=10**9).max_model_len == 64
+
+
+def test_the_defaults_of_a_gpu_lose_no_more_than_half_to_padding() -> None:
+    resolved = EngineLimits.resolve(EngineConfig(), 4096, STEP_DEFAULTS["cuda"])
+    assert resolved.decode_bucket_sizes == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    tokens = resolved.token_bucket_sizes
+    assert tokens == (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+    assert max(large / small for small, large in itertools.pairwise(tokens)) <= 1.5
+    on_a_cpu = EngineLimits.resolve(EngineConfig(), 4096, STEP_DEFAULTS["cpu"])
+    assert on_a_cpu.decode_bucket_sizes == (1, 8, 32)
+    assert on_a_cpu.token_bucket_sizes == (32, 64, 128, 256, 512, 1024, 2048)
+
+
+def test_bucket_sizes_are_sorted_and_those_nothing_needs_left_out() -> None:
+    assert limits(bucket_sizes=(32, 1, 8), max_num_seqs=5).decode_bucket_sizes == (1, 8)
+    assert limits(token_bucket_sizes=(512, 64), max_num_batched_tokens=48).token_bucket_sizes == (64,)
+    assert limits(token_bucket_sizes=(64, 192)).max_num_batched_tokens == 192
+
+
+@pytest.mark.parametrize("arguments", [{"max_num_batched_tokens": 300}, {"token_bucket_sizes": (64, 300)}])
+def test_a_step_of_a_size_that_is_given_is_no_smaller_beside_decodes(arguments: dict) -> None:
+    assert limits(**arguments).max_tokens_beside_decodes is None
+
+
+def test_whole_prompts_fit_without_chunked_prefill() -> None:
+    resolved = limits(enable_chunked_prefill=False, max_num_seqs=1)
+    assert resolved.max_num_batched_tokens >= resolved.max_model_len
+    assert resolved.max_tokens_beside_decodes is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_model_len": 257}, "max_model_len must be at most"),
+        ({"max_num_seqs": 64}, "max_num_seqs must be at most the largest of bucket_sizes, 32"),
+        ({"max_num_batched_tokens": 31}, "max_num_batched_tokens must be at least max_num_seqs"),
+        ({"max_num_batched_tokens": 100, "enable_chunked_prefill": False}, "without chunked prefill"),
+        ({"max_num_batched_tokens": 100, "token_bucket_sizes": (64,)}, "token_bucket_sizes must be at least"),
+    ],
+)
+def test_contradictions(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        limits(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantization": "int3"}, "quantization must be one of 'int8', "),
+        ({"quantization": "int4", "quantization_group_size": 48}, "quantization_group_size must be one of"),
+        ({"quantization": "int8", "quantization_group_size": 32}, "quantization_group_size must be None unless"),
+        ({"quantization": "int8", "quantization_skip": "down_proj"}, "quantization_skip must be a list"),
+        ({"quantization": "int8", "quantization_skip": (1,)}, "quantization_skip must be a list"),
+        ({"quantization_skip": ("down_proj",)}, "without quantization"),
+        ({"quantization_head": "none"}, "quantization_head must be 'auto' without quantization"),
+        ({"quantization": "int8", "quantization_embedding": "auto"}, "quantization_embedding must be one of"),
+    ],
+)
+def test_quantization(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**arguments)
+    EngineConfig(quantization="int4", quantization_group_size=64, quantization_skip=["down_proj"])
