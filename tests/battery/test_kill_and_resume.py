@@ -28,7 +28,7 @@ ARGUMENTS += ["--token-bucket-sizes", "32", "--max-tokens", "8", "--num-kv-block
 KILLER = """
 import json, os, random, signal, sys, time
 
-from compiled_llm.offline.command import main
+from compiled_llm.commands.batch import main
 from compiled_llm.offline.run import run  # all that a run loads, before it is forked
 
 num_kills, num_rows = int(sys.argv[1]), int(sys.argv[2])

@@ -4,10 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-from compiled_llm.offline.command import main
+from compiled_llm.commands.batch import main
 
 # The command in a process of its own; its arguments follow.
-COMMAND = [sys.executable, "-c", "import sys; from compiled_llm.offline.command import main; sys.exit(main('x'))"]
+COMMAND = [sys.executable, "-c", "import sys; from compiled_llm.commands.batch import main; sys.exit(main('x'))"]
 
 
 def run(*arguments: str) -> int:

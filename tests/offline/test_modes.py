@@ -9,7 +9,7 @@ import pytest
 
 from compiled_llm.api.command_line import engine_config
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.offline.command import main
+from compiled_llm.commands.batch import main
 from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.manifest import DECIDING
 from compiled_llm.offline.modes import MODES, as_flags, mode_arguments

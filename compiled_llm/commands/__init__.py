@@ -1,0 +1,6 @@
+"""The commands of ``compiled-llm``: a file each, with ``main(program, arguments) -> exit status``."""
+
+# Name -> what it does, in a line of ``compiled-llm --help``. A command's file is imported when the command runs.
+COMMANDS = {
+    "batch": "serve files of rows, and write a result for each",
+}
