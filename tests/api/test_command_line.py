@@ -224,7 +224,7 @@ def test_a_wrong_command_is_answered_alike(
 ) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"compiled-llm: error: the command must be batch, given {said}",
+        f"compiled-llm: error: the command must be one of batch, given {said}",
         f"  given: {given}",
         "  see:   compiled-llm --help",
     ]

@@ -71,7 +71,7 @@ def options_of(script: str) -> set[str]:
     options: set[str] = set()
     path = ROOT / "scripts" / script
     text = path.read_text()
-    if "__main__" in text and any(name in text for name in ("parse_arg", "parse_checked", "offline.command")):
+    if "__main__" in text and any(name in text for name in ("parse_arg", "parse_checked", "commands.")):
         with contextlib.suppress(SystemExit):  # arguments that it requires are not given
             _until_parsed(path, [], lambda parser: options.update(parser._option_string_actions))
     return options
