@@ -352,7 +352,6 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
 
 
 def _norm(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """Weights that it asks the cache for are those that the next launch reads."""
     read, written = ("x", "delta", "weight"), ("total", "out")
     count = [sum(a[name].nbytes for name in names if a[name] is not None) for names in (read, written)]
     return Work(*count)

@@ -12,7 +12,7 @@
   it at the beginning of the step, so nothing is left over from a step that failed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention.heads import heads_of
 from compiled_llm.ops.attention.tiles import (
     TASK_COLUMNS,
     DecodeTile,
@@ -257,13 +258,27 @@ def merged_at_once(tile: DecodeTile, block_g: int, block_h: int) -> tuple[int, i
     return heads, min(most, elements // heads)
 
 
+def plain_decode_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """The op ``decode_attention`` on CUDA tensors."""
+    return decode_attention(q, k, v, None, 0.0, *rest)
+
+
+def rotary_decode_attention(
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
+    query_scale: Tensor | None, num_heads: int, eps: float, k_cache: Tensor, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """The op ``rotary_decode_attention`` on CUDA tensors."""
+    heads = heads_of(qkv, num_heads, k_cache.shape[1], k_cache.shape[3])
+    return decode_attention(*heads, Turning(cos_sin, q_norm, k_norm, v_norm, query_scale), eps, k_cache, *rest)
+
+
 def decode_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None, turning: Turning | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     block_table: Tensor, tasks: Tensor, counters: Tensor, sinks: Tensor | None, sm_scale: float,
     window: int, soft_cap: float, tiles: TileConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """Both ops on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """Both ops on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Without ``k`` and ``v`` the cache has them. The plan knows the ``window``. ``tiles`` replaces this GPU's
     configuration: ``scripts/tune_attention.py`` looks for a better one.

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.linear.quantized_weight import (
     DTYPE_NAMES,
     QuantizedWeight,
@@ -23,12 +22,8 @@ from compiled_llm.ops.linear.quantized_weight import (
     unpack_quantized_rows,
 )
 
-_WEIGHT, _FORM = "Tensor codes, Tensor scales, Tensor? zeros", "str element, int group_size, int out_features"
-ARGUMENTS = f"Tensor x, {_WEIGHT}, Tensor? bias, {_FORM}"
-LIBRARY.define(f"quantized_linear({ARGUMENTS}) -> Tensor")
-LIBRARY.define(
-    f"grouped_quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? rows, Tensor starts, {_FORM}) -> Tensor"
-)
+WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias"
+FORM = "str element, int group_size, int out_features"
 
 
 def quantized_linear(
@@ -127,42 +122,28 @@ def grouped_quantized_linear_reference(
     return out
 
 
-@torch.library.register_fake("compiled_llm::quantized_linear", lib=LIBRARY)
-def _fake(x: Tensor, *args) -> Tensor:
+def rows_fake(x: Tensor, *args) -> Tensor:
+    """The fake of a layer's op, whose last argument is N."""
     return x.new_empty(x.shape[0], args[-1])
 
 
-@torch.library.register_fake("compiled_llm::grouped_quantized_linear", lib=LIBRARY)
-def _fake_grouped(x: Tensor, *args) -> Tensor:
-    rows = args[4]
+def grouped_rows_fake(x: Tensor, *args) -> Tensor:
+    """The fake of the op for experts, which ends with rows, starts and what ``FORM`` has."""
+    rows = args[-5]
     return x.new_empty((x if rows is None else rows).shape[0], args[-1])
 
 
-def _without_kernels(*args):
-    """Until the C++ kernels are loaded, which register their own implementation; or for good, without a compiler."""
-    return (quantized_linear if native.load("quantized_linear_cpu") else quantized_linear_reference)(*args)
-
-
-def _grouped_without_kernels(*args):
-    has_kernels = native.load("quantized_linear_cpu")
-    return (grouped_quantized_linear if has_kernels else grouped_quantized_linear_reference)(*args)
-
-
-LIBRARY.impl("quantized_linear", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("grouped_quantized_linear", _grouped_without_kernels, "CompositeExplicitAutograd")
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.linear import triton_quantized  # the first call on a GPU loads Triton, not the import
-
-    return triton_quantized.quantized_linear(*args)
-
-
-def _grouped_cuda(*args) -> Tensor:
-    from compiled_llm.ops.moe import triton_quantized_grouped
-
-    return triton_quantized_grouped.grouped_quantized_linear(*args)
-
-
-LIBRARY.impl("quantized_linear", _cuda, "CUDA")
-LIBRARY.impl("grouped_quantized_linear", _grouped_cuda, "CUDA")
+define_op(
+    f"quantized_linear({WEIGHT}, {FORM}) -> Tensor",
+    reference=quantized_linear_reference,
+    fake=rows_fake,
+    cpu="quantized_linear_cpu",
+    gpu=on_gpu("linear.triton_quantized:quantized_linear"),
+)
+define_op(
+    f"grouped_quantized_linear({WEIGHT}, Tensor? rows, Tensor starts, {FORM}) -> Tensor",
+    reference=grouped_quantized_linear_reference,
+    fake=grouped_rows_fake,
+    cpu="quantized_linear_cpu",
+    gpu=on_gpu("moe.triton_quantized_grouped:grouped_quantized_linear"),
+)

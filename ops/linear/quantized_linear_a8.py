@@ -24,15 +24,9 @@ import itertools
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
+from compiled_llm.ops.linear.quantized_linear import FORM, WEIGHT, grouped_rows_fake, rows_fake
 from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedWeight, WeightFormat, unpack_quantized_rows
-
-_WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? x_scale"
-_FORM = "str element, int group_size, int out_features"
-ARGUMENTS = f"{_WEIGHT}, {_FORM}"
-LIBRARY.define(f"quantized_linear_a8({ARGUMENTS}) -> Tensor")
-LIBRARY.define(f"grouped_quantized_linear_a8({_WEIGHT}, Tensor? rows, Tensor starts, {_FORM}) -> Tensor")
 
 
 def quantized_linear_a8(
@@ -160,44 +154,17 @@ def grouped_quantized_linear_a8_reference(
     return out
 
 
-# -- Registration
-
-
-@torch.library.register_fake("compiled_llm::quantized_linear_a8", lib=LIBRARY)
-def _fake(x, codes, scales, zeros, bias, x_scale, element, group_size, out_features) -> Tensor:
-    return x.new_empty(x.shape[0], out_features)
-
-
-@torch.library.register_fake("compiled_llm::grouped_quantized_linear_a8", lib=LIBRARY)
-def _fake_grouped(x, codes, scales, zeros, bias, x_scale, rows, starts, element, group_size, out_features) -> Tensor:
-    return x.new_empty((x if rows is None else rows).shape[0], out_features)
-
-
-def _without_kernels(*args) -> Tensor:
-    """Until quantized_linear_a8_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-    return (quantized_linear_a8 if native.load("quantized_linear_a8_cpu") else quantized_linear_a8_reference)(*args)
-
-
-def _without_grouped_kernels(*args) -> Tensor:
-    loaded = native.load("quantized_linear_a8_cpu")
-    return (grouped_quantized_linear_a8 if loaded else grouped_quantized_linear_a8_reference)(*args)
-
-
-LIBRARY.impl("quantized_linear_a8", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("grouped_quantized_linear_a8", _without_grouped_kernels, "CompositeExplicitAutograd")
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.linear import triton_quantized_a8  # the first call on a GPU loads Triton, not the import
-
-    return triton_quantized_a8.quantized_linear_a8(*args)
-
-
-def _grouped_cuda(*args) -> Tensor:
-    from compiled_llm.ops.moe import triton_quantized_grouped
-
-    return triton_quantized_grouped.grouped_quantized_linear_a8(*args)
-
-
-LIBRARY.impl("quantized_linear_a8", _cuda, "CUDA")
-LIBRARY.impl("grouped_quantized_linear_a8", _grouped_cuda, "CUDA")
+define_op(
+    f"quantized_linear_a8({WEIGHT}, Tensor? x_scale, {FORM}) -> Tensor",
+    reference=quantized_linear_a8_reference,
+    fake=rows_fake,
+    cpu="quantized_linear_a8_cpu",
+    gpu=on_gpu("linear.triton_quantized_a8:quantized_linear_a8"),
+)
+define_op(
+    f"grouped_quantized_linear_a8({WEIGHT}, Tensor? x_scale, Tensor? rows, Tensor starts, {FORM}) -> Tensor",
+    reference=grouped_quantized_linear_a8_reference,
+    fake=grouped_rows_fake,
+    cpu="quantized_linear_a8_cpu",
+    gpu=on_gpu("moe.triton_quantized_grouped:grouped_quantized_linear_a8"),
+)

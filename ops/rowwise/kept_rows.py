@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.library import LIBRARY
-
-LIBRARY.define("keep_rows(Tensor x, Tensor indices, Tensor(a!) kept) -> Tensor")
+from compiled_llm.ops.library import define_op, on_gpu
 
 
 def keep_rows(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
@@ -30,16 +28,9 @@ def keep_rows_reference(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
     return torch.index_select(x, 0, indices)
 
 
-@torch.library.register_fake("compiled_llm::keep_rows", lib=LIBRARY)
-def _fake(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
-    return x.new_empty(indices.shape[0], x.shape[1])
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.rowwise import triton_kept_rows  # the first call on a GPU loads Triton, not the import
-
-    return triton_kept_rows.keep_rows(*args)
-
-
-LIBRARY.impl("keep_rows", keep_rows_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("keep_rows", _cuda, "CUDA")
+define_op(
+    "keep_rows(Tensor x, Tensor indices, Tensor(a!) kept) -> Tensor",
+    reference=keep_rows_reference,
+    fake=lambda x, indices, kept: x.new_empty(indices.shape[0], x.shape[1]),
+    gpu=on_gpu("rowwise.triton_kept_rows:keep_rows"),
+)

@@ -6,11 +6,9 @@ A CPU norms the parts and joins them again, by ops that the compiled step calls 
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 from compiled_llm.ops.rowwise.rowwise import rms_norm
-
-LIBRARY.define("qk_norm(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps) -> Tensor")
 
 
 def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
@@ -35,16 +33,9 @@ def qk_norm_reference(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -
     return torch.cat([rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps), v], dim=1)
 
 
-@torch.library.register_fake("compiled_llm::qk_norm", lib=LIBRARY)
-def _fake(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
-    return qkv.new_empty(qkv.shape)
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.rowwise import triton_rowwise  # the first call on a GPU loads Triton, not the import
-
-    return triton_rowwise.qk_norm(*args)
-
-
-LIBRARY.impl("qk_norm", qk_norm_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("qk_norm", _cuda, "CUDA")
+define_op(
+    "qk_norm(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps) -> Tensor",
+    reference=qk_norm_reference,
+    fake=like_first,
+    gpu=on_gpu("rowwise.triton_rowwise:qk_norm"),
+)

@@ -8,31 +8,14 @@ Shapes: T tokens, D hidden size, N query heads, K KV heads, H head_dim, I interm
 last stride is 1; dtypes are float32, bfloat16 or float16. All results are fresh, contiguous tensors.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 from compiled_llm.ops.rowwise import reference
-
-LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
-LIBRARY.define("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_size, bool norm_first) -> Tensor"
-)
-LIBRARY.define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
-LIBRARY.define("add_layer_norm(Tensor x, Tensor delta, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "rope(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, float eps)"
-    " -> (Tensor, Tensor)"
-)
-LIBRARY.define("gated_activation(Tensor gate_up, str activation) -> Tensor")
-LIBRARY.define("activation(Tensor x, str activation) -> Tensor")
-LIBRARY.define("clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor")
-LIBRARY.define("soft_cap(Tensor x, float cap) -> Tensor")
-LIBRARY.define("scaled_sum(Tensor x, Tensor delta, Tensor scale) -> Tensor")
-LIBRARY.define("sigmoid_gated(Tensor x, Tensor gate) -> Tensor")
-LIBRARY.define("log_sum_exp(Tensor logits) -> (Tensor, Tensor)")
 
 _OPS = torch.ops.compiled_llm
 
@@ -148,72 +131,48 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _OPS.log_sum_exp(logits)
 
 
-@torch.library.register_fake("compiled_llm::rms_norm", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::gated_rms_norm", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::layer_norm", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::activation", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::soft_cap", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::scaled_sum", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::sigmoid_gated", lib=LIBRARY)
-def _fake_like(x: Tensor, *args) -> Tensor:
-    return x.new_empty(x.shape)
+def _two_like_first(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return like_first(x), like_first(x)
 
 
-@torch.library.register_fake("compiled_llm::add_rms_norm", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::add_layer_norm", lib=LIBRARY)
-def _fake_add_rms_norm(x: Tensor, *args) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+def _half_of_first(gate_up: Tensor, *args: Any) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-@torch.library.register_fake("compiled_llm::rope", lib=LIBRARY)
-def _fake_rope(
-    qkv: Tensor, cos_sin: Tensor, q_norm, k_norm, num_heads: int, num_kv_heads: int, eps: float
-) -> tuple[Tensor, Tensor]:
+def _fake_rope(qkv: Tensor, cos_sin: Tensor, q_norm, k_norm, num_heads: int, num_kv_heads: int, eps: float):
     rows, head_dim = cos_sin.shape
     return qkv.new_empty(rows, num_heads, head_dim), qkv.new_empty(rows, num_kv_heads, head_dim)
 
 
-@torch.library.register_fake("compiled_llm::gated_activation", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::clamped_swiglu", lib=LIBRARY)
-def _fake_gated(gate_up: Tensor, *args) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-@torch.library.register_fake("compiled_llm::log_sum_exp", lib=LIBRARY)
 def _fake_log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     rows = logits.new_empty(logits.shape[0], dtype=torch.float32)
     return rows, torch.empty_like(rows)
 
 
-def _register(name: str) -> None:
-    plain = getattr(reference, f"{name}_reference")
-
-    def without_kernels(*args):
-        """Until rowwise_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-        return (getattr(_OPS, name) if native.load("rowwise_cpu") else plain)(*args)
-
-    def on_gpu(*args):
-        from compiled_llm.ops.rowwise import triton_rowwise  # the first call on a GPU loads Triton, not the import
-
-        return getattr(triton_rowwise, name)(*args)
-
-    LIBRARY.impl(name, without_kernels, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, on_gpu, "CUDA")
-
-
-for _name in (
-    "rms_norm",
-    "add_rms_norm",
-    "gated_rms_norm",
-    "layer_norm",
-    "add_layer_norm",
-    "rope",
-    "gated_activation",
-    "activation",
-    "clamped_swiglu",
-    "soft_cap",
-    "scaled_sum",
-    "sigmoid_gated",
-    "log_sum_exp",
-):
-    _register(_name)
+_FAKES: dict[str, Callable[..., Any]] = {
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": like_first,
+    "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)": _two_like_first,
+    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_size, bool norm_first)"
+    " -> Tensor": like_first,
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor": like_first,
+    "add_layer_norm(Tensor x, Tensor delta, Tensor weight, Tensor bias, float eps)"
+    " -> (Tensor, Tensor)": _two_like_first,
+    "rope(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, float eps)"
+    " -> (Tensor, Tensor)": _fake_rope,
+    "gated_activation(Tensor gate_up, str activation) -> Tensor": _half_of_first,
+    "activation(Tensor x, str activation) -> Tensor": like_first,
+    "clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor": _half_of_first,
+    "soft_cap(Tensor x, float cap) -> Tensor": like_first,
+    "scaled_sum(Tensor x, Tensor delta, Tensor scale) -> Tensor": like_first,
+    "sigmoid_gated(Tensor x, Tensor gate) -> Tensor": like_first,
+    "log_sum_exp(Tensor logits) -> (Tensor, Tensor)": _fake_log_sum_exp,
+}
+for _schema, _fake in _FAKES.items():
+    _name = _schema.partition("(")[0]
+    define_op(
+        _schema,
+        reference=getattr(reference, f"{_name}_reference"),
+        fake=_fake,
+        cpu="rowwise_cpu",
+        gpu=on_gpu(f"rowwise.triton_rowwise:{_name}"),
+    )

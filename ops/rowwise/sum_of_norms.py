@@ -6,14 +6,9 @@ A CPU has its op for each, which the compiled step calls itself.
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 from compiled_llm.ops.rowwise.rowwise import add_rms_norm, rms_norm, scaled_sum
-
-LIBRARY.define(
-    "sum_of_norms(Tensor x, Tensor? x_norm, Tensor y, Tensor? y_norm, Tensor? scale, Tensor? norm, float eps)"
-    " -> (Tensor, Tensor)"
-)
 
 
 def sum_of_norms(
@@ -59,16 +54,14 @@ def sum_of_norms_reference(
     return total, x.new_empty(0) if norm is None else rms_norm_reference(total, norm, eps)
 
 
-@torch.library.register_fake("compiled_llm::sum_of_norms", lib=LIBRARY)
 def _fake(x: Tensor, x_norm, y, y_norm, scale, norm, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(0 if norm is None else x.shape)
 
 
-def _cuda(*args) -> tuple[Tensor, Tensor]:
-    from compiled_llm.ops.rowwise import triton_sum_of_norms  # the first call on a GPU loads Triton, not the import
-
-    return triton_sum_of_norms.sum_of_norms(*args)
-
-
-LIBRARY.impl("sum_of_norms", sum_of_norms_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("sum_of_norms", _cuda, "CUDA")
+define_op(
+    "sum_of_norms(Tensor x, Tensor? x_norm, Tensor y, Tensor? y_norm, Tensor? scale, Tensor? norm, float eps)"
+    " -> (Tensor, Tensor)",
+    reference=sum_of_norms_reference,
+    fake=_fake,
+    gpu=on_gpu("rowwise.triton_sum_of_norms:sum_of_norms"),
+)

@@ -13,34 +13,20 @@ from compiled_llm.ops.rowwise.triton_kernels import (
     sum_of_places,
     weighted,
 )
-from compiled_llm.ops.triton_programmatic import ask_for_rows, wait_for_launches_before
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_asked"])
-def norm_kernel(
-    x, delta, weight, total, out, asked, x_stride, delta_stride, eps, num_rows, num_asked,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr = 0, LINES: tl.constexpr = 0,
-    PROGRAMMATIC: tl.constexpr = False,
-):  # fmt: skip
-    """A program a row. ``sum_of_places`` says in which order squares are added up.
-
-    Others, if ``asked`` for, ask the L2 cache for the first WIDTH lines of its rows, LINES of them each.
-    """
-    if PROGRAMMATIC:
-        wait_for_launches_before()
-    if asked is None:  # noqa: SIM114 - known when it is compiled
-        _norm_of_row(x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE, BLOCK)
-    elif tl.program_id(0) < num_rows:
-        _norm_of_row(x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE, BLOCK)
-    else:
-        ask_for_rows(asked, tl.program_id(0) - num_rows, num_asked, SIZE, WIDTH, LINES)
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 
 @triton.jit
-def _norm_of_row(
-    x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+def norm_kernel(
+    x, delta, weight, total, out, x_stride, delta_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
 ):  # fmt: skip
-    """Nothing is written before the last square is read: else a block's loads would wait for the one before."""
+    """A program a row. ``sum_of_places`` says in which order squares are added up.
+
+    Nothing is written before the last square is read: else a block's loads would wait for the one before.
+    """
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     if delta is not None:

@@ -32,7 +32,6 @@ from compiled_llm.ops.rowwise.triton_norms import layer_norm_kernel, norm_kernel
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes of a pointer, and elements of a stride, by which Triton specialises
 _MOST_OF_A_ROW = 8192  # elements in a block; a longer row takes several
-_LINE, _LINES = 128, 1024  # bytes of a cache line, and how many of them a program asks for
 _PIECE = 1024  # elements of a program where nothing is added up
 
 
@@ -74,10 +73,9 @@ def _weight(weight: Tensor, x: Tensor, size: int, op: str) -> Tensor:
 
 
 def _norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, op: str,
-    asked: Tensor | None = None, asked_bytes: int = 0,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """An RMS or, where there is a ``bias``, a layer norm. ``asked``, ``asked_bytes``: see ``norm_asking.py``."""
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, op: str
+) -> tuple[Tensor | None, Tensor]:
+    """``x + delta``, if there is a ``delta``, and the norm: an RMS norm, or with a ``bias`` a layer norm."""
     x, stride = aligned_rows(x, op, "x")
     rows, size = x.shape
     weight = _weight(weight, x, size, op)
@@ -98,24 +96,11 @@ def _norm(
     block = min(triton.next_power_of_2(size), _MOST_OF_A_ROW)
     if x.numel():
         with torch.cuda.device_of(x):
-            if bias is None:
-                options = launch_options(rows)
-                if options["PROGRAMMATIC"]:
-                    asked = None  # by the product, which starts as early
-                width = programs = 0
-                if asked is not None:
-                    width = min(max(1, asked_bytes // (_LINE * len(asked))), size * asked.itemsize // _LINE)
-                    programs = triton.cdiv(width * len(asked), _LINES)
-                counts = (0, 0) if asked is None else (rows, len(asked))
-                norm_kernel[(rows + programs,)](
-                    x, delta, weight, total, out, asked, stride, delta_stride, eps, *counts,
-                    SIZE=size, BLOCK=block, WIDTH=width, LINES=_LINES, **_options(block), **options,
-                )  # fmt: skip
-            else:
-                layer_norm_kernel[(rows,)](
-                    x, delta, weight, bias, total, out, stride, delta_stride, eps,
-                    SIZE=size, BLOCK=block, **_options(block), **launch_options(rows),
-                )  # fmt: skip
+            kernel, weights = (norm_kernel, (weight,)) if bias is None else (layer_norm_kernel, (weight, bias))
+            kernel[(rows,)](
+                x, delta, *weights, total, out, stride, delta_stride, eps,
+                SIZE=size, BLOCK=block, **_options(block), **launch_options(rows),
+            )  # fmt: skip
     return total, out
 
 
@@ -126,29 +111,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: a tensor of another shape, dtype, layout or device; likewise the others.
     """
     return _norm(x, None, weight, None, eps, "rms_norm")[1]
-
-
-def rms_norm_asking(x: Tensor, weight: Tensor, eps: float, asked: Tensor, asked_bytes: int) -> Tensor:
-    """Likewise; ``norm_asking.py`` says what is asked for."""
-    _check_asked(x, asked)
-    return _norm(x, None, weight, None, eps, "rms_norm_asking", asked, asked_bytes)[1]
-
-
-def add_rms_norm_asking(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, asked: Tensor, asked_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """Likewise."""
-    _check_asked(x, asked)
-    total, out = _norm(x, delta, weight, None, eps, "add_rms_norm_asking", asked, asked_bytes)
-    assert total is not None
-    return total, out
-
-
-def _check_asked(x: Tensor, asked: Tensor) -> None:
-    if asked.dim() != 2 or asked.shape[1] != x.shape[1] or not asked.is_contiguous() or asked.device != x.device:
-        raise ValueError(
-            f"asked must be a contiguous [N, {x.shape[1]}] on {x.device}, got {list(asked.shape)} on {asked.device}"
-        )
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

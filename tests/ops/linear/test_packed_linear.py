@@ -238,21 +238,6 @@ def test_unpack_rows(index: torch.dtype, dtype: torch.dtype) -> None:
     assert torch.equal(linear.unpack_rows(linear.pack_weight(weight), rows.to(index)), weight[rows])
 
 
-def test_loading_the_kernels_registers_them_for_the_op(kernels: native.Kernels) -> None:
-    """C++ for the CPU, in place of the Python function that loads it."""
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("compiled_llm::packed_linear", "CPU")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(native, "load", lambda name: None)
-    x, weight, bias = problem(7, 50, 65, dtype)
-    packed = linear.pack_weight(weight)
-    actual = linear._without_kernels(x, packed, bias, 50)
-    assert torch.equal(actual, linear.packed_linear_reference(x, packed, bias, 50))
-    assert_rounded_once(actual, x, weight, bias)
-
-
 def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
     x, weight, bias = problem(4, 50, 64)
     packed = linear.pack_weight(weight)

@@ -205,13 +205,6 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: native.Kernel
     assert actual[5].isnan().all()
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda name: None)
-    of = problem(3, 50, 72, FORMATS[3], BFLOAT16)
-    args = of.args(of.x, of.bias)
-    assert torch.equal(linear._without_kernels(*args), linear.quantized_linear_reference(*args))
-
-
 def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
     of = problem(4, 50, 64, FORMATS[3], BFLOAT16)
     x, codes, scales, zeros = of.x, *of.packed

@@ -266,12 +266,6 @@ def test_experts_have_the_bits_of_single_layers(isa: str, form: WeightFormat) ->
                 assert torch.equal(gathered[own], expected)
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda name: None)
-    case = problem(FORMATS[5], 5, 50, 65)
-    assert torch.equal(a8._without_kernels(*case.args()), a8.quantized_linear_a8_reference(*case.args()))
-
-
 def test_refuses_wrong_inputs() -> None:
     case = problem(FORMATS[5], 4, 50, 64)
     names = ("x", "codes", "scales", "zeros", "bias", "x_scale", "element", "group_size", "out_features")

@@ -248,18 +248,6 @@ def test_fullgraph_compile() -> None:
     assert torch.equal(compiled(*case), expected(case) + 1)
 
 
-def test_loading_the_kernels_registers_them_for_the_ops(kernels: native.Kernels) -> None:
-    for name in ("sample_tokens", "greedy_tokens"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"compiled_llm::{name}", "CPU")
-
-
-def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda name: None)
-    case = make_case(300)
-    assert torch.equal(sampling._sample_without_kernels(*case), expected(case))
-    assert torch.equal(sampling._greedy_without_kernels(case.logits), case.logits.argmax(-1))
-
-
 def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
     case = make_case(300, rows=4)
     wrong = [
