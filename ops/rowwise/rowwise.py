@@ -131,6 +131,70 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _OPS.log_sum_exp(logits)
 
 
+def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    """``qkv`` with ``rms_norm`` of its queries and of its keys in their places.
+
+    Args:
+        qkv: ``[T, (N + 2 * K) * H]``: queries, keys and values side by side.
+        q_norm, k_norm: ``[N * H]`` and ``[K * H]``, of one dtype: that of ``qkv`` or float32.
+
+    Returns:
+        As ``qkv``, contiguous.
+    """
+    if qkv.is_cuda:
+        return torch.ops.compiled_llm.qk_norm(qkv, q_norm, k_norm, eps)
+    q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)
+    return torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], dim=1)
+
+
+def sum_of_norms(
+    x: Tensor, x_norm: Tensor | None, y: Tensor, y_norm: Tensor | None, eps: float, scale: Tensor | None = None
+) -> Tensor:
+    """``rms_norm(x, x_norm, eps) + rms_norm(y, y_norm, eps)``, the sum rounded before ``scale`` multiplies it.
+
+    Args:
+        x, y: ``[T, D]``, of one dtype.
+        x_norm, y_norm: ``[D]``; None: no norm.
+        scale: ``[1]`` float32, or None.
+
+    Returns:
+        ``[T, D]``.
+    """
+    if x.is_cuda:
+        return torch.ops.compiled_llm.sum_of_norms(x, x_norm, y, y_norm, scale, None, eps)[0]
+    x = x if x_norm is None else rms_norm(x, x_norm, eps)
+    y = y if y_norm is None else rms_norm(y, y_norm, eps)
+    return x + y if scale is None else scaled_sum(x, y, scale)
+
+
+def norm_of_sum(
+    x: Tensor, delta: Tensor, delta_norm: Tensor | None, norm: Tensor, eps: float, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``sum_of_norms(x, None, delta, delta_norm, eps, scale)``, and its ``rms_norm`` by ``norm``: two ``[T, D]``."""
+    if x.is_cuda:
+        return torch.ops.compiled_llm.sum_of_norms(x, None, delta, delta_norm, scale, norm, eps)
+    if scale is not None:
+        total = sum_of_norms(x, None, delta, delta_norm, eps, scale)
+        return total, rms_norm(total, norm, eps)
+    return add_rms_norm(x, delta if delta_norm is None else rms_norm(delta, delta_norm, eps), norm, eps)
+
+
+def keep_rows(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
+    """Copy ``x`` to the first rows of ``kept``, and give the rows ``indices`` of ``x``.
+
+    Args:
+        x: ``[T, D]`` contiguous.
+        indices: ``[R]`` int32 or int64, from 0 to ``T - 1``.
+        kept: ``[T, D]`` contiguous, or with more rows; dtype of ``x``.
+
+    Returns:
+        ``[R, D]``, contiguous.
+    """
+    if x.is_cuda:
+        return torch.ops.compiled_llm.keep_rows(x, indices, kept)
+    return reference.keep_rows_reference(x, indices, kept)
+
+
 def _two_like_first(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return like_first(x), like_first(x)
 
@@ -149,7 +213,15 @@ def _fake_log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     return rows, torch.empty_like(rows)
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
+def _fake_sum_of_norms(x: Tensor, x_norm, y, y_norm, scale, norm, eps: float) -> tuple[Tensor, Tensor]:
+    return like_first(x), x.new_empty(0 if norm is None else x.shape)
+
+
+def _fake_kept(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
+    return x.new_empty(indices.shape[0], x.shape[1])
+
+
+_ON_ALL_DEVICES: dict[str, Callable[..., Any]] = {
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": like_first,
     "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)": _two_like_first,
     "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_size, bool norm_first)"
@@ -167,12 +239,18 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "sigmoid_gated(Tensor x, Tensor gate) -> Tensor": like_first,
     "log_sum_exp(Tensor logits) -> (Tensor, Tensor)": _fake_log_sum_exp,
 }
-for _schema, _fake in _FAKES.items():
+_ON_GPUS: dict[str, Callable[..., Any]] = {  # a CPU has an op for each of their parts
+    "qk_norm(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps) -> Tensor": like_first,
+    "sum_of_norms(Tensor x, Tensor? x_norm, Tensor y, Tensor? y_norm, Tensor? scale, Tensor? norm, float eps)"
+    " -> (Tensor, Tensor)": _fake_sum_of_norms,
+    "keep_rows(Tensor x, Tensor indices, Tensor(a!) kept) -> Tensor": _fake_kept,
+}
+for _schema, _fake in (_ON_ALL_DEVICES | _ON_GPUS).items():
     _name = _schema.partition("(")[0]
     define_op(
         _schema,
         reference=getattr(reference, f"{_name}_reference"),
         fake=_fake,
-        cpu="rowwise_cpu",
+        cpu="rowwise_cpu" if _schema in _ON_ALL_DEVICES else None,
         gpu=on_gpu(f"rowwise.triton_rowwise:{_name}"),
     )

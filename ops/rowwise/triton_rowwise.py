@@ -9,30 +9,36 @@ may follow from them; ``aligned_rows`` makes them the same for all rows of a len
 not fused: a compiler chooses where, and the reference rounds after each.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise import reference
-from compiled_llm.ops.rowwise.triton_gate_kernel import sigmoid_gate_kernel
 from compiled_llm.ops.rowwise.triton_kernels import (
     activation_kernel,
     clamped_swiglu_kernel,
     gated_kernel,
     gated_norm_kernel,
+    keep_rows_kernel,
+    layer_norm_kernel,
     log_sum_exp_kernel,
+    norm_kernel,
     qk_norm_kernel,
     rope_kernel,
     scaled_sum_kernel,
+    sigmoid_gate_kernel,
     soft_cap_kernel,
+    sum_of_norms_kernel,
 )
-from compiled_llm.ops.rowwise.triton_norms import layer_norm_kernel, norm_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes of a pointer, and elements of a stride, by which Triton specialises
 _MOST_OF_A_ROW = 8192  # elements in a block; a longer row takes several
 _PIECE = 1024  # elements of a program where nothing is added up
+_COPIED = 2048  # and where they are only copied
 
 
 def _options(block: int) -> dict:
@@ -182,14 +188,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_si
 
 
 def rope(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, num_heads: int, num_kv_heads: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op."""
     qkv, stride = aligned_rows(qkv, "rope", "qkv")
     cos_sin, cos_sin_stride = aligned_rows(cos_sin, "rope", "cos_sin", (torch.float32,))
@@ -223,6 +224,16 @@ def rope(
     return q, k
 
 
+def _in_pieces(kernel: Any, out: Tensor, *args: Any, **constants: Any) -> Tensor:
+    """Launch a kernel that adds nothing up, with a program for each piece of a row of ``out``; ``out``."""
+    rows, size = out.shape
+    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
+    if out.numel():
+        with torch.cuda.device_of(out):
+            kernel[(rows, triton.cdiv(size, block))](*args, SIZE=size, **constants, BLOCK=block, **_options(block))
+    return out
+
+
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """The op."""
     _check_activation("gated_activation", activation)
@@ -230,30 +241,16 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     rows, columns = gate_up.shape
     if columns % 2:
         raise ValueError(f"gated_activation: gate_up must have an even number of columns, got {columns}")
-    size = columns // 2
-    out = gate_up.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(gate_up):
-            gated_kernel[(rows, triton.cdiv(size, block))](
-                gate_up, out, stride, SIZE=size, ACTIVATION=activation, BLOCK=block, **_options(block)
-            )
-    return out
+    out = gate_up.new_empty(rows, columns // 2)
+    return _in_pieces(gated_kernel, out, gate_up, out, stride, ACTIVATION=activation)
 
 
 def activation(x: Tensor, activation: str) -> Tensor:
     """The op."""
     _check_activation("activation", activation)
     x, stride = aligned_rows(x, "activation", "x")
-    rows, size = x.shape
-    out = x.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            activation_kernel[(rows, triton.cdiv(size, block))](
-                x, out, stride, SIZE=size, ACTIVATION=activation, BLOCK=block, **_options(block)
-            )
-    return out
+    out = x.new_empty(x.shape)
+    return _in_pieces(activation_kernel, out, x, out, stride, ACTIVATION=activation)
 
 
 def _check_activation(op: str, activation: str) -> None:
@@ -270,15 +267,8 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
             "clamped_swiglu: gate_up must have an even number of columns, and limit be above 0, got "
             f"{columns} and {limit}"
         )
-    size = columns // 2
-    out = gate_up.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(gate_up):
-            clamped_swiglu_kernel[(rows, triton.cdiv(size, block))](
-                gate_up, out, stride, alpha, limit, SIZE=size, BLOCK=block, **_options(block)
-            )
-    return out
+    out = gate_up.new_empty(rows, columns // 2)
+    return _in_pieces(clamped_swiglu_kernel, out, gate_up, out, stride, alpha, limit)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -286,15 +276,8 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     if not cap > 0:
         raise ValueError(f"soft_cap: cap must be above 0, got {cap}")
     x, stride = aligned_rows(x, "soft_cap", "x")
-    rows, size = x.shape
-    out = x.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            soft_cap_kernel[(rows, triton.cdiv(size, block))](
-                x, out, stride, cap, SIZE=size, BLOCK=block, **_options(block)
-            )
-    return out
+    out = x.new_empty(x.shape)
+    return _in_pieces(soft_cap_kernel, out, x, out, stride, cap)
 
 
 def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
@@ -310,15 +293,8 @@ def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
             f"scaled_sum: scale must be [1] float32 on {x.device}, got {list(scale.shape)} of {scale.dtype} on "
             f"{scale.device}"
         )
-    rows, size = x.shape
-    out = x.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            scaled_sum_kernel[(rows, triton.cdiv(size, block))](
-                x, delta, scale, out, x_stride, delta_stride, SIZE=size, BLOCK=block, **_options(block)
-            )
-    return out
+    out = x.new_empty(x.shape)
+    return _in_pieces(scaled_sum_kernel, out, x, delta, scale, out, x_stride, delta_stride)
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
@@ -331,14 +307,8 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
             f"sigmoid_gated: gate must be [{rows}, {size}] or [{rows}, 1] of {x.dtype} on {x.device}, got "
             f"{list(gate.shape)} of {gate.dtype} on {gate.device}"
         )
-    out = x.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            sigmoid_gate_kernel[(rows, triton.cdiv(size, block))](
-                x, gate, out, x_stride, gate_stride, SIZE=size, GATES=gate.shape[1], BLOCK=block, **_options(block)
-            )
-    return out
+    out = x.new_empty(x.shape)
+    return _in_pieces(sigmoid_gate_kernel, out, x, gate, out, x_stride, gate_stride, GATES=gate.shape[1])
 
 
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -353,3 +323,62 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
         with torch.cuda.device_of(logits):
             log_sum_exp_kernel[(rows,)](logits, peak, log_total, stride, SIZE=size, BLOCK=block, **_options(block))
     return peak, log_total
+
+
+def sum_of_norms(
+    x: Tensor, x_norm: Tensor | None, y: Tensor, y_norm: Tensor | None, scale: Tensor | None, norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op."""
+    x, x_stride = aligned_rows(x, "sum_of_norms", "x")
+    y, y_stride = aligned_rows(y, "sum_of_norms", "y", (x.dtype,))
+    rows, size = x.shape
+    norms = {"x_norm": x_norm, "y_norm": y_norm, "norm": norm}
+    wanted = {"y": (y, (rows, size)), **{name: (tensor, (size,)) for name, tensor in norms.items()}}
+    for name, (tensor, shape) in wanted.items():
+        if tensor is None:
+            continue
+        fits = tensor.shape == shape and tensor.device == x.device and tensor.stride(-1) == 1
+        if not fits or tensor.dtype not in (x.dtype, torch.float32):
+            raise ValueError(
+                f"sum_of_norms: {name} must be {list(shape)} of {x.dtype}, or of a norm of torch.float32, on "
+                f"{x.device}, got {list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+            )
+    if scale is not None and (scale.shape, scale.dtype, scale.device) != ((1,), torch.float32, x.device):
+        raise ValueError(
+            f"sum_of_norms: scale must be [1] of torch.float32 on {x.device}, got {list(scale.shape)} of "
+            f"{scale.dtype} on {scale.device}"
+        )
+    total, out = x.new_empty(rows, size), x.new_empty(0 if norm is None else (rows, size))
+    if total.numel():
+        block = min(_PIECE, triton.next_power_of_2(size))
+        with torch.cuda.device_of(x):
+            sum_of_norms_kernel[(rows,)](
+                x, x_norm, y, y_norm, scale, norm, total, out, x_stride, y_stride, eps, SIZE=size, BLOCK=block,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+    return total, out
+
+
+def keep_rows(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
+    """The op."""
+    rows, size = x.shape
+    fits = kept.dtype == x.dtype and kept.device == x.device and kept.is_contiguous() and x.is_contiguous()
+    if not fits or kept.dim() != 2 or kept.shape[0] < rows or kept.shape[1] != size:
+        raise ValueError(
+            f"keep_rows: x must be contiguous, and kept a contiguous [{rows}, {size}] or longer of {x.dtype} on "
+            f"{x.device}, got {list(kept.shape)} of {kept.dtype} on {kept.device}"
+        )
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or not indices.is_contiguous():
+        raise ValueError(
+            f"keep_rows: indices must be a contiguous [R] of int32 or int64, got {list(indices.shape)} of "
+            f"{indices.dtype}"
+        )
+    out = x.new_empty(len(indices), size)
+    block = min(_COPIED, triton.next_power_of_2(max(size, 1)))
+    if rows + len(indices) and size:
+        with torch.cuda.device_of(x):
+            keep_rows_kernel[(rows + len(indices), triton.cdiv(size, block))](
+                x, indices, kept, out, rows, SIZE=size, BLOCK=block, **_options(block)
+            )
+    return out

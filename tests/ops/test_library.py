@@ -1,6 +1,5 @@
 """An op that is declared here has what its declaration says, with and without its C++ library."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ def plus(x: Tensor, count: Tensor, by: float) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def op() -> Iterator[SimpleNamespace]:
+def op() -> SimpleNamespace:
     on_cpu = torch.library.Library("compiled_llm", "IMPL")
 
     def load(name: str) -> bool:
@@ -32,7 +31,7 @@ def op() -> Iterator[SimpleNamespace]:
         f"declared{ARGUMENTS} -> Tensor", reference=plus, fake=library.like_first, cpu="plus_cpu",
         gpu=library.on_gpu(place), gpu_exact=library.on_gpu(place),
     )  # fmt: skip
-    yield SimpleNamespace(load=load)
+    return SimpleNamespace(load=load)
 
 
 def test_without_a_compiler_it_is_its_reference_and_with_one_its_kernel(

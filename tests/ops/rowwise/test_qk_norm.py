@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_llm.ops import qk_norm
-from compiled_llm.ops.rowwise.qk_norm import qk_norm_reference
+from compiled_llm.ops.rowwise.reference import qk_norm_reference
 from tests.ops.rowwise.rowwise_cases import check, cut, numbers, weight
 
 triton = pytest.importorskip("triton")
