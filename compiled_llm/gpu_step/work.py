@@ -375,7 +375,6 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "routed_linear_kernel": _routed_linear,
     "route_kernel": _route,
     "route_few_kernel": _route,
-    "grouped_a8_kernel": _grouped_sum,
     "exact_linear_kernel": _surrounded_linear,
     "quantized_linear_kernel": _surrounded_linear,
     "quantized_linear_a8_kernel": _surrounded_linear,

@@ -8,6 +8,7 @@ as ``quantized_weight_gpu.py`` packs them.
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +28,9 @@ FORM = "str element, int group_size, int out_features"
 
 
 def quantized_linear(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    element: str,
-    group_size: int,
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, element: str, group_size: int,
     out_features: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``x @ W.T + bias`` for a quantised ``W``, accumulated in float32 and rounded once.
 
     Args:
@@ -53,17 +48,9 @@ def quantized_linear(
 
 
 def grouped_quantized_linear(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    starts: Tensor,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: Tensor | None,
+    starts: Tensor, element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
     """The layers of E experts, each for rows of its own, as ``grouped_linear`` has them.
 
     Args:
@@ -83,15 +70,9 @@ def grouped_quantized_linear(
 
 
 def quantized_linear_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    element: str,
-    group_size: int,
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, element: str, group_size: int,
     out_features: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The op in plain torch: dequantise, multiply in float32, round once."""
     form = WeightFormat(element, group_size, zeros is not None, DTYPE_NAMES[scales.dtype])
     packed = QuantizedWeight(codes, scales, zeros)
@@ -100,25 +81,25 @@ def quantized_linear_reference(
 
 
 def grouped_quantized_linear_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    starts: Tensor,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    """The op in plain torch: an expert at a time. Rows that belong to none are 0."""
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: Tensor | None,
+    starts: Tensor, element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch."""
+    form = element, group_size, out_features
+    return by_experts(quantized_linear_reference, x, codes, scales, zeros, bias, (), rows, starts, form)
+
+
+def by_experts(
+    reference: Callable[..., Tensor], x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None,
+    bias: Tensor | None, shared: tuple, rows: Tensor | None, starts: Tensor, form: tuple[str, int, int],
+) -> Tensor:  # fmt: skip
+    """``reference`` of an expert at a time, for the rows that are its own. Rows that belong to no expert are 0."""
     x = x if rows is None else x[rows]
-    out = x.new_zeros(x.shape[0], out_features)
+    out = x.new_zeros(x.shape[0], form[-1])
     for expert, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
         if end > first:
-            own_zeros, own_bias = (None if of is None else of[expert] for of in (zeros, bias))
-            own = x[first:end], codes[expert], scales[expert], own_zeros, own_bias
-            out[first:end] = quantized_linear_reference(*own, element, group_size, out_features)
+            own = (None if of is None else of[expert] for of in (codes, scales, zeros, bias))
+            out[first:end] = reference(x[first:end], *own, *shared, *form)
     return out
 
 

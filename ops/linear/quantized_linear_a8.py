@@ -19,27 +19,18 @@ A row with a NaN or an infinity is NaN. A row of zeros, or of numbers so small t
 ``quantized_weight.py`` has the layout of the weights. T rows, K in_features, N out_features, E experts.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, on_gpu
-from compiled_llm.ops.linear.quantized_linear import FORM, WEIGHT, grouped_rows_fake, rows_fake
+from compiled_llm.ops.linear.quantized_linear import FORM, WEIGHT, by_experts, grouped_rows_fake, rows_fake
 from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedWeight, WeightFormat, unpack_quantized_rows
 
 
 def quantized_linear_a8(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
     """``x @ W.T + bias``, with integer products of quantised rows of ``x`` and the codes of ``W``.
 
     Args:
@@ -60,19 +51,10 @@ def quantized_linear_a8(
 
 
 def grouped_quantized_linear_a8(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    rows: Tensor | None,
-    starts: Tensor,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    """The same for experts, each with rows of its own.
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    """``quantized_linear_a8`` of experts, each with rows of its own.
 
     Weights, and ``bias`` ``[E, N]``, have one more dimension in front. ``rows`` and ``starts`` are those of
     ``grouped_linear``: rows that belong to no expert are not written.
@@ -97,16 +79,9 @@ def quantize_activations(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Ten
 
 
 def quantized_linear_a8_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
     """The op in plain torch. Sums and the steps of float32 are computed in float64 and then rounded."""
     form = WeightFormat(element, group_size, zeros is not None, DTYPE_NAMES[scales.dtype])
     in_features = x.shape[1]
@@ -130,28 +105,12 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def grouped_quantized_linear_a8_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    rows: Tensor | None,
-    starts: Tensor,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    """The op in plain torch: an expert at a time. Rows that belong to none are 0."""
-    x = x if rows is None else x[rows]
-    out = x.new_zeros(len(x), out_features)
-    for e, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
-        own = (codes[e], scales[e], None if zeros is None else zeros[e], None if bias is None else bias[e])
-        if end > first:
-            out[first:end] = quantized_linear_a8_reference(
-                x[first:end], *own, x_scale, element, group_size, out_features
-            )
-    return out
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch."""
+    form = element, group_size, out_features
+    return by_experts(quantized_linear_a8_reference, x, codes, scales, zeros, bias, (x_scale,), rows, starts, form)
 
 
 define_op(

@@ -150,7 +150,7 @@ def test_compiles_without_spills(
 ) -> None:  # fmt: skip
     recorded: list = []
     for module, kernel in (
-        (grouped, "grouped_kernel"), (grouped, "grouped_a8_kernel"), (triton_quantize_rows, "quantize_rows_kernel"),
+        (grouped, "grouped_kernel"), (triton_quantize_rows, "quantize_rows_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, kernel, ahead_of_time.Recorder(getattr(module, kernel), recorded))
     monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)

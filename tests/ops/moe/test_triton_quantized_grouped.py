@@ -64,7 +64,6 @@ def test_compiles_without_spills(
     recorded: list = []
     for module, name in (
         (triton_quantized_grouped, "grouped_kernel"),
-        (triton_quantized_grouped, "grouped_a8_kernel"),
         (triton_quantize_rows, "quantize_rows_kernel"),
     ):
         monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
