@@ -33,9 +33,8 @@ from compiled_llm.ops.attention.triton_alone import alone_kernel
 from compiled_llm.ops.attention.triton_attention import device_facts, pairs_of_codes
 from compiled_llm.ops.attention.triton_codes import attend_codes
 from compiled_llm.ops.attention.triton_kernels import LOWEST, add_sinks, attend, load_rows, normalised, store_whole
-from compiled_llm.ops.attention.triton_write import write_rows, write_turned_keys
+from compiled_llm.ops.attention.triton_write import turned_rows, write_rows, write_turned_keys
 from compiled_llm.ops.programmatic_launch import launch_options
-from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
@@ -43,34 +42,6 @@ TASK = tl.constexpr(TASK_COLUMNS)
 # Of the kernel for one request: other heads have padding, and larger ones or more of them more than its registers.
 ALONE_HEAD_DIMS, ALONE_GROUP = (64, 128), 8
 _MERGED_SPLITS = 32  # that are joined at once: each takes registers for its weight
-
-
-@triton.jit
-def _turned_queries(queries, heads, row_mask, dims, cosines, norm, eps, query_scale, HEAD_DIM: tl.constexpr):
-    """Heads of one token, turned; each element is loaded with the one that it is turned with."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dtype: tl.constexpr = queries.dtype.element_ty
-    known = dims < HEAD_DIM
-    is_first = dims < HALF
-    others = tl.where(is_first, dims + HALF, dims - HALF)
-    pairs = tl.where(is_first, dims, dims - HALF)
-    inside = row_mask[:, None] & known[None, :]
-    rows = queries + heads[:, None] * HEAD_DIM
-    x = tl.load(rows + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(rows + others[None, :], mask=inside, other=0.0).to(tl.float32)
-    if norm is not None:
-        scale = inverse_rms(x * x, eps, HEAD_DIM)[:, None]
-        weights = tl.load(norm + dims, mask=known, other=0.0)
-        x = weighted(x * scale, weights[None, :], dtype).to(tl.float32)
-        weights = tl.load(norm + others, mask=known, other=0.0)
-        y = weighted(y * scale, weights[None, :], dtype).to(tl.float32)
-    cos = tl.load(cosines + pairs, mask=known, other=0.0)
-    sin = tl.load(cosines + HALF + pairs, mask=known, other=0.0)
-    sin = tl.where(is_first, -sin, sin)
-    turned = cast(x * cos[None, :] + y * sin[None, :], dtype)
-    if query_scale is not None:
-        turned = cast(turned.to(tl.float32) * tl.load(query_scale).to(tl.float32), dtype)
-    return turned
 
 
 @triton.jit
@@ -201,8 +172,8 @@ def decode_kernel(
             row_scale = query_scale
             if query_scale is not None:
                 row_scale = query_scale + row
-            q_tile = _turned_queries(
-                q + row * q_stride_t, heads, row_mask, dims, cosines, q_norm, eps, row_scale, HEAD_DIM
+            q_tile = turned_rows(
+                q + row * q_stride_t, heads, row_mask, cosines, row_scale, HEAD_DIM, HEAD_DIM, BLOCK_H, q_norm, eps
             )  # fmt: skip
 
         if k_cache.dtype.element_ty == tl.int16:
