@@ -5,7 +5,6 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
-import functools
 import re
 import subprocess
 from collections.abc import Callable, Sequence
@@ -127,11 +126,6 @@ CASES: dict[str, tuple[Callable, dict]] = {
     "neighbours": (neighbours_change_no_bit, {"dtype": BF16}),
     "neighbours-int8-features": (neighbours_change_no_bit, {"dtype": BF16, "kv_dtype": torch.int8, **FEATURES}),
 }
-
-
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, **given) for name, (function, given) in CASES.items()}
-    interpreted.run(functions)
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
@@ -262,4 +256,4 @@ def test_on_a_gpu_chunks_change_no_bit(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(CASES)

@@ -4,7 +4,6 @@ interpreter; and compiled ahead of time.
 As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
 """
 
-import functools
 import itertools
 import re
 import subprocess
@@ -145,11 +144,6 @@ OFTEN = (
 )  # fmt: skip
 
 
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
@@ -288,4 +282,4 @@ def test_on_a_gpu(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

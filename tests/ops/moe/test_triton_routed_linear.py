@@ -3,7 +3,6 @@
 As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
 """
 
-import functools
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -139,10 +138,6 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 }
 
 
-def run_interpreted() -> None:
-    interpreted.run({name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()})
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 LAYERS = {"qwen3-moe": (128, 2048), "mixtral": (8, 4096), "gpt-oss": (32, 2880), "glm4-moe": (160, 5120)}
@@ -236,4 +231,4 @@ def test_on_a_gpu(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

@@ -40,10 +40,6 @@ def has_the_bits_of_the_reference(dtype: torch.dtype, device: str = "cpu") -> No
 INTERPRETED = {str(dtype)[6:]: (has_the_bits_of_the_reference, (dtype,)) for dtype in DTYPES}
 
 
-def run_interpreted() -> None:
-    interpreted.run({name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()})
-
-
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
@@ -78,4 +74,4 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

@@ -5,7 +5,6 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
-import functools
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,11 +99,6 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
     },
     "extremes": (extremes, ()),
 }
-
-
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
 
 
 # ---- launched as one binary -----------------------------------------------------------------------------------------
@@ -265,4 +259,4 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)
