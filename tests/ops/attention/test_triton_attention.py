@@ -234,10 +234,7 @@ def launches(
     max_query_len: int = 512,
 ) -> list[tuple["triton.JITFunction", tuple, dict]]:
     """What a step, mixed by default, launches on a GPU of that capability, from tensors without storage."""
-    recorded: list = []
-    for name in ("write_kernel", "split_kernel", "prefill_kernel"):
-        monkeypatch.setattr(triton_attention, name, ahead_of_time.Recorder(getattr(triton_attention, name), recorded))
-    monkeypatch.setattr(triton_attention, "device_facts", lambda device: triton_attention.Device("", capability, 132))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_attention)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

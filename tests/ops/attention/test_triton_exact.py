@@ -135,14 +135,7 @@ def launches(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], requests: int, tokens: int, head_dim: int, **options
 ) -> list[tuple["triton.JITFunction", tuple, dict]]:
     """What a step of so many requests and tokens launches, from tensors without storage; at least one has 17 rows."""
-    recorded: list = []
-    for module, name in (
-        (triton_attention, "write_kernel"),
-        (triton_exact, "exact_attention_kernel"),
-        (triton_exact, "exact_merge_kernel"),
-    ):
-        monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
-    monkeypatch.setattr(triton_exact, "device_facts", lambda device: triton_attention.Device("", capability, 132))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_attention, triton_exact)
     dtype, kv_dtype, features = (options.get(name) for name in ("dtype", "kv_dtype", "features"))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -31,7 +31,6 @@ triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.linear import (  # noqa: E402
     quantized_tiles,
-    triton_linear,
     triton_quantize_rows,
     triton_quantized,
     triton_quantized_a8,
@@ -240,14 +239,8 @@ def launches(
     monkeypatch: pytest.MonkeyPatch, form: WeightFormat, a8: bool, rows: int, capability: tuple[int, int]
 ) -> list:
     """What a layer of 4096 inputs and 6144 outputs launches, from tensors without storage."""
-    recorded: list = []
-    for module, name in (
-        (triton_quantized, "quantized_linear_kernel"),
-        (triton_quantized_a8, "quantized_linear_a8_kernel"),
-        (triton_quantize_rows, "quantize_rows_kernel"),
-    ):
-        monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    modules = triton_quantized, triton_quantized_a8, triton_quantize_rows
+    recorded = ahead_of_time.recorded(monkeypatch, capability, *modules)
     meta = torch.device("meta")
     weight = empty_quantized_gpu(form, 6144, 4096, meta)
     x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=meta)

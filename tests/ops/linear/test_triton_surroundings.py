@@ -165,15 +165,8 @@ SOME = {
 
 def launches(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str, name: str, rows: int) -> list:
     """Of tensors without storage."""
-    recorded: list = []
-    for module, kernel in (
-        (triton_linear, "exact_linear_kernel"),
-        (triton_quantized, "quantized_linear_kernel"),
-        (triton_quantized_a8, "quantized_linear_a8_kernel"),
-        (triton_quantize_rows, "quantize_rows_kernel"),
-    ):
-        monkeypatch.setattr(module, kernel, ahead_of_time.Recorder(getattr(module, kernel), recorded))
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    modules = triton_linear, triton_quantized, triton_quantized_a8, triton_quantize_rows
+    recorded = ahead_of_time.recorded(monkeypatch, capability, *modules)
     outputs, inputs, around = SHAPES[name]
     activation = "silu" if "activation" in around else ""
 

@@ -161,19 +161,14 @@ def test_nothing_spills(
     name: str, capability: tuple[int, int], rows: int, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    recorded: list = []
-    recorder = ahead_of_time.Recorder(triton_routed_linear.routed_linear_kernel, recorded)
-    monkeypatch.setattr(triton_routed_linear, "routed_linear_kernel", recorder)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_routed_linear)
     experts, inputs = LAYERS[name]
     given = arguments(name, 1, experts, inputs)
     given[0] = given[1] = torch.empty(rows, inputs, dtype=torch.bfloat16)
     triton_routed_linear.routed_linear(*given)
     monkeypatch.undo()
-    ((kernel, args, kwargs),) = recorded
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    print(f"{usage['REG']} registers, {binary.metadata.shared} bytes")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
     assert binary.metadata.shared <= 99 * 1024
     products = "fma.rn.f32" if given[4].dtype == torch.float32 else "mma.sync"
     assert products in binary.asm["ptx"]

@@ -51,15 +51,11 @@ def test_the_op_is_registered_as_torch_expects() -> None:
 def test_compiles_without_spills(
     capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    recorded: list = []
-    recorder = ahead_of_time.Recorder(triton_rowwise.keep_rows_kernel, recorded)
-    monkeypatch.setattr(triton_rowwise, "keep_rows_kernel", recorder)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_rowwise)
     rows = torch.empty(8, 4096, dtype=torch.bfloat16, device="meta")
     triton_rowwise.keep_rows(rows, torch.empty(8, dtype=torch.int32, device="meta"), rows)
-    ((kernel, args, kwargs),) = recorded
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    ahead_of_time.without_spills(launch, capability, tmp_path)
 
 
 def test_refuses_by_name() -> None:
