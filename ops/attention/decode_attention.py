@@ -36,7 +36,7 @@ def rotary_decode_attention(
     plan: DecodePlan, *, num_heads: int, eps: float, sinks: Tensor | None, sm_scale: float, window: int,
     soft_cap: float,
 ) -> Tensor:  # fmt: skip
-    """``rotary_attention``, likewise."""
+    """``rotary_attention`` of at most one query a request; ``plan`` as for ``decode_attention``."""
     return torch.ops.compiled_llm.rotary_decode_attention(
         qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, eps, k_cache, v_cache, k_scale, v_scale, *plan,
         sinks, sm_scale, window, soft_cap,

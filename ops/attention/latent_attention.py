@@ -34,7 +34,8 @@ def latent_attention(
 
     Args:
         q_latent: ``[T, N, C]``; float32, bfloat16 or float16; any strides with the last one 1.
-        q_turned: ``[T, N, H]``, k_turned: ``[T, 1, H]``, latent: ``[T, 1, C]``: likewise, dtype of ``q_latent``.
+        q_turned: ``[T, N, H]``, k_turned: ``[T, 1, H]``, latent: ``[T, 1, C]``; dtype of ``q_latent``; any strides with
+            the last one 1.
         k_cache: ``[B, 1, S, H]``, v_cache: ``[B, 1, S, C]``: contiguous; dtype of ``q_latent``, or int8 or
             float8_e4m3fn; written in place.
         k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, window: as of

@@ -60,7 +60,7 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 # Given explicitly: Triton 3.10 will no longer fuse multiplications and additions by default.
 OPTIONS = {"enable_fp_fusion": True}
 _WRITTEN_AT_ONCE = 1024  # elements of a program of the write kernel
-_WRITTEN_BY_WARP = 256  # of these: more take registers that a thread of so many programs has not
+_WRITTEN_BY_WARP = 256  # elements of a warp of it: more take registers that a thread of so many programs has not
 MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
 
 
@@ -175,7 +175,7 @@ def paged_attention(
     tiles: TileConfig | None = None,
     turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     ``tiles`` replaces this GPU's configuration for the shape: ``scripts/tune_attention.py`` looks for a better one.
     With ``turn``, ``q`` is where turned queries go, and ``k`` is still to be turned.

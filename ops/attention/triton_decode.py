@@ -7,7 +7,7 @@
 - Each program turns its own queries. That is done in every split of a request again, from the L2 cache.
 - The program of the split that the new key is in makes the key and the value (normalised, turned, quantised) and writes
   them to the cache before it reads that split. All its threads wait in between; no other program reads that slot, as
-  blocks that requests share are full. So the keys that it sees are to the bit those that later steps read.
+  blocks that requests share are full. So it sees to the bit the keys that later steps read.
 - The last program to finish a split of a request sets its counter back to zero for the next layer. The plan has zeroed
   it at the beginning of the step, so nothing is left over from a step that failed.
 """

@@ -189,7 +189,7 @@ def paged_attention(
     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
     sinks: Tensor | None, sm_scale: float, max_query_len: int, window: int, soft_cap: float, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     With ``turn``, ``q`` is where turned queries go, and ``k`` is still to be turned.
     """

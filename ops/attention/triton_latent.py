@@ -132,7 +132,7 @@ def latent_attention(
     seq_lens: Tensor, sm_scale: float, max_query_len: int, window: int, *, exact: bool = False,
     turn: ToTurn | None = None, tile: LatentTile | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     With ``turn`` queries and keys are still to be turned, and latents to be normalised. ``tile`` replaces this GPU's.
     """
@@ -198,7 +198,7 @@ def latent_decode_plan(
     slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
     window: int, num_heads: int, latent_dim: int, q_bytes: int, cache_bytes: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors. Never synchronises."""
+    """The op on CUDA tensors. Never waits for the GPU."""
     num_requests, device = len(seq_lens), seq_lens.device
     _, capability, num_sms = device_facts(device)
     tile = latent_tiles(latent_dim, q_bytes, cache_bytes, capability).decode

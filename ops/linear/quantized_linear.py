@@ -55,11 +55,11 @@ def grouped_quantized_linear(
 
     Args:
         x: ``[T, K]`` bfloat16, float32 or float16; rows may be strided, the last stride is 1.
-        codes, scales, zeros: as above, with E in front.
+        codes, scales, zeros: those of ``quantized_linear``, with E in front.
         bias: ``[E, N]`` in the dtype of ``x``, or None.
         rows: ``[R]`` int32: the row of ``x`` that each row takes; None: its own, and R is T.
         starts: ``[E + 1]`` int32, ascending, from 0 to at most R. Expert e has rows ``starts[e]`` to ``starts[e + 1]``.
-        element, group_size, out_features: as above.
+        element, group_size, out_features: those of ``quantized_linear``.
 
     Returns:
         ``[R, N]`` in the dtype of ``x``, contiguous. Rows that belong to no expert are not written.

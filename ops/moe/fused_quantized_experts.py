@@ -43,7 +43,7 @@ def summed_quantized_experts(
 
     Args:
         x: ``[R, K]`` bfloat16 or float16: each row is its own.
-        experts: as above.
+        experts: those of ``gated_quantized_experts``.
         places, weights, beside, residual, counters: those of ``grouped_linear_sum``, as tokens and starts are.
 
     Returns:

@@ -227,7 +227,7 @@ def grouped_linear(
 ) -> Tensor:  # fmt: skip
     """The ops ``grouped_linear`` and, with an activation, ``grouped_gated_linear`` on CUDA tensors.
 
-    On CPU tensors under Triton's interpreter. Never synchronises.
+    On CPU tensors under Triton's interpreter. Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; an unknown activation.
@@ -256,7 +256,7 @@ def grouped_linear_sum(
     x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
     beside: Tensor | None, residual: Tensor | None, counters: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; too few counters.

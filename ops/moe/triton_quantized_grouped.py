@@ -162,7 +162,7 @@ def gated_quantized_experts(
     element: str, group_size: int, out_features: int, int8_activations: bool, activation: str, alpha: float,
     limit: float,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors, likewise.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter).
 
     Raises:
         ValueError: those of the product; an unknown activation; x in float32.
@@ -181,7 +181,7 @@ def summed_quantized_experts(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, tokens: Tensor, starts: Tensor,
     element: str, group_size: int, out_features: int, int8_activations: bool, *added: Any,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors, likewise.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter).
 
     Raises:
         ValueError: those of the product; a tensor of another shape, dtype, layout or device; too few counters.

@@ -25,8 +25,8 @@ def gated_delta_rule(
 
     Args:
         q, k: ``[T, HK, dk]``; float32, bfloat16 or float16; any strides with the last one 1.
-        v: ``[T, HV, dv]``, likewise, dtype of ``q``. HV is a multiple of HK: value head h has key head
-            ``h // (HV // HK)``.
+        v: ``[T, HV, dv]``, dtype of ``q``; any strides with the last one 1. HV is a multiple of HK: value head h has
+            key head ``h // (HV // HK)``.
         a, b: ``[T, HV]``, dtype of ``q``, any strides with the last one 1.
         A_log, dt_bias: ``[HV]`` float32.
         state: ``[slots, HV, dk, dv]`` float32 contiguous, written in place; in this order on every device.

@@ -24,8 +24,9 @@ def mamba2_scan(
 
     Args:
         x: ``[T, H, P]``; float32, bfloat16 or float16; any strides with the last one 1.
-        dt: ``[T, H]``, likewise, dtype of ``x``.
-        B, C: ``[T, G, N]``, likewise. H is a multiple of G: head h has group ``h // (H // G)``.
+        dt: ``[T, H]``, dtype of ``x``; any strides with the last one 1.
+        B, C: ``[T, G, N]``, dtype of ``x``; any strides with the last one 1. H is a multiple of G: head h has group
+            ``h // (H // G)``.
         A_log, D, dt_bias: ``[H]`` float32.
         state: ``[slots, H, P, N]`` float32 contiguous, written in place; in this order on every device.
         query_start_loc, seq_lens: as ``paged_attention`` has them. A request starts from zeros where ``seq_lens`` says

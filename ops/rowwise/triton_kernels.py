@@ -58,7 +58,7 @@ def inverse_rms(squares, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def sum_of_places(x):
-    """Rows ``[M, PLACES]`` -> ``[M]``: neighbours are added, then neighbours of these, and so on.
+    """Rows ``[M, PLACES]`` -> ``[M]``: neighbours are added, then neighbouring sums, and so on.
 
     The order of ``tl.sum`` would follow from how elements lie in threads. A norm is computed by its own kernel and by
     products (``linear/triton_surroundings.py``), whose threads are others. All add up squares whose places are equal
@@ -448,7 +448,7 @@ def sigmoid_gate_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def keep_rows_kernel(x, indices, kept, out, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program a piece of a row: of those that are kept, and then of those that are given."""
+    """A program a piece of a row: first of the rows that are kept, then of the rows that are given."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE

@@ -68,7 +68,7 @@ def aligned_rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] 
 
 
 def _weight(weight: Tensor, x: Tensor, size: int, op: str) -> Tensor:
-    """The weight of a norm of ``x``, aligned likewise."""
+    """The weight of a norm of ``x``, aligned as all weights of that size: if need be a copy."""
     known = weight.dtype in (x.dtype, torch.float32) and weight.device == x.device
     if weight.shape != (size,) or not weight.is_contiguous() or not known:
         raise ValueError(
@@ -111,10 +111,10 @@ def _norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The op on CUDA tensors, as all here (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors, as all here (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device; likewise the others.
+        ValueError: a tensor of another shape, dtype, layout or device. So do the other ops of this file.
     """
     return _norm(x, None, weight, None, eps, "rms_norm")[1]
 
