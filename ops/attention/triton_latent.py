@@ -229,7 +229,7 @@ def latent_decode_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, turn: ToTurn, caches: Caches,
     block_table: Tensor, tasks: Tensor, sm_scale: float, window: int, tile: LatentTile | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same with ``turn`` and ``caches`` as tuples. ``tile`` replaces this GPU's."""
+    """The op with ``turn`` and ``caches`` as tuples. ``tile`` replaces this GPU's."""
     sizes, capability, num_sms = _checked(q_latent, q_turned, k_turned, latent, caches)
     num_tokens, num_heads, dim = q_latent.shape
     assert sm_scale > 0

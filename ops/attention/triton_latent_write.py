@@ -8,18 +8,13 @@ import triton
 import triton.language as tl
 
 from compiled_llm.ops.attention.triton_write import store_rows, turned_rows, write_rows, write_turned_keys
-from compiled_llm.ops.rowwise.triton_kernels import PLACES, inverse_root, sum_of_places, weighted
+from compiled_llm.ops.rowwise.triton_kernels import inverse_rms_of_row, weighted
 
 
 @triton.jit
 def _normed(x, norm, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A row, ``[1, BLOCK]``, as ``norm_kernel`` gives it."""
-    squares = tl.zeros([PLACES], tl.float32)
-    for start in tl.static_range(0, SIZE, PLACES):
-        i = start + tl.arange(0, PLACES)
-        y = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
-        squares += y * y
-    scale = inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
+    scale = inverse_rms_of_row(x, eps, SIZE)
     i = tl.arange(0, BLOCK)[None, :]
     y = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
     return weighted(y * scale[:, None], tl.load(norm + i, mask=i < SIZE, other=0.0), x.dtype.element_ty)

@@ -26,7 +26,7 @@ def fused_quantized_linear(x: Tensor, *weight: Any, around: Surroundings) -> Ten
 
 
 def fused_quantized_linear_a8(x: Tensor, *weight: Any, around: Surroundings) -> Tensor:
-    """The same of ``quantized_linear_a8``, whose ``x_scale`` is that of activations after the norm."""
+    """``quantized_linear_a8`` with ``around`` it. Its ``x_scale`` is that of activations after the norm."""
     return torch.ops.compiled_llm.fused_quantized_linear_a8(x, *weight, *around)
 
 

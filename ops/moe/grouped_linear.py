@@ -2,8 +2,8 @@
 
     y[r] = x[rows[r]] @ W[e].T + bias[e]        for the rows r from starts[e] to starts[e + 1]
 
-One op for all experts. It reads the weights of each expert that has rows once. Its shapes are the same whichever experts
-have rows. An output is one float32 sum over the inputs in one order, whatever other rows the expert has. ``routing.py``
+One op for all experts. It reads the weights of each expert that has rows once. Its shapes are the same whichever
+experts have rows. An output is one float32 sum over the inputs in one order, whatever other rows the expert has. ``routing.py``
 makes ``rows`` and ``starts``. E experts, R rows, N out_features, K in_features.
 """
 
@@ -38,7 +38,7 @@ def grouped_gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str,
     alpha: float = 0.0, limit: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The same, and ``gated_activation`` or ``clamped_swiglu`` of what it gives, in one launch of a GPU.
+    """``grouped_linear``, and ``gated_activation`` or ``clamped_swiglu`` of what it gives, in one launch of a GPU.
 
     Args:
         activation: one of ``gated_activation``, or "clamped_swiglu", which ``alpha`` and ``limit`` belong to.
@@ -72,7 +72,7 @@ def grouped_linear_sum(
 def grouped_packed_linear(
     x: Tensor, packed: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
 ) -> Tensor:
-    """The same for weights packed by ``pack_weights``, for CPUs. ``out_features``: N."""
+    """``grouped_linear`` for weights packed by ``pack_weights``, for CPUs. ``out_features``: N."""
     return torch.ops.compiled_llm.grouped_packed_linear(x, packed, bias, rows, starts, out_features)
 
 

@@ -14,25 +14,11 @@ from compiled_llm.ops.rowwise.reference import rms_norm_reference
 
 
 def routed_linear(
-    x: Tensor,
-    delta: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    choice_bias: Tensor | None,
-    expert_scale: Tensor | None,
-    num_tokens: Tensor,
-    used: Tensor,
-    counters: Tensor,
-    top_k: int,
-    scoring: str,
-    scale: float = 1.0,
-    groups: int = 1,
-    top_groups: int = 1,
-    seen_norm: Tensor | None = None,
+    x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
+    choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor,
+    top_k: int, scoring: str, scale: float = 1.0, groups: int = 1, top_groups: int = 1, seen_norm: Tensor | None = None,
     multiplier: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``normed = rms_norm(x + delta)`` and ``routed_rows(normed @ weight.T + bias)``, whose other arguments it has.
 
     All is rounded where the ops on their own round. A row's bits depend on nothing but the row.

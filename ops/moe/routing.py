@@ -29,14 +29,9 @@ _OPS = torch.ops.compiled_llm
 
 
 def route(
-    logits: Tensor,
-    choice_bias: Tensor | None,
-    top_k: int,
-    scoring: str,
-    scale: float = 1.0,
-    groups: int = 1,
+    logits: Tensor, choice_bias: Tensor | None, top_k: int, scoring: str, scale: float = 1.0, groups: int = 1,
     top_groups: int = 1,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Each token's experts, the best first, and their weights. All of it is computed in float32.
 
     Args:
@@ -76,17 +71,9 @@ def expert_rows(experts: Tensor, num_tokens: Tensor, used: Tensor, num_experts: 
 
 
 def routed_rows(
-    logits: Tensor,
-    choice_bias: Tensor | None,
-    expert_scale: Tensor | None,
-    num_tokens: Tensor,
-    used: Tensor,
-    top_k: int,
-    scoring: str,
-    scale: float = 1.0,
-    groups: int = 1,
-    top_groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor,
+    top_k: int, scoring: str, scale: float = 1.0, groups: int = 1, top_groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``route`` and then ``expert_rows``, whose arguments it has: on a GPU one launch or two.
 
     Args:

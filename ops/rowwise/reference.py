@@ -52,14 +52,9 @@ def add_layer_norm_reference(
 
 
 def rope_reference(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, num_heads: int, num_kv_heads: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op in plain torch."""
     heads = qkv.unflatten(-1, (-1, cos_sin.shape[1]))
     q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]

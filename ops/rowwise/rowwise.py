@@ -62,14 +62,9 @@ def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: 
 
 
 def rope(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, num_heads: int, num_kv_heads: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotary position embeddings (Su et al., 2021, arXiv:2104.09864) of queries and keys, after a norm of each head.
 
     Args:

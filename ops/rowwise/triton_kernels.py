@@ -146,17 +146,23 @@ def layer_norm_kernel(
 
 
 @triton.jit
-def _inverse_rms_of(x, norm, eps, SIZE: tl.constexpr):
-    """As ``norm_kernel`` has it; 1 without a ``norm``."""
+def inverse_rms_of_row(x, eps, SIZE: tl.constexpr):
+    """``[1]``, of the row at ``x``, with the squares in the order of ``sum_of_places``."""
+    squares = tl.zeros([PLACES], tl.float32)
+    for start in tl.static_range(0, SIZE, PLACES):
+        i = start + tl.arange(0, PLACES)
+        y = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        squares += y * y
+    return inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
+
+
+@triton.jit
+def _inverse_rms_if_normed(x, norm, eps, SIZE: tl.constexpr):
+    """1 without a ``norm``."""
     if norm is None:
         return 1.0
     else:
-        squares = tl.zeros([PLACES], tl.float32)
-        for start in tl.static_range(0, SIZE, PLACES):
-            i = start + tl.arange(0, PLACES)
-            y = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
-            squares += y * y
-        return inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
+        return inverse_rms_of_row(x, eps, SIZE)
 
 
 @triton.jit
@@ -187,7 +193,7 @@ def sum_of_norms_kernel(
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     y += row * y_stride
-    x_inverse, y_inverse = _inverse_rms_of(x, x_norm, eps, SIZE), _inverse_rms_of(y, y_norm, eps, SIZE)
+    x_inverse, y_inverse = _inverse_rms_if_normed(x, x_norm, eps, SIZE), _inverse_rms_if_normed(y, y_norm, eps, SIZE)
     if norm is not None:
         squares = tl.zeros([PLACES], tl.float32)
         for start in tl.static_range(0, SIZE, PLACES):
