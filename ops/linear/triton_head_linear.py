@@ -42,7 +42,7 @@ def head_linear_kernel(
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout.

@@ -157,7 +157,7 @@ def exact_linear_kernel(
 def exact_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *following: Any, tile: LinearTile | None = None
 ) -> Tensor:
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     ``following``: as ``Surroundings.following``, the first or all of them. ``tile`` replaces that of this GPU.
 

@@ -135,7 +135,7 @@ def _number_of_bits(bits):
 
 @triton.jit
 def _store_starts(starts, used, experts, counts, EXPERTS: tl.constexpr):
-    """Where the rows of each expert begin, stored and returned; those that have some are added to ``used``."""
+    """Where the rows of each expert begin, stored and returned; how many experts have rows is added to ``used``."""
     first = tl.cumsum(counts, 0) - counts
     tl.store(starts + experts, first, mask=experts < EXPERTS)
     tl.store(starts + EXPERTS, tl.sum(counts, 0))
@@ -167,7 +167,7 @@ def store_choice(
     order, weights, experts, block, num_rows, num_tokens, out_weights, chosen, users,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of tokens, stores what ``choose`` gave, and the bits of those that use each expert."""
+    """Of a block of tokens, stores what ``choose`` gave, and for each expert the bits of the tokens that use it."""
     place = tl.arange(0, order.shape[0])
     token = block * order.shape[0] + place
     taken = (order >= 0) & (token < num_rows)[:, None]
@@ -305,7 +305,7 @@ def routed_rows(
     logits: Tensor, choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor,
     top_k: int, scoring: str, scale: float, groups: int, top_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; experts that cannot be chosen so.

@@ -8,6 +8,7 @@ import torch
 from compiled_llm.ops import native
 from tests.ops.attention.attention_cases import alone, check, grid, make_case
 from tests.ops.attention.cpu_kernel import Attend, attend_on, every_set
+from tests.ops.instruction_sets import skip_without
 
 CASES = dict(grid())
 MIXED = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "num_heads": 8, "padding_query_lens": [1, 2]}
@@ -44,11 +45,11 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
         assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
 
 
+@pytest.mark.battery
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
 def test_software_tiles_are_those_of_the_cpu(kernels: native.Kernels, kv_dtype: torch.dtype | None) -> None:
     """Bit for bit, so what holds for the one holds for the other."""
-    if "amx" not in kernels.supported_isas():
-        pytest.skip("this machine has no AMX")
+    skip_without(kernels, "amx")
     case = make_case(**MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype)
     of_the_cpu, in_software = (attend_on(kernels, isa)(*case.args()) for isa in ("amx", "amx_in_software"))
     assert torch.equal(of_the_cpu, in_software)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from compiled_llm.ops import keep_rows
-from compiled_llm.ops.rowwise.kept_rows import keep_rows_reference
+from compiled_llm.ops.rowwise.reference import keep_rows_reference
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.rowwise import triton_kept_rows  # noqa: E402
+from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 
@@ -29,7 +29,7 @@ def kept_and_given(run: Callable, dtype: torch.dtype, size: int, device: str = "
 
 CASES = ((torch.float32, 24), (torch.bfloat16, 4100))
 INTERPRETED = {
-    f"{str(dtype)[6:]}-{size}": functools.partial(kept_and_given, triton_kept_rows.keep_rows, dtype, size)
+    f"{str(dtype)[6:]}-{size}": functools.partial(kept_and_given, triton_rowwise.keep_rows, dtype, size)
     for dtype, size in CASES
 }
 
@@ -51,15 +51,11 @@ def test_the_op_is_registered_as_torch_expects() -> None:
 def test_compiles_without_spills(
     capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    recorded: list = []
-    recorder = ahead_of_time.Recorder(triton_kept_rows.keep_rows_kernel, recorded)
-    monkeypatch.setattr(triton_kept_rows, "keep_rows_kernel", recorder)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_rowwise)
     rows = torch.empty(8, 4096, dtype=torch.bfloat16, device="meta")
-    triton_kept_rows.keep_rows(rows, torch.empty(8, dtype=torch.int32, device="meta"), rows)
-    ((kernel, args, kwargs),) = recorded
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    triton_rowwise.keep_rows(rows, torch.empty(8, dtype=torch.int32, device="meta"), rows)
+    (launch,) = recorded
+    ahead_of_time.without_spills(launch, capability, tmp_path)
 
 
 def test_refuses_by_name() -> None:
@@ -70,7 +66,7 @@ def test_refuses_by_name() -> None:
         ((x, torch.tensor([0.0]), x), r"indices must be a contiguous \[R\] of int32 or int64"),
     ):
         with pytest.raises(ValueError, match=message):
-            triton_kept_rows.keep_rows(*given)
+            triton_rowwise.keep_rows(*given)
 
 
 @pytest.mark.parametrize("name", INTERPRETED)

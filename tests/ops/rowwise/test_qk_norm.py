@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_llm.ops import qk_norm
-from compiled_llm.ops.rowwise.qk_norm import qk_norm_reference
+from compiled_llm.ops.rowwise.reference import qk_norm_reference
 from tests.ops.rowwise.rowwise_cases import check, cut, numbers, weight
 
 triton = pytest.importorskip("triton")
@@ -55,15 +55,11 @@ def test_the_op_is_registered_as_torch_expects() -> None:
 def test_compiles_without_spills(
     capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    recorded: list = []
-    recorder = ahead_of_time.Recorder(triton_rowwise.qk_norm_kernel, recorded)
-    monkeypatch.setattr(triton_rowwise, "qk_norm_kernel", recorder)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_rowwise)
     norms = (torch.empty(size, device="meta") for size in (5120, 1024))
     triton_rowwise.qk_norm(torch.empty(8, 7168, dtype=torch.bfloat16, device="meta"), *norms, EPS)
-    ((kernel, args, kwargs),) = recorded
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
     assert ".fma" not in binary.asm["ptx"], "a fused operation rounds once where the reference rounds twice"
 
 

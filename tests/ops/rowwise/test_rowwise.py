@@ -11,10 +11,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from compiled_llm.ops import native
 from compiled_llm.ops.rowwise import reference, rowwise
+from tests.ops.instruction_sets import by_set, skip_without
 from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, check, cut, numbers, outputs, weight, widened
 
-KERNELS = native.load("rowwise_cpu")
-ISAS = KERNELS.supported_isas() if KERNELS else []
+ISAS = by_set("rowwise_cpu")
 PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
 
 
@@ -24,9 +24,10 @@ PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
 def test_every_instruction_set_computes_what_the_reference_does(
     name: str, arguments: Callable, dtype: torch.dtype, isa: str
 ) -> None:
+    kernels = skip_without(native.load("rowwise_cpu"), isa)
     for size in (2, 24, 64, 1030):
         given = arguments(dtype, 5, size)
-        got = outputs(KERNELS.run(name, *given, isa=isa))
+        got = outputs(kernels.run(name, *given, isa=isa))
         want = getattr(reference, f"{name}_reference")(*(map(widened, given) if dtype == torch.float32 else given))
         check(got, outputs(want), dtype, is_gelu="gelu" in given or "gelu_tanh" in given)
 
@@ -37,12 +38,12 @@ def test_every_instruction_set_computes_what_the_reference_does(
 def test_a_row_has_the_same_bits_alone_and_in_any_company(
     name: str, arguments: Callable, dtype: torch.dtype, isa: str
 ) -> None:
-    rows, size = 67, 200
+    kernels, rows, size = skip_without(native.load("rowwise_cpu"), isa), 67, 200
     given = arguments(dtype, rows, size)
-    whole = outputs(KERNELS.run(name, *given, isa=isa))
+    whole = outputs(kernels.run(name, *given, isa=isa))
 
     for part in (slice(0, 1), slice(3, 4), slice(66, 67), slice(0, 8), slice(5, 38)):
-        alone = outputs(KERNELS.run(name, *[cut(x, part) for x in given], isa=isa))
+        alone = outputs(kernels.run(name, *[cut(x, part) for x in given], isa=isa))
         for some, every in zip(alone, whole, strict=True):
             assert torch.equal(some, every[part])
 

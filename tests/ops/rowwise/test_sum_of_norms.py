@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from compiled_llm.ops import norm_of_sum, sum_of_norms
-from compiled_llm.ops.rowwise.sum_of_norms import sum_of_norms_reference
+from compiled_llm.ops.rowwise.reference import sum_of_norms_reference
 from tests.ops.rowwise.rowwise_cases import check, cut, numbers, weight
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.rowwise import triton_rowwise, triton_sum_of_norms  # noqa: E402
+from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 EPS = 1e-5
@@ -34,22 +34,22 @@ def arguments(size: int, dtype: torch.dtype, norm: torch.dtype, given: tuple[str
 def agrees_with_the_reference(size: int, dtype: torch.dtype, norm: torch.dtype, which: tuple[str, ...]) -> None:
     """Also for rows that lie elsewhere, whose bits stay."""
     given = arguments(size, dtype, norm, which)
-    got = triton_sum_of_norms.sum_of_norms(*given)
+    got = triton_rowwise.sum_of_norms(*given)
     check(got, sum_of_norms_reference(*given), dtype, is_gelu=False)
     x, x_norm, y, *rest = given
     rows = slice(2, 4)
-    again = triton_sum_of_norms.sum_of_norms(cut(x, rows), x_norm, y[rows], *rest)
+    again = triton_rowwise.sum_of_norms(cut(x, rows), x_norm, y[rows], *rest)
     assert all(torch.equal(part, whole[rows]) for part, whole in zip(again, got, strict=True) if whole.numel())
 
 
 def has_the_bits_of_single_ops(norm: torch.dtype) -> None:
     """So that an exact engine may have either."""
     x, _, y, y_norm, scale, sum_norm, _ = arguments(1300, torch.bfloat16, norm, OF_DELTA)
-    total, out = triton_sum_of_norms.sum_of_norms(x, None, y, y_norm, scale, sum_norm, EPS)
+    total, out = triton_rowwise.sum_of_norms(x, None, y, y_norm, scale, sum_norm, EPS)
     expected = triton_rowwise.scaled_sum(x, triton_rowwise.rms_norm(y, y_norm, EPS), scale)
     assert torch.equal(total, expected)
     assert torch.equal(out, triton_rowwise.rms_norm(expected, sum_norm, EPS))
-    together = triton_sum_of_norms.sum_of_norms(x, None, y, y_norm, None, sum_norm, EPS)
+    together = triton_rowwise.sum_of_norms(x, None, y, y_norm, None, sum_norm, EPS)
     apart = triton_rowwise.add_rms_norm(x, triton_rowwise.rms_norm(y, y_norm, EPS), sum_norm, EPS)
     assert all(map(torch.equal, together, apart))
 
@@ -90,15 +90,11 @@ def test_the_op_is_registered_as_torch_expects() -> None:
 def test_compiles_without_spills(
     capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    recorded: list = []
-    recorder = ahead_of_time.Recorder(triton_sum_of_norms.sum_of_norms_kernel, recorded)
-    monkeypatch.setattr(triton_sum_of_norms, "sum_of_norms_kernel", recorder)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_rowwise)
     x, norm = torch.empty(8, 2816, dtype=torch.bfloat16, device="meta"), torch.empty(2816, device="meta")
-    triton_sum_of_norms.sum_of_norms(x, norm, x, norm, torch.empty(1, device="meta"), norm, EPS)
-    ((kernel, args, kwargs),) = recorded
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    triton_rowwise.sum_of_norms(x, norm, x, norm, torch.empty(1, device="meta"), norm, EPS)
+    (launch,) = recorded
+    ahead_of_time.without_spills(launch, capability, tmp_path)
 
 
 def test_refuses_by_name() -> None:
@@ -109,7 +105,7 @@ def test_refuses_by_name() -> None:
         ((x, None, x, None, norm, None), r"scale must be \[1\] of torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
-            triton_sum_of_norms.sum_of_norms(*given, EPS)
+            triton_rowwise.sum_of_norms(*given, EPS)
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
