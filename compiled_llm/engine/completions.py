@@ -26,7 +26,6 @@ class Completion:
         mask: None where every token may follow.
         logprobs: of the tokens that were read; None unless asked for.
         last_token_time: as ``StepLog.token_time`` gave it; None before the first token that the log sees.
-        failure: why it cannot go on, though its tokens could.
         num_read: output tokens whose text was read.
         read_at: with how many output tokens ``read_new_tokens`` is to be called, where nobody sees the text before.
     """
@@ -39,7 +38,6 @@ class Completion:
         self.logprobs: list[Logprobs] | None = None if request.sampling_params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self.last_token_time: float | None = None
-        self.failure: str | None = None
         self.num_read = 0
         self._may_end_anywhere = mask is not None or bool(request.sampling_params.stop)
         self.read_at: float = 0 if self._may_end_anywhere else _MOST_UNREAD if text is not None else math.inf
@@ -147,23 +145,6 @@ class UserRequest:
             if completion.request.status is not Status.FINISHED:
                 return False
         return True
-
-    @property
-    def most_cached_tokens(self) -> int | None:
-        """As that of ``Request``: the tokens before the first one whose log-probability is asked for and unknown."""
-        known = self.prompt_logprobs
-        return None if known is None or len(known) == len(self.prompt_token_ids) else len(known) - 1
-
-    def wanted_prompt_targets(self, start: int, count: int) -> tuple[int, list[int]]:
-        """For a step that computes ``count`` tokens from ``start`` on: (place, tokens) of ``prompt_targets``.
-
-        They are the prompt's tokens at ``start + 1..start + count`` whose log-probabilities are asked for and unknown.
-        """
-        known = self.prompt_logprobs
-        if known is None:
-            return 0, []
-        first = max(len(known), start + 1)
-        return first - start - 1, self.prompt_token_ids[first : start + count + 1]
 
     def add_prompt_logprobs(self, first: int, logprobs: Sequence[Logprobs]) -> None:
         """Those of the prompt's tokens from ``first`` on; those that became known meanwhile stay."""

@@ -79,9 +79,8 @@ class StepEngine:
             self.model_config,
             self.tokenizer,
             self.runner.transforms,
+            self.runner.limits,
             self.scheduler.request_capacity,
-            self.runner.limits.max_model_len,
-            self.runner.limits.max_num_seqs,
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._suggested_sampling = suggested_sampling(directory)
@@ -160,10 +159,10 @@ class StepEngine:
         """Raise what ``add_request`` raises whatever the prompt is. ``preparing``: ids that will be added before it."""
         self._check_open()
         longest = self.config.max_request_id_length
-        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
+        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest
         if not is_name or request_id in self._core.entries or request_id in preparing:
             raise ValueError(
-                f"request_id must be a non-empty str without NUL of at most {longest} characters (the engine's "
+                f"request_id must be a non-empty str of at most {longest} characters (the engine's "
                 f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
             )
         self._check_room(1, len(preparing))

@@ -13,8 +13,8 @@ When blocks run out, those of waiting requests are taken back, and these request
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.request import Request, Status
-from compiled_llm.scheduling.state_slots import StateSlots
-from compiled_llm.scheduling.window_places import WindowPlaces
+from compiled_llm.scheduling.state_pool import StateSlots
+from compiled_llm.scheduling.window_pool import WindowPlaces
 
 
 class Forks:
@@ -25,10 +25,8 @@ class Forks:
         holders: waiting requests that have blocks of their parents.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self.pool, self.places = pool, WindowPlaces(pool)
-        self.states = StateSlots(pool.states, block_size, keeps_snapshots=False)
-        self.block_size = block_size
+    def __init__(self, pool: BlockPool, places: WindowPlaces, states: StateSlots, block_size: int) -> None:
+        self.pool, self.places, self.states, self.block_size = pool, places, states, block_size
         self.kept: dict[Request, None] = {}
         self.holders: dict[Request, None] = {}
         self._sources: list[int] = []  # of copies that were not made yet, and have one reference more meanwhile

@@ -101,6 +101,7 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
         assert request.num_computed_tokens == request.num_tokens - 1 < len(request.block_ids) * size - 1
         assert request.generates
         assert not request.waits_for_tokens
+        assert request.mask is None
         assert request.forked_index < 0
         assert request.num_sent_blocks == len(request.block_ids), "a step that needs no look needs one"
     if known < request.next_event:  # the next result has no more tokens than these computed

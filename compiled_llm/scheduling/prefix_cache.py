@@ -8,8 +8,8 @@ step fills yet is held back, instead of computing the same a second time.
 
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
 from compiled_llm.scheduling.request import Request
-from compiled_llm.scheduling.state_slots import StateSlots
-from compiled_llm.scheduling.window_places import WindowPlaces
+from compiled_llm.scheduling.state_pool import StateSlots
+from compiled_llm.scheduling.window_pool import WindowPlaces
 
 
 class PrefixCache:
@@ -19,12 +19,19 @@ class PrefixCache:
         num_queried_tokens, num_hit_tokens: tokens of requests when they were first admitted, and those found.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True, facts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        places: WindowPlaces,
+        states: StateSlots,
+        block_size: int,
+        *,
+        enabled: bool = True,
+        facts: tuple[str, ...] = (),
+    ) -> None:
         """``facts``: all that keys and values depend on besides tokens, such as the model and the cache's dtype."""
-        self.pool, self.places = pool, WindowPlaces(pool)
-        self.states = StateSlots(pool.states, block_size, enabled)
-        self.block_size = block_size
-        self.enabled = enabled
+        self.pool, self.places, self.states = pool, places, states
+        self.block_size, self.enabled = block_size, enabled
         self.num_queried_tokens = self.num_hit_tokens = 0
         self._facts = facts
         self._pending: dict[bytes, tuple[Request, int]] = {}  # digest -> the request that fills it, the index there

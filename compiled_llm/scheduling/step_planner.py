@@ -23,6 +23,9 @@ from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 
+# Why a request ends whose mask has no token.
+_NO_TOKEN_ALLOWED = "bad_words and allowed_token_ids leave no token to go on with"
+
 
 class StepPlanner:
     """Fills a step with tokens. For the arguments see ``Scheduler``."""
@@ -43,19 +46,22 @@ class StepPlanner:
         self.places = running_set.places
         self._has_states = running_set.states.are_used
         self._looks_always = self._has_states or drafter is not None or self.places.stream is not None
-        self._num_drafts = 0  # of the step that is being planned
+        # Of the step that is being planned: its drafts, and the (index, request) that sample tokens under a mask.
+        self._num_drafts = 0
+        self._masked: list[tuple[int, Request]] = []
 
     def plan(self, output: SchedulerOutputBuilder) -> list[Request]:
         """Fill ``output``. Returns its requests, in the order of its columns; none: nothing can run now."""
         self._preempt_for_priority()
         self._make_room_for_the_first()
-        self._num_drafts = 0
+        self._num_drafts, self._masked = 0, []
         num_preempted = len(self.running_set.preempted)
         requests: list[Request] = []
         lacking = self._schedule_single_tokens(output, requests)
         # When the pool has just run out, no request is admitted: it would be the next to be preempted.
         admits = len(self.running_set.preempted) == num_preempted
         self._schedule_the_rest(output, requests, lacking, admits)
+        self._add_masks(output)
         return requests
 
     def _schedule_single_tokens(self, output: SchedulerOutputBuilder, requests: list[Request]) -> deque[Request]:
@@ -89,6 +95,8 @@ class StepPlanner:
                 continue
             if (computed + 1) % self.limits.block_size == 0:  # the last token of a prompt that others wait for, perhaps
                 self.running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
+            if request.mask is not None:
+                self._masked.append((len(requests) - 1, request))
             if most_drafts > 0 and request.takes_drafts:
                 count = self._add_drafts(request, most_drafts, output)
                 if count:
@@ -125,7 +133,7 @@ class StepPlanner:
     def _look_later(self, request: Request) -> None:
         """Its next steps are like this one, up to the last token of its block."""
         place = request.num_computed_tokens % self.limits.block_size
-        if place and not (self._looks_always or request.waits_for_tokens):
+        if place and not (self._looks_always or request.waits_for_tokens or request.mask is not None):
             last = request.num_computed_tokens - place + self.limits.block_size - 1
             request.next_look = min(last + 1, request.max_num_tokens)
 
@@ -224,6 +232,12 @@ class StepPlanner:
         output.num_computed_tokens.append(start)
         output.num_scheduled_tokens.append(count)
         output.num_samples.append(samples)
+        if request.scored_token_ids:
+            before, targets = request.prompt_targets(start, count)
+            if targets:
+                output.prompt_targets.append((len(requests), before, tuple(targets)))
+        if request.mask is not None and samples:
+            self._masked.append((len(requests), request))
         request.last_row = len(requests) + self._num_drafts
         request.num_computed_tokens = start + count
         request.num_tokens += samples
@@ -251,6 +265,25 @@ class StepPlanner:
         output.num_scheduled_tokens.append(stream.sink_tokens)
         output.num_samples.append(0)
         requests.append(request)
+
+    def _add_masks(self, output: SchedulerOutputBuilder) -> None:
+        """The masks of the step: at its very end, since what computes a grammar's has worked on it until now.
+
+        A request whose mask fails ends once the step is done, without the token that the step samples.
+        """
+        for index, request in self._masked:
+            assert request.mask is not None
+            # The token to be chosen is counted in num_tokens already.
+            num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
+            try:
+                words = request.mask.words(request.output_token_ids, num_output_tokens)
+            except Exception as error:  # of a grammar's library: this request fails, and no other
+                request.failure = f"{type(error).__name__}: {error}"
+                continue
+            if words is None:
+                request.failure = _NO_TOKEN_ALLOWED
+            else:
+                output.masks.append((index, words))
 
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""

@@ -21,7 +21,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import DynamicSize, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
@@ -240,7 +240,7 @@ class SamplingStage:
 
     # -- Running
 
-    def admit(self, admissions: Sequence[Admission], store: RequestRows) -> None:
+    def admit(self, admissions: Sequence[StartedRequest], store: RequestRows) -> None:
         """Count the tokens of requests that start or resume, where their penalties need that."""
         for admission in admissions:
             row, params = store.row_of(admission.request_id), admission.sampling_params

@@ -18,7 +18,7 @@ from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.state_slots import MOST_SNAPSHOTS
+from compiled_llm.scheduling.state_pool import MOST_SNAPSHOTS
 from compiled_llm.scheduling.window_pool import stream_of
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput

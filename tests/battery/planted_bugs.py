@@ -632,7 +632,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
-        "scheduling.window_places",
+        "scheduling.window_pool",
         WINDOWS,
         """
         places are dropped before the last query that sees them
@@ -667,7 +667,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
-        "scheduling.state_slots",
+        "scheduling.state_pool",
         STATES,
         """
         a state that another request reads is written over
