@@ -552,11 +552,15 @@ def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
     return requests
 
 
-def work_of(output: SchedulerOutput | None) -> dict[RequestId, int]:
+def names_of(output: SchedulerOutput) -> list[str]:
+    """Of the requests of a step."""
+    return [request_id.name for request_id in output.request_ids]
+
+
+def work_of(output: SchedulerOutput | None) -> dict[str, int]:
     """Name of a request -> its tokens in the step."""
     assert output is not None
-    names = [request_id.name for request_id in output.request_ids]
-    return dict(zip(names, output.num_scheduled_tokens, strict=True))
+    return dict(zip(names_of(output), output.num_scheduled_tokens, strict=True))
 
 
 def computed_tokens(engine: FakeEngine) -> int:

@@ -37,7 +37,8 @@ def drafting(num_blocks: int, kind: str, num_tokens: int = 3, **arguments) -> Sc
 
 
 def steps_of(engine: FakeEngine, request: Request) -> list[int]:
-    return [work_of(output)[request.request_id] for output in engine.outputs if request.request_id in work_of(output)]
+    name = request.request_id.name
+    return [work_of(output)[name] for output in engine.outputs if name in work_of(output)]
 
 
 # -- Tokens
