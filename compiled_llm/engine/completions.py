@@ -10,7 +10,7 @@ from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, 
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.constraints.token_masks import TokenMask
 from compiled_llm.scheduling.request import Request, Status
-from compiled_llm.scheduling.step_result import LogprobRow
+from compiled_llm.scheduling.worker import LogprobRow
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 Logprobs = dict[int, Logprob]

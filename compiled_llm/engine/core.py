@@ -7,7 +7,7 @@ from typing import Any
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.engine.beam_search import BeamGroup
 from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
-from compiled_llm.engine.faults import is_out_of_memory
+from compiled_llm.engine.failures import is_out_of_memory
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.roofline import windows_of
@@ -20,9 +20,8 @@ from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.state_pool import StatePool
-from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.scheduling.window_pool import WindowPool
-from compiled_llm.scheduling.worker import Worker, WorkerFacts
+from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts
 from compiled_llm.text.tokenizer import Tokenizer
 
 _NONE: tuple[None, None] = None, None

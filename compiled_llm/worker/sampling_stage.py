@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.compiling.build_processes import Job
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
-from compiled_llm.compiling.messages import Job
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import DynamicSize, mark_static_address

@@ -14,8 +14,7 @@ import torch
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.step_result import StepResult
-from compiled_llm.scheduling.worker import Worker
+from compiled_llm.scheduling.worker import StepResult, Worker
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.runner import ModelRunner
 

@@ -26,7 +26,7 @@ from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.system import hardware as machine
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers

@@ -127,7 +127,7 @@ WINDOWS = Checks(
     ("tests/scheduling/test_window_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
 STATES = Checks(
-    ("tests/scheduling/test_state_slots.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
+    ("tests/scheduling/test_state_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
 SUSPECTS = Checks(
     ("tests/scheduling/test_suspects.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False

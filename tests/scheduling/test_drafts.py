@@ -13,7 +13,7 @@ from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.drafter import CheckedDrafter, draft_length
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import StepResult
 from tests.fake_engine import (
     VOCABULARY,
     FakeDrafter,

@@ -7,7 +7,7 @@ import pytest
 from compiled_llm import EngineConfig, SamplingParams
 from compiled_llm.models.config_file import read_config
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.runner import ModelRunner
 from tests.families import checkpoint
