@@ -207,13 +207,6 @@ class RunningSet:
         self.places.grow(request)
         return True
 
-    def num_lacking(self, request: Request) -> int:
-        """How many tokens a running request lacks, or of a stream those that it needs before them."""
-        if self.places.has_old_sinks(request):
-            assert self.places.stream is not None
-            return self.places.stream.sink_tokens
-        return request.num_tokens - request.num_computed_tokens
-
     def give_places(self, request: Request, count: int) -> int:
         """Places for the next ``count`` tokens of a running request that lacks more than one.
 

@@ -117,8 +117,7 @@ class StepPlanner:
         One that lacks more goes to ``lacking``. False also where it is the last, and is preempted itself.
         """
         computed, known = request.num_computed_tokens, request.num_tokens
-        waits = self.places.stream is not None and self.places.has_old_sinks(request)
-        if known - computed > 1 or waits or (not request.generates and known > computed):
+        if known - computed > 1 or (not request.generates and known > computed) or self.places.has_old_sinks(request):
             lacking.append(request)
             return False
         # Its last token is in flight; or the host has to know the token that is.
@@ -195,7 +194,7 @@ class StepPlanner:
                 request = waiting
             else:
                 break
-            count = self.running_set.num_lacking(request)
+            count = self.places.num_due(request)
             if count <= limit:
                 self._schedule(request, count, output, requests)
                 left -= count
@@ -203,7 +202,7 @@ class StepPlanner:
             elif partial is None and self.limits.chunked_prefill:
                 partial, limit = request, left // 2
         if partial is not None:
-            count = min(left, self.running_set.num_lacking(partial))
+            count = min(left, self.places.num_due(partial))
             self._schedule(partial, count, output, requests)
 
     def _schedule(self, request: Request, count: int, output: SchedulerOutputBuilder, requests: list[Request]) -> None:
@@ -213,8 +212,7 @@ class StepPlanner:
         if self.places.has_old_sinks(request):
             self._schedule_sinks(request, output, requests)
             return
-        if self.places.stream is not None:
-            count = min(count, self.places.stream.num_until_drop(start))
+        count = self.places.most_in_a_step(request, count)
         if request.forked_index >= 0 and not self.running_set.make_writable(request, start, output):
             return
         assert request.num_in_flight == 0, "more than one token is lacking, and one of them is not known"
@@ -250,19 +248,16 @@ class StepPlanner:
 
         That may make it larger than it should be beside decodes: else these could hold a stream up for ever.
         """
-        stream = self.places.stream
-        assert stream is not None
-        room = self.limits.max_num_batched_tokens - len(output.token_ids)
-        if room < stream.sink_tokens or request.num_in_flight:
+        count, room = self.places.num_due(request), self.limits.max_num_batched_tokens - len(output.token_ids)
+        if room < count or request.num_in_flight:
             return
         self.running_set.send_blocks(request, output)
-        request.num_dropped_tokens = stream.num_dropped(request.num_computed_tokens)
-        output.moved_sinks.append((len(requests), request.num_dropped_tokens))
-        output.token_ids.extend(request.tokens(0, stream.sink_tokens))
+        output.moved_sinks.append((len(requests), self.places.move_sinks(request)))
+        output.token_ids.extend(request.tokens(0, count))
         output.feedback.append(-1)
         output.request_ids.append(request.request_id)
         output.num_computed_tokens.append(0)
-        output.num_scheduled_tokens.append(stream.sink_tokens)
+        output.num_scheduled_tokens.append(count)
         output.num_samples.append(0)
         requests.append(request)
 

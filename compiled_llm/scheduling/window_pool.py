@@ -235,6 +235,22 @@ class WindowPlaces:
         stream = self.stream
         return stream is not None and stream.num_dropped(request.num_computed_tokens) > request.num_dropped_tokens
 
+    def num_due(self, request: Request) -> int:
+        """How many tokens a running request is to compute next: its sink tokens if these are old, else all it lacks."""
+        if self.stream is not None and self.has_old_sinks(request):
+            return self.stream.sink_tokens
+        return request.num_tokens - request.num_computed_tokens
+
+    def most_in_a_step(self, request: Request, count: int) -> int:
+        """Of the next ``count`` tokens of ``request``, those that see the same sink tokens."""
+        return count if self.stream is None else min(count, self.stream.num_until_drop(request.num_computed_tokens))
+
+    def move_sinks(self, request: Request) -> int:
+        """A step computes the old sink tokens of ``request`` again. Returns by how many positions they move."""
+        assert self.stream is not None
+        request.num_dropped_tokens = self.stream.num_dropped(request.num_computed_tokens)
+        return request.num_dropped_tokens
+
     # -- A request's places
 
     def enter(self, request: Request, num_shared: int) -> None:

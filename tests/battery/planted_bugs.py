@@ -266,7 +266,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Scheduler.finish: return => request.finish_reason = finish_reason; return
         copies to the host are forgotten where the step is empty
             Scheduler.schedule:
-                not self._in_flight => not (setattr(self.running_set, 'swapped_out', []) or self._in_flight)
+                not self.in_flight => not (setattr(self.running_set, 'swapped_out', []) or self.in_flight)
         results do not stop at a block that they fill
             Scheduler._enter: min(block_end, request.max_num_tokens - 1) => request.max_num_tokens - 1
         results do not stop at the last token
@@ -428,8 +428,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a request is not looked at when it may have no more tokens
             StepPlanner._look_later: min(last + 1, request.max_num_tokens) => last + 1
         a last token of a prompt by itself is sampled at
-            StepPlanner._is_ready: known - computed > 1 or waits or (not request.generates and known > computed)
-                => known - computed > 1 or waits
+            StepPlanner._is_ready: not request.generates and known > computed => False
         a pool that ran out takes in newcomers
             StepPlanner.plan: len(self.running_set.preempted) == num_preempted => True
         the token in flight is not counted against the limit
@@ -463,15 +462,15 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
-        "engine.completions",
+        "scheduling.request",
         SCORING,
         """
         scored tokens are predicted by the token before the last
-            UserRequest.wanted_prompt_targets: first - start - 1 => first - start - 2
+            Request.prompt_targets: first - start - 1 => first - start - 2
         the last token that is scored is left out
-            UserRequest.wanted_prompt_targets: start + count + 1 => start + count
+            Request.prompt_targets: start + count + 1 => start + count
         the context is scored too
-            UserRequest.wanted_prompt_targets: max(len(known), start + 1) => start + 1
+            Request.prompt_targets: max(self.num_scored, start + 1) => start + 1
         """,
     ),
     (
@@ -737,7 +736,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         SUSPECTS,
         """
         steps overlap while a cause is looked for
-            Scheduler.schedule: if self._in_flight: return SchedulerOutput() =>
+            Scheduler.schedule: if self.in_flight: return SchedulerOutput() =>
         whoever was in a broken step ends
             Scheduler.fail_steps_in_flight:
                 self.suspects.take([request for request in failed if request.status is not Status.FINISHED])
