@@ -33,6 +33,7 @@ from compiled_llm.system.progress import StartProgress
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
 from compiled_llm.worker.runner import ModelRunner
+from compiled_llm.worker.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,7 +70,11 @@ class StepEngine:
             self.model_config, note = with_end_of_text(self.model_config, self.tokenizer)
             for line in (*self.tokenizer.notes, *note):
                 progress.line(line)
-        self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
+        self.runner: ModelRunner | WorkerProcess
+        if config.worker == "process":
+            self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens)
+        else:
+            self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, drafter)
         self._closed = False
         self._own_process = OwnProcess()
