@@ -31,7 +31,7 @@ def build_missing(
 
     Args:
         num_workers: how many processes; None for one on each core where that is faster, 0 to leave all to this process.
-        processes: those that were started ahead; all have ended when this returns.
+        processes: that were started ahead; all have ended when this returns.
         needs_process: whether this process could not keep what it compiles itself, as that for a GPU.
 
     Returns what is left to this process: name -> what it should cost, None where that is not known.

@@ -50,7 +50,7 @@ class Completion:
         return len(self.logprobs or ())
 
     def add_logprobs(self, logprobs: Logprobs) -> None:
-        """Those of the output's next token, which comes first in them."""
+        """Log-probabilities at the output's next token, which comes first in them."""
         assert self.logprobs is not None
         self.logprobs.append(logprobs)
         self.cumulative_logprob += next(iter(logprobs.values())).logprob
@@ -147,7 +147,7 @@ class UserRequest:
         return True
 
     def add_prompt_logprobs(self, first: int, logprobs: Sequence[Logprobs]) -> None:
-        """Those of the prompt's tokens from ``first`` on; those that became known meanwhile stay."""
+        """Log-probabilities of the prompt's tokens from ``first`` on; what became known meanwhile stays."""
         assert self.prompt_logprobs is not None
         assert first <= len(self.prompt_logprobs), "log-probabilities of some tokens of the prompt were left out"
         self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - first :]
@@ -172,7 +172,7 @@ class UserRequest:
         )
 
     def _metrics(self, finished: bool) -> RequestMetrics:
-        """Those of now: the same object from step to step, as long as nothing of it changes."""
+        """The metrics of now: one object from step to step, as long as nothing of it changes."""
         first, *others = (completion.request for completion in self.completions)
         counts = first.num_preemptions, first.num_recomputed_tokens, first.num_swapped_tokens
         end = first.finished_time if finished else None

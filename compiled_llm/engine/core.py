@@ -56,7 +56,7 @@ class EngineCore:
         self.log = StepLog(windows=windows_of(model_config))
         self._completions: dict[Request, tuple[UserRequest, Completion]] = {}
         self._beams: dict[Request, BeamGroup] = {}
-        self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed
+        self._advanced: deque[Request] = deque()  # requests that got a token or ended, and are still to be processed
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)

@@ -327,7 +327,7 @@ class StepEngine:
     def _for_each(
         self, prompts: Iterable[tuple[str, Any]], function: Callable[[str, Any], None], raise_on_error: bool
     ) -> dict[str, RequestOutput]:
-        """Call ``function`` with each (request id, prompt). Returns the outputs of those that it refuses, by id."""
+        """Call ``function`` with each (request id, prompt). Returns the outputs of prompts that it refuses, by id."""
         refused = {}
         for request_id, prompt in prompts:
             self._interrupts.take()

@@ -3,8 +3,8 @@
 A fork is for continuations of one prompt (``n > 1``) and for beams. The new request has the blocks of its parent in
 its own table at once, while it still waits; so the parent may go on, or end, at any time. The last of these blocks may
 be half full, and both requests will write to it: the first to write to a block that other tables have too gets a copy
-of it. The same holds for a block that the prefix cache has: the parent has filled it, and it is found under the tokens
-that the parent wrote.
+of it. So does the first to write to a block that the prefix cache has: the parent has filled it, and it is found under
+the tokens that the parent wrote.
 
 A copy is made when the step runs, after all swaps. Until then the blocks that it reads and writes are not given away.
 
@@ -125,7 +125,7 @@ class Forks:
         self._sources, self._targets = [], []
 
     def tables(self) -> list[list[int]]:
-        """The blocks of those that do not run, and those that copies hold."""
+        """The block tables of requests that do not run, and a table for each block that a copy holds."""
         return [*(request.block_ids for request in (*self.kept, *self.holders)), *self.copied_tables()]
 
     def copied_tables(self) -> list[list[int]]:

@@ -3,7 +3,7 @@
 A request can use a block that another one computed in two ways. The block is published, after the step that filled it.
 Or it is pending: a running request is going to fill it. A pending block may be read in the very step that fills it,
 since every layer writes the step's keys before it attends to any. A request that needs a pending block which no
-step fills yet is held back, instead of computing the same a second time.
+step fills yet is held back, instead of computing that block a second time.
 """
 
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
@@ -67,7 +67,7 @@ class PrefixCache:
         return self._usable(request, blocks), None
 
     def add_pending(self, request: Request) -> None:
-        """``request`` has blocks for all its tokens: those that are neither published nor pending become pending.
+        """``request`` has blocks for all its tokens: blocks that are neither published nor pending become pending.
 
         A block that is pending for a less urgent request, and that no step fills yet, is pending for ``request`` then.
         """

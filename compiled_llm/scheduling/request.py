@@ -93,17 +93,17 @@ class Request:
         stop_token_ids: all ids that end it, the model's end-of-text ids included.
         max_num_tokens: prompt and output together never exceed this. As long as the prompt: nothing is generated.
         priority: lower is served first, under the policy that asks for it.
-        cache_salt: requests share cached blocks only with those of the same salt.
+        cache_salt: requests share cached blocks only with requests of the same salt.
         mask: which tokens may come next; None: all.
         scored_token_ids: the prompt, and the token after it if that is scored too, where log-probabilities of them are
             asked for; else empty.
-        num_scored: of these, the first ones that have theirs, or are not asked about.
+        num_scored: how many of the first ``scored_token_ids`` have their log-probabilities, or are not asked about.
         waits_for_tokens: whether the host has to know the token of its last step before its next one.
         keeps_blocks: whether its blocks stay when it ends, to be forked.
 
         generates: whether tokens are to follow its prompt; else it ends when the prompt is computed.
         rank: its order among the others, lower first: (priority or 0, order of arrival).
-        num_tokens: tokens known, and those that steps in flight will sample.
+        num_tokens: tokens known, and tokens that steps in flight will sample.
         num_in_flight: how many of ``num_tokens`` are not known to the host yet.
         num_computed_tokens: tokens whose keys and values are in the cache, or will be when the steps in flight end.
         block_ids: KV blocks in the order of the positions they hold.
@@ -193,7 +193,7 @@ class Request:
     def prompt_targets(self, start: int, count: int) -> tuple[int, Sequence[int]]:
         """What to score in a step that computes ``count`` tokens from ``start`` on.
 
-        Returns the index, among the tokens of the step, of the one before the first of these, and their ids.
+        Returns (place, ids): the step's token with index ``place`` is followed by the first of these ids.
         """
         first = max(self.num_scored, start + 1)
         return first - start - 1, self.scored_token_ids[first : start + count + 1]

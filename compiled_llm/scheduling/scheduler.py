@@ -177,9 +177,9 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Request]:
         """Enter the results of ``output``, the oldest step in flight.
 
-        Returns the requests that got tokens, or ended since there was none or none was to follow the prompt. Those that
-        this ended are finished, and their blocks free. What the step sampled for a request that has ended meanwhile is
-        dropped.
+        Returns the requests that got tokens, or ended since there was none or none was to follow the prompt. Requests
+        that a result ended are finished, and their blocks free. What the step sampled for a request that has ended
+        meanwhile is dropped.
         """
         requests, sampled = self.in_flight.popleft(), result.sampled_token_ids
         if result.bucket.kind == "tokens":

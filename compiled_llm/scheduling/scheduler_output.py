@@ -24,7 +24,7 @@ class StartedRequest(NamedTuple):
 
 
 class WindowOutput(NamedTuple):
-    """What a step is to do with the places of one window: the same columns as ``SchedulerOutput``'s for blocks.
+    """What a step is to do with the places of one window: columns that ``SchedulerOutput`` has for blocks.
 
     Entries of a table before the first that a query sees may be anything.
     """
@@ -155,7 +155,7 @@ class StateOutputBuilder:
 
 
 class SchedulerOutputBuilder:
-    """The columns of a ``SchedulerOutput`` while they grow; names and meaning are the same."""
+    """The columns of a ``SchedulerOutput`` while they grow, under the names that they have there."""
 
     def __init__(self, num_windows: int = 0) -> None:
         self.request_ids: list[RequestId] = []

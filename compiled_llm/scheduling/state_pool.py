@@ -86,7 +86,7 @@ class StatePool:
         return self._references[slot]
 
     def empty_slots(self) -> set[int]:
-        """Those that hold nothing."""
+        """The slots that hold nothing."""
         return set(self._empty)
 
     # -- Snapshots
@@ -325,7 +325,7 @@ class StateSlots:
     def accept(self, request: Request, num_accepted: int, start: int) -> None:
         """Of the tokens of a step that verified drafts, the first ``num_accepted`` count; ``start`` were before it.
 
-        Its state is what the step left after the last of these. Ends of blocks among them become snapshots.
+        Its state is what the step left after the last token that counts. Ends of blocks among them become snapshots.
         """
         held = request.state
         if not held.drafted:
@@ -375,7 +375,7 @@ class StateSlots:
         self.free_host(request)
 
     def fork(self, parent: Request, child: Request, count: int) -> bool:
-        """``child`` gets the state after ``count`` tokens. False: ``parent`` has none of these."""
+        """``child`` gets the state after ``count`` tokens. False: ``parent`` does not have that state."""
         if not self.are_used:
             return True
         held = parent.state

@@ -5,7 +5,7 @@ catch up with the first within a budget of tokens. So a prompt larger than the b
 starts again with nothing computed, a prefix found in the cache counts as computed, and a running request catches up by
 the one token sampled last. (vLLM V1's idea.)
 
-Requests are served by rank: in order of arrival, or of priority first. Those that lack one token get it before all
+Requests are served by rank: in order of arrival, or of priority first. Requests that lack one token get it before all
 others. Of the others, one that does not fit into what is left of the step gets a part of it, and leaves half for later
 ones that fit beside it.
 
@@ -67,7 +67,7 @@ class StepPlanner:
     def _schedule_single_tokens(self, output: SchedulerOutputBuilder, requests: list[Request]) -> deque[Request]:
         """Give each running request that lacks one token that token, and drafts after it.
 
-        Returns those that lack more, and those that generate nothing, by rank.
+        Returns the running requests that lack more or generate nothing, by rank.
         """
         token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
         most_drafts = 0 if self.drafter is None else self._room_for_drafts()

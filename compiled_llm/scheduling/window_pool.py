@@ -142,7 +142,7 @@ class WindowPool:
         return holder in self._place_of or self._users[block] == 1
 
     def exchange(self, block: int, holder: int) -> None:
-        """A table that needs the place of ``block`` gets ``holder`` instead, which holds the same."""
+        """A table that needs the place of ``block`` gets ``holder`` instead, which holds the same keys."""
         if holder in self._place_of:
             self.hold(holder)
             self.drop(block, can_be_found=False)
@@ -161,7 +161,7 @@ class WindowPool:
         return best
 
     def empty_places(self) -> set[int]:
-        """Those that hold nothing."""
+        """The places that hold nothing."""
         return set(self._empty)
 
     def check_invariants(self, users: dict[int, int], can_be_found: Sequence[bool]) -> None:

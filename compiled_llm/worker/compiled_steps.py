@@ -200,7 +200,7 @@ class CompiledSteps:
             self._warm_up(enforce_eager, stage)
 
     def uncompiled(self, cache_dtypes: Sequence[torch.dtype]) -> "CompiledSteps":
-        """The same steps without compiling, on the same weights and KV cache."""
+        """These steps without compiling, on the same weights and KV cache."""
         steps = CompiledSteps(
             dataclasses.replace(self._config, enforce_eager=True, cuda_graphs="auto"),
             self.model_config,

@@ -19,7 +19,8 @@ class RequestRows:
 
     Attributes:
         block_table: ``[max_num_seqs, blocks_per_request]`` int32.
-        window_tables: the same for each window. Entries before the first that a query sees may be anything.
+        window_tables: a block table of this shape for each window. Entries before the first that a query sees may be
+            anything.
         num_blocks: ``[max_num_seqs]`` int32, entries of each row of ``block_table``.
         parameters: each sampling parameter, ``[max_num_seqs + 1, *shape]`` in its dtype.
         padding_row: the last row of ``parameters``, for rows of a step that belong to no request.

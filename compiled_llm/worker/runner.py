@@ -95,7 +95,7 @@ class LaunchedStep:
     Attributes:
         num_rows: logits rows that belong to requests; the others are padding.
         tokens: ``[R]`` int64 on the host, complete once ``slot.ended`` has happened.
-        logprobs: of these tokens, likewise; None where no request needs them.
+        logprobs: of these tokens, complete when they are; None where no request needs them.
         prompt_logprobs: of the step's ``prompt_targets``, on the host.
         seconds: what the device took; on a GPU known once the step is collected.
         slot: on a GPU, of the tokens.
@@ -154,7 +154,7 @@ class ModelRunner(Worker):
         linears: the kind of linear layer that the weights are kept in.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         pool_sizes: what the KV pool takes; swap_space: host memory for its blocks.
-        rows: what is known of the running requests; num_threads: those that compute on a CPU.
+        rows: what is known of the running requests; num_threads: threads that compute on a CPU.
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
         memory_ledger, weight_bytes, start_times, times: for reports.

@@ -179,7 +179,7 @@ class SamplingStage:
             self._functions[name] = function
 
     def warm_up_prompts(self, weights: Any, make: Make) -> None:
-        """The same for the log-probabilities of prompts, which run after any step."""
+        """Compile what gives the log-probabilities of prompts, which runs after any step."""
         function = make(self._prompt_recipe(), "prompt_logprobs", self._prompt_depends)
         function.warm_up(lambda: self._prompt_arguments(weights))
         self._functions["prompt_logprobs"] = function
@@ -191,7 +191,7 @@ class SamplingStage:
             self._functions[self._name(kind, bucket.num_rows)].record_again(arguments)
 
     def record_prompts_again(self, weights: Any) -> None:
-        """The same of the log-probabilities of prompts."""
+        """On a GPU: record the CUDA graph of the log-probabilities of prompts again."""
         self._functions["prompt_logprobs"].record_again(lambda: self._prompt_arguments(weights))
 
     def functions(self) -> list[CompiledFunction]:
