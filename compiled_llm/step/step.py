@@ -122,7 +122,7 @@ def logprobs_function(count: int) -> Callable:
 
 
 def prompt_logprobs_function(model_config: ModelConfig, count: int) -> Callable:
-    """Log-probabilities of prompts' tokens: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
+    """Log-probabilities of prompts: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
 
     head = family_of(model_config).head
 
