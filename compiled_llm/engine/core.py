@@ -243,17 +243,17 @@ class EngineCore:
                 completion.last_token_time = now
             # Where nobody sees this token yet, it is read with later ones.
             is_due = len(request.output_token_ids) >= completion.read_at or not entry.waits_for_the_end
-            if is_due or request.status is Status.FINISHED or request.failure is not None:
+            if is_due or request.status is Status.FINISHED or request.pending_error is not None:
                 self._process(request, entry, completion)
         self.log.gaps.extend(gaps)
         self.counts.output_seconds += time.perf_counter() - started
 
     def _process(self, request: Request, entry: UserRequest, completion: Completion) -> None:
         """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
-        if request.failure is not None and request.finish_reason != "error":
+        if request.pending_error is not None and request.finish_reason != "error":
             if request.generates:
                 self._keep_output(completion, len(request.output_token_ids) - 1)  # the last was chosen without a mask
-            self.scheduler.end(request, "error", request.failure)
+            self.scheduler.end(request, "error", request.pending_error)
         try:
             stop = completion.read_new_tokens()
             if stop is not None:

@@ -118,7 +118,7 @@ class Request:
         forked_index: index of the block, not full, that it shares with others since a fork; -1: there is none.
         last_row: its first logits row in the last step that ran it: the token in flight is sampled there.
         next_look: while ``num_tokens`` is below, its next step computes one token and needs nothing else; 0: not known.
-        failure: why it ends with its next token, though the model could go on; None: it does not.
+        pending_error: why it ends with its next token, though the model could go on; None: it does not.
         next_event: while a step ends below this many tokens, its result is a token and nothing else; 0: not known.
         takes_drafts: whether a drafter may guess its tokens.
         draft_token_ids: guesses that the step in flight verifies; ``num_tokens``, ``num_in_flight`` and
@@ -164,7 +164,7 @@ class Request:
     next_event: int = 0
     takes_drafts: bool = False
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
-    failure: str | None = None
+    pending_error: str | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -218,7 +218,7 @@ class Scheduler:
             num_scored = output.num_computed_tokens[index] + before + 1 + len(token_ids)
             request.num_scored = max(request.num_scored, num_scored)
             if not request.generates and request.finish_reason is None and any(map(math.isnan, logprobs[start:end])):
-                request.failure = _NOT_FINITE
+                request.pending_error = _NOT_FINITE
                 self.counts.num_not_finite_failures += 1
             start = end
 

@@ -273,10 +273,10 @@ class StepPlanner:
             try:
                 words = request.mask.words(request.output_token_ids, num_output_tokens)
             except Exception as error:  # of a grammar's library: this request fails, and no other
-                request.failure = f"{type(error).__name__}: {error}"
+                request.pending_error = f"{type(error).__name__}: {error}"
                 continue
             if words is None:
-                request.failure = _NO_TOKEN_ALLOWED
+                request.pending_error = _NO_TOKEN_ALLOWED
             else:
                 output.masks.append((index, words))
 
