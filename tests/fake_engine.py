@@ -26,7 +26,8 @@ from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
 from compiled_llm.scheduling.state_pool import StatePool, StateSlots
-from compiled_llm.scheduling.window_pool import WindowPlaces, WindowPool, most_places, useful_places
+from compiled_llm.scheduling.window_places import WindowPlaces
+from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
 from compiled_llm.scheduling.worker import LogprobColumns, StepResult
 
 VOCABULARY = 1000

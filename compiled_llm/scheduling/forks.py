@@ -14,7 +14,7 @@ When blocks run out, those of waiting requests are taken back, and these request
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.state_pool import StateSlots
-from compiled_llm.scheduling.window_pool import WindowPlaces
+from compiled_llm.scheduling.window_places import WindowPlaces
 
 
 class Forks:

@@ -9,7 +9,7 @@ step fills yet is held back, instead of computing that block a second time.
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.state_pool import StateSlots
-from compiled_llm.scheduling.window_pool import WindowPlaces
+from compiled_llm.scheduling.window_places import WindowPlaces
 
 
 class PrefixCache:

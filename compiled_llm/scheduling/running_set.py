@@ -20,7 +20,7 @@ from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.request_queue import RequestQueue
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder, StartedRequest
 from compiled_llm.scheduling.state_pool import StateSlots
-from compiled_llm.scheduling.window_pool import WindowPlaces
+from compiled_llm.scheduling.window_places import WindowPlaces
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 

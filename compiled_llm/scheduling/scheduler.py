@@ -22,7 +22,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput, SchedulerO
 from compiled_llm.scheduling.state_pool import StateSlots
 from compiled_llm.scheduling.step_planner import StepPlanner
 from compiled_llm.scheduling.suspects import Suspects
-from compiled_llm.scheduling.window_pool import WindowPlaces
+from compiled_llm.scheduling.window_places import WindowPlaces
 from compiled_llm.scheduling.worker import StepResult
 
 # Why a request ends for which a step found no token (ops/sampling/token_sampling.py).

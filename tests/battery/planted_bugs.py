@@ -631,7 +631,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
-        "scheduling.window_pool",
+        "scheduling.window_places",
         WINDOWS,
         """
         places are dropped before the last query that sees them

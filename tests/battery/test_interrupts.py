@@ -34,6 +34,7 @@ STATE = [
     "scheduling/forks",
     "scheduling/block_pool",
     "scheduling/window_pool",
+    "scheduling/window_places",
     "scheduling/state_pool",
     "scheduling/prefix_cache",
     "scheduling/request_queue",
