@@ -24,7 +24,7 @@ from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
-from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.request import Request, RequestId
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.system import hardware as machine
@@ -37,7 +37,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2**20, ignore_eos=True)
 
 def request(name: str, prompt_len: int, max_tokens: int) -> Request:
     return Request(
-        request_id=name,
+        request_id=RequestId(name),
         prompt_token_ids=[hash((name, i)) % 150_000 for i in range(prompt_len)],
         sampling_params=GREEDY,
         seed=0,
