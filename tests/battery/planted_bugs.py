@@ -116,6 +116,7 @@ SCHEDULING = Checks(
         "tests/scheduling/test_scheduler_prefixes.py",
         "tests/scheduling/test_scheduler_prompts_alone.py",
         "tests/scheduling/test_forks.py",
+        "tests/scheduling/test_masks.py",
         "tests/battery/test_planted_bugs_checks.py",
     ),
     load_torch=False,
@@ -427,6 +428,15 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             StepPlanner._look_later: last + 1 => last + 3
         a request is not looked at when it may have no more tokens
             StepPlanner._look_later: min(last + 1, request.max_num_tokens) => last + 1
+        a mask is that of the token after
+            StepPlanner._add_masks: request.num_tokens - 1 - len(request.prompt_token_ids)
+                => request.num_tokens - len(request.prompt_token_ids)
+        a chunk of a prompt has a mask
+            StepPlanner._schedule: request.mask is not None and samples => request.mask is not None
+        a request that needs no look has no mask
+            StepPlanner._look_later: request.mask is not None => False
+        what is scored is told of another request
+            StepPlanner._schedule: (len(requests), before, tuple(targets)) => (0, before, tuple(targets))
         a last token of a prompt by itself is sampled at
             StepPlanner._is_ready: not request.generates and known > computed => False
         a pool that ran out takes in newcomers
