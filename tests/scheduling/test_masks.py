@@ -80,13 +80,12 @@ def test_tokens_of_a_prompt_are_scored_by_the_step_that_computes_the_tokens_befo
     request = make_request("scored", 40, 0)
     request.scored_token_ids, request.num_scored = [*request.prompt_token_ids, 7], 5
     assert request.most_cached_tokens == 4
-    add(scheduler, request)
+    add(scheduler, make_request("plain", 3, 9), request)
     engine.run()
     scored = []
     for output in engine.outputs:
-        (start,) = output.num_computed_tokens
         for index, before, token_ids in output.prompt_targets:
-            assert index == 0
-            scored += list(enumerate(token_ids, start + before + 1))
+            assert output.request_ids[index] == request.request_id
+            scored += list(enumerate(token_ids, output.num_computed_tokens[index] + before + 1))
     assert scored == list(enumerate(request.scored_token_ids))[5:]
     assert (request.num_scored, request.most_cached_tokens) == (41, None)
