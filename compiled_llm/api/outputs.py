@@ -155,8 +155,9 @@ class EngineStats:
         used_swap_blocks: of ``num_swap_blocks`` in host memory.
         used_slots, cached_slots: of ``num_state_slots``, those in use, and those that hold snapshots alone.
         num_snapshot_evictions: snapshots whose slot was needed.
-        schedule_seconds, prepare_seconds, output_seconds: host time in the scheduler, in filling the steps' buffers,
-            and in detokenising. With ``async_scheduling`` the device works meanwhile.
+        schedule_seconds, prepare_seconds, output_seconds: host time in the scheduler (waiting for the masks of grammars
+            included), in filling the steps' buffers, and in detokenising. With ``async_scheduling`` the device works
+            meanwhile.
         execute_seconds: launching steps and waiting for their tokens; ``launch_seconds`` of it is launching, which is 0
             on a CPU, where host and device are one.
     """

@@ -33,6 +33,7 @@ from compiled_llm.system.progress import StartProgress
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
 from compiled_llm.worker.runner import ModelRunner
+from compiled_llm.worker.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,7 +70,11 @@ class StepEngine:
             self.model_config, note = with_end_of_text(self.model_config, self.tokenizer)
             for line in (*self.tokenizer.notes, *note):
                 progress.line(line)
-        self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
+        self.runner: ModelRunner | WorkerProcess
+        if config.worker == "process":
+            self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens)
+        else:
+            self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, drafter)
         self._closed = False
         self._own_process = OwnProcess()
@@ -79,9 +84,8 @@ class StepEngine:
             self.model_config,
             self.tokenizer,
             self.runner.transforms,
+            self.runner.limits,
             self.scheduler.request_capacity,
-            self.runner.limits.max_model_len,
-            self.runner.limits.max_num_seqs,
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._suggested_sampling = suggested_sampling(directory)
@@ -160,10 +164,10 @@ class StepEngine:
         """Raise what ``add_request`` raises whatever the prompt is. ``preparing``: ids that will be added before it."""
         self._check_open()
         longest = self.config.max_request_id_length
-        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
+        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest
         if not is_name or request_id in self._core.entries or request_id in preparing:
             raise ValueError(
-                f"request_id must be a non-empty str without NUL of at most {longest} characters (the engine's "
+                f"request_id must be a non-empty str of at most {longest} characters (the engine's "
                 f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
             )
         self._check_room(1, len(preparing))
@@ -323,7 +327,7 @@ class StepEngine:
     def _for_each(
         self, prompts: Iterable[tuple[str, Any]], function: Callable[[str, Any], None], raise_on_error: bool
     ) -> dict[str, RequestOutput]:
-        """Call ``function`` with each (request id, prompt). Returns the outputs of those that it refuses, by id."""
+        """Call ``function`` with each (request id, prompt). Returns the outputs of prompts that it refuses, by id."""
         refused = {}
         for request_id, prompt in prompts:
             self._interrupts.take()

@@ -97,7 +97,7 @@ def sampler_function(logits: Tensor, params: SamplingInput, last_tokens: Tensor)
 
 
 def processing_sampler_function(transforms: tuple[LogitsTransform, ...]) -> Callable:
-    """The same after ``process_logits``: (logits, params, inputs, token counts [rows, V] float32, last tokens) -> None.
+    """Sample after ``process_logits``: (logits, params, inputs, token counts [rows, V] float32, last tokens) -> None.
 
     It adds the tokens that it chose to the counts.
     """
@@ -122,7 +122,7 @@ def logprobs_function(count: int) -> Callable:
 
 
 def prompt_logprobs_function(model_config: ModelConfig, count: int) -> Callable:
-    """The same for tokens of prompts: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
+    """Log-probabilities of prompts: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
 
     head = family_of(model_config).head
 

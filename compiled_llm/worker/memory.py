@@ -247,7 +247,7 @@ class StartMemory:
         return MemoryLedger(rows, where, self._start_peak)
 
     def _share(self, free: int) -> int:
-        """Of the bytes free, those that the pool may take where no size is given."""
+        """How many of the free bytes the pool may take where no size is given."""
         share = self._config.gpu_memory_utilization
         return int(free - (1 - share) * total_bytes(self._device)) if self._on_gpu else int(free * 0.5 * share)
 

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
-from compiled_llm.scheduling.worker import Worker, WorkerFacts
+from compiled_llm.scheduling.worker import LogprobColumns, StepResult, Worker, WorkerFacts
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
@@ -50,13 +50,11 @@ from compiled_llm.worker.device import (
     use_device,
     use_threads,
 )
-from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
-from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # By device. A CPU compiles one graph for all sizes, a GPU one for each.
 STEP_DEFAULTS = {
@@ -68,6 +66,81 @@ STEP_DEFAULTS = {
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
 StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
+_MOST_IN_FLIGHT = 2
+
+
+@dataclasses.dataclass
+class HostSlot:
+    """Where a step on a GPU leaves its tokens, and when: used again once its results are read."""
+
+    tokens: Tensor  # as in ``LaunchedStep``, in pinned memory
+    started: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    @classmethod
+    def in_turns(cls, last_tokens: Tensor, device: torch.device) -> "deque[HostSlot]":
+        """For the steps that may be in flight at once; none for a CPU. ``last_tokens``: what is copied there."""
+
+        def slot() -> HostSlot:
+            tokens = torch.zeros(last_tokens.shape, dtype=last_tokens.dtype, pin_memory=True)
+            return cls(tokens, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+
+        return deque(slot() for _ in range(_MOST_IN_FLIGHT if device.type == "cuda" else 0))
+
+
+@dataclasses.dataclass
+class LaunchedStep:
+    """A step that the device works on.
+
+    Attributes:
+        num_rows: logits rows that belong to requests; the others are padding.
+        tokens: ``[R]`` int64 on the host, complete once ``slot.ended`` has happened.
+        logprobs: of these tokens, complete when they are; None where no request needs them.
+        prompt_logprobs: of the step's ``prompt_targets``, on the host.
+        seconds: what the device took; on a GPU known once the step is collected.
+        slot: on a GPU, of the tokens.
+        num_experts: ``[1]`` as ``tokens``: experts that some token used, over all layers; None without experts.
+    """
+
+    bucket: Bucket
+    num_rows: int
+    tokens: Tensor
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+    seconds: float = 0.0
+    slot: HostSlot | None = None
+    num_experts: Tensor | None = None
+
+
+@dataclasses.dataclass
+class StartTimes:
+    """Seconds that the parts of a start took.
+
+    Attributes:
+        kernels: waiting for C++ kernels that were still being built when the first step had to run, and loading them.
+        weights: reading or making the weights, and packing them.
+        compile: taking compiled functions from disk or compiling them, and calling each once.
+    """
+
+    kernels: float = 0.0
+    weights: float = 0.0
+    compile: float = 0.0
+
+
+@dataclasses.dataclass
+class RunnerTimes:
+    """Seconds since the engine was made, and rows of buckets that held no token.
+
+    Attributes:
+        prepare_seconds: filling buffers.
+        launch_seconds: handing steps to the device; 0 on a CPU, which is the device.
+        execute_seconds: launching, and waiting for the tokens; profiling not counted.
+    """
+
+    prepare_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    execute_seconds: float = 0.0
+    num_padding_tokens: int = 0
 
 
 class ModelRunner(Worker):
@@ -81,7 +154,7 @@ class ModelRunner(Worker):
         linears: the kind of linear layer that the weights are kept in.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         pool_sizes: what the KV pool takes; swap_space: host memory for its blocks.
-        rows: what is known of the running requests; num_threads: those that compute on a CPU.
+        rows: what is known of the running requests; num_threads: threads that compute on a CPU.
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
         memory_ledger, weight_bytes, start_times, times: for reports.

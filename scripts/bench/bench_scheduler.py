@@ -24,10 +24,9 @@ from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
-from compiled_llm.scheduling.prefix_cache import PrefixCache
-from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.request import Request, RequestId
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.system import hardware as machine
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -38,7 +37,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2**20, ignore_eos=True)
 
 def request(name: str, prompt_len: int, max_tokens: int) -> Request:
     return Request(
-        request_id=name,
+        request_id=RequestId(name),
         prompt_token_ids=[hash((name, i)) % 150_000 for i in range(prompt_len)],
         sampling_params=GREEDY,
         seed=0,
@@ -62,8 +61,7 @@ def bench(num_running: int, num_waiting: int, args: argparse.Namespace) -> dict[
         chunked_prefill=True,
     )
     pool = BlockPool(num_running * (-(-(args.context + max_tokens) // 16) + 2))
-    cache = PrefixCache(pool, limits.block_size)
-    scheduler = Scheduler(limits, pool, prefix_cache=cache)
+    scheduler = Scheduler(limits, pool, prefix_caching=True)
     for n in range(num_running + num_waiting):
         scheduler.add(request(str(n), args.context if n < num_running else 40, max_tokens))
     buckets = buckets_of(limits)

@@ -33,9 +33,9 @@ from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling import compiler, function
 from compiled_llm.compiling.argument_specs import tensors_in
+from compiled_llm.compiling.build_processes import Job
 from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
 from compiled_llm.compiling.libraries import use_own_cache_directory
-from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.ready_code import load_ready
 from compiled_llm.gpu_step.fake_step import DEVICE, faked, properties_of
 from compiled_llm.gpu_step.gpus import GPUS

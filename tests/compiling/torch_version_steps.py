@@ -21,8 +21,8 @@ def main() -> None:
     from workloads import SHAPES
 
     from compiled_llm.api.config import EngineConfig
+    from compiled_llm.compiling.build_worker import pretend_to_have
     from compiled_llm.compiling.compiler import compile_ahead
-    from compiled_llm.compiling.gpu_builds import pretend_to_have
     from compiled_llm.compiling.gpu_properties import GpuTarget
     from compiled_llm.compiling.ready_code import ready_code
     from compiled_llm.gpu_step.fake_step import properties_of, step_on_fakes

@@ -13,7 +13,7 @@ from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.drafter import CheckedDrafter, draft_length
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import StepResult
 from tests.fake_engine import (
     VOCABULARY,
     FakeDrafter,
@@ -37,7 +37,8 @@ def drafting(num_blocks: int, kind: str, num_tokens: int = 3, **arguments) -> Sc
 
 
 def steps_of(engine: FakeEngine, request: Request) -> list[int]:
-    return [work_of(output)[request.request_id] for output in engine.outputs if request.request_id in work_of(output)]
+    name = request.request_id.name
+    return [work_of(output)[name] for output in engine.outputs if name in work_of(output)]
 
 
 # -- Tokens

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from compiled_llm.compiling.messages import receive, send
+from compiled_llm.compiling.build_processes import receive, send
 
 
 def test_a_message_cut_short_is_the_end_of_its_sender() -> None:

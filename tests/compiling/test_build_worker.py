@@ -14,13 +14,12 @@ from torch import Tensor
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling import function as function_module
 from compiled_llm.compiling import parallel
-from compiled_llm.compiling.build_processes import BuildProcess
+from compiled_llm.compiling.build_processes import BuildProcess, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.cuda_graphs import gpu_target
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.keys import gpu_fields
-from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.ready_code import load_ready
 from compiled_llm.gpu_step.fake_step import properties_of
