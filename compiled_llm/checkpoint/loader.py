@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.checkpoint.reader import CheckpointReader, OnBytes
-from compiled_llm.checkpoint.stored_layout import difference, in_family_layout
+from compiled_llm.checkpoint.stored_layout import difference, in_family_layout, parts_of
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, have_same_bytes, listed, locate
-from compiled_llm.checkpoint.tensor_names import parts_of
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Description
 from compiled_llm.models.linears.dense import Dense

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from compiled_llm.api.unservable import UnservableError
+from compiled_llm.api.argument_checks import UnservableError
 from compiled_llm.system.child_process import OUT_OF_MEMORY, Channel, ChildProcess, decoded, described_end, encoded
 
 # Messages that may be on their way to one process: more could fill the buffers of both directions.

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.argument_checks import UnservableError
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.unservable import UnservableError
 from compiled_llm.text.tokenizer import Tokenizer
 
 

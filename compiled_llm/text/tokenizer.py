@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a tokenizer.json; incremental decoding with stop strings."""
+"""Text to token ids and back, by a tokenizer.json."""
 
 import functools
 import itertools
@@ -11,14 +11,10 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.text.byte_level import ByteLevelDecoding, ByteLevelTokens
-from compiled_llm.text.context_decoding import ContextDecoding
-from compiled_llm.text.stop_strings import StoppableText
+from compiled_llm.text.byte_level import ALPHABET, REPLACEMENT, ByteLevelTokens
 from compiled_llm.text.tokenizer_files import library_error
 from compiled_llm.text.tokenizer_parts import TokenizerParts, affixes, read_parts, users_tokenizer
 
-_CONTEXT_SEARCH = 64  # tokens of a prompt that are searched for those on which the text of the next ones depends
 # Longer texts are encoded by a call that lets other threads run meanwhile.
 _LONG = 4096
 # What a cut through a text adds to its tokens, at most.
@@ -260,52 +256,32 @@ def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> lis
         raise library_error("encode this text", error) from error
 
 
-class OutputText:
-    """The text of one request's output as its tokens come in, up to a stop string.
+class TokenBytes:
+    """The tokens of a tokenizer as bytes, each by itself. The bytes of an output's tokens are those of its text, but
+    for special tokens that the text leaves out and a space that decoding cuts off at its start."""
 
-    What was shown is never taken back, and in the end it is the whole: the bytes of prompt and output decoded as UTF-8
-    at once, less the text of the prompt. A character that is spread over tokens appears when it is complete, also one
-    that the prompt left incomplete. Bytes that are no character become U+FFFD, as ``bytes.decode(errors="replace")``
-    has it. So does a tokenizer's own decoder, but for one with tokens ``<0x00>`` to ``<0xFF>``: it gives up every
-    character beside such a byte, also characters that were shown long ago.
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
 
-    A stop string ends the text (``StoppableText``). A special token that the text does not show counts there as its
-    text, if a stop string has the whole of it. How the text is cut into tokens changes none of that.
-    """
+    def of(self, token_id: int) -> bytes:
+        """Empty for an id that the tokenizer has no token of, as models with a padded vocabulary may generate."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._read(token_id)
+        return found
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        skips, stops = params.skip_special_tokens, tuple(params.stop or ())
-        self._hidden: dict[int, str] = {}  # special tokens that stop strings have in them and the text does not show
-        if skips:
-            for stop in stops:
-                self._hidden |= tokenizer.special_tokens_within(stop)
-        self._has_stops = bool(stops)
-        self._text = StoppableText(stops, params.include_stop_str_in_output)
-        before, tokens = prompt_token_ids[-_CONTEXT_SEARCH:], tokenizer.byte_level
-        self._decoding = (
-            ContextDecoding(tokenizer, before, skips) if tokens is None else ByteLevelDecoding(tokens, before, skips)
-        )
-
-    def append(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Take in a token. Returns the stop string that the text now holds, if any; the text then ends there.
-
-        Args:
-            may_stop: False: a stop string that this token completes is text like any other.
-        """
-        if token_id in self._hidden:
-            return self._text.add_hidden(self._hidden[token_id], may_stop)
-        piece = self._decoding.add(token_id)
-        return self._text.add(piece, may_stop) if piece else None
-
-    def extend(self, token_ids: list[int]) -> None:
-        """Take in tokens of a text without stop strings: as ``append`` for one after the other, in less time."""
-        assert not self._has_stops, "a stop string may end the text at any of the tokens"
-        self._text.add(self._decoding.add_all(token_ids))
-
-    def finish(self) -> str | None:
-        """No token follows: bytes that never became a character become replacements. May complete a stop string."""
-        return self._text.add(self._decoding.finish())
-
-    def take(self, finished: bool) -> str:
-        """The text since the last call. While the request runs, an end that may become a stop string is held back."""
-        return self._text.take(finished)
+    def _read(self, token_id: int) -> bytes:
+        tokenizer = self._tokenizer
+        value = tokenizer.byte_value(token_id)
+        if value is not None:
+            return bytes([value])
+        alone = tokenizer.decode([token_id], False)
+        if REPLACEMENT in alone:
+            spelled = [ALPHABET.get(character) for character in tokenizer.token(token_id) or ""]
+            data = bytes(byte for byte in spelled if byte is not None)
+            if len(data) == len(spelled) and data.decode(errors="replace") == alone:  # its decoder reads it so
+                return data
+        # A space may be cut off at the start of a text, but not at the second token.
+        twice = tokenizer.decode([token_id, token_id], False)
+        return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm import child_process
+from compiled_llm.system import child_process
 from compiled_llm.system.child_process import Channel, ChildProcess, decoded, encoded, with_package
 
 TEXT = "naïve \ud800 🚀"

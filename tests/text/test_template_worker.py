@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from compiled_llm import child_process
-from compiled_llm.text import template_process
-from compiled_llm.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
-from compiled_llm.text.template_process import TemplateProcess
+from compiled_llm.system import child_process
+from compiled_llm.text import chat_template
+from compiled_llm.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate, TemplateProcess
 from tests.forked import in_fork
 
 # Lists that hold themselves' predecessors twice, 60 times over: few objects, and 2**60 to walk through.
@@ -246,7 +245,7 @@ def interrupted(function: Callable[[], Any], line: int) -> Any:
     lines = itertools.count()
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        files = template_process.__file__, child_process.__file__
+        files = chat_template.__file__, child_process.__file__
         if frame.f_code.co_filename not in files or frame.f_code.co_name in ("end", "_end"):
             return None
         # Not as a ``with`` or a ``try`` begins or ends: there the interpreter looks for no interrupt.
@@ -393,8 +392,7 @@ def test_the_process_ends_with_its_owner() -> None:
 def test_the_process_ends_when_the_interpreter_does(end: str) -> None:
     code = f"""
 import os
-from compiled_llm.text.chat_template import ChatTemplate
-from compiled_llm.text.template_process import TemplateProcess
+from compiled_llm.text.chat_template import ChatTemplate, TemplateProcess
 from tests.forked import in_fork
 process = TemplateProcess()
 ChatTemplate("x", process)
