@@ -142,7 +142,7 @@ def name_hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> 
     """What to give instead of ``name``, which is none of ``known``; empty where there is none.
 
     Args:
-        elsewhere: names that other libraries have for these -> what to do here.
+        elsewhere: names that other libraries have for such arguments -> what to do here.
     """
     if name in elsewhere:
         return f"a name of other libraries; {elsewhere[name]}"
@@ -214,7 +214,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _distance(given: str, known: str) -> float:
-    """0 for the same letters, about 1 where nothing agrees."""
+    """0 for equal letters, about 1 where nothing agrees."""
     one, other = _words(given), _words(known)
     if not one or not other:
         return 1.0

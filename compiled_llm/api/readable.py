@@ -20,7 +20,7 @@ class _Brief(reprlib.Repr):
         return repr(x) if len(x) <= _MAX_CHARACTERS else f"{x[:_MAX_CHARACTERS]!r}..."
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write integers of more than 4300 digits, and takes long for those below.
+        # Python refuses to write integers of more than 4300 digits, and takes long for shorter ones.
         return repr(x) if x.bit_length() <= 512 else f"an integer of {x.bit_length()} bits"
 
     repr_bytes = repr_bytearray = repr_str
@@ -40,7 +40,7 @@ def shown(value: Any) -> str:
 
 _MAX_TEXT = 200  # characters of a text
 _MAX_ITEMS = 16  # of a list or a dict of plain values
-_MAX_NESTED = 4  # of those whose items are lists, dicts or objects
+_MAX_NESTED = 4  # of a list or a dict of lists, dicts or objects
 
 
 def readable_repr(instance: Any) -> str:

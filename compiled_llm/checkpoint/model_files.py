@@ -26,7 +26,7 @@ def checkpoint_directory(config: EngineConfig) -> Path:
 
 
 def model_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") -> ModelConfig:
-    """``read_config`` of the same arguments, from disk where an earlier start read the same files with the same."""
+    """What ``read_config`` returns for these arguments, kept on disk as long as the files do not change."""
     files = [directory / "config.json", directory / "generation_config.json"]
     return kept(f"config-{model_impl}-{dtype}", files, lambda: read_config(directory, model_impl, dtype))
 

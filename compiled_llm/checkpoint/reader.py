@@ -50,7 +50,7 @@ class CheckpointReader:
         self._lock = threading.Lock()
         self._own = threading.local()
         self._num_torch_threads = torch.get_num_threads()
-        # Threads of torch's own in each of these would only be in each other's way.
+        # Threads of torch's own within each thread would only be in each other's way.
         self._pool = ThreadPoolExecutor(
             min(_MOST_THREADS, granted_cores()), "read-weights", torch.set_num_threads, (1,)
         )
@@ -80,7 +80,7 @@ class CheckpointReader:
         return tensor
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
-        """As ``Reader.rows``. Raises as ``tensor``."""
+        """``Reader.rows``, a piece a thread. Raises what ``tensor`` raises."""
         pieces: list[_Piece] = []
         start = 0
         for one in wanted:
@@ -99,7 +99,7 @@ class CheckpointReader:
             pass
 
     def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
-        """As ``Reader.kept``: by the dtypes that the files have."""
+        """``Reader.kept``, by the dtypes that the files have."""
         names = {which: f"{name}.{which}" for which in scheme.stored(out_features, in_features)}
         return scheme.kept({which: DTYPES[self._stored[of].dtype] for which, of in names.items() if of in self._stored})
 
@@ -112,7 +112,7 @@ class CheckpointReader:
         put: PutQuantized,
         stack: Stack | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As ``Reader.quantized``. Raises as ``tensor``."""
+        """``Reader.quantized``, a piece a thread. Raises what ``tensor`` raises."""
         layer = QuantizedLayer(self._stored, name, scheme, out_features, in_features, stack)
         weight = f"{name}.weight" if stack is None else name
 

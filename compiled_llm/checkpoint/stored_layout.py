@@ -1,4 +1,4 @@
-"""Checkpoints that hold a family's tensors in another way: under other names, or those of all experts in one."""
+"""Checkpoints that hold a family's tensors in another way: under other names, or all experts in one tensor."""
 
 import re
 from collections import Counter
@@ -12,10 +12,10 @@ from compiled_llm.models.quantized.scheme import StoredPart
 
 
 def in_family_layout(stored: dict[str, StoredTensor], description: Description[Any]) -> dict[str, StoredTensor]:
-    """``stored`` with the family's tensors as ``description`` has them, the others as they are.
+    """``stored`` with the family's tensors as ``description`` has them; all others stay as they are.
 
     Raises:
-        CheckpointError: a tensor that holds the weights of all experts has another shape than these, or they are
+        CheckpointError: a tensor that holds the weights of all experts has another shape than they imply, or they are
             quantised.
     """
     d = description
@@ -46,7 +46,7 @@ def in_family_layout(stored: dict[str, StoredTensor], description: Description[A
 
 
 def difference(tensor: StoredTensor, wanted: StoredPart) -> str | None:
-    """What ``tensor`` is, and what it should be; None where the two are the same."""
+    """What ``tensor`` is, and what it should be; None where it is what it should be."""
     if tensor.shape not in wanted.shapes:
         return f"{tensor.shape!s:.100}, config.json implies {' or '.join(map(str, wanted.shapes))}"
     kinds = [name for name, dtype in DTYPES.items() if dtype in wanted.dtypes]
@@ -106,7 +106,7 @@ _LAYER = re.compile(r"(.*\blayers\.([0-9]{1,6}))\.(.+)")
 
 
 def by_family_names(stored: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
-    """``stored`` with the tensors of a family under the family's names, the others as they are.
+    """``stored`` with the tensors of a family under the family's names; all others stay as they are.
 
     Args:
         stored: by the names in the checkpoint.

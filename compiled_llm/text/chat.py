@@ -1,6 +1,6 @@
 """Conversations -> token ids, through the chat template of the model.
 
-The template's special tokens become special tokens. Those that are spelled in a message stay text, whatever the
+The template's special tokens become special tokens. What a message spells of a special token stays text, whatever the
 template does with it: before it gets a text, a mark is put after each character that a special token starts with, and
 what has a mark in it is no special token. The mark is a character that is found nowhere else in the chat.
 """
@@ -89,7 +89,7 @@ class ChatEncoder:
             }
             template, marker = self._compile(chat_template, bool(tools))
             _check_use(template, variables)
-        except ValueError as error:  # the same for any messages
+        except ValueError as error:  # it would be raised for any messages
             raise UnservableError(str(error)) from error
         chat = _check_messages(messages)
         if not self._takes_lists(template, chat):

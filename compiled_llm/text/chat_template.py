@@ -124,7 +124,7 @@ class ChatTemplate:
         self.literals = frozenset(facts["literals"])
 
     def render(self, variables: Mapping[str, Any], max_characters: int, unescaped: str = "") -> str:
-        """The text that it makes of ``variables``, whose values are those of JSON.
+        """The text that it makes of ``variables``, which are values of JSON.
 
         Args:
             variables: by name: ``messages``, ``add_generation_prompt``, ``bos_token`` and so on.

@@ -79,7 +79,7 @@ class Decoder(Protocol):
 
 
 class ContextDecoding:
-    """For any tokenizer. Of a text that ends in the middle of a character, that one is held back."""
+    """What tokens add to a text, for any tokenizer. A character that is not complete is held back."""
 
     def __init__(self, tokenizer: Decoder, before: Sequence[int], skip_special_tokens: bool) -> None:
         """``before``: the last tokens of the prompt."""
@@ -112,7 +112,7 @@ class ContextDecoding:
         return self._read(len(decoded) - decoded.endswith(REPLACEMENT))
 
     def add_all(self, token_ids: Sequence[int]) -> str:
-        """The same for several tokens, in less time."""
+        """What is text with all these tokens, and was not; quicker than ``add`` for each."""
         text = ""
         for start in range(0, len(token_ids), _TOKENS_AT_ONCE):
             piece = token_ids[start : start + _TOKENS_AT_ONCE]
@@ -125,7 +125,7 @@ class ContextDecoding:
         return self._read(len(self._decoded))
 
     def _add_at_once(self, token_ids: Sequence[int]) -> str | None:
-        """None, and nothing is done: some of their bytes, or of those before, are no character.
+        """As ``add_all``. None, and nothing is done: some bytes of the tokens, or of earlier ones, are no character.
 
         A character may be incomplete at the end.
         """
@@ -211,7 +211,7 @@ class StoppableText:
         return self._search(length, 0) if may_stop else None
 
     def add_hidden(self, token: str, may_stop: bool = True) -> str | None:
-        """The same for a token that is not shown."""
+        """A token comes that is not shown. Returns as ``add``; ``token`` is its text."""
         self._hidden = [*self._hidden[-self._longest :], (len(self._text), token)]
         return self._search(len(self._text), len(token)) if may_stop else None
 
@@ -255,7 +255,7 @@ class _Whole:
     """A text with the tokens that it does not show.
 
     Attributes:
-        text: all of it.
+        text: the shown text, with those tokens in their places.
     """
 
     def __init__(self, shown: str, hidden: list[tuple[int, str]]) -> None:
@@ -270,23 +270,23 @@ class _Whole:
         self.text = "".join([*pieces, shown[last:]])
 
     def before(self, place: int) -> int:
-        """A place in the shown text, before tokens that are there -> its place in all of it."""
+        """The place in ``text`` of a place in the shown text, before the hidden tokens that are there."""
         return place + sum(len(token) for at, token in self._hidden if at < place)
 
     def after(self, place: int) -> int:
-        """The same after the tokens that are there."""
+        """The place in ``text`` of a place in the shown text, after the hidden tokens that are there."""
         return place + sum(len(token) for at, token in self._hidden if at <= place)
 
     def shown(self, place: int) -> int:
-        """The place in the shown text of one in all of it."""
+        """The place in the shown text of a place in ``text``."""
         return place - sum(min(end, place) - start for start, end in self._spans if start < place)
 
     def is_cut(self, place: int) -> bool:
-        """Whether it is inside a token."""
+        """Whether a place of ``text`` is inside a hidden token."""
         return any(start < place < end for start, end in self._spans)
 
     def find(self, stop: str, start: int) -> int:
-        """Where ``stop`` is from ``start`` on without a part of a token; -1: nowhere."""
+        """Where ``stop`` is in ``text`` from ``start`` on, with no part of a hidden token; -1: nowhere."""
         found = self.text.find(stop, start)
         while found >= 0 and (self.is_cut(found) or self.is_cut(found + len(stop))):
             found = self.text.find(stop, found + 1)

@@ -58,7 +58,7 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_level(self) -> ByteLevelTokens | None:
-        """The bytes of its tokens; None where a text is not these, one after the other."""
+        """The bytes of its tokens; None where a text is not the bytes of its tokens, one after the other."""
         return ByteLevelTokens(self._backend, self.special_tokens) if ByteLevelTokens.suit(self._backend) else None
 
     @functools.cached_property
@@ -76,7 +76,7 @@ class Tokenizer:
         return None if name is None else self._backend.token_to_id(name)
 
     def for_users(self) -> Any:
-        """The same tokenizer as one of transformers; a new one for each call."""
+        """A tokenizer of transformers that gives the same tokens; a new one for each call."""
         return users_tokenizer(self._directory, self._parts)
 
     def encode(self, text: str, split_special_tokens: bool = False) -> list[int]:
@@ -114,7 +114,7 @@ class Tokenizer:
 
     def encode_end(self, text: str, count: int, split_special_tokens: bool = False) -> list[int]:
         """Token ids of ``text``, or of an end of it that has more than ``count``: no more is encoded than it takes."""
-        needed = count + _TOKENS_OF_A_CUT  # those at the cut may differ from those of the whole text
+        needed = count + _TOKENS_OF_A_CUT  # at the cut they may differ from the whole text's
         size = max(_LONG, 8 * needed)
         while size < len(text):
             token_ids = self.encode(text[-size:], split_special_tokens)
@@ -124,10 +124,10 @@ class Tokenizer:
         return self.encode(text, split_special_tokens)
 
     def encode_chat(self, text: str, mark: str) -> list[int]:
-        """Token ids of a rendered chat, with nothing put around it. Special tokens that it spells become such.
+        """Token ids of a rendered chat, with nothing put around it. A special token that it spells becomes that token.
 
-        Those with the character ``mark`` in them stay text. The marks themselves are left out. A special token that the
-        tokenizer would look for in normalized text is looked for in the text as it is.
+        A spelling with the character ``mark`` in it stays text. The marks themselves are left out. A special token that
+        the tokenizer would look for in normalized text is looked for in the text as it is.
 
         Raises:
             ValueError: the tokenizer makes a special token of what should stay text.
@@ -213,7 +213,7 @@ class Tokenizer:
         backend = _parsed(self._backend.to_str(), self._directory)
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True  # those that a text spells stay text
+        backend.encode_special_tokens = True  # what a text spells stays text
         backend.add_tokens(self._stand_in_tokens)
         self._stand_ins = {backend.token_to_id(token.content) for token in self._stand_in_tokens}
         return backend
@@ -257,8 +257,11 @@ def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> lis
 
 
 class TokenBytes:
-    """The tokens of a tokenizer as bytes, each by itself. The bytes of an output's tokens are those of its text, but
-    for special tokens that the text leaves out and a space that decoding cuts off at its start."""
+    """The bytes that each token stands for, also where they are a part of a character only.
+
+    The bytes of an output's tokens, one after the other, are its text's, but for special tokens that the text leaves
+    out and a space that decoding cuts off at its start.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from compiled_llm.api.readable import shown
 from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, read_json, read_optional_json
 
-# The names of files that transformers may read a tokenizer from start with these.
+# How the names of the files begin that transformers may read a tokenizer from.
 _FILE_PREFIXES = (
     "added_tokens",
     "chat_template",
@@ -121,8 +121,8 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 class TokenizerConfig(NamedTuple):
     """Attributes:
     named_tokens: text by name, such as ``eos_token``; None: the files say that there is none.
-    special_tokens: all texts that the files call special, those with a name among them.
-    added_tokens: by id, those that the files give one.
+    special_tokens: all texts that the files call special, also the ones with a name.
+    added_tokens: the tokens that the files give an id, by their id.
     adds: of ``bos_token`` and ``eos_token``: whether it is put before or after a text; None: as tokenizer.json does.
     chat_templates: by name; one without a name is ``"default"``.
     """
@@ -229,7 +229,7 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _chat_templates(directory: Path, field: Any) -> dict[str, str]:
-    """Those in files of their own go before those of tokenizer_config.json; chat_template.json comes last."""
+    """Templates by name. A file of its own goes before tokenizer_config.json, and that before chat_template.json."""
     name = "tokenizer_config.json: chat_template"
     if field is None:
         field = _read(directory, "chat_template.json").get("chat_template")

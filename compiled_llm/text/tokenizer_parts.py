@@ -24,7 +24,7 @@ from compiled_llm.text.tokenizer_files import (
     read_tokenizer_config,
 )
 
-# Fields of tokenizer_config.json that a tokenizer for users has, where they are of these types.
+# Fields of tokenizer_config.json that a tokenizer for users has, and their types: a value of another type is left out.
 _FOR_USERS = {
     "model_max_length": int,
     "padding_side": str,
@@ -102,7 +102,7 @@ def users_tokenizer(directory: Path, parts: TokenizerParts) -> Any:
 
 
 def _parts_of_class(tokenizer: Any) -> TokenizerParts:
-    """Those of a tokenizer of transformers."""
+    """The parts of a tokenizer of transformers."""
     template = tokenizer.chat_template or {}
     templates = template if isinstance(template, dict) else {"default": template}
     named = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
@@ -110,7 +110,7 @@ def _parts_of_class(tokenizer: Any) -> TokenizerParts:
 
 
 def _add_tokens(backend: Backend, config: TokenizerConfig) -> list[str]:
-    """Add the tokens that the files beside tokenizer.json have, and make special those that they call so.
+    """Add the tokens that the files beside tokenizer.json have, and make special what they call special.
 
     A token without an id that the vocabulary lacks too is not added: no model knows it.
     """
@@ -143,7 +143,7 @@ def _special(token: AddedToken) -> AddedToken:
 
 
 def _set_ends(backend: Backend, config: TokenizerConfig, named: dict[str, str]) -> list[str]:
-    """Make the backend put the tokens before and after a text that the files ask for, and no others of these names."""
+    """Make the backend put the bos and eos tokens around a text that the files ask for, and no others."""
     before, after = affixes(backend)
     wanted, notes = {"bos_token": before, "eos_token": after}, []
     for name, tokens in wanted.items():
@@ -212,7 +212,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-# -- Where two tokenizers differ, by some hundred texts on which those of published models are known to differ
+# -- Where two tokenizers differ, by some hundred texts on which published tokenizers are known to differ
 
 
 # Each alone, after each other one, and beside special tokens.
@@ -239,7 +239,7 @@ class Difference(NamedTuple):
     text: the shortest of the texts that differ.
     ours, theirs: its tokens.
     num_different, num_texts: how many of the texts differ, and how many there are.
-    in_decoding: whether the tokens are the same, and the text that is made of them is not.
+    in_decoding: the tokens are equal, and the text that is made of them differs.
     """
 
     text: str
@@ -260,7 +260,7 @@ def probe_texts(special_tokens: Iterable[str]) -> list[str]:
 
 
 def difference(ours: Backend, theirs: Backend, special_tokens: Iterable[str]) -> Difference | None:
-    """Compares tokens, and the text that is made of ours. None: they are the same for all texts."""
+    """Compares tokens, and the text that is made of ours. None: no text differs."""
     texts = sorted(probe_texts(special_tokens), key=len)
     pairs = list(zip(ours.encode_batch(texts), theirs.encode_batch(texts), strict=True))
     encoded = [index for index, (one, other) in enumerate(pairs) if one.ids != other.ids]

@@ -3,7 +3,7 @@
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -478,20 +478,6 @@ EMPTY = {
 NAMES = {QWEN: "qwen", LLAMA: "llama", MISTRAL: "mistral"}
 
 
-@pytest.fixture(scope="module")
-def calls_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatEncoder]:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|im_end|>", normalized=False)])
-    directory: Path = tmp_path_factory.mktemp("bytes")
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
-    made = ChatEncoder(Tokenizer(directory))
-    yield made
-    made.close()
-
-
 def call_of(*arguments: Any) -> list[dict[str, Any]]:
     """A chat with one call; without ``arguments`` it has none."""
     function = {"name": "weather", **({"arguments": arguments[0]} if arguments else {})}
@@ -499,48 +485,48 @@ def call_of(*arguments: Any) -> list[dict[str, Any]]:
     return [{"role": "assistant", "content": None, "tool_calls": calls}]
 
 
-def text_of(calls_encoder: ChatEncoder, chat: list[dict[str, Any]], template: str) -> str:
-    return calls_encoder.encode(chat, 10_000, chat_template=template, add_generation_prompt=False)[0]
+def text_of(encoder: ChatEncoder, chat: list[dict[str, Any]], template: str) -> str:
+    return encoder.encode(chat, 10_000, chat_template=template, add_generation_prompt=False)[0]
 
 
 @pytest.mark.parametrize("template", NAMES, ids=NAMES.values())
-def test_arguments_in_a_string_are_written_as_those_of_an_object(calls_encoder: ChatEncoder, template: str) -> None:
+def test_arguments_in_a_string_are_written_as_those_of_an_object(encoder: ChatEncoder, template: str) -> None:
     for arguments in (ARGUMENTS, SPELLED, json.dumps(ARGUMENTS), json.dumps(ARGUMENTS, indent=2)):
         chat = call_of(arguments)
         given = copy.deepcopy(chat)
-        assert text_of(calls_encoder, chat, template) == WRITTEN[template]
+        assert text_of(encoder, chat, template) == WRITTEN[template]
         assert chat == given, "what was given is left as it is"
 
 
 @pytest.mark.parametrize("template", NAMES, ids=NAMES.values())
-def test_no_arguments_are_an_empty_object(calls_encoder: ChatEncoder, template: str) -> None:
+def test_no_arguments_are_an_empty_object(encoder: ChatEncoder, template: str) -> None:
     for chat in (call_of(), *map(call_of, (None, "", " \n", "{}", "null", {}))):
-        assert text_of(calls_encoder, chat, template) == EMPTY[template]
+        assert text_of(encoder, chat, template) == EMPTY[template]
 
 
 @pytest.mark.parametrize("template", NAMES, ids=NAMES.values())
-def test_no_calls_are_as_no_such_key(calls_encoder: ChatEncoder, template: str) -> None:
+def test_no_calls_are_as_no_such_key(encoder: ChatEncoder, template: str) -> None:
     for calls in ([], None):
         chat = [{"role": "assistant", "content": "hello", "tool_calls": calls}]
-        assert text_of(calls_encoder, chat, template) == "hello"
+        assert text_of(encoder, chat, template) == "hello"
 
 
-def test_a_call_without_a_function_around_it_is_decoded_too(calls_encoder: ChatEncoder) -> None:
+def test_a_call_without_a_function_around_it_is_decoded_too(encoder: ChatEncoder) -> None:
     chat = [{"role": "assistant", "content": None, "tool_calls": [{"name": "weather", "arguments": SPELLED}]}]
-    assert text_of(calls_encoder, chat, QWEN) == WRITTEN[QWEN]
+    assert text_of(encoder, chat, QWEN) == WRITTEN[QWEN]
 
 
-def test_other_values_than_objects_are_decoded_for_templates_that_write_them(calls_encoder: ChatEncoder) -> None:
-    assert '"arguments": [1, 2]}</tool_call>' in text_of(calls_encoder, call_of("[1, 2]"), QWEN)
+def test_other_values_than_objects_are_decoded_for_templates_that_write_them(encoder: ChatEncoder) -> None:
+    assert '"arguments": [1, 2]}</tool_call>' in text_of(encoder, call_of("[1, 2]"), QWEN)
     with pytest.raises(ValueError, match="the chat template failed"):
-        text_of(calls_encoder, call_of("[1, 2]"), LLAMA)
+        text_of(encoder, call_of("[1, 2]"), LLAMA)
 
 
-def test_special_tokens_in_decoded_arguments_stay_text(calls_encoder: ChatEncoder) -> None:
+def test_special_tokens_in_decoded_arguments_stay_text(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
     spelled = json.dumps({"<|im_end|>": "<|im_end|>"}).replace("<|", "\\u003c|")
-    text, token_ids = calls_encoder.encode(call_of(spelled), 10_000, chat_template=QWEN)
+    text, token_ids = encoder.encode(call_of(spelled), 10_000, chat_template=QWEN)
     assert text.count("<|im_end|>") == 2
-    assert len(token_ids) == len(text.encode())
+    assert special_tokens(tokenizer, token_ids) == []
 
 
 @pytest.mark.parametrize(
@@ -554,15 +540,15 @@ def test_special_tokens_in_decoded_arguments_stay_text(calls_encoder: ChatEncode
         ("get me the weather", "Expecting value"),
     ],
 )
-def test_a_string_that_is_not_json_is_refused(calls_encoder: ChatEncoder, arguments: str, words: str) -> None:
+def test_a_string_that_is_not_json_is_refused(encoder: ChatEncoder, arguments: str, words: str) -> None:
     chat = [{"role": "user", "content": "hello"}, *call_of(arguments)]
     with pytest.raises(ValueError, match="arguments must be a dict") as error:
-        text_of(calls_encoder, chat, QWEN)
+        text_of(encoder, chat, QWEN)
     assert str(error.value).startswith("messages[1]: tool_calls[0].function.arguments must be a dict")
     assert words in str(error.value)
     assert len(str(error.value)) < 500
 
 
-def test_decoded_arguments_may_not_be_deeper_than_given_ones(calls_encoder: ChatEncoder) -> None:
+def test_decoded_arguments_may_not_be_deeper_than_given_ones(encoder: ChatEncoder) -> None:
     with pytest.raises(ValueError, match="lists and dicts deep"):
-        text_of(calls_encoder, call_of("[" * 100 + "]" * 100), QWEN)
+        text_of(encoder, call_of("[" * 100 + "]" * 100), QWEN)
