@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
@@ -88,16 +87,25 @@ def test_bundled_prompts_and_the_summary(capsys: Capture) -> None:
     assert "def " in out
 
 
-def test_a_check_prints_one_table(monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"import number{n}\n" for n in range(6)))
-    command = ["--enforce-eager", "--bucket-sizes", "4", "--num-kv-blocks", "100", "--check", "--input", str(prompts)]
-    assert run(*command) == 0
-    out = capsys.readouterr().out
-    assert out.count("agrees") == out.count("import number") == 4
-    monkeypatch.setattr("compiled_llm.engine.check._TOLERANCES", {torch.bfloat16: 1e-6})
-    assert run(*command) == 1
-    assert capsys.readouterr().out.count("DIFFERS") == 4
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_check_is_of_the_first_prompts_and_decides_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path, agrees: bool
+) -> None:
+    class Report:
+        """As ``CompiledEngine.check`` returns it (tests/engine/test_check.py)."""
+
+        def __init__(self, engine: CompiledEngine, prompts: list[Any]) -> None:
+            self.agrees, self.prompts = agrees, prompts
+
+        def __str__(self) -> str:
+            return f"table of {self.prompts}"
+
+    monkeypatch.setattr(CompiledEngine, "check", lambda engine, prompts: Report(engine, prompts))
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt_token_ids": [n]} for n in range(6)])
+    engine = [flag for flag in FAST if flag not in ("--max-tokens", "6")]
+    assert run(*engine, "--check", "--input", str(prompts)) == (0 if agrees else 1)
+    first = [{"prompt_token_ids": [n]} for n in range(4)]
+    assert capsys.readouterr().out == f"table of {first}\n"
 
 
 def test_a_report_and_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
