@@ -54,7 +54,7 @@ class FlagParser(argparse.ArgumentParser):
 
         Args:
             check: gets the arguments, and may complete them.
-            least: smallest value of the arguments of these names, and of each value in a list; None is no value.
+            least: by the name of an argument its smallest value, or that of each value in a list; None is no value.
         """
         args = self.parse_args()
         with self.ending_errors():
@@ -121,7 +121,7 @@ def _cut(text: str) -> str:
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
-    """``ValueError`` unless each value of the arguments of these names, lists or numbers, is as large as given here."""
+    """``ValueError`` unless each value of the named arguments, lists or numbers, is at least as large as given here."""
     for name, low in least.items():
         given = getattr(args, name)
         if given is not None and not min(given if isinstance(given, tuple | list) else [given]) >= low:
@@ -148,9 +148,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name.
+    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of that name.
 
-    A flag that is not given leaves no attribute: ``sampling_arguments`` are those that were. ``defaults`` are shown.
+    A flag that is not given leaves no attribute: ``sampling_arguments`` has the given ones. ``defaults`` are shown.
     """
     _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, default=argparse.SUPPRESS)
 

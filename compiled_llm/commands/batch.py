@@ -25,10 +25,9 @@ import sys
 from collections.abc import Sequence
 
 from compiled_llm.api.command_line import errors_end
-from compiled_llm.offline.file_checks import check_files, check_writable
+from compiled_llm.offline.files import check_files, check_writable, manifest_path
 from compiled_llm.offline.flags import parse_arguments
-from compiled_llm.offline.manifest import manifest_path
-from compiled_llm.offline.process import GuardedStream, StopSignals
+from compiled_llm.system.process import GuardedStream, StopSignals
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Collection
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.api.structured_outputs import StructuredOutputsParams
 from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState

@@ -5,16 +5,17 @@ import hashlib
 import time
 from collections.abc import Sequence
 
+from compiled_llm.api.argument_checks import UnservableError
 from compiled_llm.api.config import EngineConfig, EngineLimits
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.unservable import UnservableError
 from compiled_llm.constraints.mask_maker import MaskMaker
 from compiled_llm.constraints.token_masks import TokenMask
 from compiled_llm.engine.completions import Completion, UserRequest
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.request import Request, RequestId
 from compiled_llm.step.logits_transforms import LogitsTransform, field_rows
+from compiled_llm.text.output_text import OutputText
 from compiled_llm.text.prompts import (
     Capacity,
     EncodedPrompt,
@@ -24,7 +25,7 @@ from compiled_llm.text.prompts import (
     encode_prompt,
     encode_scored,
 )
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""The process of an offline run: signals that end it, output streams that fail, and errors of files."""
+"""This process: signals that stop it, and output streams that fail."""
 
 import contextlib
 import io
@@ -54,15 +54,6 @@ class StopSignals:
         for each in self._handlers:
             signal.signal(each, signal.SIG_DFL)
         raise KeyboardInterrupt(number)
-
-
-@contextlib.contextmanager
-def naming(file: str) -> Iterator[None]:
-    """An ``OSError`` in it gets a message that names ``file``."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"{file}: {error.strerror}") from error
 
 
 class GuardedStream:
