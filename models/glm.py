@@ -9,10 +9,9 @@ from typing import Any
 from compiled_llm.models import llama
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import LlamaConfig, Weights
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 

@@ -10,13 +10,15 @@ from compiled_llm.models import llama
 from compiled_llm.models.config import FULL, ModelConfig
 from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.family import Family, MixedLayers
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.short_convolution import ShortConvolutionWeights
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.layers.short_convolution import ShortConvolutionWeights, gated_convolution
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import TakeMlp, Weights
+from compiled_llm.models.llama import LayerWeights, TakeMlp, Weights
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
@@ -98,6 +100,20 @@ def layers(config: Lfm2Config) -> MixedLayers:
     return tuple(state if kind == CONVOLUTION else attention for kind in config.layer_types)
 
 
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Lfm2Config, layers: MixedLayers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        if isinstance(spec, StateSpec):
+            x = x + gated_convolution(normed, w.attention, spec, cache, step)
+        else:
+            x = x + attention(normed, w.attention, cos_sin, spec, cache, step)
+        x = x + mlp(x.normed(w.mlp_norm), w.mlp)
+    return x.tensor()
+
+
 def sizes(config: Any) -> dict[str, Any]:
     """The size of the MLPs, which the file may give before it is cut to two thirds and rounded up."""
     size = config.intermediate_size
@@ -120,7 +136,7 @@ FAMILY = Family(
     Lfm2Config,
     take,
     layers,
-    llama.forward,
+    forward,
     llama.head,
     old_fields=(
         "norm_eps",

@@ -13,10 +13,9 @@ from compiled_llm.models import llama, mistral
 from compiled_llm.models.family import Family
 from compiled_llm.models.glm import take_mlp
 from compiled_llm.models.layers.attention import AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import LlamaConfig, Weights
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.mistral import MistralConfig
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source

@@ -15,12 +15,14 @@ from compiled_llm.models.config import FULL
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.layers.delta_net import DeltaNetWeights
-from compiled_llm.models.layers.gated_attention import gated_attended, take_gated_attention
+from compiled_llm.models.layers.delta_net import DeltaNetWeights, delta_net
+from compiled_llm.models.layers.gated_attention import gated_attention, take_gated_attention
+from compiled_llm.models.layers.mlp import mlp
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear, Part
-from compiled_llm.models.llama import Experts, LlamaConfig, TakeMlp, Weights
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, TakeMlp, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
@@ -128,17 +130,18 @@ def layers(config: Qwen35Config) -> MixedLayers:
     return tuple(state if kind == LINEAR else attention for kind in config.layer_types)
 
 
-def forward(
-    weights: Weights,
-    step: StepInput,
-    kv_cache: KVCache,
-    config: Any,
-    layers: MixedLayers,
-    max_query_len: int,
-    experts: Experts | None = None,
-) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; keys, values and states go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts, gated_attended)
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        if isinstance(spec, StateSpec):
+            x = x + delta_net(normed, w.attention, spec, cache, step)
+        else:
+            x = x + gated_attention(normed, w.attention, cos_sin, spec, cache, step)
+        x = x + mlp(x.normed(w.mlp_norm), w.mlp)
+    return x.tensor()
 
 
 def read_ropes(config: Any) -> tuple[Rope, ...]:

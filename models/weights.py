@@ -11,11 +11,11 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights
-from compiled_llm.models.layers.norm import LayerNorm
+from compiled_llm.models.layers.residual import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put, PutQuantized
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, Part, Put, PutQuantized
 from compiled_llm.models.linears.published import in_order_of
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Wanted
@@ -148,7 +148,7 @@ class Source:
         part = part._replace(role="embedding")
         return self._linears.take_table(_PartsTake(self, [part]), part)
 
-    def experts(self, experts: Sequence[Sequence[Part]], top_k: int, stacked: str | None = None) -> Experts:
+    def experts(self, experts: Sequence[Sequence[Part]], top_k: int, stacked: str | None = None) -> GroupedLinear:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts.
 
         Their weights may be one tensor ``stacked``, if it is given; see ``may_be_stacked``.
@@ -199,7 +199,7 @@ class Source:
         in_turn: int = 1,
         transposed: bool = True,
         bias: bool = True,
-    ) -> Experts:
+    ) -> GroupedLinear:
         """The layers of experts that lie in one tensor, ``name``.
 
         It is ``[num_experts, in_features, out_features]`` where ``transposed``, else the last two are in turn, as they
@@ -343,16 +343,16 @@ def linears(weights: Any) -> list[Linear]:
     return list({id(linear): linear for linear in found}.values())
 
 
-def experts(weights: Any) -> list[Experts]:
+def experts(weights: Any) -> list[GroupedLinear]:
     """The layers of all mixtures of experts in a weights tuple."""
     if not isinstance(weights, tuple):
         return []
-    if isinstance(weights, Experts):
+    if isinstance(weights, GroupedLinear):
         return [weights]
     return [found for item in weights for found in experts(item)]
 
 
-def linear_layers(weights: Any) -> list[Linear | Experts]:
+def linear_layers(weights: Any) -> list[Linear | GroupedLinear]:
     """All linear layers of a weights tuple, those of experts included."""
     return [*linears(weights), *experts(weights)]
 
@@ -372,6 +372,6 @@ def bytes_to_read(weights: Any) -> int:
     """
     if isinstance(weights, Tensor | Linear):
         return weights.nbytes
-    if isinstance(weights, Experts | UsedExperts):
+    if isinstance(weights, GroupedLinear | UsedExperts):
         return 0
     return sum(map(bytes_to_read, weights)) if isinstance(weights, tuple) else 0

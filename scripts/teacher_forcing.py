@@ -26,6 +26,7 @@ from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.attention import kv_quant
@@ -116,7 +117,7 @@ def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) ->
     step, functions = step_input(model, kv_cache, token_ids, start), family_of(model.config)
     with torch.no_grad():
         layers = functions.layers(model.config)
-        hidden = functions.forward(model.weights, step, kv_cache, model.config, layers, len(token_ids))
+        hidden = functions.forward(model.weights, step, kv_cache, model.config, for_queries(layers, len(token_ids)))
         return functions.head(model.weights, hidden[step.logits_indices], model.config), []
 
 

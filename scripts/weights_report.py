@@ -61,6 +61,7 @@ from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linear_layers, tensors
@@ -161,7 +162,7 @@ def run_with_layer(
     weights = model.weights._replace(layers=model.weights.layers[:end])
     layers = functions.layers(model.config)[:end]
     with torch.no_grad():
-        hidden = functions.forward(weights, step, kv_cache[:end], model.config, layers, len(token_ids))
+        hidden = functions.forward(weights, step, kv_cache[:end], model.config, for_queries(layers, len(token_ids)))
     return logits, [hidden]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.models.weights import bytes_to_read, experts, linear_layers
 
@@ -183,10 +183,10 @@ class ModelWork:
         return max(self.bytes(work) / bytes_per_second, self.flops(work) / flops_per_second)
 
 
-def _flops_per_row(linear: Linear | Experts) -> int:
-    return 2 * linear.in_features * linear.out_features * (linear.top_k if isinstance(linear, Experts) else 1)
+def _flops_per_row(linear: Linear | GroupedLinear) -> int:
+    return 2 * linear.in_features * linear.out_features * (linear.top_k if isinstance(linear, GroupedLinear) else 1)
 
 
-def _expert_bytes(layers: Sequence[Experts]) -> float:
+def _expert_bytes(layers: Sequence[GroupedLinear]) -> float:
     """An expert has two layers: into its inner size, and out of it."""
     return sum(layer.nbytes for layer in layers) / max(1, sum(layer.num_experts for layer in layers) / 2)

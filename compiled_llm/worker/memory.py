@@ -14,7 +14,7 @@ import torch
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.system.resources import free_memory, total_memory
@@ -300,9 +300,9 @@ def estimated_activations(
     return limits.token_bucket_sizes[-1] * per_token * dtype.itemsize + logits * len(limits.decode_bucket_sizes)
 
 
-def _width(linear: Linear | Experts) -> int:
+def _width(linear: Linear | GroupedLinear) -> int:
     """Elements of a token that go into a linear layer, and come out."""
-    return (linear.in_features + linear.out_features) * (linear.top_k if isinstance(linear, Experts) else 1)
+    return (linear.in_features + linear.out_features) * (linear.top_k if isinstance(linear, GroupedLinear) else 1)
 
 
 def free_bytes(device: torch.device) -> int:

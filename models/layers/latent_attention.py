@@ -15,15 +15,15 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import LayerCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, where_keys_are
+from compiled_llm.models.layers.attention import AttentionSpec, keys_of
+from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
 from compiled_llm.models.layers.rope import head_arrangement
-from compiled_llm.models.linears.fused import normed_linear
 from compiled_llm.models.linears.heads import HeadLinear, HeadRows
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rotary_latent_attention, rotary_latent_decode_attention
 
-_EPS = 1e-6  # of the norms of latents: transformers' default, whatever rms_norm_eps is
+LATENT_EPS = 1e-6  # of the norms of latents: transformers' default, whatever rms_norm_eps is
 
 
 class LatentAttentionWeights(NamedTuple):
@@ -108,36 +108,32 @@ def _behind(arrange: Callable[[Tensor], Tensor] | None, first: int, turned: int)
     return arranged
 
 
-def latent_attended(
-    qkv: Tensor,
+def latent_attention(
+    x: Normed,
     w: LatentAttentionWeights,
     cos_sin: Tensor,
+    spec: AttentionSpec,
     cache: LayerCache,
     step: StepInput,
-    spec: AttentionSpec,
-    eps: float,
-    max_query_len: int,
+    heads: HeadRows,
     query_scale: Tensor | None = None,
-    *,
-    where: HeadRows,
-) -> Tensor:
-    """What the layer ``w.o`` takes, ``[T, N * v]``; as ``attended``. ``where`` is that of ``HeadLinear.apply``."""
+) -> BlockOutput:
+    """As ``attention``; ``heads`` says where heads have their rows."""
+    eps = LATENT_EPS
+    qkv = x.linear(w.qkv)
     queries, latent, k_turned = qkv.split(
         [qkv.shape[1] - spec.latent_dim - spec.head_dim, spec.latent_dim, spec.head_dim], dim=-1
     )
     if w.q_up is not None:
-        assert w.q_norm is not None
-        queries = normed_linear(queries, None, w.q_norm, _EPS, w.q_up)[1]
-    heads = queries.unflatten(-1, (spec.num_heads, -1))
-    q, q_turned = heads.split([heads.shape[-1] - spec.head_dim, spec.head_dim], dim=-1)
+        queries = Residual(queries, eps).normed(w.q_norm).linear(w.q_up)
+    by_head = queries.unflatten(-1, (spec.num_heads, -1))
+    q, q_turned = by_head.split([by_head.shape[-1] - spec.head_dim, spec.head_dim], dim=-1)
     if query_scale is not None:
         q = q * query_scale[:, None]
-    new = w.q_to_latent.apply(q, where), q_turned, k_turned[:, None], latent[:, None], cos_sin, w.norm, query_scale
-    how: dict[str, Any] = {"eps": _EPS, "sm_scale": spec.scale, "window": spec.masked_window}
+    new = w.q_to_latent.apply(q, heads), q_turned, k_turned[:, None], latent[:, None]
+    turn, scores = (cos_sin, w.norm, query_scale, eps), spec.scores()
     if spec.plan is not None:
-        attended = rotary_latent_decode_attention(*new, *cache, step.plans[spec.plan], **how)
+        seen = rotary_latent_decode_attention(*new, *turn, cache, step.plans[spec.plan], scores)
     else:
-        attended = rotary_latent_attention(
-            *new, *where_keys_are(cache, step, spec), max_query_len=max_query_len, exact=spec.exact, **how
-        )
-    return w.latent_to_value.apply(attended, where).flatten(1)
+        seen = rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), scores)
+    return BlockOutput(w.latent_to_value.apply(seen, heads).flatten(1), w.o)

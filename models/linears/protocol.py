@@ -101,7 +101,7 @@ class Linear(Protocol):
 
 
 @runtime_checkable
-class Experts(Protocol):
+class GroupedLinear(Protocol):
     """``x @ W[e].T + bias[e]`` for each expert e of a mixture, however ``W`` is kept.
 
     A NamedTuple as ``Linear`` is, and as pure.
@@ -153,7 +153,7 @@ class LinearKind(Protocol):
     def take_table(self, take: Take, part: Part) -> Linear:
         """A table of which a step reads single rows: an embedding that is not the head as well."""
 
-    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> GroupedLinear:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
 
     def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_llm.models.linears.experts import take_biases
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put, PutQuantized, Take
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, Part, Put, PutQuantized, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
 from compiled_llm.models.linears.quantized import Scheme as Computed
 from compiled_llm.models.quantized.plan import QuantizationPlan
@@ -81,7 +81,7 @@ class Published:
             )
         return self.take(take, [part])
 
-    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> GroupedLinear:
         parts = [part for each in experts for part in each]
         schemes = [self._scheme(part) for part in parts]
         first = schemes[0]

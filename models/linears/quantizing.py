@@ -13,7 +13,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import take_biases
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, Part, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized, quantize_into
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
@@ -114,7 +114,7 @@ class Quantizing:
     def take_table(self, take: Take, part: Part) -> Linear:
         return Dense.take(take, [part]) if self.scheme(part) is None else self.take(take, [part])
 
-    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> GroupedLinear:
         schemes = {self.scheme(part) for parts in experts for part in parts}
         if len(schemes) > 1:
             raise ValueError(

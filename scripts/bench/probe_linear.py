@@ -28,10 +28,10 @@ from turns import wait_for_turn
 
 from compiled_llm import ops
 from compiled_llm.api.command_line import FlagParser
+from compiled_llm.models.layers.residual import BlockOutput, Residual
 from compiled_llm.models.linears import fused as layers
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
-from compiled_llm.models.linears.fused import added_linear, normed_linear
 from compiled_llm.ops.linear import product_choices
 from compiled_llm.ops.linear.product_choices import Choice, LinearTile
 from compiled_llm.ops.linear.surroundings import Surroundings, surrounded
@@ -229,12 +229,12 @@ def chain(model: str, rows: int, cases: dict[str, Any], buffer: Tensor, log: dic
     def layer(copy: int, kind: Any) -> None:
         parts = buffer[copy * size : (copy + 1) * size].split([outputs * inputs for outputs, inputs in shapes])
         qkv, o, gate_up, down = (kind(part.view(shape)) for part, shape in zip(parts, shapes, strict=True))
-        y, _ = normed_linear(x, None, norm, EPS, qkv)
-        y, delta = added_linear(y, o, heads)
-        y, products = normed_linear(y, delta, norm, EPS, gate_up, "silu")
-        y, delta = added_linear(y, down, products)
-        if delta is not None:
-            ops.add_rms_norm(y, delta, norm, EPS)
+        y = Residual(x, EPS)
+        y.normed(norm).linear(qkv)
+        y = y + BlockOutput(heads, o)
+        y = y + BlockOutput(y.normed(norm).linear(gate_up, "silu"), down)
+        if y.delta is not None:
+            y.normed(norm).tensor()
 
     def engine(copy: int) -> None:
         layer(copy, Dense)
