@@ -43,7 +43,7 @@ class FlagParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options}, add_help=False)
+        super().__init__(*args, **{"allow_abbrev": False, **options, "add_help": False})
         self._positionals.title, self._optionals.title = "arguments", "flags"
         self.elsewhere: dict[str, str] = {}
         self.seldom: set[str] = set()
