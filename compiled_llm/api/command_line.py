@@ -15,7 +15,7 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -180,12 +180,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         parser._has_engine_arguments = True
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), /, **defaults: Any) -> None:
     """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name.
 
     A flag that is not given leaves no attribute: ``sampling_arguments`` are those that were. ``defaults`` are shown.
+
+    Args:
+        without: parameters that would have no effect in a program, and get no flag.
     """
-    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, default=argparse.SUPPRESS)
+    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, without, default=argparse.SUPPRESS)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -215,11 +218,12 @@ def _add(
     cls: type,
     elsewhere: Mapping[str, str],
     shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    without: Collection[str] = (),
     **common: Any,
 ) -> None:
     group = parser.add_argument_group(title)
     hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
-    fields = {_flag_name(cls, field.name): field for field in dataclasses.fields(cls)}
+    fields = {_flag_name(cls, field.name): field for field in dataclasses.fields(cls) if field.name not in without}
     most_used = [name for name in _MOST_USED if name in fields]
     for name in dict.fromkeys([*most_used, *fields]):
         field = fields[name]
