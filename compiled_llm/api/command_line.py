@@ -207,6 +207,29 @@ def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams
     return SamplingParams(**{**defaults, **sampling_arguments(args)})
 
 
+def sampling_value(name: str, text: str, without: Collection[str] = ()) -> Any:
+    """The value that ``text`` gives to a sampling parameter, as it would after its flag.
+
+    Raises:
+        ValueError: there is no such parameter, it is one of ``without``, or the text is no value of its type.
+    """
+    hints = {name: hint for name, hint in typing.get_type_hints(SamplingParams).items() if name not in without}
+    field = name.replace("-", "_")
+    if field not in hints:
+        hint = name_hint(field, list(hints), SAMPLING_PARAMETERS)
+        raise ValueError(f"there is no sampling parameter {name!r:.100}{hint and ': ' + hint}")
+    parser = FlagParser(prog="", exit_on_error=False)
+    action = parser.add_argument("--value", **_options(hints[field]))
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{field} must be true or false, given {text!r:.100}")
+        return text.lower() == "true"
+    try:
+        return vars(parser.parse_known_args([f"--value={text}"])[0])["value"]
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{field}: {error.message}") from error
+
+
 def _flag_name(cls: type, name: str) -> str:
     of_both = name in {field.name for field in dataclasses.fields(EngineConfig)}
     return f"sampling_{name}" if cls is SamplingParams and of_both else name

@@ -11,6 +11,7 @@ package of such files with a table ``COMMANDS`` of its own. What is more than fl
 # Name -> what it does, in a line of ``compiled-llm --help``, the most used first.
 COMMANDS = {
     "generate": "complete a text, and print the answer as it comes",
+    "chat": "talk with a model in the terminal",
     "batch": "serve files of rows, and write a result for each",
     "version": "versions, processor, GPU and the directory of what was compiled",
     "completion": "a script that completes commands and flags in bash, zsh or fish",

@@ -34,7 +34,7 @@ NOT_PRINTED = ("logprobs", "prompt_logprobs", "detokenize", "output_kind")
 
 def parser(program: str) -> FlagParser:
     parser = FlagParser(prog=program, description="Complete a text, and print the answer as it comes.")
-    parser.add_argument("text", nargs="*", metavar="TEXT", help="what to complete, in quotes; - reads standard input")
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="what to complete, in quotes, or - for standard input")
     parser.add_argument("--quiet", action="store_true", help="print the answer alone")
     add_sampling_arguments(parser, NOT_PRINTED, **DEFAULT_SAMPLING)
     add_engine_arguments(parser)
