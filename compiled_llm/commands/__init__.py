@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": "complete a text, and print the answer as it comes",
     "chat": "talk with a model in the terminal",
     "batch": "serve files of rows, and write a result for each",
+    "check": "what there is to know of a model before it is served",
     "version": "versions, processor, GPU and the directory of what was compiled",
     "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
