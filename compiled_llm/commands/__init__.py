@@ -1,6 +1,19 @@
-"""The commands of ``compiled-llm``: a file each, with ``main(program, arguments) -> exit status``."""
+"""The commands of ``compiled-llm``: a file each, which has
 
-# Name -> what it does, in a line of ``compiled-llm --help``. A command's file is imported when the command runs.
+    parser(program) -> FlagParser               its flags, for the help and for completion in a shell
+    main(program, arguments) -> exit status     what it does
+
+``program`` is what the user typed before the flags, such as ``"compiled-llm batch"``. A file imports torch within
+``main`` alone, so that help and completion come at once. Commands that belong together, such as benchmarks, are a
+package of such files with a table ``COMMANDS`` of its own. What is more than flags and printing lies in another room.
+"""
+
+# Name -> what it does, in a line of ``compiled-llm --help``, the most used first.
 COMMANDS = {
+    "generate": "complete a text, and print the answer as it comes",
+    "chat": "talk with a model in the terminal",
     "batch": "serve files of rows, and write a result for each",
+    "check": "what there is to know of a model before it is served",
+    "version": "versions, processor, GPU and the directory of what was compiled",
+    "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
