@@ -49,14 +49,20 @@ class FlagParser(argparse.ArgumentParser):
             self._refuse(unknown)
         return parsed
 
-    def parse_checked(self, check: Callable[[Any], object] | None = None, **least: float) -> Any:
+    def parse_checked(
+        self,
+        check: Callable[[Any], object] | None = None,
+        arguments: Sequence[str] | None = None,
+        **least: float,
+    ) -> Any:
         """The arguments. A ``ValueError`` of ``check`` ends the program as other bad arguments do, with status 2.
 
         Args:
             check: gets the arguments, and may complete them.
+            arguments: the words; None: those of this process.
             least: smallest value of the arguments of these names, and of each value in a list; None is no value.
         """
-        args = self.parse_args()
+        args = self.parse_args(arguments)
         with self.ending_errors():
             check_least(args, **least)
             if check is not None:
@@ -140,10 +146,10 @@ def errors_end(
         raise SystemExit(status) from error
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every engine argument."""
-    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS)
-    if isinstance(parser, FlagParser):
+def add_engine_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """A flag for every engine argument, or for those of these ``names`` alone."""
+    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS, names=names)
+    if isinstance(parser, FlagParser) and not names:
         parser._has_engine_arguments = True
 
 
@@ -182,11 +188,14 @@ def _add(
     cls: type,
     elsewhere: Mapping[str, str],
     shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    names: Sequence[str] = (),
     **common: Any,
 ) -> None:
     group = parser.add_argument_group(title)
     hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
     for field in dataclasses.fields(cls):
+        if names and field.name not in names:
+            continue
         name = _flag_name(cls, field.name)
         default = shown_defaults.get(field.name, field.default)
         text = docs.get(field.name, "").replace("%", "%%")

@@ -1,42 +1,27 @@
-"""Find fast tiles for the attention kernels on this GPU and write them where the kernels look for them.
-
-    python scripts/tune_attention.py                                         # bfloat16 and int8 caches of usual models
-    python scripts/tune_attention.py --head-dim 256 --kv-cache-dtype fp8     # one more shape: the file keeps the others
-    python scripts/tune_attention.py --seconds 1200 --output /tmp/tiles.json
+"""Tiles of the attention kernels that are fast on this GPU.
 
 For each shape, a head_dim and a dtype of the cache, the search starts from the tiles in use and treats one kind of step
 after the other: decodes, queries of a few tokens, prompts. A candidate must give the same output up to rounding and be
-2% faster over all steps of the kind. ``--seconds`` is divided among the shapes; candidates closest to the start are
-tried first, so a short search tries only these. The file, ``ops/tiles/<GPU>.json`` or ``--output``, is used by every
-engine that is started after that.
-
-Exit status: 0, or 2 without a CUDA GPU.
+2% faster over all steps of the kind. The file, ``ops/tiles/<GPU>.json`` or another, is used by every engine that is
+started after that.
 """
 
-import argparse
 import itertools
-import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-import bench.own_checkout
 import torch
 from torch import Tensor
 
-from compiled_llm.api.command_line import FlagParser
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention import tiles as attention_tiles
 from compiled_llm.ops.attention.tiles import TileConfig
-from compiled_llm.system import hardware as machine
-from compiled_llm.system.gpu_packages import check_triton
+from compiled_llm.tuning.search import Gpu, graph_seconds, search
 
-Config = TypeVar("Config")
 KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Fields of the tiles that are searched together. STEPS: the steps that they are timed on, as (requests, query length,
 # tokens before the query).
@@ -86,30 +71,6 @@ def candidates(start: TileConfig, kind: str, head_dim: int, cache_bytes: int, sh
         if loads <= shared_memory and replace(start, **changes) != start:
             found.append((sum(getattr(start, name) != value for name, value in changes.items()), changes))
     return [replace(start, **changes) for _, changes in sorted(found, key=lambda pair: pair[0])]
-
-
-def search(
-    start: Config,
-    configs: Iterable[Config],
-    measure: Callable[[Config], float],
-    seconds: float,
-    now: Callable[[], float] = time.perf_counter,
-) -> tuple[Config, float, int]:
-    """The best of ``configs`` by ``measure``, its cost relative to ``start``, and how many were tried.
-
-    ``start`` stays the best where nothing is 2% better. Ends after ``seconds``, but measures ``start`` in any case.
-    """
-    end = now() + seconds
-    base = best_cost = measure(start)
-    best, tried = start, 0
-    for config in configs:
-        if now() > end:
-            break
-        tried += 1
-        cost = measure(config)
-        if cost < 0.98 * best_cost:
-            best, best_cost = config, cost
-    return best, best_cost / base, tried
 
 
 class Step:
@@ -192,24 +153,6 @@ class Step:
         return graph_seconds(lambda layer: self.run(layer, tiles), len(self.caches))
 
 
-def graph_seconds(run: Callable[[int], object], layers: int) -> float:
-    """Median time of one call, of a CUDA graph of ``run(0)`` to ``run(layers - 1)``. It has run before."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            run(layer)
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / layers)
-    return statistics.median(times)
-
-
 def tune(head_dim: int, kv_dtype: torch.dtype, start: TileConfig, seconds: float, shared_memory: int) -> TileConfig:
     """All kinds of steps in turn, each with an even share of the time that is left."""
     end = time.perf_counter() + seconds
@@ -228,37 +171,26 @@ def tune(head_dim: int, kv_dtype: torch.dtype, start: TileConfig, seconds: float
     return config
 
 
-def main() -> int:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--kv-cache-dtype", nargs="+", choices=KV_DTYPES, default=["auto", "int8"])
-    parser.add_argument("--seconds", type=float, default=600, help="for all shapes together (default: 600)")
-    parser.add_argument("--output", type=Path, help="file to write (default: the one that the kernels read)")
-    args = parser.parse_checked(lambda args: check_triton("tune_attention.py"))
-    if not torch.cuda.is_available():
-        print("tune_attention: no CUDA GPU here (torch.cuda.is_available() is False); nothing to tune", file=sys.stderr)
-        return 2
+def tune_file(path: Path, gpu: Gpu, head_dims: Sequence[int], kv_cache_dtypes: Sequence[str], seconds: float) -> None:
+    """Tune every shape and write its tiles to ``path``, which keeps those of other shapes.
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    properties, capability = torch.cuda.get_device_properties(device), torch.cuda.get_device_capability(device)
-    for name in args.kv_cache_dtype:
-        kv_quant.check_capability(KV_DTYPES[name], capability)
-    path = args.output or attention_tiles.path_of(properties.name)
+    Args:
+        kv_cache_dtypes: names of ``KV_DTYPES``.
+        seconds: for all shapes together.
+
+    Raises:
+        ValueError: the GPU has no such dtype, or the file is none of tiles.
+    """
+    for name in kv_cache_dtypes:
+        kv_quant.check_capability(KV_DTYPES[name], gpu.capability)
     configs = dict(attention_tiles.load(path))
-    shapes = list(itertools.product(args.head_dim, args.kv_cache_dtype))
+    shapes = list(itertools.product(head_dims, kv_cache_dtypes))
     torch.manual_seed(0)
     for head_dim, name in shapes:
         kv_dtype = KV_DTYPES[name]
         print(f"head_dim {head_dim}, kv_cache_dtype {name}", flush=True)
-        default = attention_tiles.default_config(head_dim, 2, kv_dtype.itemsize, capability)
+        default = attention_tiles.default_config(head_dim, 2, kv_dtype.itemsize, gpu.capability)
         key = attention_tiles.key(head_dim, 2, kv_dtype.itemsize)
-        limit = properties.shared_memory_per_block_optin
-        configs[key] = tune(head_dim, kv_dtype, configs.get(key, default), args.seconds / len(shapes), limit)
-        attention_tiles.save(path, properties.name, configs)
-    print(f"written: {path}")
-    print(json.dumps({"benchmark": "tune_attention", "tiles": str(path), "machine": machine.describe(device)}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        start = configs.get(key, default)
+        configs[key] = tune(head_dim, kv_dtype, start, seconds / len(shapes), gpu.shared_memory)
+        attention_tiles.save(path, gpu.name, configs)
