@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,53 +78,52 @@ class Step:
     """One kind of call over the caches of several layers, as one CUDA graph."""
 
     def __init__(
-        self, num_requests: int, query_len: int, context_len: int, head_dim: int, kv_dtype: torch.dtype
+        self,
+        num_requests: int,
+        query_len: int,
+        context_len: int,
+        head_dim: int,
+        kv_dtype: torch.dtype,
+        device: str = "cuda",
     ) -> None:
-        cuda = {"device": "cuda"}
+        from compiled_llm.ops.attention.triton_decode import Turning
+
+        on: dict[str, Any] = {"device": device}
         seq_len = query_len + context_len
         width = -(-seq_len // BLOCK_SIZE)
         num_blocks = num_requests * width
         layer_bytes = 2 * num_blocks * NUM_KV_HEADS * BLOCK_SIZE * head_dim * kv_dtype.itemsize
         tokens = num_requests * query_len
-        qkv = torch.randn(tokens, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim, dtype=torch.bfloat16, **cuda)
-        table = torch.randperm(num_blocks, **cuda).int().view(num_requests, width)
-        positions = torch.arange(context_len, seq_len, **cuda)
+        qkv = torch.randn(tokens, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim, dtype=torch.bfloat16, **on)
+        table = torch.randperm(num_blocks, **on).int().view(num_requests, width)
+        positions = torch.arange(context_len, seq_len, **on)
         slots = table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         self.inputs = qkv.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
         self.lengths = (
             slots.flatten().int(),
             table,
-            torch.arange(num_requests + 1, dtype=torch.int32, **cuda) * query_len,
-            torch.full((num_requests,), seq_len, dtype=torch.int32, **cuda),
+            torch.arange(num_requests + 1, dtype=torch.int32, **on) * query_len,
+            torch.full((num_requests,), seq_len, dtype=torch.int32, **on),
         )
         self.query_len, self.scores = query_len, (None, head_dim**-0.5)
         # Of a decode: what its heads are turned with, and the plan of the tiles that are tried.
-        norm = torch.ones(head_dim, dtype=torch.bfloat16, **cuda)
-        self.turn = torch.ones(tokens, head_dim, **cuda), norm, norm, None
+        norm = torch.ones(head_dim, dtype=torch.bfloat16, **on)
+        self.turning = Turning(torch.ones(tokens, head_dim, **on), norm, norm, None, None)
         self.plan: tuple[Tensor, Tensor] | None = None
         shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, head_dim)
-        self.caches = [self._cache(shape, kv_dtype) for _ in range(max(1, -(-CACHE_BYTES // layer_bytes)))]
+        self.caches = [_cache(shape, kv_dtype, device) for _ in range(max(1, -(-CACHE_BYTES // layer_bytes)))]
         self.expected: Tensor | None = None
 
-    @staticmethod
-    def _cache(shape: tuple[int, ...], kv_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        pair = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        if not kv_quant.is_quantised(kv_dtype):
-            return (*pair, None, None)
-        (k, k_scale), (v, v_scale) = (kv_quant.quantise(cache, kv_dtype) for cache in pair)
-        return k, v, k_scale, v_scale
-
     def run(self, layer: int, tiles: TileConfig) -> Tensor:
-        from compiled_llm.ops.attention import triton_attention, triton_decode
+        from compiled_llm.ops.attention.triton_attention import paged_attention
+        from compiled_llm.ops.attention.triton_decode import decode_attention
 
-        caches, (sinks, scale) = self.caches[layer], self.scores
+        (q, k, v), caches, (sinks, scale) = self.inputs, self.caches[layer], self.scores
         if self.plan is None:
-            inputs = *self.inputs, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0
-            return triton_attention.paged_attention(*inputs, tiles=tiles)
-        turning = triton_decode.Turning(*self.turn)
-        return triton_decode.decode_attention(
-            *self.inputs, turning, 1e-6, *caches, self.lengths[1], *self.plan, sinks, scale, 0, 0.0, tiles=tiles
-        )  # fmt: skip
+            return paged_attention(q, k, v, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0, tiles)
+        table, (tasks, counters) = self.lengths[1], self.plan
+        more = sinks, scale, 0, 0.0, tiles
+        return decode_attention(q, k, v, self.turning, 1e-6, *caches, table, tasks, counters, *more)
 
     def make_plan(self, tiles: TileConfig) -> None:
         """Which a step makes once for all layers."""
@@ -131,7 +131,6 @@ class Step:
 
         slots, table, starts, seq_lens = self.lengths
         cache = self.caches[0][0]
-        assert cache is not None
         _, num_kv_heads, _, head_dim = cache.shape
         sizes = table.shape[1] * BLOCK_SIZE, 0, num_kv_heads, head_dim, 2, cache.itemsize
         self.plan = triton_decode_plan.decode_plan(slots, None, starts, seq_lens, *sizes, tiles=tiles)
@@ -151,6 +150,15 @@ class Step:
         if not torch.allclose(out, self.expected, atol=2e-2, rtol=2e-2):
             return math.inf
         return graph_seconds(lambda layer: self.run(layer, tiles), len(self.caches))
+
+
+def _cache(shape: tuple[int, ...], kv_dtype: torch.dtype, device: str) -> tuple[Any, Any, Any, Any]:
+    """Keys and values of random numbers, and their scales or None."""
+    k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    if not kv_quant.is_quantised(kv_dtype):
+        return k, v, None, None
+    (k, k_scale), (v, v_scale) = kv_quant.quantise(k, kv_dtype), kv_quant.quantise(v, kv_dtype)
+    return k, v, k_scale, v_scale
 
 
 def tune(head_dim: int, kv_dtype: torch.dtype, start: TileConfig, seconds: float, shared_memory: int) -> TileConfig:

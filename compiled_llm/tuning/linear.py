@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,17 +95,14 @@ class Case:
         constants = layer.element, layer.group_size, layer.out_features
         scale = (None,) if layer.int8_activations else ()
         if not layer.experts:
-            a8, plain = triton_quantized_a8.quantized_linear_a8, triton_quantized.quantized_linear
-            op = a8 if layer.int8_activations else plain
-            return op(self.x[:rows], *weight, None, *scale, *constants, choice=choice)  # type: ignore[operator]
+            a8: Any = triton_quantized_a8.quantized_linear_a8
+            op = a8 if layer.int8_activations else triton_quantized.quantized_linear
+            return op(self.x[:rows], *weight, None, *scale, *constants, choice=choice)
         count = max(1, rows * layer.experts // 2)
         starts = (torch.arange(layer.experts + 1, device=self.device) * count // layer.experts).int()
-        a8, plain = (
-            triton_quantized_grouped.grouped_quantized_linear_a8,
-            triton_quantized_grouped.grouped_quantized_linear,
-        )
-        op = a8 if layer.int8_activations else plain
-        return op(self.x[:count], *weight, None, *scale, None, starts, *constants, choice=choice)  # type: ignore[operator]
+        grouped: Any = triton_quantized_grouped
+        op = grouped.grouped_quantized_linear_a8 if layer.int8_activations else grouped.grouped_quantized_linear
+        return op(self.x[:count], *weight, None, *scale, None, starts, *constants, choice=choice)
 
     def right(self, rows: int, most: int, start: Choice) -> Tensor:
         """What ``rows`` rows must give: of a layer of its own, those rows among the ``most``."""
@@ -170,12 +167,17 @@ def tune(job: Job, bounds: Sequence[int], gpu: Gpu, seconds: float) -> tuple[Cho
     return tuple(chosen)
 
 
-def job_of(kind: str, outputs: int, inputs: int, experts: int, group_size: int | None) -> Job:
-    """A layer of a quantised ``kind``. ``group_size``: of int4; None: the kind's own."""
+def job_of(kind: str, sizes: tuple[int, int], experts: int, group_size: int | None) -> Job:
+    """A layer of a quantised ``kind``.
+
+    Args:
+        sizes: outputs, inputs.
+        group_size: of int4; None: the kind's own.
+    """
     form, activations = SCHEMES[kind]
     if group_size and kind.startswith("int4"):
         form = form._replace(group_size=group_size)
-    return Job(kind, Layer(*form[:3], activations == "int8", 2, outputs, inputs, experts), form)
+    return Job(kind, Layer(*form[:3], activations == "int8", 2, *sizes, experts), form)
 
 
 def described_candidates(
@@ -191,8 +193,8 @@ def described_candidates(
             sizes = f"{job.layer.out_features}x{job.layer.in_features}"
             yield f"  {job.kind} {sizes}, {below + 1} to {most}: {len(found)} of {', '.join(names)}"
     for product, most in itertools.product(plain, rows):
-        start = product_choices.choose(product, most, gpu.name)._replace(rows=most)
-        count = len(products.candidates(product, most, start, gpu))
+        used = product_choices.choose(product, most, gpu.name)._replace(rows=most)
+        count = len(products.candidates(product, most, used, gpu))
         yield f"  {PLAIN} {product.out_features}x{product.in_features}, {product.around}, to {most}: {count}"
 
 

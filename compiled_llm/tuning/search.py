@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
         """This machine's, if it has one."""
         if not torch.cuda.is_available():
             return cls()
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         capability = properties.major, properties.minor
         return cls(properties.name, capability, properties.shared_memory_per_block_optin, "cuda")
 

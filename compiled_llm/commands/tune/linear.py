@@ -70,7 +70,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
     gpu = Gpu.present()
     jobs = [
-        linear.job_of(kind, *sizes, args.experts, args.group_size)
+        linear.job_of(kind, sizes, args.experts, args.group_size)
         for kind in args.kind
         if kind != _PLAIN
         for sizes in args.layer
