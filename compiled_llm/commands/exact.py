@@ -43,7 +43,7 @@ def parser(program: str) -> FlagParser:
         type=lambda text: text.split(","),
         default=list(_KV_CACHES),
         metavar="NAME[,NAME...]",
-        help=f"default: {','.join(_KV_CACHES)}",
+        help=f"dtypes of KV caches (default: {','.join(_KV_CACHES)})",
     )
     add("--requests", type=int, metavar="N", help=f"how many (default: {_FULL[0]}; {_QUICK[0]} with --quick)")
     add("--tokens", type=int, metavar="N", help=f"of each output (default: {_FULL[1]}; {_QUICK[1]} with --quick)")

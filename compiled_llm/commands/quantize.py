@@ -40,20 +40,31 @@ def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Quantise a checkpoint; vLLM and transformers load the result too.")
     add = made.add_argument
     add("--output", type=Path, required=True, metavar="DIR", help="new or empty")
-    add("--method", choices=METHODS, required=True)
-    add("--kind", choices=QUANTIZATIONS, required=True)
+    add("--method", choices=METHODS, required=True, help="how weights are rounded")
+    add("--kind", choices=QUANTIZATIONS, required=True, help="what they are rounded to")
     add("--group-size", type=int, metavar="N", help="of int4 and int4_w4a8 (default: 128)")
     add("--zeros", action="store_true", help="zero points, with int4")
     add("--alpha", type=float, help="of smoothquant (default: searched for each group of layers)")
     add("--no-act-order", action="store_true", help="gptq: columns in their order")
-    few = "an expert that saw fewer in --text is rounded to nearest (default: 128)"
+    few = "round experts to nearest that saw fewer in --text (default: 128)"
     add("--least-tokens", type=int, default=128, metavar="N", help=few)
     add("--skip", nargs="+", default=[], metavar="NAME", help="layers whose names have one of these")
-    add("--text", type=Path, metavar="FILE", help="to calibrate on, UTF-8")
-    add("--max-tokens", type=int, default=65536, metavar="N", help="of it (default: 65536)")
-    add("--eval-text", type=Path, metavar="FILE", help="default: the demo model's held-out files")
-    add("--eval-max-tokens", type=int, default=32768, metavar="N", help="of it; 0: no evaluation (default: 32768)")
-    add("--window", type=int, metavar="N", help=f"default: the model's length, {_MOST_WINDOW} at most")
+    add(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="to calibrate on, UTF-8 (default: Python's library, for the demo model)",
+    )
+    add("--max-tokens", type=int, default=65536, metavar="N", help="of --text (default: 65536)")
+    add("--eval-text", type=Path, metavar="FILE", help="to evaluate on (default: the demo model's held-out files)")
+    add(
+        "--eval-max-tokens",
+        type=int,
+        default=32768,
+        metavar="N",
+        help="of --eval-text; 0: no evaluation (default: 32768)",
+    )
+    add("--window", type=int, metavar="N", help=f"tokens at once (default: the model's length, {_MOST_WINDOW} at most)")
     tables.add_json_flag(made)
     add_engine_arguments(made, "model")
     return made

@@ -121,9 +121,10 @@ class Step:
         (q, k, v), caches, (sinks, scale) = self.inputs, self.caches[layer], self.scores
         if self.plan is None:
             return paged_attention(q, k, v, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0, tiles)
-        table, (tasks, counters) = self.lengths[1], self.plan
-        more = sinks, scale, 0, 0.0, tiles
-        return decode_attention(q, k, v, self.turning, 1e-6, *caches, table, tasks, counters, *more)
+        turned, (tasks, counters) = (self.turning, 1e-6), self.plan
+        return decode_attention(
+            q, k, v, *turned, *caches, self.lengths[1], tasks, counters, sinks, scale, 0, 0.0, tiles
+        )  # fmt: skip
 
     def make_plan(self, tiles: TileConfig) -> None:
         """Which a step makes once for all layers."""

@@ -34,11 +34,11 @@ if TYPE_CHECKING:  # it loads torch, which takes seconds
 def parser(program: str) -> FlagParser:
     made = engine_parser(program, "Show what a GPU would run in a step, on a machine without one.")
     add = made.add_argument
-    add("--gpu", choices=GPUS, default="h100", help="default: h100")
+    add("--gpu", choices=GPUS, default="h100", help="whose code and numbers (default: h100)")
     add("--bucket", default="decode_8", metavar="NAME", help="decode_<size> or tokens_<size> (default: decode_8)")
     add("--context", type=int, default=1024, metavar="N", help="keys of each request (default: 1024)")
     add("--layers", type=int, default=4, metavar="N", help="layers to generate, others count alike (default: 4)")
-    measured = "of compiled-llm bench kernels --json, of the same step"
+    measured = "what compiled-llm bench kernels --json measured of this step"
     add("--measured", type=Path, metavar="FILE", help=measured)
     add("--picture", type=_picture, metavar="FILE.png", help="draw a layer; needs matplotlib")
     add_json_flag(made)

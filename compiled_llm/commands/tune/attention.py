@@ -23,8 +23,8 @@ from compiled_llm.system.gpu_packages import check_triton
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Find fast tiles for the attention kernels on this GPU.")
     add = made.add_argument
-    add("--head-dim", type=int, nargs="+", default=[64, 128], metavar="N", help="default: 64 128")
-    dtypes = "default: auto int8"
+    add("--head-dim", type=int, nargs="+", default=[64, 128], metavar="N", help="elements of a head (default: 64 128)")
+    dtypes = "of the cache (default: auto int8)"
     add("--kv-cache-dtype", nargs="+", choices=("auto", *QUANTISED_DTYPES), default=["auto", "int8"], help=dtypes)
     add("--seconds", type=float, default=600, help="for all shapes together (default: 600)")
     add("--output", type=Path, metavar="FILE", help="to write (default: the one that the kernels read)")

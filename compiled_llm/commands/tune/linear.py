@@ -34,10 +34,10 @@ _ROWS = [16, 64, 256, 2048]
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Find fast products and tiles for linear layers on this GPU.")
     add = made.add_argument
-    kinds = f"default: all but {_PLAIN}"
+    kinds = f"how weights are kept (default: all but {_PLAIN})"
     add("--kind", nargs="+", choices=(*QUANTIZATIONS, _PLAIN), default=list(QUANTIZATIONS), help=kinds)
     add("--group-size", type=int, choices=GROUP_SIZES, help="inputs with one scale, of int4 (default: 32)")
-    layers = "default: those of Qwen3-8B"
+    layers = "sizes of layers (default: those of Qwen3-8B)"
     add("--layer", type=_sizes, nargs="+", default=_QWEN3_8B, metavar="OUTPUTSxINPUTS", help=layers)
     add("--experts", type=int, default=0, metavar="N", help="each layer is that of so many experts (default: 0)")
     add("--rows", nargs="+", type=int, default=_ROWS, metavar="N", help="ends of the ranges; of an expert's rows")
