@@ -13,6 +13,8 @@ from types import ModuleType
 
 # Name -> what it does, in a line of ``compiled-llm --help``, the most used first.
 COMMANDS = {
+    "generate": "complete a text, and print the answer as it comes",
+    "chat": "talk with a model in the terminal",
     "batch": "serve files of rows, and write a result for each",
     "exact": "prove that a request's bits do not depend on how it is served",
     "report": "what a run did, what quantisation costs, what a GPU would run",
