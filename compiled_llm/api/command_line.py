@@ -188,7 +188,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[
     Args:
         without: parameters that would have no effect in a program, and get no flag.
     """
-    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, without, default=argparse.SUPPRESS)
+    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, without=without, default=argparse.SUPPRESS)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
