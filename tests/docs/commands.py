@@ -148,7 +148,7 @@ NOT_RUN = (
 )  # fmt: skip
 # Run with -m battery; else checked only.
 EXPENSIVE = (
-    _COMMAND + r" (exact|compile|tune buckets)\b.*",
+    _COMMAND + r" (exact|compile|tune buckets|report run)\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
     _BATCH + r"\b.* --(check|retry-errors) .*",  # start like those beside them; tests/offline tests what the flags do
