@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "complete a text, and print the answer as it comes",
     "chat": "talk with a model in the terminal",
     "batch": "serve files of rows, and write a result for each",
+    "check": "what there is to know of a model before it is served",
     "exact": "prove that a request's bits do not depend on how it is served",
     "report": "what a run did, what quantisation costs, what a GPU would run",
     "quantize": "write a quantised checkpoint, calibrated on a text",
