@@ -173,10 +173,10 @@ def errors_end(
         raise SystemExit(status) from error
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every engine argument."""
-    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS)
-    if isinstance(parser, FlagParser):
+def add_engine_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """A flag for every engine argument, or for those of these ``names`` alone."""
+    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS, names=names)
+    if isinstance(parser, FlagParser) and not names:
         parser._has_engine_arguments = True
 
 
@@ -188,7 +188,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[
     Args:
         without: parameters that would have no effect in a program, and get no flag.
     """
-    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, without, default=argparse.SUPPRESS)
+    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, without=without, default=argparse.SUPPRESS)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -241,13 +241,15 @@ def _add(
     cls: type,
     elsewhere: Mapping[str, str],
     shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    names: Sequence[str] = (),
     without: Collection[str] = (),
     **common: Any,
 ) -> None:
     group = parser.add_argument_group(title)
     hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
-    fields = {_flag_name(cls, field.name): field for field in dataclasses.fields(cls) if field.name not in without}
-    most_used = [name for name in _MOST_USED if name in fields]
+    chosen = [field for field in dataclasses.fields(cls) if field.name in (names or hints)]
+    fields = {_flag_name(cls, field.name): field for field in chosen if field.name not in without}
+    most_used = [name for name in names or _MOST_USED if name in fields]
     for name in dict.fromkeys([*most_used, *fields]):
         field = fields[name]
         default = shown_defaults.get(field.name, field.default)

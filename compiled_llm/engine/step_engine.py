@@ -98,6 +98,13 @@ class StepEngine:
         progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
 
     @property
+    def own_runner(self) -> ModelRunner:
+        """The model runner, for what reads its tensors or code. Raises ``ValueError`` if another process has it."""
+        if not isinstance(self.runner, ModelRunner):
+            raise ValueError('worker must be "inline" here, given "process": this reads what the runner holds')
+        return self.runner
+
+    @property
     def scheduler(self) -> Scheduler:
         """The scheduler at work. A fault in it is survived with a new one."""
         return self._core.scheduler
