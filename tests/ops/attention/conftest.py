@@ -19,13 +19,8 @@ def kernels() -> native.Kernels:
 
 @pytest.fixture
 def attend(kernels: native.Kernels, request: pytest.FixtureRequest) -> Attend:
-    """As ``attend_on``; tests that are parametrised with ``every_set`` give it each instruction set."""
-    isa = getattr(request, "param", None)
-    if isa not in (None, *kernels.supported_isas()):
-        pytest.skip(f"this machine has no {isa}")
-    if isa == "amx_in_software" and "amx" in kernels.supported_isas():
-        pytest.skip("the same bits as the CPU's own AMX: test_software_tiles_are_those_of_the_cpu")
-    return attend_on(kernels, isa)
+    """As ``attend_on``; tests that are parametrised with ``on_every_set`` give it each instruction set."""
+    return attend_on(kernels, getattr(request, "param", None))
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
+from tests.ops.instruction_sets import every_set
 
 Attend = Callable[..., Tensor]
-INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"]
-every_set = pytest.mark.parametrize("attend", INSTRUCTION_SETS, indirect=True)
+on_every_set = pytest.mark.parametrize("attend", every_set("attention_cpu"), indirect=True)
 
 
 def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:

@@ -15,9 +15,10 @@ from tests.drawn import cases
 from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE
 from tests.ops.attention.cpu_kernel import reordered
 from tests.ops.attention.latent_cases import GRID, alone, check, make_case, one_chunk
+from tests.ops.instruction_sets import ordinary_sets
 
 Attend = Callable[..., Tensor]
-SETS = ["avx512_bf16", "avx512", "avx2", "portable"]
+SETS = native.supported_isas("latent_attention_cpu")
 ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
 EXACT = pytest.mark.parametrize(
     ("dtype", "kv_dtype", "window"),
@@ -87,13 +88,15 @@ def test_kernel(attend: Attend, name: str, kv_dtype: str) -> None:
 
 
 _SETS = {"-".join(map(str, given)): given for given in itertools.product(GRID, TOLERANCE, SETS, ALL_KV_DTYPES)}
-_SET_VALUES = {key: (name, f"{dtype} {isa} {kv}") for key, (name, dtype, isa, kv) in _SETS.items()}
+_SET_VALUES = {
+    key: (name, f"{dtype} {isa} {kv}")
+    for key, (name, dtype, isa, kv) in _SETS.items()
+    if isa in ordinary_sets("latent_attention_cpu")
+}
 
 
-@pytest.mark.parametrize(("name", "dtype", "isa", "kv_dtype"), cases(_SET_VALUES, 60, _SETS))
+@pytest.mark.parametrize(("name", "dtype", "isa", "kv_dtype"), cases(_SET_VALUES, 30, _SETS))
 def test_every_instruction_set(kernels: native.Kernels, name: str, dtype: torch.dtype, isa: str, kv_dtype: str) -> None:
-    if isa not in kernels.supported_isas():
-        pytest.skip(f"this machine has no {isa}")
     check(make_case(**GRID[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend_on(kernels, isa))
 
 

@@ -17,7 +17,8 @@ from compiled_llm.ops import native
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from tests.drawn import cases
 from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, check, grid, make_case
-from tests.ops.attention.cpu_kernel import INSTRUCTION_SETS, Attend, every_set
+from tests.ops.attention.cpu_kernel import Attend, on_every_set
+from tests.ops.instruction_sets import ordinary_sets
 
 CASES = dict(grid())
 MIXED = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "num_heads": 8, "padding_query_lens": [1, 2]}
@@ -98,13 +99,17 @@ def test_quantised_cache(attend: Attend, name: str, kv_dtype: str) -> None:
 
 _SETS = {
     "-".join(map(str, arguments)): arguments
-    for arguments in itertools.product(EVERY_SET, TOLERANCE, INSTRUCTION_SETS, ALL_KV_DTYPES)
+    for arguments in itertools.product(EVERY_SET, TOLERANCE, native.supported_isas("attention_cpu"), ALL_KV_DTYPES)
 }
-# Each shape, and each instruction set with each pair of dtypes.
-_SET_VALUES = {key: (name, f"{dtype} {kind} {kv}") for key, (name, dtype, kind, kv) in _SETS.items()}
+# Each shape, and each instruction set of the ordinary run with each pair of dtypes.
+_SET_VALUES = {
+    key: (name, f"{dtype} {kind} {kv}")
+    for key, (name, dtype, kind, kv) in _SETS.items()
+    if kind in ordinary_sets("attention_cpu")
+}
 
 
-@pytest.mark.parametrize(("name", "dtype", "attend", "kv_dtype"), cases(_SET_VALUES, 120, _SETS), indirect=["attend"])
+@pytest.mark.parametrize(("name", "dtype", "attend", "kv_dtype"), cases(_SET_VALUES, 40, _SETS), indirect=["attend"])
 def test_every_instruction_set(attend: Attend, name: str, dtype: torch.dtype, kv_dtype: str) -> None:
     check(make_case(**CASES[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
 
@@ -192,7 +197,7 @@ def test_rows_of_odd_data(attend: Attend, kv_dtype: str) -> None:
         assert scale[block, :, offset].isnan().sum() == 1
 
 
-@every_set
+@on_every_set
 def test_numbers_at_the_edges(attend: Attend) -> None:
     case = make_case([70], [0], head_dim=16, sm_scale=1.0)
     overflowing, nan, huge_cap = case.k.clone(), case.k.clone(), replace(case, soft_cap=1e6)

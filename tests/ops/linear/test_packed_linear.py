@@ -10,15 +10,18 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.linear import packed_linear as linear
+from tests.ops.instruction_sets import every_set
 
 ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 64, 100, 513]
 # (out_features, in_features): one of each, less than a tile of K, whole tiles, cut tiles, odd K, several chunks of K
 SHAPES = [(1, 1), (96, 20), (48, 64), (50, 65), (17, 513), (100, 700), (208, 256)]
 BFLOAT16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
 DTYPES = [BFLOAT16, FLOAT32, FLOAT16]
-SETS = ["avx512", "avx2", "portable"]  # and those that have products of bfloat16 of their own
-KERNELS = [(isa, BFLOAT16) for isa in ("amx", "amx_in_software", "avx512_bf16", *SETS)]
-KERNELS += [(isa, dtype) for dtype in (FLOAT32, FLOAT16) for isa in SETS]
+KERNELS = [
+    pytest.param((isa.id, dtype), id=f"{isa.id}-{str(dtype).removeprefix('torch.')}", marks=isa.marks)
+    for dtype in DTYPES
+    for isa in every_set("linear_cpu")
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +53,10 @@ class Runner(NamedTuple):
         return problem(rows, n, k, self.dtype)
 
 
-@pytest.fixture(params=KERNELS, ids=lambda param: f"{param[0]}-{str(param[1]).removeprefix('torch.')}")
+@pytest.fixture(params=KERNELS)
 def run(request: pytest.FixtureRequest, kernels: native.Kernels) -> Runner:
     """Each kernel there is; AMX also as a model of it in software, for CPUs without."""
-    isa, dtype = request.param
-    if isa not in kernels.supported_isas():
-        pytest.skip(f"this CPU has no {isa}")
-    if isa == "amx_in_software" and "amx" in kernels.supported_isas():
-        pytest.skip("the same bits as the CPU's own AMX, as a test below compares")
-    return Runner(isa, dtype)
+    return Runner(*request.param)
 
 
 def problem(rows: int, n: int, k: int, dtype: torch.dtype = BFLOAT16) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,6 +83,7 @@ def test_matches_float(run: Runner, n: int, k: int, with_bias: bool) -> None:
         assert_rounded_once(run(x, linear.pack_weight(weight), offset, n), x, weight, offset)
 
 
+@pytest.mark.battery
 @pytest.mark.parametrize(("t", "n", "k"), [(1, 64, 256), (33, 100, 700), (500, 96, 1024)])
 def test_software_tiles_are_those_of_the_cpu(t: int, n: int, k: int) -> None:
     """Bit for bit, so what holds for the one holds for the other."""
@@ -156,6 +155,7 @@ def test_special_values(run: Runner) -> None:
     assert torch.equal(actual[7].isinf(), linear.packed_linear_reference(x, packed, None, 20)[7].isinf())
 
 
+@pytest.mark.battery
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16])
 def test_sets_with_products_of_bfloat16_multiply_others_as_avx512(kernels: native.Kernels, dtype: torch.dtype) -> None:
     x, weight, bias = problem(33, 100, 700, dtype)

@@ -1,5 +1,6 @@
 """The linear layer on quantised weights: every instruction set against float64, batch invariance, registration."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from compiled_llm.ops import native
 from compiled_llm.ops.linear import quantized_linear as linear
 from compiled_llm.ops.linear import quantized_weight as weights
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat
+from tests.ops.instruction_sets import every_set, ordinary_sets
 
 BFLOAT16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
 DTYPES = [BFLOAT16, FLOAT32, FLOAT16]
@@ -29,10 +31,9 @@ FORMATS = [
 ]
 
 
-ISAS = ["avx512_bf16", "avx512", "avx2", "portable"]
-# Each set, and each dtype; the battery has all of them together.
+# Each set of the ordinary run, and each dtype; the battery has all of them together.
 SOME = [FORMATS[1], FORMATS[3], FORMATS[7], FORMATS[9], FORMATS[10]]
-SAMPLE = [("avx512_bf16", BFLOAT16), ("avx512", FLOAT32), ("avx2", FLOAT16), ("portable", BFLOAT16)]
+SAMPLE = list(zip(itertools.cycle(ordinary_sets("quantized_linear_cpu")), DTYPES, strict=False))
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +125,6 @@ def test_matches_float_and_is_independent_of_the_batch(
     kernels: native.Kernels, form: WeightFormat, isa: str, dtype: torch.dtype
 ) -> None:
     """Odd sizes, a last group that is short, several chunks, tiles past whole blocks; a row alone and in company."""
-    if isa not in kernels.supported_isas():
-        pytest.skip(f"this CPU has no {isa}")
     for n, k in ((1, 1), (81, 1100)):
         of = problem(70, n, k, form, dtype)
         torch.set_num_threads(1)
@@ -138,10 +137,8 @@ def test_matches_float_and_is_independent_of_the_batch(
             assert torch.equal(kernels.run("quantized_linear", of.x[-rows:], *args, isa=isa), alone[-rows:])
 
 
-@pytest.mark.parametrize("isa", ISAS[:2])
+@pytest.mark.parametrize("isa", every_set("quantized_linear_cpu"))
 def test_blocks_of_rows(kernels: native.Kernels, isa: str) -> None:
-    if isa not in kernels.supported_isas():
-        pytest.skip(f"this CPU has no {isa}")
     of = problem(300, 200, 640, WeightFormat("int4", 32, zeros=True), BFLOAT16)
     args = of.args(of.x, None)[1:]
     expected = torch.cat([kernels.run("quantized_linear", part, *args, isa=isa) for part in of.x.split(1)])
@@ -152,11 +149,9 @@ def test_blocks_of_rows(kernels: native.Kernels, isa: str) -> None:
 
 @pytest.mark.battery
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", native.supported_isas("quantized_linear_cpu"))
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_every_number_of_rows(kernels: native.Kernels, form: WeightFormat, isa: str, dtype: torch.dtype) -> None:
-    if isa not in kernels.supported_isas():
-        pytest.skip(f"this CPU has no {isa}")
     of = problem(300, 81, 300, form, dtype)
     args = of.args(of.x, of.bias)[1:]
     alone = torch.cat([kernels.run("quantized_linear", row, *args, isa=isa) for row in of.x.split(1)])

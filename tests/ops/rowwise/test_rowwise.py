@@ -11,14 +11,14 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from compiled_llm.ops import native
 from compiled_llm.ops.rowwise import reference, rowwise
+from tests.ops.instruction_sets import every_set
 from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, check, cut, numbers, outputs, weight, widened
 
 KERNELS = native.load("rowwise_cpu")
-ISAS = KERNELS.supported_isas() if KERNELS else []
 PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", every_set("rowwise_cpu"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "arguments"), PARAMS)
 def test_every_instruction_set_computes_what_the_reference_does(
@@ -31,7 +31,7 @@ def test_every_instruction_set_computes_what_the_reference_does(
         check(got, outputs(want), dtype, is_gelu="gelu" in given or "gelu_tanh" in given)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", every_set("rowwise_cpu"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "arguments"), PARAMS)
 def test_a_row_has_the_same_bits_alone_and_in_any_company(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.sampling import token_sampling as sampling
+from tests.ops.instruction_sets import every_set, sets_together
 from tests.ops.sampling.sampling_cases import (
     DTYPES,
     OFF,
@@ -38,13 +39,11 @@ def kernels() -> native.Kernels:
     return module
 
 
-@pytest.fixture(params=["avx512", "avx2", "portable", "op"])
+@pytest.fixture(params=["op", *every_set("sampling_cpu")])
 def run(request: pytest.FixtureRequest, kernels: native.Kernels) -> Op:
     """``sample_tokens`` on one instruction set, or as it is registered."""
     if request.param == "op":
         return sampling.sample_tokens
-    if request.param not in kernels.supported_isas():
-        pytest.skip(f"this CPU has no {request.param}")
     return lambda *args: kernels.run("sample_tokens", *args, isa=request.param)
 
 
@@ -222,12 +221,13 @@ def test_the_check_accepts_the_reference_and_no_other() -> None:
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens(kernels: native.Kernels) -> None:
+@pytest.mark.parametrize("isas", sets_together("sampling_cpu"))
+def test_greedy_tokens(kernels: native.Kernels, isas: list[str]) -> None:
     for dtype in DTYPES:
         for vocabulary in (1, 7, 257, 5000):
             logits = make_case(vocabulary, pattern="few-values", dtype=dtype).logits
             assert torch.equal(sampling.greedy_tokens(logits), logits.float().argmax(-1))
-            for isa in kernels.supported_isas():
+            for isa in isas:
                 assert torch.equal(kernels.run("greedy_tokens", logits, isa=isa), logits.float().argmax(-1))
 
 
