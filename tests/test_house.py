@@ -51,10 +51,16 @@ def room_of(module: str) -> str | None:
 
 
 @cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> tuple[str, ...]:
     """The modules that a file imports, also within functions and for types alone."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,7 +111,7 @@ def test_flags_of_all_scripts_are_written_out() -> None:
     """``argparse`` takes abbreviations unless it is told not to; ``FlagParser`` tells it."""
     parsers = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert not called.endswith("ArgumentParser"), f"{path}: {called} takes abbreviated flags, use FlagParser"
             parsers += [path.name] * (called == "FlagParser")
@@ -128,7 +134,7 @@ def test_functions_of_triton_do_not_return_none_by_name() -> None:
     functions = [
         (path, node)
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(one) for one in node.decorator_list)
     ]
     assert len(functions) > 100
@@ -149,6 +155,6 @@ def test_functions_of_the_engine_are_short() -> None:
     for path in PACKAGE.glob("*/*.py"):
         if path.parent in links:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, functions) and node.end_lineno is not None:
                 assert node.end_lineno - node.lineno < 80, f"{path}: {node.name} has more than 80 lines"

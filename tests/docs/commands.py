@@ -153,8 +153,12 @@ EXPENSIVE = (
     _PYTHON + r" scripts/compile_model\.py\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
-    _BATCH + r"\b.* --(check|retry-errors) .*",  # start like those beside them; tests/offline tests what the flags do
-    _PYTHON + r" scripts/tune_buckets\.py\b.*",
+    # These start like those beside them; tests/offline and tests/scripts test what the flags do.
+    _BATCH + r"\b.* --(check|retry-errors) .*",
+    r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
+    r"compiled-llm batch --bucket-sizes 1,8,32",
+    _PYTHON + r" scripts/(tune_buckets|perplexity)\.py\b.*",
+    _PYTHON + r" -c \"import transformers\..*",
 )
 
 
