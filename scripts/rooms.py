@@ -34,10 +34,16 @@ def room_of(module: str) -> str | None:
 
 
 @cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> tuple[str, ...]:
     """The modules that a file imports, also within functions and for types alone."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

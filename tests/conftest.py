@@ -15,6 +15,8 @@ import torch
 
 from tests.processes import build_kernels, num_processes
 
+# The one compiles the graphs that many files then find in the cache; the other takes about as long, without that cache.
+_FIRST = ("tests/docs/test_commands.py", "tests/compiling/test_function.py")
 _COUNTS = "battery counts"  # a user property of a report
 _MOST_FILES = 10
 
@@ -34,7 +36,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if is_one_file or option.collectonly or option.usepdb or option.capture == "no" or num_processes() == 1:
         return
     option.numprocesses, option.dist = num_processes(), "loadfile"
-    option.loadscopereorder = False  # the order of the collection: the rooms that compile come first
+    option.loadscopereorder = False  # as pytest_collection_modifyitems orders them
     # Read by the processes that xdist starts: one thread each, which does not spin while it waits for a core.
     for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "0")):
         os.environ.setdefault(name, value)
@@ -57,6 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full_size = [item for item in items if item.get_closest_marker("battery")]
         config.hook.pytest_deselected(items=full_size)
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
+    items.sort(key=lambda item: [*_FIRST, item.nodeid.split("::")[0]].index(item.nodeid.split("::")[0]))
 
 
 class _Summary:

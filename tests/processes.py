@@ -17,15 +17,16 @@ def num_processes() -> int:
 
 
 def build_kernels() -> None:
-    """Build the C++ libraries side by side, so that no two processes build one at the same time.
+    """Build the C++ libraries of the ordinary run side by side, so that no two processes build one at the same time.
 
     Says nothing of errors: the tests meet them again.
     """
     from compiled_llm.ops import native
-    from compiled_llm.ops.kernel_build import OPS, isas_of, kernel_library, op_library
+    from compiled_llm.ops.kernel_build import OPS, kernel_library, op_library
+    from tests.ops.instruction_sets import ordinary_sets
 
-    names = [op_library(op) for op in (*OPS, "limits_cpu")]
-    names += [kernel_library(op, isa) for op in OPS for isa in isas_of(op)]
+    names = [kernel_library(op, isa) for op in OPS for isa in ordinary_sets(op)]
+    names += [op_library(op) for op in (*OPS, "limits_cpu")]
     with ThreadPoolExecutor(granted_cores()) as pool:
         for library in filter(native.must_be_built, names):
             pool.submit(native.build, library)

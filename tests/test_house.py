@@ -7,7 +7,7 @@ import sys
 from functools import cache
 from graphlib import TopologicalSorter
 
-from scripts.rooms import FILES, ROOT, imports, module_of, room_of
+from scripts.rooms import FILES, ROOT, imports, module_of, nodes, room_of
 
 PACKAGE = ROOT / "compiled_llm"
 # Loaded by programs that have no use for torch, and by the scheduler.
@@ -68,7 +68,7 @@ def test_flags_of_all_scripts_are_written_out() -> None:
     """``argparse`` takes abbreviations unless it is told not to; ``FlagParser`` tells it."""
     parsers = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert not called.endswith("ArgumentParser"), f"{path}: {called} takes abbreviated flags, use FlagParser"
             parsers += [path.name] * (called == "FlagParser")
@@ -91,7 +91,7 @@ def test_functions_of_triton_do_not_return_none_by_name() -> None:
     functions = [
         (path, node)
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(one) for one in node.decorator_list)
     ]
     assert len(functions) > 100
@@ -112,6 +112,6 @@ def test_functions_of_the_engine_are_short() -> None:
     for path in PACKAGE.glob("*/*.py"):
         if path.parent in links:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, functions) and node.end_lineno is not None:
                 assert node.end_lineno - node.lineno < 80, f"{path}: {node.name} has more than 80 lines"

@@ -147,7 +147,6 @@ SMALL = (
     "chunks-swap-async-priority",
     "no-cache-no-chunks",
     "no-chunks-auto-async",
-    "compiled-swap-async",
 )
 
 

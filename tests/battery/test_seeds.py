@@ -63,9 +63,9 @@ def make_engine(**arguments: Any) -> CompiledEngine:
 
 
 @functools.cache
-def alone(count: int) -> list[list[list[int]]]:
+def alone(count: int, dtype: str = "float32") -> list[list[list[int]]]:
     """Each by itself, in a batch of one, with nothing in the cache."""
-    with make_engine(bucket_sizes=(1,), enable_prefix_caching=False, num_kv_blocks=64) as engine:
+    with make_engine(dtype=dtype, bucket_sizes=(1,), enable_prefix_caching=False, num_kv_blocks=64) as engine:
         return [tokens_of(serve(engine, [request]))[0] for request in seeded_requests(count)]
 
 
@@ -131,8 +131,8 @@ def in_a_warm_cache(requests: list[Seeded], counts: Counter[str]) -> list[Reques
 
 
 def compiled(requests: list[Seeded], counts: Counter[str]) -> list[RequestOutput]:
-    sizes = {**COMPILED_SIZES, "num_kv_blocks": 14, "swap_space_bytes": 2**22}
-    return all_at_once(requests, counts, **sizes, enforce_eager=False, async_scheduling=True)
+    sizes = {**COMPILED_SIZES, "max_model_len": None, "num_kv_blocks": 64, "swap_space_bytes": 2**22}
+    return all_at_once(requests, counts, **sizes, dtype="bfloat16", enforce_eager=False, async_scheduling=True)
 
 
 # What each is about, and must have happened.
@@ -153,7 +153,7 @@ SIZES = [pytest.param(16, id="small"), pytest.param(50, id="full", marks=pytest.
 def test_a_seed_gives_the_same_tokens_in_any_batch(
     count: int, mix: Callable[[list[Seeded], Counter[str]], list[RequestOutput]], battery_counts: Counter[str]
 ) -> None:
-    requests, expected = seeded_requests(count), alone(count)
+    requests, expected = seeded_requests(count), alone(count, "bfloat16" if mix is compiled else "float32")
     outputs = mix(requests, battery_counts)
     for request, output, tokens in zip(requests, outputs, expected, strict=True):
         assert [completion.token_ids for completion in output.outputs] == tokens, request

@@ -151,7 +151,12 @@ EXPENSIVE = (
     _COMMAND + r" (exact|compile|tune buckets|report run)\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
-    _BATCH + r"\b.* --(check|retry-errors) .*",  # start like those beside them; tests/offline tests what the flags do
+    # These start like those beside them; tests/offline and tests/commands test what the flags do.
+    _BATCH + r"\b.* --(check|retry-errors) .*",
+    r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
+    r"compiled-llm batch --bucket-sizes 1,8,32",
+    _COMMAND + r" report perplexity\b.*",
+    _PYTHON + r" -c \"import transformers\..*",
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
-from tests.compiling.test_function import TWO_BUCKETS, copies, engine_and_codes
+from tests.compiling.test_function import ENGINE, TWO_BUCKETS, check_one_graph, copies, engine_and_codes
 from tests.models.fallback.test_architectures import save
 
 NUM_TOKENS = 24
@@ -48,8 +48,21 @@ def tokens_of(engine: CompiledEngine, prompts: list[list[int]]) -> list[list[int
     return [output.outputs[0].token_ids for output in engine.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-def test_one_graph_no_breaks_no_recompiles_no_copy_of_the_cache(tmp_path: Path) -> None:
-    """Of a model with windows, soft caps, and a tied embedding that it scales. The step alone is compiled."""
+def test_one_graph(tmp_path: Path) -> None:
+    """Of a model with windows, soft caps, and a tied embedding that it scales."""
+    prompts, expected = prompts_and_tokens("vaultgemma", tmp_path, longest=33)
+    arguments = {**ENGINE, "enforce_eager": True, "bucket_sizes": (4,), "token_bucket_sizes": (8,)}
+    with CompiledEngine(str(tmp_path), **arguments) as engine:
+        assert tokens_of(engine, prompts) == expected
+        check_one_graph(engine)
+        described = engine.report(measure_limits=False)
+    assert described.model_code.startswith("transformers' modelling code (VaultGemmaForCausalLM, transformers ")
+    assert "Model: transformers" in described.page()
+    assert described.exact.startswith("no (norms and the like of transformers' modelling code")
+
+
+@pytest.mark.battery
+def test_no_breaks_no_recompiles_no_copy_of_the_cache(tmp_path: Path) -> None:
     prompts, expected = prompts_and_tokens("vaultgemma", tmp_path, longest=33)
     engine, codes = engine_and_codes(tmp_path, TWO_BUCKETS, False)
     assert tokens_of(engine, prompts) == expected
@@ -57,10 +70,6 @@ def test_one_graph_no_breaks_no_recompiles_no_copy_of_the_cache(tmp_path: Path) 
     assert (step.name, step.graphs, step.graph_breaks, step.recompiles) == ("step", 1, 0, 0)
     assert len(codes) == 1
     assert not copies(codes, engine.runner.steps.kv_cache[0].k)
-    described = engine.report(measure_limits=False)
-    assert described.model_code.startswith("transformers' modelling code (VaultGemmaForCausalLM, transformers ")
-    assert "Model: transformers" in described.page()
-    assert described.exact.startswith("no (norms and the like of transformers' modelling code")
     engine.close()
 
 

@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"async_scheduling": False},
     "compiled overlapping": {"async_scheduling": True},
 }
-SIZES = {"dtype": "float32", "num_kv_blocks": 24, "swap_space_bytes": 2**22, "check_invariants": True}
+SIZES = {"num_kv_blocks": 24, "swap_space_bytes": 2**22, "check_invariants": True}
 
 
 class FaultyWorker:

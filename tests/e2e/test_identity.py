@@ -1,7 +1,6 @@
-"""Greedy tokens of the demo model in float32 equal transformers', whatever the batch, the chunk or the preemptions."""
+"""Greedy tokens of the demo model, whatever the batch, chunk or preemptions; in float32 those of transformers."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -25,20 +24,25 @@ def prompts() -> list[list[int]]:
     return bundled[: NUM_PROMPTS // 2] + pieces[: NUM_PROMPTS // 2]
 
 
+def alone(prompts: list[list[int]], dtype: str) -> list[list[int]]:
+    """The engine's own tokens, uncompiled, one prompt after another."""
+    with CompiledEngine(dtype=dtype, enforce_eager=True, bucket_sizes=(1,)) as engine:
+        return [tokens_of(engine, [prompt])[0] for prompt in prompts]
+
+
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> list[list[int]]:
-    """The engine's own, uncompiled, one prompt after another; each is what transformers finds most likely there.
+def expected(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
+    """By dtype. Those of float32 are what transformers finds most likely at each place.
 
     That is what transformers generates, seen in one pass over a prompt and its tokens.
     """
-    with CompiledEngine(dtype="float32", enforce_eager=True, bucket_sizes=(1,)) as engine:
-        outputs = [tokens_of(engine, [prompt])[0] for prompt in prompts]
+    found = {dtype: alone(prompts, dtype) for dtype in ("float32", "bfloat16")}
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
     with torch.inference_mode():
-        for prompt, tokens in zip(prompts, outputs, strict=True):
+        for prompt, tokens in zip(prompts, found["float32"], strict=True):
             logits = model(torch.tensor([prompt + tokens])).logits[0]
             assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
-    return outputs
+    return found
 
 
 def tokens_of(
@@ -47,43 +51,45 @@ def tokens_of(
     return [output.outputs[0].token_ids for output in engine.generate(prompts, sampling_params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(COMPILED_SIZES, id="1 and 8"),
-        pytest.param({"bucket_sizes": (1, 8, 32)}, id="1, 8 and 32", marks=pytest.mark.battery),
-    ],
-)
-def test_buckets_of_several_sizes(sizes: dict[str, Any], prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with CompiledEngine(dtype="float32", **sizes, num_kv_blocks=500, check_invariants=True) as engine:
-        assert tokens_of(engine, prompts) == expected
-        assert tokens_of(engine, prompts[:8]) == expected[:8]
-        assert tokens_of(engine, prompts[8:9]) == expected[8:9]
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.battery)])
+
+
+@DTYPES
+def test_buckets_of_several_sizes(dtype: str, prompts: list[list[int]], expected: dict[str, list[list[int]]]) -> None:
+    with CompiledEngine(dtype=dtype, **COMPILED_SIZES, num_kv_blocks=500, check_invariants=True) as engine:
+        assert tokens_of(engine, prompts) == expected[dtype]
+        assert tokens_of(engine, prompts[:8]) == expected[dtype][:8]
+        assert tokens_of(engine, prompts[8:9]) == expected[dtype][8:9]
         report = engine.compile_report()
         assert (report.graph_breaks, report.recompiles) == (0, 0)
         assert all(r.graphs == 1 for r in report.reports)
 
 
+@DTYPES
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
-    prompts: list[list[int]], expected: list[list[int]]
+    dtype: str, mode: str, prompts: list[list[int]], expected: dict[str, list[list[int]]]
 ) -> None:
     longest = max(map(len, prompts)) + NUM_TOKENS
     with CompiledEngine(
-        dtype="float32",
+        dtype=dtype,
         **COMPILED_SIZES,
         max_num_batched_tokens=16,
         num_kv_blocks=-(-longest // 16) + 6,
+        preemption_mode=mode,
+        swap_space_bytes=2**22,
         check_invariants=True,
     ) as engine:
         outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert [output.outputs[0].token_ids for output in outputs] == expected[dtype]
         stats = engine.stats()
         assert stats.num_preemptions >= 5
+        assert (stats.num_swap_preemptions > 0) == (mode == "swap")
         assert sum(output.metrics.num_preemptions for output in outputs) == stats.num_preemptions
         assert engine.compile_report().recompiles == 0
 
 
-def test_eager_and_other_block_sizes(prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_eager_and_other_block_sizes(prompts: list[list[int]], expected: dict[str, list[list[int]]]) -> None:
     for block_size, chunked in ((1, True), (32, False)):
         with CompiledEngine(
             dtype="float32",
@@ -92,7 +98,7 @@ def test_eager_and_other_block_sizes(prompts: list[list[int]], expected: list[li
             enable_chunked_prefill=chunked,
             bucket_sizes=(16,),
         ) as engine:
-            assert tokens_of(engine, prompts[:16]) == expected[:16]
+            assert tokens_of(engine, prompts[:16]) == expected["float32"][:16]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])

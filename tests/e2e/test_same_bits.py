@@ -1,5 +1,6 @@
 """float32 and float16 on a CPU: a request's log-probabilities have the same bits in every bucket, chunk and company."""
 
+import itertools
 import random
 from typing import Any
 
@@ -17,15 +18,7 @@ PARAMS = [
 ]
 
 Bits = list[dict[int, float]]
-FULL = pytest.mark.battery
-CASES = [
-    pytest.param("float32", "auto", id="float32", marks=FULL),
-    pytest.param("float32", "int8", id="float32-int8"),
-    pytest.param("float32", "fp8", id="float32-fp8", marks=FULL),
-    pytest.param("float16", "auto", id="float16", marks=FULL),
-    pytest.param("float16", "int8", id="float16-int8", marks=FULL),
-    pytest.param("float16", "fp8", id="float16-fp8", marks=FULL),
-]
+CASES = list(itertools.product(["float32", "float16"], ["auto", "int8", "fp8"]))
 
 
 def bits_of(engine: CompiledEngine, first: int = 0, last: int = len(PROMPTS)) -> list[Bits]:
@@ -35,16 +28,20 @@ def bits_of(engine: CompiledEngine, first: int = 0, last: int = len(PROMPTS)) ->
     return [[{token: entry.logprob for token, entry in choices.items()} for choices in rows] for rows in lists]
 
 
-@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), CASES)
-def test_buckets_chunks_preemptions_and_compiling_change_no_bit(dtype: str, kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "compiles"),
+    [("float32", "int8", False), *(pytest.param(*case, True, marks=pytest.mark.battery) for case in CASES)],
+)
+def test_buckets_chunks_preemptions_and_compiling_change_no_bit(
+    dtype: str, kv_cache_dtype: str, compiles: bool
+) -> None:
     common: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "max_model_len": 96}
     model = str(checkpoint("llama"))
-    with CompiledEngine(
-        model, bucket_sizes=(1, 8, 32), token_bucket_sizes=(64,), num_kv_blocks=200, **common
-    ) as compiled:
-        together = bits_of(compiled)
-        assert [bits for n in range(len(PROMPTS)) for bits in bits_of(compiled, n, n + 1)] == together
-        assert [bits for n in range(0, len(PROMPTS), 7) for bits in bits_of(compiled, n, n + 7)] == together
+    sizes: dict[str, Any] = {"bucket_sizes": (1, 8, 32), "token_bucket_sizes": (64,), "num_kv_blocks": 200}
+    with CompiledEngine(model, enforce_eager=not compiles, **sizes, **common) as engine:
+        together = bits_of(engine)
+        assert [bits for n in range(len(PROMPTS)) for bits in bits_of(engine, n, n + 1)] == together
+        assert [bits for n in range(0, len(PROMPTS), 7) for bits in bits_of(engine, n, n + 7)] == together
     with CompiledEngine(
         model, enforce_eager=True, bucket_sizes=(8,), max_num_batched_tokens=9, num_kv_blocks=7, **common
     ) as eager:

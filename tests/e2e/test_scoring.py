@@ -41,9 +41,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "Gemma 2": SIZES | EAGER | {"model": str(checkpoint("gemma2")), "max_model_len": 200},
     "float32": SIZES | EAGER | {"dtype": "float32"},
     "float16 with an fp8 cache": SIZES | EAGER | {"dtype": "float16", "kv_cache_dtype": "fp8"},
-    # The sizes of the documents' snippets and of other tests, so that each graph is compiled once.
-    "compiled": EAGER | {"enforce_eager": False, "bucket_sizes": (1, 8, 32)},
-    "compiled, float32": EAGER | COMPILED_SIZES | {"enforce_eager": False, "dtype": "float32"},
+    "compiled": EAGER | COMPILED_SIZES | {"enforce_eager": False},
 }
 
 

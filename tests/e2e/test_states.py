@@ -96,6 +96,7 @@ def test_company_and_preemptions_change_no_bit(name: str, mode: str) -> None:
     assert stats.prefix_hit_tokens > 0
 
 
+@pytest.mark.battery
 def test_one_graph_without_breaks_and_recompiles() -> None:
     with engine_of("lfm2", enable_prefix_caching=False) as eager:
         expected = serve(eager, [PROMPT[:n] for n in (1, 40, 333)])

@@ -14,7 +14,7 @@ from compiled_llm import AsyncCompiledEngine, CompiledEngine, RequestsFailedWarn
 from tests.families import COMPILED_SIZES
 
 EAGER: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "bucket_sizes": (1, 4), "max_model_len": 128}
-COMPILED: dict[str, Any] = {"dtype": "float32", "num_threads": 1, **COMPILED_SIZES}
+COMPILED: dict[str, Any] = {"num_threads": 1, **COMPILED_SIZES}
 PROMPTS = ["def add(a, b):", "import os", "x"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
 SEEDED = SamplingParams(seed=3, max_tokens=4, logprobs=0, repetition_penalty=1.3, min_p=0.01, n=2)

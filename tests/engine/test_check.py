@@ -22,7 +22,7 @@ def engine() -> Iterator[CompiledEngine]:
 
 
 def test_compiled_uncompiled_and_transformers_agree() -> None:
-    with CompiledEngine(dtype="float32", num_kv_blocks=200, **COMPILED_SIZES) as engine:
+    with CompiledEngine(num_kv_blocks=200, **COMPILED_SIZES) as engine:
         before = engine.generate([PROMPTS[0]], use_tqdm=False)[0].outputs[0].token_ids
         report = engine.check(max_tokens=4)
         assert report.agrees
@@ -32,7 +32,7 @@ def test_compiled_uncompiled_and_transformers_agree() -> None:
         for row in report.rows:
             assert row.uncompiled.largest == 0
             assert row.transformers is not None
-            assert 0 < row.transformers.mean < 1e-4
+            assert 0 < row.transformers.mean < 0.02
             assert (row.num_tokens, row.likeliest) == (4, 4)
         assert report.rows[-1].num_prompt_tokens > 200, "a prompt of several chunks"
         assert len(str(report).splitlines()) == 1 + 1 + 4 + 2

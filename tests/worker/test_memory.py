@@ -265,11 +265,12 @@ def test_too_little_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named_length(error) == (10 * MIB // BLOCK - 1) * 16, "20 without 8 for rounding and 2 for a step"
 
 
-def test_one_compiled_graph_serves_pools_of_any_size() -> None:
-    """With a quantised cache, which has all four kinds of tensors."""
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.battery)])
+def test_one_compiled_graph_serves_pools_of_any_size(kv_cache_dtype: str) -> None:
+    """A quantised cache has all four kinds of tensors."""
 
     def start(num_kv_blocks: int) -> CompiledEngine:
-        return CompiledEngine(dtype="float32", kv_cache_dtype="int8", num_kv_blocks=num_kv_blocks, **COMPILED_SIZES)
+        return CompiledEngine(kv_cache_dtype=kv_cache_dtype, num_kv_blocks=num_kv_blocks, **COMPILED_SIZES)
 
     prompts = [[5, 6, 7], [9] * 12]
     with start(40) as engine:

@@ -27,6 +27,7 @@ def test_functions_are_declared_as_torch_declares_them() -> None:
     assert subprocess.run([*command, *ours, *changed, os.devnull], capture_output=True).returncode != 0
 
 
+@pytest.mark.battery
 def test_float16_is_that_of_torch() -> None:
     """Every number, and sums of any two, rounded to it by the portable kernels."""
     kernels = native.load("rowwise_cpu")
