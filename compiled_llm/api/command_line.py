@@ -49,14 +49,20 @@ class FlagParser(argparse.ArgumentParser):
             self._refuse(unknown)
         return parsed
 
-    def parse_checked(self, check: Callable[[Any], object] | None = None, **least: float) -> Any:
+    def parse_checked(
+        self,
+        check: Callable[[Any], object] | None = None,
+        arguments: Sequence[str] | None = None,
+        **least: float,
+    ) -> Any:
         """The arguments. A ``ValueError`` of ``check`` ends the program as other bad arguments do, with status 2.
 
         Args:
             check: gets the arguments, and may complete them.
+            arguments: the words to parse; None: those of the command line.
             least: smallest value of the arguments of these names, and of each value in a list; None is no value.
         """
-        args = self.parse_args()
+        args = self.parse_args(arguments)
         with self.ending_errors():
             check_least(args, **least)
             if check is not None:

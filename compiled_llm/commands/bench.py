@@ -1,0 +1,50 @@
+"""Measure the engine, its parts, and other engines beside it: a file of ``compiled_llm/bench/`` for each name."""
+
+import importlib
+import shlex
+from collections.abc import Sequence
+
+from compiled_llm.api.command_line import print_argument_error
+from compiled_llm.api.error_texts import shown
+from compiled_llm.api.names import did_you_mean
+
+# Name -> what it measures. Those that serve requests come first, with the flags of ``vllm bench``.
+BENCHES = {
+    "latency": "one batch of requests from start to end; also transformers.generate",
+    "throughput": "many requests at once; also transformers.generate",
+    "serve": "requests that arrive over time: TTFT, TPOT, goodput",
+    "peers": "the same requests through vLLM, OpenVINO, llama.cpp and transformers",
+    "settings": "several precisions, modes or engine arguments, in turns",
+    "offline": "a batch run beside generate, or in another order",
+    "shared": "what an engine keeps of its speed on a machine that others use",
+    "start": "starts, cold and warm, stage by stage; also those of a GPU without one",
+    "loading": "the reading of weights, beside a plain read of their files",
+    "host": "the host's time of a step by part, and how long a GPU idles",
+    "sampling": "each kind of sampling, beside a decode step",
+    "kernels": "every kernel of a decode step on a GPU, and the gaps",
+    "attention": "paged attention, beside SDPA, FlexAttention and the machine's limits",
+    "products": "linear layers and experts, beside other ways to compute them",
+    "recurrent": "layers with a state of a fixed size",
+    "gpt-fast": "a token of gpt-fast, to compare a GPU's decode with",
+}
+_FILES = {"peers": "peers.compare", "gpt-fast": "gpt_fast"}
+
+
+def main(program: str, arguments: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names; returns the exit status."""
+    given = list(arguments)
+    if given and given[0] in BENCHES:
+        name = given[0]
+        module = importlib.import_module(f"compiled_llm.bench.{_FILES.get(name, name)}")
+        return module.main(f"{program} {name}", given[1:])
+    if given in (["-h"], ["--help"]):
+        print(f"usage: {program} NAME [FLAG ...]\n")
+        for name, text in BENCHES.items():
+            print(f"  {name:12}{text}")
+        print(f"\n{program} NAME --help shows the flags.")
+        return 0
+    hint = did_you_mean(given[0], BENCHES) if given else ""
+    said = f"{shown(given[0])}{hint and ': ' + hint}" if given else "none"
+    text = f"the benchmark must be one of {', '.join(BENCHES)}, given {said}"
+    print_argument_error(program, text, shlex.join(given)[:200])
+    return 2
