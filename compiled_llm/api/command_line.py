@@ -1,6 +1,7 @@
 """Command-line flags for the fields of EngineConfig and SamplingParams: same names with dashes, same defaults.
 
-``FlagParser`` is the parser of all programs: flags are written out, and a bad argument ends in three lines.
+``FlagParser`` is the parser of all programs: flags are written out, ``--help`` shows the most used ones, and a bad
+argument ends in three lines.
 """
 
 import argparse
@@ -19,22 +20,34 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.flag_help import short_help
 from compiled_llm.api.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, did_you_mean, name_hint
 from compiled_llm.api.sampling_params import SamplingParams
 
 _MAX_SHOWN = 200  # characters of the command line in an error
+# The arguments that ``--help`` shows, in its order; ``--help=all`` shows the others, too.
+_MOST_USED = (
+    *("model", "device", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "bucket_sizes", "enforce_eager"),
+    *("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "sampling_seed"),
+)
 
 
 class FlagParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that takes no abbreviations, and whose errors are three lines: what, where, what to do.
 
+    ``--help`` has a line for each flag, group by group, in the order in which they were added: the most used first.
+
     Attributes:
         elsewhere: flags of other libraries, as the names of arguments -> what to do here.
+        seldom: flags that ``--help`` leaves to ``--help=all``.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options})
+        super().__init__(*args, **{"allow_abbrev": False, **options}, add_help=False)
+        self._positionals.title, self._optionals.title = "arguments", "flags"
         self.elsewhere: dict[str, str] = {}
+        self.seldom: set[str] = set()
+        self.add_argument("-h", "--help", action=_Help, help="show the most used flags; --help=all: every flag")
         self._has_engine_arguments = False
         self._given: list[str] = []  # the arguments that are parsed
 
@@ -42,7 +55,9 @@ class FlagParser(argparse.ArgumentParser):
         self._given = list(sys.argv[1:] if args is None else args)
         flags = [word for word in itertools.takewhile("--".__ne__, self._given) if re.match(r"--[^\s=]+(=|$)", word)]
         unknown = [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
-        if unknown and "--help" not in flags:  # before argparse says what is missing, as where one is misspelt
+        if unknown and not {"--help", "--help=all"}.intersection(
+            flags
+        ):  # before argparse says what is missing, as where one is misspelt
             self._refuse(unknown)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -114,6 +129,18 @@ class FlagParser(argparse.ArgumentParser):
         self.error(f"unknown flag {flag}{hint and ': ' + hint}")
 
 
+class _Help(argparse.Action):
+    """``--help``: the most used flags in a line each; ``--help=all``: every flag with all that is said of it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        more = {"nargs": "?", "choices": ("all",), "default": argparse.SUPPRESS}
+        super().__init__(option_strings, argparse.SUPPRESS, **{**options, **more})
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        print(parser.format_help() if values == "all" else short_help(parser, parser.seldom), end="")
+        parser.exit()
+
+
 def print_argument_error(program: str, message: str, given: str) -> None:
     """What is wrong, where, and what to do, a line each on stderr. ``given``: the words that are wrong."""
     script = Path(sys.argv[0])
@@ -146,10 +173,10 @@ def errors_end(
         raise SystemExit(status) from error
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every engine argument."""
-    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS)
-    if isinstance(parser, FlagParser):
+def add_engine_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """A flag for every engine argument, or for those of these ``names`` alone."""
+    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS, names=names)
+    if isinstance(parser, FlagParser) and not names:
         parser._has_engine_arguments = True
 
 
@@ -188,12 +215,15 @@ def _add(
     cls: type,
     elsewhere: Mapping[str, str],
     shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    names: Sequence[str] = (),
     **common: Any,
 ) -> None:
     group = parser.add_argument_group(title)
     hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
-    for field in dataclasses.fields(cls):
-        name = _flag_name(cls, field.name)
+    fields = {_flag_name(cls, field.name): field for field in dataclasses.fields(cls) if field.name in (names or hints)}
+    most_used = [name for name in names or _MOST_USED if name in fields]
+    for name in dict.fromkeys([*most_used, *fields]):
+        field = fields[name]
         default = shown_defaults.get(field.name, field.default)
         text = docs.get(field.name, "").replace("%", "%%")
         shown = ",".join(map(str, default)) or None if isinstance(default, tuple) else default
@@ -203,6 +233,7 @@ def _add(
         group.add_argument("--" + name.replace("_", "-"), **{"default": default, **options, **common})
     if isinstance(parser, FlagParser):
         parser.elsewhere |= elsewhere
+        parser.seldom |= {"--" + name.replace("_", "-") for name in fields if name not in most_used}
 
 
 def _options(hint: Any) -> dict[str, Any]:

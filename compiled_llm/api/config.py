@@ -30,16 +30,16 @@ class EngineConfig:
         tokenizer: directory or hub id, if not the model's own.
         tokenizer_revision: branch, tag or commit of the hub's ``tokenizer``. None: its main branch.
         split_special_tokens: what the sampling parameter of that name is where a request does not give it.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
+        dtype: of weights and activations: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        device: where the model runs: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
         load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
         model_impl: whose code computes the model: "native", a file of this engine for its family; "transformers",
             transformers' own modelling code with this engine's attention and linear layers, see docs/models.md; "auto":
             the first where there is one, else the second.
-        quantization: what the weights of linear layers are rounded to as they are loaded, see docs/quantization.md:
-            "int8" (a scale for each output), "int4" (a scale for each group of inputs), "fp8" (e4m3, a scale for each
-            output) or "mxfp4" (a power of two for each 32 inputs), with activations in the model's dtype; "int8_w8a8"
-            and "int4_w4a8" round activations to int8 too, a token at a time, which is faster. None: the checkpoint's.
+        quantization: round weights of linear layers at load: "int8" (a scale for each output), "int4" (a scale for each
+            group of inputs), "fp8" (e4m3, a scale for each output) or "mxfp4" (a power of two for each 32 inputs), with
+            activations in the model's dtype; "int8_w8a8" and "int4_w4a8" round activations to int8 too, a token at a
+            time, which is faster. None: the checkpoint's. See docs/quantization.md.
         quantization_group_size: inputs with one scale in "int4" and "int4_w4a8": 32, 64 or 128. None: 32.
         quantization_skip: names of layers that stay in the model's dtype, such as ``model.layers.0`` or ``down_proj``;
             ``*`` stands for anything. Routers of experts always do.
@@ -63,9 +63,9 @@ class EngineConfig:
         gpu_memory_utilization: the share of the memory that the engine may use, where the KV pool's size is not given:
             on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free after loading. The
             pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
-        kv_cache_dtype: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9), which
-            keep a float32 scale for each token and KV head beside the codes. scripts/kv_report.py measures what they
-            cost in quality.
+        kv_cache_dtype: of keys and values in the cache: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from
+            compute capability 8.9), which keep a float32 scale for each token and KV head beside the codes.
+            scripts/kv_report.py measures what they cost in quality.
         kv_cache_skip_layers: layers, counted from 0, whose cache stays in the model's dtype while the others are
             quantised.
         sliding_window: most keys that a token sees, itself included, in layers that see all or more: requests may then

@@ -25,11 +25,13 @@ def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def print_table(title: str, rows: Mapping[str, str]) -> None:
+def titled(title: str, rows: Mapping[str, str]) -> str:
     """A line for each name and its value, below a title."""
-    print(f"\n{title}")
-    for name, value in rows.items():
-        print(f"  {name:<26} {value}")
+    return "\n".join([title, *(f"  {name:<26} {value}" for name, value in rows.items())])
+
+
+def print_table(title: str, rows: Mapping[str, str]) -> None:
+    print(f"\n{titled(title, rows)}")
 
 
 def output_file(text: str) -> Path:

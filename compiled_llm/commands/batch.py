@@ -26,9 +26,12 @@ from collections.abc import Sequence
 
 from compiled_llm.api.command_line import errors_end
 from compiled_llm.offline.file_checks import check_files, check_writable
+from compiled_llm.offline.flags import flag_parser as parser
 from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.manifest import manifest_path
 from compiled_llm.offline.process import GuardedStream, StopSignals
+
+__all__ = ["main", "parser"]
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:

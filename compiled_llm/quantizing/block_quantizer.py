@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat, dequantize, quantize, round_to_codes
-from compiled_llm.quantizing import scaling
+from compiled_llm.quantizing import METHODS, scaling
 from compiled_llm.quantizing.folding import Fold, linear_at
 from compiled_llm.quantizing.gptq import best_scales, gptq
 from compiled_llm.quantizing.outliers import split_outliers
 from compiled_llm.quantizing.schemes import Scheme, quantize_inputs
 from compiled_llm.quantizing.statistics import InputStatistics, mean_of
-
-METHODS = ("rtn", "smoothquant", "awq", "gptq", "smoothquant+gptq", "awq+gptq")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Plain 16-bit products, for ``tune_linear.py``: which take in what surrounds them on this GPU, and in which tiles.
+"""Plain 16-bit products on this GPU: which of them take in what surrounds them, and in which tiles.
 
 Of each layer (outputs x inputs) and what may follow it (``ops/linear/product_choices.py``) the search starts from the
 choice in use. "apart" is a library's product, with a launch for the gate; a residual is then part of the next norm, so
@@ -12,11 +12,11 @@ import time
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tune_attention import graph_seconds, search
 
 from compiled_llm.ops import gated_activation
 from compiled_llm.ops.linear import product_choices
 from compiled_llm.ops.linear.product_choices import AROUND, Choice, LinearTile, Product
+from compiled_llm.tuning.search import Gpu, graph_seconds, search
 
 MAX_ROWS = 256  # of a range: larger steps are bound by arithmetic, which a library does best
 SIZES = (16, 32, 64, 128, 256), (16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5, 6, 8)  # of LinearTile
@@ -30,20 +30,15 @@ def products(outputs: int, inputs: int) -> list[Product]:
     return [Product(outputs, inputs, around) for around in AROUND if around != "gate" or outputs % 2 == 0]
 
 
-def capability_of(device: str) -> tuple[int, int]:
-    """That of Hopper where there is no GPU."""
-    return torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else (9, 0)
-
-
-def candidates(product: Product, rows: int, start: Choice, memory: int) -> list[Choice]:
-    """Choices for up to ``rows`` rows that may fit into ``memory`` bytes of shared memory, the closest first."""
+def candidates(product: Product, rows: int, start: Choice, gpu: Gpu) -> list[Choice]:
+    """Choices for up to ``rows`` rows that may fit, the closest to ``start`` first."""
     from compiled_llm.ops.linear.triton_linear import tile_for
 
-    used = start.tile or tile_for(rows, product.out_features, 2, capability_of("cuda"))
+    used = start.tile or tile_for(rows, product.out_features, 2, gpu.capability)
     found = []
     for sizes in itertools.product(*SIZES):
         tile = LinearTile(*sizes)
-        fits = tile.stages * tile.k * (tile.m + tile.n) * 2 <= memory and tile.m * tile.n <= LARGEST_TILE
+        fits = tile.stages * tile.k * (tile.m + tile.n) * 2 <= gpu.shared_memory and tile.m * tile.n <= LARGEST_TILE
         if fits and tile.m < max(32, 2 * rows):
             distance = sum(a != b for a, b in zip(tile, used, strict=True))
             found.append((distance, Choice(rows, "fused", tile)))
@@ -54,8 +49,8 @@ def candidates(product: Product, rows: int, start: Choice, memory: int) -> list[
 class Case:
     """The weights of one product, in several copies, and inputs of the largest number of rows."""
 
-    def __init__(self, product: Product, rows: int, device: str) -> None:
-        self.product, self.device = product, device
+    def __init__(self, product: Product, rows: int, gpu: Gpu) -> None:
+        self.product, self.gpu, device = product, gpu, gpu.device
         outputs, inputs, around = product
         nbytes = 2 * outputs * inputs
         copies = max(1, WEIGHT_BYTES // nbytes) if device == "cuda" else 1
@@ -87,7 +82,7 @@ class Case:
         if rows not in self._default:
             from compiled_llm.ops.linear.triton_linear import tile_for
 
-            choice = Choice(rows, "fused", tile_for(rows, self.product.out_features, 2, capability_of(self.device)))
+            choice = Choice(rows, "fused", tile_for(rows, self.product.out_features, 2, self.gpu.capability))
             self._default[rows] = self.run(0, rows, choice)
         return self._default[rows]
 
@@ -108,29 +103,27 @@ class Case:
         if not error <= TOLERANCE:
             print(f"  left out, off by {error:.2g} of the largest output: {choice}", flush=True)
             return math.inf
-        if self.device == "cuda":
+        if self.gpu.device == "cuda":
             return graph_seconds(lambda copy: self.run(copy, rows, choice), len(self.copies))
         start = time.perf_counter()
         self.run(0, rows, choice)
         return time.perf_counter() - start
 
 
-def tune(
-    product: Product, bounds: list[int], gpu: str, memory: int, seconds: float, device: str
-) -> tuple[Choice, ...]:  # fmt: skip
+def tune(product: Product, bounds: list[int], gpu: Gpu, seconds: float) -> tuple[Choice, ...]:
     """A choice for each range of rows up to ``MAX_ROWS``, each with an even share of the time."""
     bounds = [rows for rows in bounds if rows <= MAX_ROWS]
-    case, chosen, below = Case(product, bounds[-1], device), [], 0
+    case, chosen, below = Case(product, bounds[-1], gpu), [], 0
     for rows in bounds:
         steps = sorted({max(1, math.isqrt(below * rows)), rows})
-        start = product_choices.choose(product, rows, gpu)._replace(rows=rows)
+        start = product_choices.choose(product, rows, gpu.name)._replace(rows=rows)
         rights = [case.right(step) for step in steps]
 
         def cost(choice: Choice, steps: list[int] = steps, rights: list[Tensor] = rights) -> float:
             times = [case.seconds(step, choice, right) for step, right in zip(steps, rights, strict=True)]
             return math.exp(sum(map(math.log, times)) / len(times))
 
-        tried = candidates(product, rows, start, memory)
+        tried = candidates(product, rows, start, gpu)
         best, ratio, count = search(start, tried, cost, seconds / len(bounds))
         print(f"  {below + 1:5} to {rows:5} rows{ratio:8.1%} of the time before, {count} of {len(tried)}: {best[1:]}")
         chosen.append(best)

@@ -1,14 +1,10 @@
-"""Propose buckets for the work of earlier runs: --bucket-sizes and --token-bucket-sizes.
-
-    python scripts/serve_offline.py --input prompts.jsonl --trace trace.json
-    python scripts/tune_buckets.py --trace trace.json
-    python scripts/tune_buckets.py --trace monday.json tuesday.json --runs-per-start 20 --max-buckets 6
+"""Buckets for the work of earlier runs: the sizes with which the same steps would take the least time.
 
 A step takes the time of its bucket, padding included. On a GPU each bucket is compiled, and recorded at every start; on
-a CPU one graph serves all, and the seconds of compiling below are 0. The proposal is the
-set of buckets, at most ``--max-buckets`` of each kind, with the least
+a CPU one graph serves all, and the seconds of compiling below are 0. The proposal is the set of buckets, at most so
+many of each kind, with the least
 
-    --runs-per-start x (the sum of all steps' times) + (the sum of compile seconds),
+    runs_per_start x (the sum of all steps' times) + (the sum of compile seconds),
 
 found by dynamic programming over the sizes in the traces; no other set is better. Several traces count together as one
 run; they must be of the same model on the same machine.
@@ -16,37 +12,26 @@ run; they must be of the same model on the same machine.
 A bucket's time is its median where the trace has it. A larger bucket never takes less: if the medians fall, as after
 some slow steps, the mean of these buckets is used, weighted by their steps (isotonic regression). Between sizes, times
 are interpolated linearly. Below the smallest and above the largest measured size, the nearest line is extended, but not
-below the smallest size's time per token. If a kind has only one measured size, its time is used for all. The output
-lists where this was done. It warns if the steps of the trace, computed with these times, take much more or less than
-the measured time. Compiling a bucket costs the mean of its kind,
-whatever its size; decode buckets count their sampling graph with them.
+below the smallest size's time per token. If a kind has only one measured size, its time is used for all. Compiling a
+bucket costs the mean of its kind, whatever its size; decode buckets count their sampling graph with them.
 
 The engine keeps its capacity: the largest decode bucket is max_num_seqs, the largest token bucket
-max_num_batched_tokens. ``--shrink`` reduces both to what was used. Steps are then cut differently, so the savings are
+max_num_batched_tokens. ``shrink`` reduces both to what was used. Steps are then cut differently, so the savings are
 an estimate. Without it the padding is exact for the same requests arriving in the same way (unless ``target_itl_ms`` is
 set, which also cuts steps by the buckets).
-
-Exit status: 0, or 2 if a trace cannot be read or the traces do not belong together.
 """
 
-import argparse
 import dataclasses
 import json
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench.own_checkout
 import numpy as np
-import torch
-from bench import tables
-from tune_buckets_choice import best_buckets, bucket_of, interpolated, never_falling
 
-from compiled_llm.api.command_line import FlagParser, errors_end
-from compiled_llm.system import hardware as machine
+from compiled_llm.api import tables
 
 FORMAT = 1
 KINDS = ("decode", "tokens")
@@ -99,13 +84,13 @@ class Outcome:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace as ``serve_offline --trace`` writes it. ``ValueError`` with what is wrong."""
+    """A trace as ``compiled-llm batch --trace`` writes it. ``ValueError`` with what is wrong."""
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(trace, dict) or trace.get("format") != FORMAT:
-        raise ValueError(f"{path} is no trace of format {FORMAT}, as serve_offline.py --trace writes it")
+        raise ValueError(f"{path} is no trace of format {FORMAT}, as compiled-llm batch --trace writes it")
     try:
         for kind in KINDS:
             largest = max(trace["buckets"][kind])
@@ -265,17 +250,17 @@ def remarks(part: dict[str, Any], kind: str) -> list[str]:
     return lines
 
 
-def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) -> None:
+def text_of(result: dict[str, Any], runs_per_start: float, rounded: int) -> str:
+    """What a person reads: for each kind its steps, remarks, and the buckets before and after; then what is saved."""
+    lines = []
     for kind in KINDS:
         part, work = result[kind], result[kind]["work"]
         before, after, tokens = part["before"], part["after"], part["tokens"]
-        print(f"{kind}: {work.counts.total()} steps, {tokens} tokens, measured {work.measured_seconds:.2f} s")
+        lines.append(f"{kind}: {work.counts.total()} steps, {tokens} tokens, measured {work.measured_seconds:.2f} s")
         if not work.counts:
-            print(f"  there was no such step: only the capacity counts, {work.capacity}\n")
+            lines.append(f"  there was no such step: only the capacity counts, {work.capacity}\n")
             continue
-        print(f"  {'tokens':>12} {'steps':>9}")
-        print("\n".join(histogram(work)))
-        print("\n".join(f"  {line}" for line in remarks(part, kind)))
+        lines += [f"  {'tokens':>12} {'steps':>9}", *histogram(work), *(f"  {line}" for line in remarks(part, kind))]
         rows = [
             {
                 "": name,
@@ -286,19 +271,19 @@ def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) ->
             }
             for name, sizes, cost in (("present", part["present"], before), ("proposed", part["proposed"], after))
         ]
-        print(tables.text_table(rows) + "\n")
+        lines.append(tables.text_table(rows) + "\n")
     saved = {
         name: sum(getattr(result[kind]["before"], name) - getattr(result[kind]["after"], name) for kind in KINDS)
         for name in ("step_seconds", "compile_seconds")
     }
-    before = sum(result[kind]["before"].step_seconds for kind in KINDS)
-    print(
-        f"the proposal would {saved_or_cost(saved['step_seconds'], 3)} of {before:.3f} s in steps a run and "
+    seconds = sum(result[kind]["before"].step_seconds for kind in KINDS)
+    lines.append(
+        f"the proposal would {saved_or_cost(saved['step_seconds'], 3)} of {seconds:.3f} s in steps a run and "
         f"{saved_or_cost(saved['compile_seconds'], 1)} of compiling a start, weighed at {runs_per_start:g} runs a start"
     )
     if rounded:
-        print(f"{rounded} steps have their bucket's size in the traces: their padding is unknown")
-    print("\n" + flags(result))
+        lines.append(f"{rounded} steps have their bucket's size in the traces: their padding is unknown")
+    return "\n".join([*lines, "", flags(result)])
 
 
 def saved_or_cost(saved: float, digits: int) -> str:
@@ -307,11 +292,13 @@ def saved_or_cost(saved: float, digits: int) -> str:
 
 
 def flags(result: dict[str, Any]) -> str:
-    """Flags for serve_offline.py, or any program with the engine's flags."""
+    """Flags for any command that has the engine's."""
     return " ".join(f"{FLAGS[kind]} {','.join(map(str, result[kind]['proposed']))}" for kind in KINDS)
 
 
-def to_json(result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def as_json(result: dict[str, Any]) -> dict[str, Any]:
+    """The proposal in plain values."""
+
     def cost(part: dict[str, Any], which: str) -> dict[str, Any]:
         return dataclasses.asdict(part[which]) | {"padding_share": share(part[which].padding_tokens, part["tokens"])}
 
@@ -321,28 +308,87 @@ def to_json(result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         | {"disagreement": disagreement(part), "before": cost(part, "before"), "after": cost(part, "after")}
         for kind, part in result.items()
     }
-    settings = {name: getattr(args, name) for name in ("max_buckets", "runs_per_start", "shrink")}
-    return {"flags": flags(result), **kinds, **settings, "machine": machine.describe(torch.device("cpu"))}
+    return {"flags": flags(result), **kinds}
 
 
-def main() -> int:
-    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="traces of earlier runs")
-    parser.add_argument("--max-buckets", type=int, default=8, metavar="N", help="most buckets of a kind (default: 8)")
-    help_text = "number of such runs per start (default: 1)"
-    parser.add_argument("--runs-per-start", type=float, default=1.0, metavar="X", help=help_text)
-    parser.add_argument("--shrink", action="store_true", help="reduce the capacity to what was used")
-    tables.add_json_flag(parser)
-    args = parser.parse_checked(max_buckets=1)
-    if not args.runs_per_start > 0:
-        parser.error(f"--runs-per-start must be above 0, given {args.runs_per_start}")
-    with errors_end("tune_buckets"):
-        traces = [read_trace(path) for path in args.trace]
-        result = tune(traces, args.max_buckets, args.runs_per_start, args.shrink)
-    print_result(result, args.runs_per_start, rounded_steps(traces))
-    tables.finish(to_json(result, args) | {"rounded_steps": rounded_steps(traces)}, args.json)
-    return 0
+# -- The arithmetic: the time of a bucket of any size, and the set of buckets with the least cost
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def bucket_of(num_tokens: int, sizes: Sequence[int]) -> int:
+    """The smallest of the sorted ``sizes`` that holds a step."""
+    return next(size for size in sizes if size >= num_tokens)
+
+
+def never_falling(times: dict[int, float], weights: dict[int, int]) -> dict[int, float]:
+    """Isotonic regression: the times nearest to ``times`` by weighted least squares that never fall with the size.
+
+    By pooling: sizes whose times fall are taken together, with their weighted mean, until nothing falls.
+    """
+    pools: list[tuple[float, int, list[int]]] = []  # time, weight, sizes
+    for size in sorted(times):
+        time, weight, sizes = times[size], weights[size], [size]
+        while pools and pools[-1][0] > time:
+            before, heavy, smaller = pools.pop()
+            time = (before * heavy + time * weight) / (heavy + weight)
+            weight, sizes = heavy + weight, smaller + sizes
+        pools.append((time, weight, sizes))
+    return {size: time for time, _, sizes in pools for size in sizes}
+
+
+def interpolated(times: dict[int, float]) -> Callable[[int], float]:
+    """Seconds of a bucket of any size from ``times``, which never fall: straight lines in between and beyond.
+
+    Of a smaller size than measured, a token takes no less than in the smallest.
+    """
+    if not times:
+        return lambda size: 0.0
+    sizes = np.array(sorted(times), dtype=float)
+    seconds = np.array([times[size] for size in sorted(times)])
+    if len(sizes) == 1:
+        return lambda size: float(seconds[0])
+    slopes = np.diff(seconds) / np.diff(sizes)
+
+    def time_of(size: int) -> float:
+        piece = min(max(int(np.searchsorted(sizes, size)) - 1, 0), len(slopes) - 1)
+        line = float(seconds[piece] + slopes[piece] * (size - sizes[piece]))
+        return max(line, float(seconds[0] * size / sizes[0])) if size < sizes[0] else line
+
+    return time_of
+
+
+def best_buckets(
+    counts: dict[int, int],
+    candidates: Sequence[int],
+    step_time: Callable[[int], float],
+    compile_seconds: float,
+    max_buckets: int,
+    runs_per_start: float,
+) -> list[int]:
+    """At most ``max_buckets`` of the sorted ``candidates``, the last one among them, with the least cost.
+
+    Cost is ``runs_per_start`` times the sum over all steps of the time of the smallest bucket that holds them, and
+    ``compile_seconds`` for each bucket. Dynamic programming: ``costs[k][j]`` is the least for all steps up to candidate
+    j, which is the largest of k + 1 buckets; the buckets below the second largest, i, do not change the cost of
+    the steps between i and j.
+    """
+    sizes = np.array(candidates)
+    steps = np.zeros(len(sizes) + 1)  # steps up to each candidate, beginning with none
+    for num_tokens, count in counts.items():
+        steps[int(np.searchsorted(sizes, num_tokens)) + 1] += count
+    steps = steps.cumsum()
+    time = np.array([step_time(size) for size in candidates]) * runs_per_start
+    costs = [steps[1:] * time + compile_seconds]
+    second_largest: list[np.ndarray] = []
+    for _ in range(1, min(max_buckets, len(sizes))):
+        cost, choice = np.full(len(sizes), np.inf), np.zeros(len(sizes), dtype=int)
+        for j in range(1, len(sizes)):
+            below = costs[-1][:j] + (steps[j + 1] - steps[1 : j + 1]) * time[j]
+            choice[j] = below.argmin()
+            cost[j] = below[choice[j]] + compile_seconds
+        costs.append(cost)
+        second_largest.append(choice)
+    number = int(np.argmin([cost[-1] for cost in costs]))
+    chosen = [len(sizes) - 1]
+    for choice in reversed(second_largest[:number]):
+        chosen.append(int(choice[chosen[-1]]))
+    return [int(sizes[j]) for j in reversed(chosen)]

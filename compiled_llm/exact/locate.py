@@ -1,4 +1,4 @@
-"""Where two settings of check_exact.py begin to differ: the token, the layer and the op.
+"""Where two settings of the matrix begin to differ: the token, the layer and the op.
 
 Both settings serve the same requests again while every op that a step calls is watched, compiled or not: what goes into
 it and what comes out, of one request's tokens. An op's result depends on earlier ops of the same token and, through
@@ -16,10 +16,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from exact_matrix import Request, Setting, batches, row_digests, serve
 from torch import Tensor
 
-from compiled_llm import CompiledEngine
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.exact.matrix import Request, Setting, batches, row_digests, serve
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.scheduling.bucket import Bucket

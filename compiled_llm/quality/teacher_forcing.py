@@ -1,17 +1,21 @@
 """Teacher forcing: a model and the same one quantised, run over one text in lock-step, and what is measured of them.
 
 The models run uncompiled, in windows of the model's length and in chunks, so that attention reads what earlier chunks
-left in the cache. ``kv_report.py`` and ``weights_report.py`` use this.
+left in the cache. Measured are
+
+- the KL divergence of the next-token distributions, D(own dtype || quantised), in nats, for every token;
+- the perplexity of both, and how often their likeliest tokens agree;
+- for outputs inside the model, the Euclidean norm over all tokens of the difference to the same output without
+  quantisation, relative to that output's.
+
+In half precision, values that round the other way cost a divergence of their own; ``dtype="float32"`` shows that of the
+quantisation alone.
 """
 
-import argparse
 import dataclasses
-import hashlib
-import json
 import math
-import sysconfig
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,8 +25,8 @@ from tqdm import tqdm
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.checkpoint.quantization import linears_of
-from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
@@ -30,12 +34,11 @@ from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.recurrent.state_rows import StateRows
+from compiled_llm.quantizing.texts import Window
 from compiled_llm.step.kv_cache import allocate, layer_dtypes
-from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker.device import resolve_device
 
 BLOCK_SIZE = 16
-MAX_WINDOW = 4096  # of the default, for models whose own length would ask for a very large cache
 WORTH_KEEPING = 2.0  # times the mean over the layers
 ROWS_AT_ONCE = 64  # of logits, in float64
 L = TypeVar("L", bound=Hashable)
@@ -50,13 +53,6 @@ class Model(NamedTuple):
     weights: Any
     dtype: torch.dtype
     device: torch.device
-
-
-class Window(NamedTuple):
-    """Consecutive tokens, and the token after each of them: ``[T]`` each."""
-
-    token_ids: Tensor
-    targets: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,18 +192,6 @@ def _squares(own_outputs: list[Tensor], outputs: list[Tensor]) -> Tensor:
     return torch.stack(pairs) if pairs else torch.zeros(0, 2, dtype=torch.float64)
 
 
-def held_out_texts() -> dict[str, str]:
-    """Path -> text of the standard library's files that the demo model was not trained on, as they were then."""
-    library, texts = Path(sysconfig.get_path("stdlib")), {}
-    for record in json.loads((DEMO_MODEL / "training.json").read_text())["held_out_files"]:
-        path = library / record["path"]
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == record["sha256"]:
-            texts[record["path"]] = path.read_text(encoding="utf-8")
-    if not texts:
-        raise ValueError("this Python's standard library has none of the held-out files as they were: give --text FILE")
-    return texts
-
-
 def cache_dtypes(model: Model, engine_config: EngineConfig) -> tuple[torch.dtype, ...]:
     """The dtype of each layer's cache. ``ValueError`` for what the engine would refuse."""
     dtypes = layer_dtypes(engine_config, model.dtype, model.config)
@@ -217,49 +201,13 @@ def cache_dtypes(model: Model, engine_config: EngineConfig) -> tuple[torch.dtype
     return dtypes
 
 
-def load_model(engine_config: EngineConfig, directory: Path) -> Model:
+def load_model(engine_config: EngineConfig) -> Model:
     """A model with the weights that an engine of these arguments has. ``ValueError`` for what it would refuse."""
+    directory = checkpoint_directory(engine_config)
     config, device = read_config(directory), resolve_device(engine_config.device)
     dtype = getattr(torch, config.dtype if engine_config.dtype == "auto" else engine_config.dtype)
     linears = linears_of(engine_config, config, device, dtype)
     return Model(config, loader.load_weights(directory, config, dtype, device, linears), dtype, device)
-
-
-def add_text_flags(parser: argparse.ArgumentParser) -> dict[str, int]:
-    """Flags of the text and how it is run. Returns the smallest values of those that are numbers."""
-    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: the demo model's held-out files)")
-    parser.add_argument("--max-tokens", type=int, help="tokens of the text to use (default: all)")
-    parser.add_argument("--window", type=int, help=f"default: the model's length, {MAX_WINDOW} at most")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens a step (default: 512)")
-    return {"max_tokens": 1, "window": 1, "chunk": 1}
-
-
-def cut_windows(documents: list[list[int]], length: int, max_tokens: int | None, device: torch.device) -> list[Window]:
-    """Windows of up to ``length`` tokens, none across documents, of the first ``max_tokens`` tokens."""
-    windows, left = [], sum(map(len, documents)) if max_tokens is None else max_tokens
-    for document in documents:
-        tokens = torch.tensor(document, dtype=torch.int32, device=device)
-        for start in range(0, len(document) - 1, length):
-            end = min(start + length, start + left, len(document) - 1)
-            if end > start:
-                windows.append(Window(tokens[start:end], tokens[start + 1 : end + 1]))
-                left -= end - start
-    if not windows:
-        raise ValueError("the text must have two tokens at least")
-    return windows
-
-
-def read_windows(args: argparse.Namespace, config: ModelConfig, device: torch.device) -> tuple[str, list[Window]]:
-    """What the text is, and its windows, by the flags of ``add_text_flags`` and ``--model``."""
-    longest = config.max_position_embeddings
-    length = args.window or min(longest, MAX_WINDOW)
-    if length > longest:
-        raise ValueError(f"--window must be at most the model's length, {longest}, given {length}")
-    texts = {str(args.text): args.text.read_text(encoding="utf-8")} if args.text else held_out_texts()
-    tokenizer = Tokenizer(args.model)
-    windows = cut_windows([tokenizer.encode(text) for text in texts.values()], length, args.max_tokens, device)
-    name = str(args.text) if args.text else f"{len(texts)} files of the standard library held out from the demo model"
-    return name, windows
 
 
 def worth_keeping(kl_alone: Mapping[L, float]) -> list[L]:
@@ -280,3 +228,17 @@ def summary(comparison: Comparison) -> dict[str, float]:
         "perplexity_change": other / own - 1,
         "top1_agreement": comparison.top1,
     }
+
+
+def model_name(engine_config: EngineConfig) -> str:
+    """As a report has it: a hub id, or a directory as seen from the working directory."""
+    if engine_config.model is not None and not os.path.isdir(engine_config.model):
+        return engine_config.model
+    return os.path.relpath(checkpoint_directory(engine_config))
+
+
+def advice(own: str, kept: Sequence[L], ranking: Sequence[L], flags: Callable[[Sequence[L]], str]) -> str:
+    """Which layers to keep in the model's ``own`` dtype, and the flags for that; where none is worth it, the first."""
+    some = f"Worth keeping in {own}, as each causes more than twice the mean KL:"
+    none = f"None is worth keeping in {own}: none causes more than twice the mean KL. The first to keep is"
+    return f"{some if kept else none}\n  {flags(kept or ranking[:1])}"

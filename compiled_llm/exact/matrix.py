@@ -1,4 +1,4 @@
-"""The matrix of check_exact.py: the same requests in many settings, and all that their steps compute, bit for bit.
+"""The same requests in a matrix of settings, and all that their steps compute, bit for bit.
 
 A new kind of KV cache, a shape of buckets or a way to be short of memory is a line of a table here. Families and kinds
 of linear layer come with the model and its dtype.
@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
-from compiled_llm.api.config import QUANTISED_DTYPES
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.text.tokenizer import Tokenizer
-
-KV_CACHES = ("auto", *QUANTISED_DTYPES)
 
 # What is compiled.
 SIZES: dict[str, dict[str, Any]] = {
@@ -134,9 +133,7 @@ class Outcome:
         return None
 
 
-def settings_of(
-    kv_caches: Sequence[str] = KV_CACHES, sizes: Sequence[str] = tuple(SIZES), modes: Sequence[bool] = (True, False)
-) -> list[Setting]:
+def settings_of(kv_caches: Sequence[str], sizes: Sequence[str], modes: Sequence[bool]) -> list[Setting]:
     """All settings, those of an engine side by side; the first of a KV cache is the reference.
 
     ``modes``: whether compiled.
@@ -242,8 +239,8 @@ class StepRecorder:
         ):
             _note(record, position, "tokens", token)
             _note(record, position, "log-probabilities", _bits(logprobs))
-        for position, logprobs in enumerate((output.prompt_logprobs or [])[1:]):
-            _note(record, position, "prompt log-probabilities", _bits(logprobs))
+        for position, prompt_logprobs in enumerate((output.prompt_logprobs or [])[1:]):
+            _note(record, position, "prompt log-probabilities", _bits(prompt_logprobs))
         return record
 
 

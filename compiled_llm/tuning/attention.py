@@ -1,42 +1,28 @@
-"""Find fast tiles for the attention kernels on this GPU and write them where the kernels look for them.
-
-    python scripts/tune_attention.py                                         # bfloat16 and int8 caches of usual models
-    python scripts/tune_attention.py --head-dim 256 --kv-cache-dtype fp8     # one more shape: the file keeps the others
-    python scripts/tune_attention.py --seconds 1200 --output /tmp/tiles.json
+"""Tiles of the attention kernels that are fast on this GPU.
 
 For each shape, a head_dim and a dtype of the cache, the search starts from the tiles in use and treats one kind of step
 after the other: decodes, queries of a few tokens, prompts. A candidate must give the same output up to rounding and be
-2% faster over all steps of the kind. ``--seconds`` is divided among the shapes; candidates closest to the start are
-tried first, so a short search tries only these. The file, ``ops/tiles/<GPU>.json`` or ``--output``, is used by every
-engine that is started after that.
-
-Exit status: 0, or 2 without a CUDA GPU.
+2% faster over all steps of the kind. The file, ``ops/tiles/<GPU>.json`` or another, is used by every engine that is
+started after that.
 """
 
-import argparse
 import itertools
-import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-import bench.own_checkout
 import torch
 from torch import Tensor
 
-from compiled_llm.api.command_line import FlagParser
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention import tiles as attention_tiles
 from compiled_llm.ops.attention.tiles import TileConfig
-from compiled_llm.system import hardware as machine
-from compiled_llm.system.gpu_packages import check_triton
+from compiled_llm.tuning.search import Gpu, graph_seconds, search
 
-Config = TypeVar("Config")
 KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Fields of the tiles that are searched together. STEPS: the steps that they are timed on, as (requests, query length,
 # tokens before the query).
@@ -88,80 +74,56 @@ def candidates(start: TileConfig, kind: str, head_dim: int, cache_bytes: int, sh
     return [replace(start, **changes) for _, changes in sorted(found, key=lambda pair: pair[0])]
 
 
-def search(
-    start: Config,
-    configs: Iterable[Config],
-    measure: Callable[[Config], float],
-    seconds: float,
-    now: Callable[[], float] = time.perf_counter,
-) -> tuple[Config, float, int]:
-    """The best of ``configs`` by ``measure``, its cost relative to ``start``, and how many were tried.
-
-    ``start`` stays the best where nothing is 2% better. Ends after ``seconds``, but measures ``start`` in any case.
-    """
-    end = now() + seconds
-    base = best_cost = measure(start)
-    best, tried = start, 0
-    for config in configs:
-        if now() > end:
-            break
-        tried += 1
-        cost = measure(config)
-        if cost < 0.98 * best_cost:
-            best, best_cost = config, cost
-    return best, best_cost / base, tried
-
-
 class Step:
     """One kind of call over the caches of several layers, as one CUDA graph."""
 
     def __init__(
-        self, num_requests: int, query_len: int, context_len: int, head_dim: int, kv_dtype: torch.dtype
+        self,
+        num_requests: int,
+        query_len: int,
+        context_len: int,
+        head_dim: int,
+        kv_dtype: torch.dtype,
+        device: str = "cuda",
     ) -> None:
-        cuda = {"device": "cuda"}
+        from compiled_llm.ops.attention.triton_decode import Turning
+
+        on: dict[str, Any] = {"device": device}
         seq_len = query_len + context_len
         width = -(-seq_len // BLOCK_SIZE)
         num_blocks = num_requests * width
         layer_bytes = 2 * num_blocks * NUM_KV_HEADS * BLOCK_SIZE * head_dim * kv_dtype.itemsize
         tokens = num_requests * query_len
-        qkv = torch.randn(tokens, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim, dtype=torch.bfloat16, **cuda)
-        table = torch.randperm(num_blocks, **cuda).int().view(num_requests, width)
-        positions = torch.arange(context_len, seq_len, **cuda)
+        qkv = torch.randn(tokens, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim, dtype=torch.bfloat16, **on)
+        table = torch.randperm(num_blocks, **on).int().view(num_requests, width)
+        positions = torch.arange(context_len, seq_len, **on)
         slots = table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         self.inputs = qkv.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
         self.lengths = (
             slots.flatten().int(),
             table,
-            torch.arange(num_requests + 1, dtype=torch.int32, **cuda) * query_len,
-            torch.full((num_requests,), seq_len, dtype=torch.int32, **cuda),
+            torch.arange(num_requests + 1, dtype=torch.int32, **on) * query_len,
+            torch.full((num_requests,), seq_len, dtype=torch.int32, **on),
         )
         self.query_len, self.scores = query_len, (None, head_dim**-0.5)
         # Of a decode: what its heads are turned with, and the plan of the tiles that are tried.
-        norm = torch.ones(head_dim, dtype=torch.bfloat16, **cuda)
-        self.turn = torch.ones(tokens, head_dim, **cuda), norm, norm, None
+        norm = torch.ones(head_dim, dtype=torch.bfloat16, **on)
+        self.turning = Turning(torch.ones(tokens, head_dim, **on), norm, norm, None, None)
         self.plan: tuple[Tensor, Tensor] | None = None
         shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, head_dim)
-        self.caches = [self._cache(shape, kv_dtype) for _ in range(max(1, -(-CACHE_BYTES // layer_bytes)))]
+        self.caches = [_cache(shape, kv_dtype, device) for _ in range(max(1, -(-CACHE_BYTES // layer_bytes)))]
         self.expected: Tensor | None = None
 
-    @staticmethod
-    def _cache(shape: tuple[int, ...], kv_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        pair = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        if not kv_quant.is_quantised(kv_dtype):
-            return (*pair, None, None)
-        (k, k_scale), (v, v_scale) = (kv_quant.quantise(cache, kv_dtype) for cache in pair)
-        return k, v, k_scale, v_scale
-
     def run(self, layer: int, tiles: TileConfig) -> Tensor:
-        from compiled_llm.ops.attention import triton_attention, triton_decode
+        from compiled_llm.ops.attention.triton_attention import paged_attention
+        from compiled_llm.ops.attention.triton_decode import decode_attention
 
-        caches, (sinks, scale) = self.caches[layer], self.scores
+        (q, k, v), caches, (sinks, scale) = self.inputs, self.caches[layer], self.scores
         if self.plan is None:
-            inputs = *self.inputs, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0
-            return triton_attention.paged_attention(*inputs, tiles=tiles)
-        turning = triton_decode.Turning(*self.turn)
-        return triton_decode.decode_attention(
-            *self.inputs, turning, 1e-6, *caches, self.lengths[1], *self.plan, sinks, scale, 0, 0.0, tiles=tiles
+            return paged_attention(q, k, v, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0, tiles)
+        turned, (tasks, counters) = (self.turning, 1e-6), self.plan
+        return decode_attention(
+            q, k, v, *turned, *caches, self.lengths[1], tasks, counters, sinks, scale, 0, 0.0, tiles
         )  # fmt: skip
 
     def make_plan(self, tiles: TileConfig) -> None:
@@ -170,7 +132,6 @@ class Step:
 
         slots, table, starts, seq_lens = self.lengths
         cache = self.caches[0][0]
-        assert cache is not None
         _, num_kv_heads, _, head_dim = cache.shape
         sizes = table.shape[1] * BLOCK_SIZE, 0, num_kv_heads, head_dim, 2, cache.itemsize
         self.plan = triton_decode_plan.decode_plan(slots, None, starts, seq_lens, *sizes, tiles=tiles)
@@ -192,22 +153,13 @@ class Step:
         return graph_seconds(lambda layer: self.run(layer, tiles), len(self.caches))
 
 
-def graph_seconds(run: Callable[[int], object], layers: int) -> float:
-    """Median time of one call, of a CUDA graph of ``run(0)`` to ``run(layers - 1)``. It has run before."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            run(layer)
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / layers)
-    return statistics.median(times)
+def _cache(shape: tuple[int, ...], kv_dtype: torch.dtype, device: str) -> tuple[Any, Any, Any, Any]:
+    """Keys and values of random numbers, and their scales or None."""
+    k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    if not kv_quant.is_quantised(kv_dtype):
+        return k, v, None, None
+    (k, k_scale), (v, v_scale) = kv_quant.quantise(k, kv_dtype), kv_quant.quantise(v, kv_dtype)
+    return k, v, k_scale, v_scale
 
 
 def tune(head_dim: int, kv_dtype: torch.dtype, start: TileConfig, seconds: float, shared_memory: int) -> TileConfig:
@@ -228,37 +180,26 @@ def tune(head_dim: int, kv_dtype: torch.dtype, start: TileConfig, seconds: float
     return config
 
 
-def main() -> int:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--kv-cache-dtype", nargs="+", choices=KV_DTYPES, default=["auto", "int8"])
-    parser.add_argument("--seconds", type=float, default=600, help="for all shapes together (default: 600)")
-    parser.add_argument("--output", type=Path, help="file to write (default: the one that the kernels read)")
-    args = parser.parse_checked(lambda args: check_triton("tune_attention.py"))
-    if not torch.cuda.is_available():
-        print("tune_attention: no CUDA GPU here (torch.cuda.is_available() is False); nothing to tune", file=sys.stderr)
-        return 2
+def tune_file(path: Path, gpu: Gpu, head_dims: Sequence[int], kv_cache_dtypes: Sequence[str], seconds: float) -> None:
+    """Tune every shape and write its tiles to ``path``, which keeps those of other shapes.
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    properties, capability = torch.cuda.get_device_properties(device), torch.cuda.get_device_capability(device)
-    for name in args.kv_cache_dtype:
-        kv_quant.check_capability(KV_DTYPES[name], capability)
-    path = args.output or attention_tiles.path_of(properties.name)
+    Args:
+        kv_cache_dtypes: names of ``KV_DTYPES``.
+        seconds: for all shapes together.
+
+    Raises:
+        ValueError: the GPU has no such dtype, or the file is none of tiles.
+    """
+    for name in kv_cache_dtypes:
+        kv_quant.check_capability(KV_DTYPES[name], gpu.capability)
     configs = dict(attention_tiles.load(path))
-    shapes = list(itertools.product(args.head_dim, args.kv_cache_dtype))
+    shapes = list(itertools.product(head_dims, kv_cache_dtypes))
     torch.manual_seed(0)
     for head_dim, name in shapes:
         kv_dtype = KV_DTYPES[name]
         print(f"head_dim {head_dim}, kv_cache_dtype {name}", flush=True)
-        default = attention_tiles.default_config(head_dim, 2, kv_dtype.itemsize, capability)
+        default = attention_tiles.default_config(head_dim, 2, kv_dtype.itemsize, gpu.capability)
         key = attention_tiles.key(head_dim, 2, kv_dtype.itemsize)
-        limit = properties.shared_memory_per_block_optin
-        configs[key] = tune(head_dim, kv_dtype, configs.get(key, default), args.seconds / len(shapes), limit)
-        attention_tiles.save(path, properties.name, configs)
-    print(f"written: {path}")
-    print(json.dumps({"benchmark": "tune_attention", "tiles": str(path), "machine": machine.describe(device)}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        start = configs.get(key, default)
+        configs[key] = tune(head_dim, kv_dtype, start, seconds / len(shapes), gpu.shared_memory)
+        attention_tiles.save(path, gpu.name, configs)

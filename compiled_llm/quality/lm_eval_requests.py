@@ -49,4 +49,4 @@ def sampling_params(arguments: Mapping[str, Any], stops: Sequence[str], max_toke
     options = dict(arguments)
     samples = options.pop("do_sample", False)
     options.setdefault("temperature", 1.0 if samples else 0.0)
-    return SamplingParams(stop=[stop for stop in stops if stop], max_tokens=max_tokens, **options)
+    return SamplingParams(stop=tuple(stop for stop in stops if stop), max_tokens=max_tokens, **options)

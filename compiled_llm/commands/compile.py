@@ -1,7 +1,7 @@
-"""Compile a model's buckets ahead of serving, and carry what was compiled to other machines of the same kind.
+"""Compile a model's graphs ahead of serving, and carry what was compiled to other machines of the same kind.
 
-    python scripts/compile_model.py --model DIR --bucket-sizes 1,8,32 --export model.bundle
-    python scripts/compile_model.py --model DIR --bucket-sizes 1,8,32 --import model.bundle
+    compiled-llm compile --model DIR --bucket-sizes 1,8,32 --export model.bundle
+    compiled-llm compile --model DIR --bucket-sizes 1,8,32 --import model.bundle
 
 Without ``--export`` it fills this user's cache, so that the next start with the same flags compiles nothing.
 ``--import`` takes a bundle in first, and then starts on it. A bundle is a program: import only those of people whose
@@ -18,42 +18,48 @@ import contextlib
 import dataclasses
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import bench.own_checkout
-import psutil
-from bench import tables
-from bench.workloads import engine_parser, model_of
-
-from compiled_llm import CompiledEngine
-from compiled_llm.api.command_line import engine_config, errors_end
-from compiled_llm.compiling.bundle import export_bundle, import_bundle
+from compiled_llm.api import tables
+from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
+from compiled_llm.checkpoint.shapes import engine_parser, model_of
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = engine_parser(__doc__)
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write a bundle of what this model's start uses")
-    parser.add_argument(
-        "--import",
-        type=Path,
-        metavar="FILE",
-        dest="imported",
-        help="take a bundle in before starting: a program, so only of those whose programs you would run",
-    )
-    tables.add_json_flag(parser)
-    return parser.parse_checked(check_arguments)
+def parser(program: str) -> FlagParser:
+    made = engine_parser(program, "Compile a model's graphs ahead of serving, or carry them to other machines.")
+    bundle = "write a bundle of what this model's start uses"
+    made.add_argument("--export", type=tables.output_file, metavar="FILE", help=bundle)
+    taken = "take a bundle in before starting: a program, so only of those whose programs you would run"
+    made.add_argument("--import", type=Path, metavar="FILE", dest="imported", help=taken)
+    tables.add_json_flag(made)
+    return made
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    args = parser(program).parse_checked(_check, arguments)
+    with errors_end(program):
+        result = _compile(args)
+    seconds = {name: f"{value:.2f}" for name, value in result["phases"].items()}
+    tables.print_table(f"seconds of the start, {result['dtype']}", seconds)
+    tables.finish(result, args.json)
+    return 1 if args.imported is not None and result["misses"] else 0
+
+
+def _check(args: argparse.Namespace) -> None:
     if args.enforce_eager:
         raise ValueError("--enforce-eager compiles nothing: leave it out")
-    tables.check_target("--export", args.export)
-    tables.check_target("--json", args.json)
 
 
-def compile_model(args: argparse.Namespace) -> dict[str, Any]:
+def _compile(args: argparse.Namespace) -> dict[str, Any]:
     """Start the engine that the flags describe, and say what its start found and made."""
+    import psutil
+
+    from compiled_llm.compiling.bundle import export_bundle, import_bundle
+    from compiled_llm.engine.engine import CompiledEngine
+
     result: dict[str, Any] = {}
     imports = time.time() - psutil.Process().create_time()
     if args.imported is not None:
@@ -65,36 +71,20 @@ def compile_model(args: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         engine = stack.enter_context(CompiledEngine.from_config(config))
         seconds = time.perf_counter() - started
-        result["dtype"] = str(engine.runner.dtype).removeprefix("torch.")
         report, phases = engine.compile_report(), dataclasses.asdict(engine.runner.start_times)
         print(report)
         if args.export is not None:
             result["exported_files"] = export_bundle(args.export, engine.runner.compiled_files())
             result["bundle_bytes"] = args.export.stat().st_size
-    graphs = [
-        {"name": r.name, "seconds": round(r.compile_seconds, 3), "cache": r.cache, "reason": r.reason}
-        for r in report.reports
-    ]
     phases = {"imports": imports, **phases, "other": seconds - sum(phases.values())}
-    tables.print_table(
-        f"seconds of the start, {result['dtype']}", {name: f"{value:.2f}" for name, value in phases.items()}
-    )
     return result | {
+        "dtype": str(engine.runner.dtype).removeprefix("torch."),
         "seconds": round(seconds, 3),
         "phases": {name: round(value, 3) for name, value in phases.items()},
         "hits": report.cache_count("hit"),
         "misses": report.cache_count("miss"),
-        "graphs": graphs,
+        "graphs": [
+            {"name": r.name, "seconds": round(r.compile_seconds, 3), "cache": r.cache, "reason": r.reason}
+            for r in report.reports
+        ],
     }
-
-
-def main() -> int:
-    args = parse_arguments()
-    with errors_end("compile_model"):
-        result = compile_model(args)
-    tables.finish(result, args.json)
-    return 1 if args.imported is not None and result["misses"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

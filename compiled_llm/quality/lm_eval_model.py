@@ -1,9 +1,9 @@
 """CompiledLM: the engine as a model of lm-eval (EleutherAI's lm-evaluation-harness), by the name ``compiled-llm``.
 
-    import lm_eval, lm_eval_model
+    import lm_eval, compiled_llm.quality.lm_eval_model
     lm_eval.simple_evaluate(model="compiled-llm", model_args={"pretrained": DIR, "dtype": "bfloat16"}, tasks=[...])
 
-``scripts/lm_eval_adapter.py`` is lm-eval's command line with this model. Tokens, windows and chat prompts are those of
+``compiled-llm report lm-eval`` is lm-eval's command line with this model. Tokens, windows and chat prompts are those of
 lm-eval's own ``hf`` model, so that results compare.
 """
 
@@ -23,9 +23,9 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from lm_eval_requests import cut_context, sampling_params
 
-from compiled_llm import CompiledEngine
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.quality.lm_eval_requests import cut_context, sampling_params
 
 logger = logging.getLogger(__name__)
 
