@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.own_checkout import ROOT
-from bench.workloads import SHAPES
+from own_checkout import ROOT
 from gpu_step_page import BUCKETS, FOLDER, KV_DTYPES, MEASURED, MODELS, NOW, PAGE, page, read_lines
 from inspect_gpu_step import with_bucket
 from tqdm import tqdm
@@ -33,6 +32,7 @@ from tqdm import tqdm
 from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint.quantization import linears_of
+from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.gpu_step.fake_step import DEVICE, generate_step, pretend
 from compiled_llm.gpu_step.gpus import GPUS, Gpu
 from compiled_llm.gpu_step.inspection import (

@@ -89,8 +89,9 @@ def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Paged attention beside the machine's limits and alternatives.")
     add = made.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
-    add("--decode", nargs="*", type=functools.partial(parse_case, "decode"), metavar="BATCHxCONTEXT[,...]")
-    add("--prefill", nargs="*", type=functools.partial(parse_case, "prefill"), metavar="[BATCHx]TOKENS+CONTEXT[,...]")
+    decode, prefill = (functools.partial(parse_case, kind) for kind in ("decode", "prefill"))
+    add("--decode", nargs="*", type=decode, metavar="CASE", help="BATCHxCONTEXT[,...] (default: a grid)")
+    add("--prefill", nargs="*", type=prefill, metavar="CASE", help="[BATCHx]TOKENS+CONTEXT[,...] (default: a grid)")
     add("--dtype", choices=TORCH_DTYPES, default="bfloat16", help="the model's: of queries, and of a cache by default")
     add("--kv-dtype", nargs="*", choices=KV_DTYPES, default=list(KV_DTYPES), help="of further caches (default: both)")
     add("--block-size", nargs="+", type=int, default=[16], metavar="S", help="(default: 16)")

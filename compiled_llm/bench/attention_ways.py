@@ -196,19 +196,19 @@ def op(step: Step, dtype: torch.dtype, block_size: int, turned: bool = False) ->
                     q = step.q.new_zeros(len(piece), step.heads, step.head_dim)
                     # As padding: the op writes it, and no query attends to it.
                     lengths = piece, table[:1, :1], *nothing
-                    paged_attention(q, k, v, *cache, *lengths, sm_scale=scale, max_query_len=1)
+                    paged_attention(q, k, v, *cache, *lengths, sm_scale=scale, max_query_len=1)  # type: ignore
         caches.append(cache)
     inputs = slot_mapping, table, step.query_start_loc, step.seq_lens
 
-    half = step.head_dim // 2
+    half, options = step.head_dim // 2, {"sm_scale": scale, "max_query_len": max_query_len}
     cos_sin = torch.cat([torch.ones(len(step.q), half), torch.zeros(len(step.q), half)], 1).to(step.device)
 
     def attend(layer: int) -> Tensor:
         if turned:
-            more = {"num_heads": step.heads, "eps": 1e-6, "sm_scale": scale, "max_query_len": max_query_len}
-            return rotary_attention(step.qkv, cos_sin, *[None] * 4, *caches[layer], *inputs, **more)  # type: ignore
-        tensors = step.q, step.k, step.v, *caches[layer], *inputs
-        return paged_attention(*tensors, sm_scale=scale, max_query_len=max_query_len)
+            given: tuple[Any, ...] = step.qkv, cos_sin, *[None] * 4, *caches[layer], *inputs
+            return rotary_attention(*given, num_heads=step.heads, eps=1e-6, **options)
+        given = step.q, step.k, step.v, *caches[layer], *inputs
+        return paged_attention(*given, **options)
 
     return attend
 
@@ -218,7 +218,7 @@ def expected(step: Step, dtype: torch.dtype) -> Tensor:
     parts = []
     for group, query, pair in zip(step.groups, step.queries, step.layers[0], strict=True):
         if kv_quant.is_quantised(dtype):
-            pair = tuple(kv_quant.dequantise(*kv_quant.quantise(x, dtype)).to(step.dtype) for x in pair)
+            pair = [kv_quant.dequantise(*kv_quant.quantise(x, dtype)).to(step.dtype) for x in pair]  # type: ignore
         key, value = (x.repeat_interleave(step.heads // step.kv_heads, dim=1) for x in pair)
         parts.append(F.scaled_dot_product_attention(query, key, value, attn_mask=group.visible(step.device)))
     return step.by_token(parts)
@@ -305,10 +305,12 @@ def hf_paged(step: Step) -> Attend:
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
     from transformers.integrations import sdpa_attention
 
-    forward = sdpa_attention.sdpa_attention_forward
+    forward: Any = sdpa_attention.sdpa_attention_forward
     packed = "cache" not in inspect.signature(forward).parameters  # versions before that had a function for it
     if packed:
-        from transformers.integrations.sdpa_paged import sdpa_attention_paged_forward as forward
+        from transformers.integrations import sdpa_paged
+
+        forward = sdpa_paged.sdpa_attention_paged_forward
     _, slots, num_blocks = step.place(step.block_size)
     write_index, read_index = step.new_slots(slots).long(), torch.cat([part.flatten() for part in slots]).long()
     shape = (2, num_blocks * step.block_size, step.kv_heads, step.head_dim)

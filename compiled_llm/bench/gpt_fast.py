@@ -29,7 +29,11 @@ from compiled_llm.bench.harness import finish, has_gpu
 from compiled_llm.bench.program_turns import wait_for_turn
 
 # Those of mode "reduce-overhead", and the tuning that gpt-fast switches on.
-_OPTIONS = {"triton.cudagraphs": True, "coordinate_descent_tuning": True, "triton.unique_kernel_names": True}
+_OPTIONS: dict[str, Any] = {
+    "triton.cudagraphs": True,
+    "coordinate_descent_tuning": True,
+    "triton.unique_kernel_names": True,
+}
 _ATTENTION = {"math": SDPBackend.MATH, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 

@@ -82,14 +82,14 @@ def seconds_of(run: Callable[[], object], device: str = "cpu") -> float:
 
 
 def call_seconds(
-    runs: Mapping[str, Run],
+    runs: Mapping[Name, Run],
     copies: int,
     device: str,
     *,
     seconds: float,
     rounds: int = 10**9,
-    left_out: dict[str, str] | None = None,
-) -> dict[str, list[float]]:
+    left_out: dict[Any, str] | None = None,
+) -> dict[Name, list[float]]:
     """Seconds of a call of each run, in every round, over ``copies`` of what it reads.
 
     On a CPU a figure is the mean of as many calls as take ``BATCH_SECONDS``. On a GPU it is the slope between a graph
@@ -98,7 +98,7 @@ def call_seconds(
     if device == "cpu":
         batches = {name: _batch(run, copies) for name, run in runs.items()}
         return in_turns(batches, rounds=rounds, seconds=seconds)
-    graphs: dict[str, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
+    graphs: dict[Name, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
     pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -114,7 +114,7 @@ def call_seconds(
             return (_graph_seconds(long) - _graph_seconds(short)) / copies
 
         slopes = {name: lambda pair=pair: slope(*pair) for name, pair in graphs.items()}
-        return in_turns(slopes, rounds=rounds, seconds=seconds)  # type: ignore[arg-type]
+        return in_turns(slopes, rounds=rounds, seconds=seconds)
 
 
 def copies_of(nbytes: int, device: str, most: int = 64) -> int:

@@ -72,9 +72,9 @@ class Clocks:
     def __init__(self, engine: CompiledEngine) -> None:
         self._engine, scheduler, runner = engine, engine.scheduler, engine.runner
         scheduler.schedule = self._schedule = Timed(scheduler.schedule)  # type: ignore[method-assign]
-        scheduler.update = self._update = Timed(scheduler.update)  # type: ignore[method-assign]
-        runner.launch = self._launch = Timed(runner.launch)  # type: ignore[method-assign]
-        runner.collect = self._collect = Timed(runner.collect)  # type: ignore[method-assign]
+        scheduler.update = self._update = Timed(scheduler.update)  # type: ignore[assignment,method-assign]
+        runner.launch = self._launch = Timed(runner.launch)  # type: ignore[assignment,method-assign]
+        runner.collect = self._collect = Timed(runner.collect)  # type: ignore[assignment,method-assign]
 
     def read(self) -> tuple[float, ...]:
         """Those of ``PARTS`` but the last, then waiting for the device, and the time."""
@@ -129,7 +129,7 @@ def leave_out_steps(engine: CompiledEngine) -> None:
 
 
 def measured(
-    engine: CompiledEngine, args: argparse.Namespace, num_requests: int, kind: str, num_waiting: int = 0
+    engine: CompiledEngine, args: argparse.Namespace, num_requests: int, kind: Any, num_waiting: int = 0
 ) -> dict[str, Any]:
     """Microseconds of a step with ``num_requests`` that decode and whose outputs are of ``kind``."""
     most = engine.runner.limits.max_model_len - args.context - BLOCK_SIZE

@@ -171,8 +171,10 @@ def parser(program: str) -> FlagParser:
     made.add_argument("--context", type=int, default=1024, help="tokens of each request (default: 1024)")
     made.add_argument("--repeats", type=int, default=9, help="of which the median is taken (default: 9)")
     made.add_argument("--device", default="cuda", help="(default: cuda)")
-    made.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
-    made.add_argument("--cuda-graphs", default="auto", choices=("auto", "manual", "programmatic", "trees"))
+    made.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"), help="(default: auto)")
+    made.add_argument(
+        "--cuda-graphs", default="auto", choices=("auto", "manual", "programmatic", "trees"), help="(default: auto)"
+    )
     made.add_argument("--enforce-eager", action="store_true", help="compile nothing")
     made.add_argument("--exact", action="store_true", help="the engine's argument of that name")
     made.add_argument("--layers", type=int, help="so many layers of the shape (default: all)")

@@ -92,7 +92,7 @@ def layers_of(shape: str) -> list[Layer]:
 
 def parse_layer(text: str) -> Layer:
     """OUTPUTSxINPUTS, or OUTPUTSxINPUTSxEXPERTSxUSED, for argparse."""
-    sizes = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
+    sizes: list[Any] = [int(size) if size.isdecimal() else 0 for size in text.split("x")]
     if len(sizes) not in (2, 4) or not all(sizes) or (len(sizes) == 4 and sizes[3] > sizes[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is neither OUTPUTSxINPUTS nor OUTPUTSxINPUTSxEXPERTSxUSED")
     return Layer(text, *sizes)
@@ -333,5 +333,7 @@ def chain(layers: list[Layer], tokens: int) -> Case:
         with programmatic_launches():
             return op(copy)
 
-    ways: dict[str, Run] = {"op": op, "linear": linear} | ({"programmatic": early} if tokens <= 32 else {})
+    ways: dict[str, Run] = {"op": op, "linear": linear}
+    if tokens <= 32:
+        ways["programmatic"] = early
     return Case(ways, dict.fromkeys(ways, nbytes), linear(0)[:CHECKED_ROWS].float(), tokens * nbytes, copies)

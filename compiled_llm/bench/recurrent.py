@@ -72,9 +72,16 @@ def call_of(layer: Layer, tokens: int, state: Tensor) -> Callable[..., Tensor]:
         return lambda *rows: short_convolution(*given, *rows, silu=width == 4)
     if layer.op == "gated_delta_rule":
         key_heads, heads, dk, dv = layer.sizes
-        inputs = numbers(key_heads, dk), numbers(key_heads, dk), numbers(heads, dv), numbers(heads), numbers(heads)
-        weights = torch.zeros(heads), torch.zeros(heads)
-        return lambda *rows: gated_delta_rule(*inputs, *weights, state, *rows, max_query_len=tokens)
+        inputs: tuple[Any, ...] = (
+            numbers(key_heads, dk),
+            numbers(key_heads, dk),
+            numbers(heads, dv),
+            numbers(heads),
+            numbers(heads),
+        )
+        weights: tuple[Any, ...] = torch.zeros(heads), torch.zeros(heads)
+        given = (*inputs, *weights, state)
+        return lambda *rows: gated_delta_rule(*given, *rows, max_query_len=tokens)  # type: ignore[arg-type]
     heads, head_dim, groups, size = layer.sizes
     inputs = numbers(heads, head_dim), numbers(heads), numbers(groups, size), numbers(groups, size)
     weights = torch.zeros(heads), torch.ones(heads), torch.zeros(heads)

@@ -14,6 +14,7 @@ sampler / (step + sampler).
     compiled-llm bench sampling --batch-size 32 --json docs/results/cpu/sampling.json
 """
 
+import functools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -127,7 +128,7 @@ def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float,
     before: dict[str, CompiledFunction] = {}
     for name, (function, rest) in replaced.items():
         before[name] = CompiledFunction(function, f"before_{len(before)}", device, engine.config.enforce_eager)
-        before[name].warm_up(lambda rest=rest: (logits, *rest))
+        before[name].warm_up(functools.partial(tuple, [logits, *rest]))
 
     def round_of(name: str) -> tuple[float, ...]:
         """Seconds of a step, of the sampler behind it, and of its plain form."""
@@ -138,7 +139,7 @@ def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float,
             found.append(seconds_of(lambda: before[name](logits, *replaced[name][1]), device.type))
         return tuple(found)
 
-    times = in_turns({name: lambda name=name: round_of(name) for name in kinds}, rounds=rounds)  # type: ignore[misc]
+    times = in_turns({name: functools.partial(round_of, name) for name in kinds}, rounds=rounds)
     step = statistics.median(one[0] for found in times.values() for one in found)
     results: dict[str, dict[str, float]] = {}
     for name, found in times.items():

@@ -82,6 +82,8 @@ def parser(program: str) -> FlagParser:
     add("--result-filename", help="default: LABEL-RATEqps-MODEL-DATE.json")
     add("--label", default="compiled-llm", help="start of the file name")
     serving.add_report_flag(made)
+    made.seldom |= {"--goodput-share", "--goodput-steps", "--percentile-metrics", "--metric-percentiles", "--label"}
+    made.seldom |= {"--result-dir", "--result-filename", "--save-detailed", "--ignore-eos", "--disable-detokenize"}
     return made
 
 

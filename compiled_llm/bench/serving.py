@@ -60,7 +60,7 @@ def add_report_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", type=Path, metavar="DIR", help="write the engine's report, as HTML and JSON")
 
 
-def add_request_flags(parser: argparse.ArgumentParser) -> None:
+def add_request_flags(parser: FlagParser) -> None:
     add = parser.add_argument_group("requests").add_argument
     add("--workload", choices=WORKLOADS, help="of docs/performance.md; it defines all requests")
     add("--dataset-name", choices=("random", "custom"), help="custom where there is a --dataset-path")
@@ -74,6 +74,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     spread = "draw both lengths from [length * (1 - R), length * (1 + R)] (default: 0)"
     add("--random-range-ratio", type=float, metavar="R", help=spread)
     add("--random-prefix-len", type=int, help="tokens that all prompts start with (default: 0)")
+    parser.seldom |= {f"--{name.replace('_', '-')}" for name in (*_RANDOM_FLAGS, "dataset_name")} - {"--input-len"}
 
 
 def check_serving(args: argparse.Namespace, parser: FlagParser) -> None:

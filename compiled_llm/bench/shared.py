@@ -149,9 +149,10 @@ def parser(program: str) -> FlagParser:
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(None, arguments, seconds=0.1, rounds=1)
     with model_of(args) as model, contextlib.ExitStack() as at_the_end:
+        config: Any = dataclasses.replace(engine_config(args), **model)  # type: ignore[arg-type]
         streams = []
         for _ in range(2):
-            streams.append(Stream(dataclasses.replace(engine_config(args), **model)))
+            streams.append(Stream(config))
             at_the_end.callback(streams[-1].close)
         rounds = [one_round(streams, args.seconds) for _ in tqdm(range(args.rounds), desc="rounds", disable=None)]
     rows, name = compared(rounds), args.model or args.shape

@@ -11,8 +11,8 @@ and are read from a checkpoint that is written first, so warm starts find them i
 they are made instead.
 
 On a machine that is lent for minutes, ``--seconds`` ends a start that is not ready by then, with all that it started.
-``--folder`` keeps what each start said, its stacks when it was ended, and ``start.json`` after each start; ``--profile``
-also where the time of a last warm start went.
+``--folder`` keeps what each start said, its stacks when it was ended, and ``start.json`` after each start;
+``--profile`` also where the time of a last warm start went.
 
 ``--without-gpu`` measures what the processor spends on a GPU's start, on a machine without one
 (``start_without_gpu.py``).

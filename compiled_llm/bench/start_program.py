@@ -27,7 +27,7 @@ class Parts:
     """Seconds that functions took, without what others of them took inside: part -> seconds, since it was made."""
 
     def __init__(self, began: float) -> None:
-        self.seconds: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         self._began = began
 
     def time(self, owner: Any, name: str, part: str) -> None:
@@ -37,12 +37,12 @@ class Parts:
             return
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            started, nested = time.monotonic(), self.seconds.total()
+            started, nested = time.monotonic(), sum(self.seconds.values())
             try:
                 return real(*args, **kwargs)
             finally:
                 taken = time.monotonic() - started
-                self.seconds[part] += taken - (self.seconds.total() - nested)
+                self.seconds[part] += taken - (sum(self.seconds.values()) - nested)
                 if taken > MOST_SILENT:
                     now = time.monotonic() - self._began
                     print(f"{now:7.1f} s: {part} took {taken:.1f} s", file=sys.stderr)
@@ -101,7 +101,7 @@ def main() -> None:
         first = time.monotonic()
         prompts = [[7, 8, 9, 10, 11] * 5, [5]]
         greedy = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-        sampled = {"temperature": 1, "seed": 3, "max_tokens": 8, "logprobs": 1}
+        sampled: dict[str, Any] = {"temperature": 1, "seed": 3, "max_tokens": 8, "logprobs": 1}
         engine.generate(prompts, SamplingParams(**sampled), use_tqdm=False)
         ended = time.monotonic()
         report, stages = engine.compile_report(), dataclasses.asdict(engine.runner.start_times)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -97,7 +97,7 @@ def fake_on_gpu(mode: FakeTensorMode) -> Iterator[Any]:
 
 def fake_steps(
     config: EngineConfig, model: ModelConfig, mode: FakeTensorMode, uses_trees: bool
-) -> tuple[CompiledSteps, list]:
+) -> tuple[CompiledSteps, Sequence[torch.dtype]]:
     """An engine's steps before they are compiled, and the dtypes of its KV cache."""
     dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
     limits = EngineLimits.resolve(config, model.max_position_embeddings, STEP_DEFAULTS["cuda"])
@@ -116,7 +116,7 @@ def fake_steps(
     return CompiledSteps(config, model, limits, DEVICE, dtype, weights, cache, sizes, graph_pool=pool), cache_dtypes
 
 
-def start(steps: CompiledSteps, cache_dtypes: list, workers: int | None) -> dict[str, Any]:
+def start(steps: CompiledSteps, cache_dtypes: Sequence[torch.dtype], workers: int | None) -> dict[str, Any]:
     """As an engine's start. Kernels of Inductor's are found or compiled, and not loaded."""
     loaded = mock.patch.object(compiler, "load_ready", lambda code, known: load_ready(code, known, compiled_kernel))
     captured = mock.patch.object(function, "CapturedFunction", CalledInstead)
@@ -192,7 +192,9 @@ def measure(args: argparse.Namespace) -> int:
 
 def main() -> None:
     config, *rest = json.loads(sys.argv[1])
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
+    }
     print(json.dumps(one_start(EngineConfig(**fields), *rest)))
 
 

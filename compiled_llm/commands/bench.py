@@ -1,12 +1,10 @@
 """Measure the engine, its parts, and other engines beside it: a file of ``compiled_llm/bench/`` for each name."""
 
 import importlib
-import shlex
+import sys
 from collections.abc import Sequence
 
-from compiled_llm.api.command_line import print_argument_error
-from compiled_llm.api.error_texts import shown
-from compiled_llm.api.names import did_you_mean
+from compiled_llm.api.command_line import FlagParser
 
 # Name -> what it measures. Those that serve requests come first, with the flags of ``vllm bench``.
 BENCHES = {
@@ -30,21 +28,21 @@ BENCHES = {
 _FILES = {"peers": "peers.compare", "gpt-fast": "gpt_fast"}
 
 
-def main(program: str, arguments: Sequence[str]) -> int:
+def parser(program: str) -> FlagParser:
+    made = FlagParser(prog=program, description="Measure the engine, its parts, and other engines beside it.")
+    made.add_argument("benchmark", choices=BENCHES, metavar="NAME", help="one of these; NAME --help shows its flags")
+    return made
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark that the first argument names; returns the exit status."""
-    given = list(arguments)
-    if given and given[0] in BENCHES:
-        name = given[0]
-        module = importlib.import_module(f"compiled_llm.bench.{_FILES.get(name, name)}")
-        return module.main(f"{program} {name}", given[1:])
-    if given in (["-h"], ["--help"]):
+    name, *flags = list(sys.argv[2:] if arguments is None else arguments) or [""]
+    if name in ("-h", "--help", "--help=all"):
         print(f"usage: {program} NAME [FLAG ...]\n")
-        for name, text in BENCHES.items():
-            print(f"  {name:12}{text}")
-        print(f"\n{program} NAME --help shows the flags.")
+        print("\n".join(f"  {name:12}{text}" for name, text in BENCHES.items()))
+        print(f"\n{program} NAME --help shows the flags of a benchmark.")
         return 0
-    hint = did_you_mean(given[0], BENCHES) if given else ""
-    said = f"{shown(given[0])}{hint and ': ' + hint}" if given else "none"
-    text = f"the benchmark must be one of {', '.join(BENCHES)}, given {said}"
-    print_argument_error(program, text, shlex.join(given)[:200])
-    return 2
+    if name not in BENCHES:
+        parser(program).parse_args([name])  # which ends the program
+    module = importlib.import_module(f"compiled_llm.bench.{_FILES.get(name, name)}")  # it loads torch
+    return module.main(f"{program} {name}", flags)

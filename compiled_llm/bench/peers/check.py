@@ -2,7 +2,7 @@
 
     compiled-llm bench peers --check --precision int4 --llama-python VENV/bin/python --vllm-python VENV/bin/python
 
-Each engine, one at a time, continues the same prompts greedily, from the same checkpoint as ``bench peers`` converts it.
+Each engine, one at a time, continues the same prompts greedily, from one checkpoint as ``bench peers`` converts it.
 The model as it was, in float32 by transformers, then reads each continuation. The regret of a token is the
 log-probability of the token that the model finds likeliest there, less that of the token itself, in nats. It is 0 where
 both choose the same token, and small where rounding turned a near tie. ``agreement`` is the share of tokens with a

@@ -1,4 +1,4 @@
-"""The checkpoints of ``bench peers``: random weights of a shape, and the same model as each peer reads it, quantised."""
+"""The checkpoints of ``bench peers``: random weights of a shape, and the same model as each peer reads it."""
 
 import json
 import subprocess

@@ -279,7 +279,9 @@ def unsteady(rows: dict[str, dict[str, Any]]) -> list[str]:
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="The same requests through this engine and through peers.")
     add_model_arguments(made)
-    made.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W")
+    made.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W", help="(default: all five)"
+    )
     made.add_argument("--repeats", type=int, default=5, help="rounds (default: 5)")
     more = "times that a workload is run again where its rounds differ by more than 20%% (default: 3)"
     made.add_argument("--more-rounds", type=int, default=3, metavar="N", help=more)

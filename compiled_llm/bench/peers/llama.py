@@ -8,7 +8,7 @@ import ctypes
 import sys
 from typing import Any
 
-import llama_cpp
+import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
 
 TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}

@@ -59,7 +59,7 @@ def precision(name: str, group_size: int) -> Precision:
             "openvino": (group, "chosen by its CPU plugin", head),
             "llama.cpp": ("Q4_0 (4.5 bits)", "Q8_0 (int8 per 32)", "Q8_0"),
         }
-        of = {"quantization_group_size": group_size}
+        of: dict[str, Any] = {"quantization_group_size": group_size}
         engines = {
             "engine": {"quantization": "int4_w4a8"} | of,
             "engine-weights": {"quantization": "int4"} | of,

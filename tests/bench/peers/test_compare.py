@@ -1,25 +1,23 @@
-"""bench_peers: turns and requests, ratios, what a failing engine leads to; the workers that need no other Python."""
+"""Engines beside each other: turns and requests, ratios, what a failing engine leads to; the workers that need no other Python."""
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
+from compiled_llm.compare.peers import checkpoints, compare, processes
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.registry import family
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
 
-SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
 # Replaces the Python of a peer: answers as a worker does, at the speed of its options.
 FAKE = """#!{python}
 import json, os, sys
@@ -50,24 +48,8 @@ LIMITS = MachineLimits("cpu", "bfloat16", 100.0, 1e12, "avx2", "2026-01-01T00:00
 
 
 @pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_limits, "measured", lambda device, dtype: LIMITS)
-
-
-@pytest.fixture
-def bench() -> ModuleType:
-    return importlib.import_module("bench_peers")
-
-
-@pytest.fixture
-def processes() -> ModuleType:
-    return importlib.import_module("peer_processes")
-
-
-@pytest.fixture
-def checkpoints() -> ModuleType:
-    return importlib.import_module("peer_checkpoints")
 
 
 @pytest.fixture
@@ -79,7 +61,7 @@ def fake(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(processes: ModuleType, fake: Path, tmp_path: Path) -> Any:
+def start(fake: Path, tmp_path: Path) -> Any:
     workers = []
 
     def start(timeout: float = 60, **options: Any) -> Any:
@@ -92,12 +74,8 @@ def start(processes: ModuleType, fake: Path, tmp_path: Path) -> Any:
         worker.close()
 
 
-def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--shape", "tiny", *arguments])
-    try:
-        return bench.main()
-    except SystemExit as bad_arguments:
-        return int(bad_arguments.code or 0)
+def run(*arguments: str) -> int:
+    return compare.main("compiled-llm bench peers", ["--shape", "tiny", *arguments])
 
 
 def wait_for_state(process: psutil.Process, state: str) -> None:
@@ -125,7 +103,7 @@ def test_a_worker_is_stopped_whenever_it_has_nothing_to_do(start: Any) -> None:
     assert not process.is_running()
 
 
-def test_a_worker_that_fails_says_why(processes: ModuleType, start: Any) -> None:
+def test_a_worker_that_fails_says_why(start: Any) -> None:
     with pytest.raises(processes.PeerFailed, match=r"fake: ended with status 1; its last lines:\nno such model"):
         start(broken=True)
     with pytest.raises(processes.PeerFailed, match=r"generated \[29\] tokens"):
@@ -136,9 +114,7 @@ def test_a_worker_that_fails_says_why(processes: ModuleType, start: Any) -> None
         slow.run([([1], 30)])
 
 
-def test_vllm_gets_its_libraries_and_is_bound_to_cores(
-    processes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_gets_its_libraries_and_is_bound_to_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "bin" / "python"
     monkeypatch.setattr("ctypes.util.find_library", lambda name: "libtcmalloc.so.4" if name == "tcmalloc" else None)
     with pytest.raises(processes.PeerFailed, match=r"libiomp5 .* was not found"):
@@ -156,9 +132,7 @@ def test_vllm_gets_its_libraries_and_is_bound_to_cores(
 
 
 @pytest.mark.parametrize("name", ["engine", pytest.param("transformers", marks=pytest.mark.battery)])
-def test_the_workers_of_this_environment(
-    processes: ModuleType, checkpoints: ModuleType, name: str, tmp_path: Path
-) -> None:
+def test_the_workers_of_this_environment(name: str, tmp_path: Path) -> None:
     """Their counts and times; the transformers worker stops counting at what a request asked for."""
     checkpoints.write_checkpoint("tiny", tmp_path / "tiny")
     options = {"engine": {"enforce_eager": True, "bucket_sizes": [4], "max_model_len": 128}, "transformers": {}}[name]
@@ -183,9 +157,9 @@ def test_the_workers_of_this_environment(
 # -- Requests and figures
 
 
-def test_shifted_requests_keep_what_they_share_and_share_nothing_with_others(bench: ModuleType) -> None:
-    requests = bench.WORKLOADS["W3"](1000, 0)
-    first, second = bench.shifted(requests, 3, 1000), bench.shifted(requests, 4, 1000)
+def test_shifted_requests_keep_what_they_share_and_share_nothing_with_others() -> None:
+    requests = compare.WORKLOADS["W3"](1000, 0)
+    first, second = compare.shifted(requests, 3, 1000), compare.shifted(requests, 4, 1000)
     for shifted in (first, second):
         assert [(len(r.prompt_token_ids), r.output_len) for r in shifted] == [(544, 32)] * 16
         assert len({tuple(r.prompt_token_ids[:512]) for r in shifted}) == 1
@@ -194,13 +168,13 @@ def test_shifted_requests_keep_what_they_share_and_share_nothing_with_others(ben
     assert first[0].prompt_token_ids[0] != second[0].prompt_token_ids[0]
 
 
-def test_ratios_are_of_the_same_rounds_and_above_one_where_this_engine_leads(bench: ModuleType) -> None:
+def test_ratios_are_of_the_same_rounds_and_above_one_where_this_engine_leads() -> None:
     samples = {
         "engine": {"W2 output tok/s": {1: 20.0, 2: 40.0, 3: 90.0}, "W3 wall s": {1: 2.0, 2: 4.0}},
         "a": {"W2 output tok/s": {1: 10.0, 2: 10.0, 3: 90.0}, "W3 wall s": {1: 3.0, 2: 4.0}},
         "b": {"W2 output tok/s": {2: 80.0}},
     }
-    rows = bench.compared(samples)
+    rows = compare.compared(samples)
     assert list(rows) == ["W2 output tok/s", "W3 wall s"]
     speed, wall = rows["W2 output tok/s"], rows["W3 wall s"]
     assert (speed["best_peer"], wall["best_peer"]) == ("b", "a")
@@ -213,10 +187,10 @@ def test_ratios_are_of_the_same_rounds_and_above_one_where_this_engine_leads(ben
     assert wall["engines"]["a"]["ratio"] == 1.25, "the median of 1.5 and 1"
 
 
-def test_figures(bench: ModuleType) -> None:
+def test_figures() -> None:
     answer = {"seconds": 4.0, "ttft": [0.5], "output_lens": [], "decode_tokens": 7, "decode_seconds": 3.5}
-    request = bench.WorkloadRequest([0] * 100, 8)
-    figures = {row: metric.figure([request, request], answer) for row, metric in bench.METRICS.items()}
+    request = compare.WorkloadRequest([0] * 100, 8)
+    figures = {row: metric.figure([request, request], answer) for row, metric in compare.METRICS.items()}
     assert figures == {
         "W1 decode tok/s": 7 / 3.5,
         "W1 TTFT s": 0.5,
@@ -227,23 +201,21 @@ def test_figures(bench: ModuleType) -> None:
     }
 
 
-def test_a_share_of_the_limit_is_that_of_the_least_time_of_a_token(bench: ModuleType) -> None:
+def test_a_share_of_the_limit_is_that_of_the_least_time_of_a_token() -> None:
     engines = {"engine": {"median": 8.0}, "a": {"median": 4.0}}
     run = {"tokens": 10, "bytes": 50.0, "flops": 20.0}
     runs = [run, run | {"bytes": 100.0, "tokens": 20}, run | {"bytes": 900.0}]
     rows = {"W5 decode tok/s": {"engines": engines}}
-    shares = bench.shares_of_the_limit(rows, {"W5": runs, "W1": runs}, LIMITS)
+    shares = compare.shares_of_the_limit(rows, {"W5": runs, "W1": runs}, LIMITS)
     assert list(shares) == ["W5"], "W1 was not measured"
     expected = {"engine": pytest.approx(0.4), "a": pytest.approx(0.2)}
     assert shares["W5"] == {"bytes_per_token": 5, "flops_per_token": 2, "share_of_limit": expected}
     slow = dataclasses.replace(LIMITS, flops_per_second=20.0)
-    assert bench.shares_of_the_limit(rows, {"W5": runs}, slow)["W5"]["share_of_limit"]["engine"] == pytest.approx(0.8)
+    assert compare.shares_of_the_limit(rows, {"W5": runs}, slow)["W5"]["share_of_limit"]["engine"] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-2l", "gpt-oss-20b-2l", "qwen3-0.6b"])
-def test_a_shape_is_the_same_model_to_all(
-    checkpoints: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
-) -> None:
+def test_a_shape_is_the_same_model_to_all(monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path) -> None:
     """The checkpoint that all engines read, and the config alone, for which this engine makes weights."""
     small = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 300}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
@@ -262,7 +234,7 @@ def test_a_shape_is_the_same_model_to_all(
 
 
 @pytest.fixture
-def fakes_only(processes: ModuleType, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fakes_only(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This engine and the export are played by the fake too."""
     monkeypatch.setattr(processes.sys, "executable", str(fake))
     tool = fake.with_name("optimum-cli")
@@ -272,20 +244,20 @@ def fakes_only(processes: ModuleType, fake: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("fakes_only")
 def test_all_get_the_same_requests_in_turns(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "result.json"
     speeds = ["--engine-args", '{"speed": 30}', "--vllm-args", '{"speed": 20}']
     peers = ["--vllm-python", str(fake), "--vllm-preload", "", "--openvino-python", str(fake), "--transformers"]
     outputs = ["--workdir", str(tmp_path / "work"), "--json", str(file)]
-    assert run(bench, monkeypatch, "--workloads", "W1", "W3", "--repeats", "2", *speeds, *peers, *outputs) == 0
+    assert run("--workloads", "W1", "W3", "--repeats", "2", *speeds, *peers, *outputs) == 0
 
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     single = ["engine", "vllm", "openvino", "openvino-stateful", "transformers"]
     several = [name for name in single if name != "openvino-stateful"]
     warmups = [(name, len(requests)) for name, requests in lines[:9]]
     assert warmups == [(name, n) for name in single for n in (1, 16) if n == 1 or name in several]
-    assert all(n == bench.WARMUP_OUTPUT_LEN for _, requests in lines[:9] for _, n in requests)
+    assert all(n == compare.WARMUP_OUTPUT_LEN for _, requests in lines[:9] for _, n in requests)
     befores, measured = lines[9::2], lines[10::2]
     assert [name for name, _ in befores] == [name for name, _ in measured]
     assert all([len(prompt) for prompt, _ in requests] == [32] for _, requests in befores), "short, and not measured"
@@ -318,13 +290,13 @@ def test_all_get_the_same_requests_in_turns(
 
 @pytest.mark.usefixtures("fakes_only")
 def test_a_disturbed_round_is_set_aside_and_run_again(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, fake: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, fake: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Each engine is asked once to warm up, then twice in a round: so its fifth answer is that of the second round.
     engine = ["--engine-args", '{"speed": 30, "factors": {"5": 0.5}}']
     vllm = ["--vllm-python", str(fake), "--vllm-preload", "", "--vllm-args", '{"factors": {"9": 1.1}}']
     arguments = ["--workloads", "W1", "--repeats", "4", "--transformers", *engine, *vllm]
-    assert run(bench, monkeypatch, *arguments) == 0
+    assert run(*arguments) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
     assert result["rounds"] == 5
@@ -343,11 +315,11 @@ def test_a_disturbed_round_is_set_aside_and_run_again(
 @pytest.mark.usefixtures("fakes_only")
 @pytest.mark.parametrize("more", [0, 2])
 def test_rounds_that_stay_unsteady_are_kept_and_named(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: int
 ) -> None:
     factors = {str(asked): 2.0**asked for asked in range(30)}
     engine = ["--engine-args", json.dumps({"factors": factors})]
-    assert run(bench, monkeypatch, "--workloads", "W4", "--repeats", "2", "--more-rounds", str(more), *engine) == 0
+    assert run("--workloads", "W4", "--repeats", "2", "--more-rounds", str(more), *engine) == 0
     out = capsys.readouterr().out.splitlines()
     result = json.loads(out[-1])
     assert (result["rounds"], len(result["set_aside"])) == (2 + more, more)
@@ -356,43 +328,22 @@ def test_rounds_that_stay_unsteady_are_kept_and_named(
     assert "UNSTEADY: W4 prefill tok/s of engine: rounds differ by 300%" in out
 
 
-def test_the_round_that_is_farthest_off_is_found(bench: ModuleType) -> None:
+def test_the_round_that_is_farthest_off_is_found() -> None:
     row = "W3 wall s"
     samples = {"a": {row: {1: 10.0, 2: 10.0, 3: 13.0}}, "b": {row: {1: 5.0, 2: 3.0, 3: 5.0}}}
-    assert bench.worst_round(samples, "W3") == (2, "W3 wall s of b was 3, the median 5")
-    assert bench.worst_round({"a": {row: {1: 10.0, 2: 11.9, 3: 10.0}}, "failed": {}}, "W3") is None
-    assert bench.worst_round(samples, "W1") is None
+    assert compare.worst_round(samples, "W3") == (2, "W3 wall s of b was 3, the median 5")
+    assert compare.worst_round({"a": {row: {1: 10.0, 2: 11.9, 3: 10.0}}, "failed": {}}, "W3") is None
+    assert compare.worst_round(samples, "W1") is None
 
 
 @pytest.mark.usefixtures("fakes_only")
 def test_a_peer_that_fails_is_named_and_the_others_are_measured(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peers = ["--vllm-python", str(fake), "--vllm-preload", "", "--vllm-args", '{"broken": true}', "--transformers"]
-    assert run(bench, monkeypatch, "--workloads", "W4", "--repeats", "1", *peers) == 1
+    assert run("--workloads", "W4", "--repeats", "1", *peers) == 1
     out = capsys.readouterr().out
     assert "FAILED: vllm: ended with status 1" in out
     result = json.loads(out.splitlines()[-1])
     assert "no such model" in result["engines"]["vllm"]["failed"]
     assert list(result["rows"]["W4 prefill tok/s"]["engines"]) == ["engine", "transformers"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--repeats", "0"], "--repeats"),
-        (["--threads", "0"], "--threads must be from 1"),
-        (["--engine-args", "[1]"], "must be a JSON object"),
-        (["--vllm-args", "{"], "--vllm-args"),
-        (["--workloads", "W9"], "W9"),
-    ],
-)
-def test_bad_arguments(
-    bench: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
-    assert run(bench, monkeypatch, *arguments) == 2
-    assert message in capsys.readouterr().err

@@ -1,15 +1,15 @@
-"""check_peers: the regret of tokens, this engine's own, and an engine that has another model."""
+"""Whether engines compute the same model: the regret of tokens, this engine's own, and an engine that has another model."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
+from compiled_llm.bench import hf
+from compiled_llm.bench.peers import check, checkpoints, compare
+
 # Replaces the Python of llama.cpp: converts nothing, and always generates token 7. As that of vLLM it fails.
 FAKE = """#!{python}
 import json, sys
@@ -26,12 +26,6 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("check_peers")
-
-
-@pytest.fixture
 def fake(tmp_path: Path) -> Path:
     path = tmp_path / "python"
     path.write_text(FAKE.format(python=sys.executable))
@@ -39,20 +33,11 @@ def fake(tmp_path: Path) -> Path:
     return path
 
 
-def run(check: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["check_peers.py", "--threads", "1", "--output-len", "4", *words])
-    try:
-        return check.main()
-    except SystemExit as refused:
-        return int(refused.code or 0)
-
-
-def test_the_regret_of_a_token_is_how_much_likelier_another_one_was(check: ModuleType, tmp_path: Path) -> None:
-    importlib.import_module("peer_checkpoints").write_checkpoint("tiny", tmp_path / "tiny")
-    bench_hf = importlib.import_module("bench_hf")
-    model = bench_hf.load(tmp_path / "tiny", "float32", torch.device("cpu"), 0, random_weights=False)
+def test_the_regret_of_a_token_is_how_much_likelier_another_one_was(tmp_path: Path) -> None:
+    checkpoints.write_checkpoint("tiny", tmp_path / "tiny")
+    model = hf.load(tmp_path / "tiny", "float32", torch.device("cpu"), 0, random_weights=False)
     prompt = [5, 6, 7]
-    tokens = bench_hf.generate(model, [(prompt, 5)])[0, 3:].tolist()
+    tokens = hf.generate(model, [(prompt, 5)])[0, 3:].tolist()
     assert check.token_regrets(model, prompt, tokens).tolist() == [0] * 5
     other = [tokens[0], (tokens[1] + 1) % 1000, 3]
     log_probs = model(torch.tensor([prompt + other])).logits[0, 2:-1].log_softmax(-1)
@@ -63,13 +48,14 @@ def test_the_regret_of_a_token_is_how_much_likelier_another_one_was(check: Modul
 
 
 def test_another_model_and_an_engine_that_fails_are_named(
-    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fake: Path, tmp_path: Path
 ) -> None:
     prompts = check.requests_of(check.DEMO_MODEL, 4)[:3]
     monkeypatch.setattr(check, "requests_of", lambda model, output_len: prompts)
     eager = ["--engine-args", '{"enforce_eager": true, "bucket_sizes": [4]}', "--llama-python", str(fake)]
     eager += ["--most-regret", "0.1", "--vllm-python", str(fake), "--vllm-preload", ""]
-    assert run(check, monkeypatch, *eager, "--json", str(tmp_path / "out.json")) == 1
+    words = ["--check", "--threads", "1", "--output-len", "4", *eager, "--json", str(tmp_path / "out.json")]
+    assert compare.main("compiled-llm bench peers", words) == 1
     out = capsys.readouterr().out
     assert out.count("ANOTHER MODEL") == 1
     assert "ANOTHER MODEL: llama.cpp has a mean regret of" in out
@@ -79,17 +65,3 @@ def test_another_model_and_an_engine_that_fails_are_named(
     assert engines["engine"]["tokens"] == engines["llama.cpp"]["tokens"] == 12
     assert engines["llama.cpp"]["regret"] > 1
     assert engines["llama.cpp"]["agreement"] < engines["engine"]["agreement"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"), [(["--output-len", "0"], "--output-len"), (["--threads", "0"], "--threads must be from 1")]
-)
-def test_bad_arguments(
-    check: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    message: str,
-) -> None:
-    assert run(check, monkeypatch, *words) == 2
-    assert message in capsys.readouterr().err

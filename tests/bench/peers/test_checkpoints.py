@@ -1,34 +1,28 @@
 """The same model as vLLM reads it quantised: its numbers mean what the quantised weights mean; nothing half done."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.bench.peers import checkpoints
+from compiled_llm.bench.peers.precisions import precision
 from compiled_llm.ops.linear.quantized_weight import WeightFormat, dequantize, quantize
 
-SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
 QUERY = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture
-def checkpoints(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("peer_checkpoints")
-
-
-@pytest.fixture
-def tiny(checkpoints: ModuleType, tmp_path: Path) -> Path:
+def tiny(tmp_path: Path) -> Path:
     checkpoints.write_checkpoint("tiny", tmp_path / "tiny")
     return tmp_path / "tiny"
 
 
-def test_eight_bits(checkpoints: ModuleType, tiny: Path, tmp_path: Path) -> None:
+def test_eight_bits(tiny: Path, tmp_path: Path) -> None:
     checkpoints.write_compressed(tiny, tmp_path / "w8", 8, 0)
     before, after = load_file(tiny / "model.safetensors"), load_file(tmp_path / "w8" / "model.safetensors")
     assert after[f"{QUERY}.weight"].dtype == torch.int8
@@ -41,7 +35,7 @@ def test_eight_bits(checkpoints: ModuleType, tiny: Path, tmp_path: Path) -> None
     assert (config["format"], group["input_activations"]["strategy"]) == ("int-quantized", "token")
 
 
-def test_four_bits_are_eight_to_a_word(checkpoints: ModuleType, tiny: Path, tmp_path: Path) -> None:
+def test_four_bits_are_eight_to_a_word(tiny: Path, tmp_path: Path) -> None:
     checkpoints.write_compressed(tiny, tmp_path / "w4", 4, 32)
     before, after = load_file(tiny / "model.safetensors"), load_file(tmp_path / "w4" / "model.safetensors")
     assert f"{QUERY}.weight" not in after
@@ -55,9 +49,7 @@ def test_four_bits_are_eight_to_a_word(checkpoints: ModuleType, tiny: Path, tmp_
     torch.testing.assert_close(values.view_as(codes).float(), dequantize(expected, form).float())
 
 
-def test_what_is_there_is_kept_and_what_fails_leaves_nothing(
-    checkpoints: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_is_kept_and_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
     tool = tmp_path / "bad.py"
     tool.write_text("import sys; sys.exit('no room')")
@@ -70,3 +62,20 @@ def test_what_is_there_is_kept_and_what_fails_leaves_nothing(
     assert file.read_text() == "Q4_0 Q8_0"
     checkpoints.write_gguf(sys.executable, tmp_path, file, "BF16", "BF16")
     assert file.read_text() == "Q4_0 Q8_0", "what is there is kept"
+
+
+@pytest.mark.parametrize(("name", "group_size"), [("bf16", 32), ("int8", 32), ("int4", 32), ("int4", 128)])
+def test_precisions(name: str, group_size: int) -> None:
+    of = precision(name, group_size)
+    assert next(iter(of.engines)) == "engine"
+    for options in of.engines.values():
+        EngineConfig(**options)
+    for engine in (*of.engines, "vllm", "openvino", "openvino-stateful", "llama.cpp"):
+        facts = of.facts(engine)
+        assert all(facts.values())
+        assert ("bfloat16" in facts["weights"] or "float16" in facts["weights"]) == (name == "bf16")
+    assert of.facts("openvino-stateful") == of.facts("openvino")
+    assert of.facts("openvino")["kv_cache"] == of.facts("llama.cpp")["kv_cache"] == "float16"
+    if name == "int4":
+        assert of.openvino[of.openvino.index("--group-size") + 1] == str(group_size)
+        assert str(group_size) in of.facts("vllm")["weights"]

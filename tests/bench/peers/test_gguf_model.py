@@ -1,25 +1,26 @@
 """GGUF files for llama.cpp, read back with ``gguf``, where that is installed."""
 
-import importlib
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from compiled_llm.bench.peers import checkpoints
+
 gguf = pytest.importorskip("gguf")
-SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
 
 
 @pytest.fixture
-def writer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("gguf_model")
+def writer() -> Any:
+    from compiled_llm.bench.peers import gguf_model
+
+    return gguf_model
 
 
-def test_a_tiny_model_is_read_back(writer: ModuleType, tmp_path: Path) -> None:
-    importlib.import_module("peer_checkpoints").write_checkpoint("tiny", tmp_path / "tiny")
+def test_a_tiny_model_is_read_back(writer: Any, tmp_path: Path) -> None:
+    checkpoints.write_checkpoint("tiny", tmp_path / "tiny")
     writer.write_gguf(tmp_path / "tiny", tmp_path / "tiny.gguf", "Q4_0", "Q8_0")
     reader = gguf.GGUFReader(tmp_path / "tiny.gguf")
     assert reader.get_field("qwen3.attention.key_length").contents() == 128
@@ -43,6 +44,6 @@ def test_a_tiny_model_is_read_back(writer: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.router.weight", "vision.proj.weight"])
-def test_other_models_are_refused(writer: ModuleType, name: str) -> None:
+def test_other_models_are_refused(writer: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be a tensor of a dense Qwen3 model"):
         writer.gguf_name(name)
