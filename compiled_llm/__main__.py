@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from compiled_llm.api.error_texts import shown
 from compiled_llm.api.names import did_you_mean
+from compiled_llm.commands import module_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def run(program: str, package: str, given: list[str]) -> int:
     """
     commands = importlib.import_module(package).COMMANDS
     if given and given[0] in commands:
-        name, module = f"{program} {given[0]}", importlib.import_module(f"{package}.{given[0].replace('-', '_')}")
+        name, module = f"{program} {given[0]}", module_of(package, given[0])
         if hasattr(module, "COMMANDS"):  # a group of commands
             return run(name, module.__name__, given[1:])
         return module.main(name, given[1:])

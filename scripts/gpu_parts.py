@@ -107,7 +107,7 @@ PARTS = {
         for mode in ("trees", "manual", "programmatic")
         if (mode, batch_size) not in (("trees", 8), ("programmatic", 256))
     },
-    "exact": Part(240, "scripts/check_exact.py --device cuda --quick --json {json}"),
+    "exact": Part(240, "-m compiled_llm exact --device cuda --quick --json {json}"),
     "exact-ops": Part(300, f"{_PYTEST} {_EXACT_TESTS}"),
     **{
         f"exact-{batch_size}": Part(120, f"{_DECODES} --exact --bucket-sizes {batch_size} --batch-size {batch_size}")
@@ -133,7 +133,7 @@ PARTS = {
     "quantised": Part(300, f"{_PYTEST} -m gpu tests/ops/linear/test_triton_quantized.py"),
     "quantised-speed": Part(480, _QUANTIZED),
     "kernels": Part(500, f"{_PYTEST} {_PARALLEL} -m gpu {_ATTENTION_TESTS}"),
-    "tune": Part(540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
-    "tune-linear": Part(540, "scripts/tune_linear.py --seconds 480"),
-    "tune-products": Part(360, "scripts/tune_linear.py --kind bfloat16 --seconds 300"),
+    "tune": Part(540, "-m compiled_llm tune attention --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
+    "tune-linear": Part(540, "-m compiled_llm tune linear --seconds 480"),
+    "tune-products": Part(360, "-m compiled_llm tune linear --kind bfloat16 --seconds 300"),
 }

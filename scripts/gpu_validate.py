@@ -26,7 +26,7 @@ Parts, short ones that decide what is worth doing first:
   CUDA graphs.
 - ``trees-1``, ``manual-1``, to 256 (batch sizes): CUDA graph trees, graphs captured by hand; ``programmatic-1``, ``-8``
   and ``-32``: these with launches that start while the one before still runs.
-- ``exact``: ``check_exact.py``, the matrix of buckets, chunks and company; ``exact-ops``: its ops by themselves;
+- ``exact``: ``compiled-llm exact``, the matrix of buckets, chunks and company; ``exact-ops``: its ops by themselves;
   ``exact-1``, ``exact-32`` and ``exact-phases``: what it costs, beside ``trees-1``, ``trees-32`` and
   ``phases-compiled-llm``.
 - ``latency`` and ``throughput``: the engine on random weights of real shapes; ``transformers``: the requests of

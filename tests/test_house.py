@@ -109,7 +109,7 @@ def test_flags_of_all_scripts_are_written_out() -> None:
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert not called.endswith("ArgumentParser"), f"{path}: {called} takes abbreviated flags, use FlagParser"
             parsers += [path.name] * (called == "FlagParser")
-    assert {"flags.py", "tune_buckets.py", "workloads.py"} < set(parsers)
+    assert {"flags.py", "exact.py", "shapes.py"} < set(parsers)
 
 
 def test_warnings_are_given_in_one_file() -> None:

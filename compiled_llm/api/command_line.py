@@ -15,7 +15,7 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +43,7 @@ class FlagParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options}, add_help=False)
+        super().__init__(*args, **{"allow_abbrev": False, **options, "add_help": False})
         self._positionals.title, self._optionals.title = "arguments", "flags"
         self.elsewhere: dict[str, str] = {}
         self.seldom: set[str] = set()
@@ -180,12 +180,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
         parser._has_engine_arguments = True
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), /, **defaults: Any) -> None:
     """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name.
 
     A flag that is not given leaves no attribute: ``sampling_arguments`` are those that were. ``defaults`` are shown.
+
+    Args:
+        without: parameters that would have no effect in a program, and get no flag.
     """
-    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, default=argparse.SUPPRESS)
+    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, without=without, default=argparse.SUPPRESS)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -204,6 +207,29 @@ def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams
     return SamplingParams(**{**defaults, **sampling_arguments(args)})
 
 
+def sampling_value(name: str, text: str, without: Collection[str] = ()) -> Any:
+    """The value that ``text`` gives to a sampling parameter, as it would after its flag.
+
+    Raises:
+        ValueError: there is no such parameter, it is one of ``without``, or the text is no value of its type.
+    """
+    hints = {name: hint for name, hint in typing.get_type_hints(SamplingParams).items() if name not in without}
+    field = name.replace("-", "_")
+    if field not in hints:
+        hint = name_hint(field, list(hints), SAMPLING_PARAMETERS)
+        raise ValueError(f"there is no sampling parameter {name!r:.100}{hint and ': ' + hint}")
+    parser = FlagParser(prog="", exit_on_error=False)
+    action = parser.add_argument("--value", **_options(hints[field]))
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{field} must be true or false, given {text!r:.100}")
+        return text.lower() == "true"
+    try:
+        return vars(parser.parse_known_args([f"--value={text}"])[0])["value"]
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{field}: {error.message}") from error
+
+
 def _flag_name(cls: type, name: str) -> str:
     of_both = name in {field.name for field in dataclasses.fields(EngineConfig)}
     return f"sampling_{name}" if cls is SamplingParams and of_both else name
@@ -216,11 +242,13 @@ def _add(
     elsewhere: Mapping[str, str],
     shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
     names: Sequence[str] = (),
+    without: Collection[str] = (),
     **common: Any,
 ) -> None:
     group = parser.add_argument_group(title)
     hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
-    fields = {_flag_name(cls, field.name): field for field in dataclasses.fields(cls) if field.name in (names or hints)}
+    chosen = [field for field in dataclasses.fields(cls) if field.name in (names or hints)]
+    fields = {_flag_name(cls, field.name): field for field in chosen if field.name not in without}
     most_used = [name for name in names or _MOST_USED if name in fields]
     for name in dict.fromkeys([*most_used, *fields]):
         field = fields[name]

@@ -65,7 +65,7 @@ class EngineConfig:
             pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
         kv_cache_dtype: of keys and values in the cache: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from
             compute capability 8.9), which keep a float32 scale for each token and KV head beside the codes.
-            scripts/kv_report.py measures what they cost in quality.
+            "compiled-llm report kv-cache" measures what they cost in quality.
         kv_cache_skip_layers: layers, counted from 0, whose cache stays in the model's dtype while the others are
             quantised.
         sliding_window: most keys that a token sees, itself included, in layers that see all or more: requests may then

@@ -16,7 +16,7 @@ def short_help(parser: argparse.ArgumentParser, seldom: Collection[str]) -> str:
     lines = [usage(parser), "", *(parser.description or "").splitlines()]
     left = 0
     for group in parser._action_groups:
-        actions = [action for action in group._group_actions if action.dest != "help"]
+        actions = [action for action in group._group_actions if "--help" not in action.option_strings]
         shown = [action for action in actions if not {*action.option_strings} & {*seldom}]
         left += len(actions) - len(shown)
         if shown:

@@ -8,15 +8,25 @@
 package of such files with a table ``COMMANDS`` of its own. What is more than flags and printing lies in another room.
 """
 
+import importlib
+from types import ModuleType
+
 # Name -> what it does, in a line of ``compiled-llm --help``, the most used first.
 COMMANDS = {
-    "bench": "measure the engine, its parts, and other engines beside it",
+    "generate": "complete a text, and print the answer as it comes",
+    "chat": "talk with a model in the terminal",
     "batch": "serve files of rows, and write a result for each",
     "exact": "prove that a request's bits do not depend on how it is served",
     "report": "what a run did, what quantisation costs, what a GPU would run",
     "quantize": "write a quantised checkpoint, calibrated on a text",
     "tune": "find bucket sizes, or kernels' tiles, that suit this machine and work",
+    "bench": "measure the engine, its parts, and other engines beside it",
     "compile": "compile a model's graphs ahead of serving, or carry them to other machines",
     "version": "versions, processor, GPU and the directory of what was compiled",
     "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
+
+
+def module_of(package: str, name: str) -> ModuleType:
+    """The file of the command ``name`` of ``package``, or the package of a group of commands."""
+    return importlib.import_module(f"{package}.{name.replace('-', '_')}")

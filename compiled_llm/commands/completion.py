@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 
 from compiled_llm.api.command_line import FlagParser
+from compiled_llm.commands import module_of
 from compiled_llm.terminal.shell_completion import SHELLS, Command, completion_script
 
 
@@ -31,7 +32,7 @@ def all_commands(package: str, words: tuple[str, ...] = ()) -> Iterator[Command]
     commands = importlib.import_module(package).COMMANDS
     yield Command(words, commands)
     for name in commands:
-        module = importlib.import_module(f"{package}.{name.replace('-', '_')}")
+        module = module_of(package, name)
         if hasattr(module, "COMMANDS"):
             yield from all_commands(module.__name__, (*words, name))
         else:

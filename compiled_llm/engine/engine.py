@@ -387,6 +387,6 @@ class CompiledEngine(StepEngine):
             )
 
     def trace(self) -> dict[str, Any]:
-        """The shapes of all steps since the start or ``reset_report``, as ``scripts/tune_buckets.py`` reads them."""
+        """The shapes of all steps since the start or ``reset_report``, as ``compiled-llm tune buckets`` reads them."""
         model = self.config.model or "the bundled model"
         return make_trace(self._core.log, self.runner.limits, self.compile_report(), model, self.runner.device)

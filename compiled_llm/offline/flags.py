@@ -157,7 +157,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--report", type=Path, metavar="DIR", help="write a report of the run there, as HTML and JSON")
     profiled = "for the report, run N steps of each bucket a second time under torch's profiler (default: 4)"
     add("--report-profile-steps", type=int, metavar="N", help=profiled)
-    add("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for tune_buckets.py")
+    add("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for compiled-llm tune buckets")
     remeasure = "measure the machine's limits even if they are known"
     add("--remeasure-limits", action="store_true", help=remeasure)
     check = f"""compare with transformers on a few rows: compiled steps, uncompiled steps and transformers on the first

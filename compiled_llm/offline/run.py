@@ -27,7 +27,6 @@ from compiled_llm.offline.manifest import (
 from compiled_llm.offline.model_digest import digests_of
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.output_file import OutputFile
-from compiled_llm.offline.process import GuardedStream, StopSignals
 from compiled_llm.offline.progress import RunProgress
 from compiled_llm.offline.ray_workers import RayCluster, RayProcesses, ray_settings
 from compiled_llm.offline.reading import RowReader
@@ -37,6 +36,7 @@ from compiled_llm.offline.run_sampling import run_sampling
 from compiled_llm.offline.serving import check_faults
 from compiled_llm.offline.summary import print_summary, run_rows
 from compiled_llm.offline.workers import WorkerEngines
+from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.worker.device import resolve_device
 
 BUNDLED_PROMPTS = DEMO_MODEL / "prompts.jsonl"

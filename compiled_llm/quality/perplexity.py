@@ -113,19 +113,10 @@ def figures(logprob: float, num_tokens: int, num_bytes: int) -> dict[str, float]
     }
 
 
-class Plan(NamedTuple):
-    """A text in windows, checked and not yet scored."""
-
-    encoded: Encoded
-    windows: list[Window]
-    window: int
-    stride: int | None
-
-
-def plan(
+def measure(
     engine: CompiledEngine, text: str, window: int | None, stride: int | None, prefix: Sequence[int] | None
-) -> Plan:  # fmt: skip
-    """Cut ``text`` for ``engine``.
+) -> dict[str, Any]:  # fmt: skip
+    """The report in plain values.
 
     Args:
         window: tokens of a window; None: as many as a request may have.
@@ -134,6 +125,7 @@ def plan(
 
     Raises:
         ValueError: a window is too long, some token would have none before it, or the model has no tokenizer.
+        RuntimeError: some tokens could not be scored.
     """
     capacity = engine.scheduler.request_capacity
     if window is not None and window > capacity:
@@ -141,26 +133,21 @@ def plan(
     if engine.tokenizer is None:
         raise ValueError("the model has no tokenizer: give --tokenizer")
     encoded, size = encode(text, engine.tokenizer, prefix), window or capacity
-    return Plan(encoded, list(cut(encoded, size, stride)), size, stride)
-
-
-def measure(engine: CompiledEngine, made: Plan) -> dict[str, Any]:
-    """The report in plain values. ``RuntimeError`` if some tokens could not be scored."""
+    windows = list(cut(encoded, size, stride))
     started = time.perf_counter()
-    logprob = total_logprob(engine, made.encoded, made.windows)
+    logprob = total_logprob(engine, encoded, windows)
     seconds = time.perf_counter() - started
-    num_scored = sum(window.end - window.start for window in made.windows)
     return {
         "report": "perplexity",
         "model": model_name(engine.config),
         "dtype": dtype_name(engine.runner.dtype),
         "device": str(engine.runner.device),
         "kv_cache": describe(engine.model_config, engine.runner.cache_dtypes, engine.runner.dtype),
-        "windows": len(made.windows),
-        "window": made.window,
-        "stride": made.windows[1].begin if len(made.windows) > 1 else made.stride,
-        "prefix_token_ids": made.encoded.prefix,
-        **figures(logprob, num_scored, made.encoded.num_bytes),
+        "windows": len(windows),
+        "window": size,
+        "stride": windows[1].begin if len(windows) > 1 else stride,
+        "prefix_token_ids": encoded.prefix,
+        **figures(logprob, sum(one.end - one.start for one in windows), encoded.num_bytes),
         "seconds": seconds,
         "machine": hardware.describe(engine.runner.device),
     }

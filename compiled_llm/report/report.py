@@ -262,7 +262,7 @@ def make_report(
 def make_trace(
     log: StepLog, limits: EngineLimits, compile_report: CompileReport, model: str, device: torch.device
 ) -> dict[str, Any]:
-    """The input of ``scripts/tune_buckets.py``: shapes of all steps, and seconds of buckets and of compiling."""
+    """The input of ``compiled-llm tune buckets``: shapes of all steps, and seconds of buckets and of compiling."""
     names = {bucket.name for bucket in buckets_of(limits)}
     return {
         "format": 1,

@@ -255,7 +255,7 @@ class StepLog:
         return {name: statistics.median(recent) for name, recent in self._recent.items() if recent}
 
     def trace_rows(self) -> list[dict[str, Any]]:
-        """The rows as ``scripts/tune_buckets.py`` reads them."""
+        """The rows as ``compiled-llm tune buckets`` reads them."""
         names = ("num_requests", "num_tokens", "count", "seconds")
         return [{"kind": row.bucket.kind} | {name: getattr(row, name) for name in names} for row in self.rows()]
 

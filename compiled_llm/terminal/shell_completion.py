@@ -84,7 +84,9 @@ def _find_command(commands: Iterable[Command], words: str) -> str:
 
 
 def _bash(program: str, commands: Sequence[Command]) -> str:
-    files, others, choices, offers = [], [], [], []
+    files: list[str] = []
+    others: list[str] = []
+    choices, offers = [], []
     for one in commands:
         name = " ".join(one.words)
         for flag in one.flags:

@@ -8,8 +8,7 @@ that.
 
 import itertools
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +22,12 @@ from compiled_llm.ops.linear.quantized_tiles import INT_MM_ROWS, Choice, Layer, 
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes, empty_quantized_gpu, pack_quantized_rows_gpu
 from compiled_llm.tuning import products
-from compiled_llm.tuning.search import Gpu, graph_seconds, search
+from compiled_llm.tuning.search import Gpu, call_seconds, tuned_ranges
 
 SIZES = (16, 32, 64, 128, 256), (32, 64, 128, 256), (4, 8), (2, 3, 4, 5)  # of Tile
 LARGEST_TILE = 128 * 256
 PLAIN = "bfloat16"
 WEIGHT_BYTES = 256 << 20  # weights of one measurement: more than any GPU's L2 cache
-
-
-class BitsError(Exception):
-    """The tiles in use give a row bits that depend on how many rows there are."""
 
 
 class Job(NamedTuple):
@@ -126,11 +121,7 @@ class Case:
         if not torch.equal(out, right):
             self.say(f"left out, as a row's bits would depend on the batch: {choice}")
             return math.inf
-        if self.device == "cuda":
-            return graph_seconds(lambda copy: self.run(copy, rows, choice), len(self.copies))
-        start = time.perf_counter()
-        self.run(0, rows, choice)
-        return time.perf_counter() - start
+        return call_seconds(lambda copy: self.run(copy, rows, choice), len(self.copies), self.device)
 
     def say(self, message: str) -> None:
         if message not in self.said:
@@ -139,32 +130,23 @@ class Case:
 
 
 def tune(job: Job, bounds: Sequence[int], gpu: Gpu, seconds: float) -> tuple[Choice, ...]:
-    """A choice for each range of rows, each with an even share of the time.
-
-    Raises:
-        BitsError: the tiles in use give a row bits that depend on how many rows there are.
-    """
-    case, chosen, below = Case(job, bounds[-1], gpu.device), [], 0
+    """A choice for each range of rows, each with an even share of the time."""
+    case = Case(job, bounds[-1], gpu.device)
     first = quantized_tiles.choose(job.layer, 1, gpu.capability, gpu.name)
-    for rows in bounds:
-        steps = sorted({max(1, math.isqrt(below * rows)), rows})
+
+    def seconds_of(rows: int, choice: Choice) -> float:
+        return case.seconds(rows, choice, case.right(rows, bounds[-1], first))
+
+    def start_of(below: int, rows: int) -> Choice:
         start = quantized_tiles.choose(job.layer, rows, gpu.capability, gpu.name)._replace(rows=rows)
         if start.implementation == "int_mm" and below < INT_MM_ROWS:  # another range than it was chosen for
             start = Choice(rows, "triton", quantized_tiles.default_tiles(job.layer, gpu.capability)[0])
-        rights = [case.right(step, bounds[-1], first) for step in steps]
+        return start
 
-        def cost(choice: Choice, steps: list[int] = steps, rights: list[Tensor] = rights) -> float:
-            times = [case.seconds(*given) for given in zip(steps, itertools.repeat(choice), rights, strict=False)]
-            return math.exp(sum(map(math.log, times)) / len(times))
+    def candidates_of(below: int, rows: int, start: Choice) -> list[Choice]:
+        return candidates(job.layer, below, rows, start, gpu)
 
-        if math.isinf(cost(start)):
-            raise BitsError(f"{job.kind}, {job.layer}: {start} in use gives rows other bits, or does not run")
-        tried = candidates(job.layer, below, rows, start, gpu)
-        best, ratio, count = search(start, tried, cost, seconds / len(bounds))
-        print(f"  {below + 1:5} to {rows:5} rows{ratio:8.1%} of the time before, {count} of {len(tried)}: {best[1:]}")
-        chosen.append(best)
-        below = rows
-    return tuple(chosen)
+    return tuned_ranges(bounds, seconds, start_of, candidates_of, seconds_of)
 
 
 def job_of(kind: str, sizes: tuple[int, int], experts: int, group_size: int | None) -> Job:
@@ -178,24 +160,6 @@ def job_of(kind: str, sizes: tuple[int, int], experts: int, group_size: int | No
     if group_size and kind.startswith("int4"):
         form = form._replace(group_size=group_size)
     return Job(kind, Layer(*form[:3], activations == "int8", 2, *sizes, experts), form)
-
-
-def described_candidates(
-    jobs: Sequence[Job], plain: Sequence[Product], rows: Sequence[int], gpu: Gpu
-) -> Iterator[str]:  # fmt: skip
-    """Lines that say how many choices would be tried."""
-    yield f"for {gpu.name or 'a GPU of compute capability 9.0'}; candidates for each range of rows:"
-    for job in jobs:
-        for below, most in itertools.pairwise([0, *rows]):
-            start = quantized_tiles.choose(job.layer, most, gpu.capability, gpu.name)
-            found = candidates(job.layer, below, most, start._replace(rows=most), gpu)
-            names = sorted({choice.implementation for choice in found})
-            sizes = f"{job.layer.out_features}x{job.layer.in_features}"
-            yield f"  {job.kind} {sizes}, {below + 1} to {most}: {len(found)} of {', '.join(names)}"
-    for product, most in itertools.product(plain, rows):
-        used = product_choices.choose(product, most, gpu.name)._replace(rows=most)
-        count = len(products.candidates(product, most, used, gpu))
-        yield f"  {PLAIN} {product.out_features}x{product.in_features}, {product.around}, to {most}: {count}"
 
 
 def tune_files(
@@ -212,7 +176,7 @@ def tune_files(
         What was written.
 
     Raises:
-        BitsError: as ``tune``.
+        InUseError: of the tiles in use.
     """
     torch.manual_seed(0)
     share, written = seconds / (len(jobs) + len(plain)), []

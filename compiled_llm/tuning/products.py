@@ -7,7 +7,6 @@ it costs nothing here. A tile must give the bits of the default one.
 
 import itertools
 import math
-import time
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor
 from compiled_llm.ops import gated_activation
 from compiled_llm.ops.linear import product_choices
 from compiled_llm.ops.linear.product_choices import AROUND, Choice, LinearTile, Product
-from compiled_llm.tuning.search import Gpu, graph_seconds, search
+from compiled_llm.tuning.search import Gpu, call_seconds, tuned_ranges
 
 MAX_ROWS = 256  # of a range: larger steps are bound by arithmetic, which a library does best
 SIZES = (16, 32, 64, 128, 256), (16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5, 6, 8)  # of LinearTile
@@ -59,7 +58,7 @@ class Case:
         self.x = torch.randn(rows, inputs, device=device).bfloat16()
         self.activation = "silu" if around == "gate" else ""
         self.residual = torch.randn(rows, outputs, device=device).bfloat16() if around == "residual" else None
-        self._default: dict[int, Tensor] = {}
+        self._right: dict[int, tuple[Tensor, Tensor]] = {}
 
     def run(self, copy: int, rows: int, choice: Choice) -> Tensor:
         """The product and what surrounds it, of ``rows`` rows."""
@@ -72,21 +71,18 @@ class Case:
         y = F.linear(x, weight)
         return gated_activation(y, self.activation) if self.activation else y
 
-    def right(self, rows: int) -> Tensor:
-        """The numbers of the product, apart; with the residual that others have added."""
-        y = self.run(0, rows, Choice(rows, "apart"))
-        return y if self.residual is None else self.residual[:rows] + y
-
-    def default(self, rows: int) -> Tensor:
-        """What the default tile computes: each other one must give its bits."""
-        if rows not in self._default:
+    def right(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The numbers of the product, apart and with the residual; and the bits of the default tile."""
+        if rows not in self._right:
             from compiled_llm.ops.linear.triton_linear import tile_for
 
-            choice = Choice(rows, "fused", tile_for(rows, self.product.out_features, 2, self.gpu.capability))
-            self._default[rows] = self.run(0, rows, choice)
-        return self._default[rows]
+            y = self.run(0, rows, Choice(rows, "apart"))
+            y = y if self.residual is None else self.residual[:rows] + y
+            tile = tile_for(rows, self.product.out_features, 2, self.gpu.capability)
+            self._right[rows] = y, self.run(0, rows, Choice(rows, "fused", tile))
+        return self._right[rows]
 
-    def seconds(self, rows: int, choice: Choice, right: Tensor) -> float:
+    def seconds(self, rows: int, choice: Choice) -> float:
         """Median time of one call; infinite if it does not fit, or gives other numbers, which is printed."""
         from triton.runtime.errors import OutOfResources
 
@@ -96,36 +92,26 @@ class Case:
             return math.inf
         is_apart = self.residual is not None and choice.way == "apart"
         out = self.residual[:rows] + out if is_apart and self.residual is not None else out
-        if choice.tile is not None and not torch.equal(out, self.default(rows)):
+        right, bits = self.right(rows)
+        if choice.tile is not None and not torch.equal(out, bits):
             print(f"  left out, as a row's bits would depend on the batch: {choice}", flush=True)
             return math.inf
         error = float((out.float() - right.float()).abs().max() / right.float().abs().max())
         if not error <= TOLERANCE:
             print(f"  left out, off by {error:.2g} of the largest output: {choice}", flush=True)
             return math.inf
-        if self.gpu.device == "cuda":
-            return graph_seconds(lambda copy: self.run(copy, rows, choice), len(self.copies))
-        start = time.perf_counter()
-        self.run(0, rows, choice)
-        return time.perf_counter() - start
+        return call_seconds(lambda copy: self.run(copy, rows, choice), len(self.copies), self.gpu.device)
 
 
 def tune(product: Product, bounds: list[int], gpu: Gpu, seconds: float) -> tuple[Choice, ...]:
     """A choice for each range of rows up to ``MAX_ROWS``, each with an even share of the time."""
     bounds = [rows for rows in bounds if rows <= MAX_ROWS]
-    case, chosen, below = Case(product, bounds[-1], gpu), [], 0
-    for rows in bounds:
-        steps = sorted({max(1, math.isqrt(below * rows)), rows})
-        start = product_choices.choose(product, rows, gpu.name)._replace(rows=rows)
-        rights = [case.right(step) for step in steps]
+    case = Case(product, bounds[-1], gpu)
 
-        def cost(choice: Choice, steps: list[int] = steps, rights: list[Tensor] = rights) -> float:
-            times = [case.seconds(step, choice, right) for step, right in zip(steps, rights, strict=True)]
-            return math.exp(sum(map(math.log, times)) / len(times))
+    def start_of(below: int, rows: int) -> Choice:
+        return product_choices.choose(product, rows, gpu.name)._replace(rows=rows)
 
-        tried = candidates(product, rows, start, gpu)
-        best, ratio, count = search(start, tried, cost, seconds / len(bounds))
-        print(f"  {below + 1:5} to {rows:5} rows{ratio:8.1%} of the time before, {count} of {len(tried)}: {best[1:]}")
-        chosen.append(best)
-        below = rows
-    return tuple(chosen)
+    def candidates_of(below: int, rows: int, start: Choice) -> list[Choice]:
+        return candidates(product, rows, start, gpu)
+
+    return tuned_ranges(bounds, seconds, start_of, candidates_of, case.seconds)

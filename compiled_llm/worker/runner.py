@@ -344,7 +344,7 @@ class ModelRunner(Worker):
             native.warn_of_missing_compiler("steps run uncompiled, those of the bundled model by 6 to 20% longer")
         progress.advise(
             f"graphs that are missing are made now and kept in {native.cache_directory()}: the next start with the "
-            "same arguments takes seconds. scripts/compile_model.py makes them ahead"
+            "same arguments takes seconds. compiled-llm compile makes them ahead"
         )
         self.steps.compile(
             self.cache_dtypes,

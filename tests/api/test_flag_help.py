@@ -17,7 +17,7 @@ def made_parser() -> FlagParser:
     parser.add_argument("shape", choices=("round", "square"))
     group = parser.add_argument_group("own flags")
     group.add_argument(
-        "--file", metavar="FILE", required=True, help="a file to read: text, and no more. It is not kept"
+        "--file", metavar="FILE", required=True, help="a file that is read: text, and no more. It is not kept"
     )
     group.add_argument("--count", type=int, default=3, help="how often it is done (default: 3)")
     group.add_argument("--mode", choices=("slow", "fast"), help="how: and why")
@@ -40,14 +40,14 @@ def test_a_line_for_each_flag_but_the_seldom_ones(
         "  round|square",
         "",
         "own flags:",
-        "  --file FILE               a file to read: text, and no more",
+        "  --file FILE               a file that is read: text, and no more",
         "  --count N                 how often it is done (3)",
         "  --mode NAME               how: slow, fast",
         "",
         "--help=all: 1 more flags, and all that is to be said of each flag",
     ]
     monkeypatch.setenv("COLUMNS", "60")
-    assert "  --file FILE               a file to read" in printed_help(made_parser(), "-h", capsys).splitlines()
+    assert "  --file FILE               a file that is read" in printed_help(made_parser(), "-h", capsys).splitlines()
 
 
 def test_all_flags_are_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,7 @@ class NotRun(NamedTuple):
 
 _UNSET = r"env (-u \w+ )+"
 _PYTHON = rf"({_UNSET})?(\S*/)?python"
+_COMMAND = rf"({_UNSET})?(\S*/)?compiled-llm"
 _BATCH = rf"(({_UNSET})?(\S*/)?compiled-llm batch|{_PYTHON} scripts/serve_offline\.py)"
 NOT_RUN = (
     NotRun(_BATCH + r"\b.* --ray\b.*", "tests/offline/test_ray_workers.py runs clusters of its own", parse_command),
@@ -138,23 +139,19 @@ NOT_RUN = (
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
     NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
     NotRun(_PYTHON + r" scripts/bench/\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_command),
-    NotRun(_PYTHON + r" scripts/compile_model\.py --shape .*", "minutes", parse_command),
+    NotRun(_COMMAND + r" (compile --shape|report (kv-cache|weights)) .*", "minutes", parse_command),
+    NotRun(_COMMAND + r" report lm-eval .*", "needs lm-eval, and its tasks the network", parse_command),
+    NotRun(_COMMAND + r" quantize .*", "tests/quantizing/test_quantize.py runs it", parse_command),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_command),
-    NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_command),
-    NotRun(_PYTHON + r" scripts/lm_eval_adapter\.py\b.*", "needs lm-eval, and its tasks the network", parse_command),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_command),
-    NotRun(_PYTHON + r" scripts/quantize_model\.py\b.*", "tests/scripts/test_quantize_model.py runs it", parse_command),
-    NotRun(_PYTHON + r" scripts/weights_report\.py\b.*", "minutes", parse_command),
     NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_command),
 )  # fmt: skip
 # Run with -m battery; else checked only.
 EXPENSIVE = (
-    _PYTHON + r" scripts/check_exact\.py\b.*",
-    _PYTHON + r" scripts/compile_model\.py\b.*",
+    _COMMAND + r" (exact|compile|tune buckets|report run)\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
     _BATCH + r"\b.* --(check|retry-errors) .*",  # start like those beside them; tests/offline tests what the flags do
-    _PYTHON + r" scripts/tune_buckets\.py\b.*",
 )
 
 

@@ -40,14 +40,13 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     with errors_end(program):
         engine = CompiledEngine.from_config(engine_config(args))
     with engine, errors_end(program), errors_end(program, (RuntimeError,), status=1):
-        plan = perplexity.plan(engine, text, args.window, args.stride, args.prefix_token_ids)
-        found = perplexity.measure(engine, plan)
+        found = perplexity.measure(engine, text, args.window, args.stride, args.prefix_token_ids)
+    prefix = len(found["prefix_token_ids"])
     rows = {
         "model": f"{found['model']}, {found['dtype']} on {found['device']}",
         "KV cache": found["kv_cache"],
         "text": f"{args.text}: {found['tokens']} tokens, {found['bytes']} bytes",
-        "windows": f"{found['windows']} of up to {found['window']} tokens, of which {len(plan.encoded.prefix)} are put "
-        "before the text's",
+        "windows": f"{found['windows']} of up to {found['window']} tokens, of which {prefix} are put before the text's",
         "perplexity": f"{found['perplexity']:.4f} a token, {found['nats_per_token']:.4f} nats",
         "bits per byte": f"{found['bits_per_byte']:.4f}",
         "time": f"{found['seconds']:.1f} s, {found['tokens'] / found['seconds']:.0f} scored tokens/s",

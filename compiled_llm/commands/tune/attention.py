@@ -7,7 +7,7 @@
 ``--seconds`` is divided among the shapes; candidates closest to the tiles in use are tried first, so a short search
 tries only these. ``compiled_llm/tuning/attention.py`` says how they are compared.
 
-Exit status: 0, or 2 without a CUDA GPU.
+Exit status: 0; 1 if the tiles in use do not run; 2 without a CUDA GPU.
 """
 
 import json
@@ -40,14 +40,14 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     from compiled_llm.ops.attention.tiles import path_of
     from compiled_llm.system import hardware
     from compiled_llm.tuning.attention import tune_file
-    from compiled_llm.tuning.search import Gpu
+    from compiled_llm.tuning.search import Gpu, InUseError
 
     gpu = Gpu.present()
     if gpu.device != "cuda":
         print(f"{program}: no CUDA GPU here (torch.cuda.is_available() is False); nothing to tune", file=sys.stderr)
         return 2
     path = args.output or path_of(gpu.name)
-    with errors_end(program):
+    with errors_end(program), errors_end(program, (InUseError,), status=1):
         tune_file(path, gpu, args.head_dim, args.kv_cache_dtype, args.seconds)
     print(f"written: {path}")
     facts = hardware.describe(torch.device("cuda", torch.cuda.current_device()))

@@ -4,7 +4,6 @@
     compiled-llm tune linear --kind int4 --group-size 128 --layer 6144x4096    # the file keeps the others
     compiled-llm tune linear --kind int8_w8a8 --layer 1536x2048 --experts 128
     compiled-llm tune linear --kind bfloat16                      # plain weights: what takes in norms and gates
-    compiled-llm tune linear --dry-run                            # what would be tried; needs no GPU
 
 ``--seconds`` is divided among the ranges of rows; tiles closest to those in use are tried first.
 ``compiled_llm/tuning/linear.py`` says how quantised layers are compared, ``products.py`` beside it how plain ones are.
@@ -22,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.config import GROUP_SIZES, QUANTIZATIONS
 from compiled_llm.system.gpu_packages import check_triton
 
@@ -43,7 +42,6 @@ def parser(program: str) -> FlagParser:
     add("--rows", nargs="+", type=int, default=_ROWS, metavar="N", help="ends of the ranges; of an expert's rows")
     add("--seconds", type=float, default=1200, help="for all together (default: 1200)")
     add("--output", type=Path, metavar="FILE", help="to write (default: the one that the kernels read)")
-    add("--dry-run", action="store_true", help="print what would be tried, measure and write nothing")
     return made
 
 
@@ -66,7 +64,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
     from compiled_llm.system import hardware
     from compiled_llm.tuning import linear, products
-    from compiled_llm.tuning.search import Gpu
+    from compiled_llm.tuning.search import Gpu, InUseError
 
     gpu = Gpu.present()
     jobs = [
@@ -78,17 +76,11 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     plain = [one for sizes in args.layer if _PLAIN in args.kind for one in products.products(*sizes)]
     if plain and args.rows[0] > products.MAX_ROWS:
         flags.error(f"--rows must begin with up to {products.MAX_ROWS} for --kind {_PLAIN}, given {args.rows[0]}")
-    if args.dry_run:
-        print("\n".join(linear.described_candidates(jobs, plain, args.rows, gpu)))
-        return 0
     if gpu.device != "cuda" and not (knobs.runtime.interpret and args.output):
         print(f"{program}: no CUDA GPU here (torch.cuda.is_available() is False); nothing to tune", file=sys.stderr)
         return 2
-    try:
+    with errors_end(program, (InUseError,), status=1):
         written = linear.tune_files(jobs, plain, args.rows, gpu, args.seconds, args.output)
-    except linear.BitsError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 1
     print(f"written: {', '.join(map(str, written))}")
     facts = hardware.describe(torch.device(gpu.device))
     print(json.dumps({"benchmark": "tune_linear", "tiles": str(written[-1]), "machine": facts}))

@@ -11,15 +11,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
-from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.commands.report.lm_eval import main
+from compiled_llm.quality.lm_eval_requests import cut_context, engine_arguments, sampling_params
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+ROOT = Path(__file__).parents[2]
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 NAMES = ["local_choices", "local_words", "local_texts", "local_answers"]
 MAX_LENGTH = 256  # so that a text of local_texts has several windows
@@ -33,27 +34,15 @@ ENGINE: dict[str, Any] = {
 with_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _scripts() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield
-
-
-@pytest.fixture(scope="module")
-def requests() -> ModuleType:
-    return importlib.import_module("lm_eval_requests")
-
-
 # -- Without lm-eval
 
 
-def test_a_context_is_cut_at_its_start(requests: ModuleType) -> None:
-    assert requests.cut_context([1, 2, 3], [4, 5], 5) == [1, 2, 3]
-    assert requests.cut_context([1, 2, 3], [4, 5], 4) == [2, 3]
-    assert requests.cut_context([1, 2, 3], [4, 5], 3) == [3]
+def test_a_context_is_cut_at_its_start() -> None:
+    assert cut_context([1, 2, 3], [4, 5], 5) == [1, 2, 3]
+    assert cut_context([1, 2, 3], [4, 5], 4) == [2, 3]
+    assert cut_context([1, 2, 3], [4, 5], 3) == [3]
     with pytest.raises(ValueError, match=r"at most 1 tokens, .* given 2: raise max_model_len"):
-        requests.cut_context([1, 2, 3], [4, 5], 2)
+        cut_context([1, 2, 3], [4, 5], 2)
 
 
 @pytest.mark.parametrize(
@@ -66,59 +55,39 @@ def test_a_context_is_cut_at_its_start(requests: ModuleType) -> None:
         ({"temperature": 0.6, "repetition_penalty": 1.1}, {"temperature": 0.6, "repetition_penalty": 1.1}),
     ],
 )
-def test_parameters_of_generate_until(
-    requests: ModuleType, arguments: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_parameters_of_generate_until(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
     before = dict(arguments)
-    found = requests.sampling_params(arguments, ["\n", "", "END"], 9)
+    found = sampling_params(arguments, ["\n", "", "END"], 9)
     assert found == SamplingParams(stop=("\n", "END"), max_tokens=9, **expected)
     assert arguments == before
 
 
-def test_parameters_that_the_engine_does_not_have(requests: ModuleType) -> None:
+def test_parameters_that_the_engine_does_not_have() -> None:
     for arguments, message in [({"num_beams": 4}, "beam_search"), ({"top_p": 2.0}, "top_p must be a number")]:
         with pytest.raises((ValueError, TypeError), match=message):
-            requests.sampling_params(arguments, [], 9)
+            sampling_params(arguments, [], 9)
 
 
-def test_engine_arguments_survive_json(requests: ModuleType) -> None:
+def test_engine_arguments_survive_json() -> None:
     config = EngineConfig(
         model="/a,b=c", bucket_sizes=(1, 4), kv_cache_dtype="int8", kv_cache_skip_layers=(0,), device="cpu"
     )
-    found = json.loads(json.dumps(requests.engine_arguments(config)))
+    found = json.loads(json.dumps(engine_arguments(config)))
     assert "device" not in found
     assert EngineConfig(model=found.pop("pretrained"), device="cpu", **found) == config
-    assert requests.engine_arguments(EngineConfig()) == {}
+    assert engine_arguments(EngineConfig()) == {}
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    command = [sys.executable, str(SCRIPTS / "lm_eval_adapter.py"), *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    command = [sys.executable, "-m", "compiled_llm", "report", "lm-eval", *words]
     return subprocess.run(command, cwd=TASKS, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "the following arguments are required: --tasks"),
-        (("--tasks", "a", "--dtype", "int3"), "dtype must be one of"),
-        (("--tasks", "a", "--limit", "5"), "unknown flag --limit"),
-        (("--tasks", "a", "--", "--model", "hf"), "--model must be given before the --"),
-        (("--tasks", "a", "--", "--device=cpu"), "--device=cpu must be given before the --"),
-        (("--tasks", "a", "b"), "flags of lm-eval are given after a --, given 'b'"),
-    ],
-)
-def test_bad_arguments(words: tuple[str, ...], message: str) -> None:
-    done = run(*words)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
-def test_without_lm_eval_it_says_what_to_install() -> None:
-    done = run("--tasks", "a")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "lm_eval_adapter: error: lm-eval is not installed: pip install 'compiled-llm[lm-eval]'\n"
+def test_without_lm_eval_it_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("compiled-llm report lm-eval", ["--tasks", "a"]) == 2
+    assert "error: lm-eval is not installed: pip install 'compiled-llm[lm-eval]'" in capsys.readouterr().err
 
 
 # -- With lm-eval
@@ -126,7 +95,7 @@ def test_without_lm_eval_it_says_what_to_install() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
-    module = importlib.import_module("lm_eval_model")
+    module = importlib.import_module("compiled_llm.quality.lm_eval_model")
     with CompiledEngine(**ENGINE) as engine:
         yield module.CompiledLM(engine=engine)
 
@@ -203,7 +172,7 @@ def test_chats(model: Any) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_begin_of_text_prefix_and_thoughts(model: Any) -> None:
     assert model.prefix_token_id == model.eot_token_id == model.tokenizer.eos_token_id
-    module = importlib.import_module("lm_eval_model")
+    module = importlib.import_module("compiled_llm.quality.lm_eval_model")
     other = module.CompiledLM(engine=model.engine, prefix_token_id=5, think_end_token="=")
     assert other.prefix_token_id == 5
     assert other.tok_encode("import os") == model.tok_encode("import os")

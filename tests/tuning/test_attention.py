@@ -1,25 +1,17 @@
-"""tune_attention and the files of tiles: candidates, search, what is written, read back and chosen, refusals."""
+"""Candidates for tiles of attention, the search, steps that run, and files that are written, read back and chosen."""
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 
 from compiled_llm.ops.attention import tiles as attention_tiles
 from compiled_llm.ops.attention.tiles import HOPPER, TileConfig, default_config, key, tile_config
-from tests.scripts.test_gpu_validate import load
+from compiled_llm.tuning import attention
+from compiled_llm.tuning.search import search
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "tune_attention.py"
 H200 = "NVIDIA H200"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load(SCRIPT)
 
 
 @pytest.fixture
@@ -28,49 +20,40 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tiles"
 
 
-def test_candidates_are_new_fit_and_come_closest_first(script: ModuleType) -> None:
+def test_candidates_are_new_fit_and_come_closest_first() -> None:
     start = HOPPER[128]
-    for kind, choices in script.KINDS.items():
-        found = script.candidates(start, kind, 128, 2, 227 * 1024)
+    for kind, choices in attention.KINDS.items():
+        found = attention.candidates(start, kind, 128, 2, 227 * 1024)
         assert start not in found
         assert len(set(found)) == len(found) > 0
         distances = [sum(getattr(start, name) != getattr(config, name) for name in choices) for config in found]
         assert distances == sorted(distances)
         for config in found:
             assert replace(config, **{name: getattr(start, name) for name in choices}) == start, "of this kind only"
-    few = script.candidates(start, "decode tiles", 256, 2, 99 * 1024)
-    assert 0 < len(few) < len(script.candidates(start, "decode tiles", 256, 1, 227 * 1024))
+    few = attention.candidates(start, "decode tiles", 256, 2, 99 * 1024)
+    assert 0 < len(few) < len(attention.candidates(start, "decode tiles", 256, 1, 227 * 1024))
     assert all(2 * (config.decode_stages - 1) * config.decode_block_n * 256 * 2 <= 99 * 1024 for config in few)
 
 
-def test_every_field_is_tuned(script: ModuleType) -> None:
-    tuned = [name for choices in script.KINDS.values() for name in choices]
+def test_every_field_is_tuned() -> None:
+    tuned = [name for choices in attention.KINDS.values() for name in choices]
     assert sorted(tuned) == sorted(TileConfig.__dataclass_fields__)
-    assert {kind.split()[0] for kind in script.KINDS} == set(script.STEPS)
+    assert {kind.split()[0] for kind in attention.KINDS} == set(attention.STEPS)
 
 
-def test_the_search_keeps_what_is_clearly_better(script: ModuleType) -> None:
+def test_the_search_keeps_what_is_clearly_better() -> None:
     start = HOPPER[128]
     configs = [replace(start, split_stages=stages) for stages in (2, 4, 5, 6)]
     costs = dict(zip([start, *configs], (1.0, 0.99, math.inf, 0.8, 0.79), strict=True))
-    assert script.search(start, configs, costs.__getitem__, 10, now=lambda: 0.0) == (configs[2], 0.8, 4)
-    assert script.search(start, configs[:2], costs.__getitem__, 10, now=lambda: 0.0) == (start, 1.0, 2)
+    assert search(start, configs, costs.__getitem__, 10, now=lambda: 0.0) == (configs[2], 0.8, 4)
+    assert search(start, configs[:2], costs.__getitem__, 10, now=lambda: 0.0) == (start, 1.0, 2)
 
 
-def test_the_search_ends_in_time(script: ModuleType) -> None:
+def test_the_search_ends_in_time() -> None:
     start, clock = HOPPER[128], iter(range(100))
     configs = [replace(start, split_stages=stages) for stages in range(10, 60)]
-    _, _, tried = script.search(start, configs, lambda config: 1.0, 5, now=lambda: float(next(clock)))
+    _, _, tried = search(start, configs, lambda config: 1.0, 5, now=lambda: float(next(clock)))
     assert tried == 5
-
-
-def test_without_a_gpu_it_says_so(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["tune_attention.py"])
-    assert script.main() == 2
-    assert "no CUDA GPU" in capsys.readouterr().err
 
 
 def test_a_file_is_read_back_and_chosen(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""compile_model: what one process exports, a fresh one with an empty cache imports, and then compiles nothing."""
+"""What one process exports, a fresh one with an empty cache imports, and then compiles nothing."""
 
 import json
 import os
@@ -11,16 +11,16 @@ import pytest
 
 from compiled_llm.ops import native
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_model.py"
+ROOT = Path(__file__).parents[2]
 ONE_BUCKET_EACH = ["--shape", "tiny", "--bucket-sizes", "1", "--token-bucket-sizes", "8"]
 NAMES = ["step", "sample", "sample_changed", "logprobs", "prompt_logprobs"]
 SMALL = [*ONE_BUCKET_EACH, "--max-num-batched-tokens", "8", "--max-model-len", "64", "--num-kv-blocks", "8"]
 
 
 def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "COMPILED_LLM_CACHE": str(cache)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COMPILED_LLM_CACHE": str(cache)}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [sys.executable, "-m", "compiled_llm", "compile", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -57,12 +57,4 @@ def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
 
     other = run(tmp_path / "to", *SMALL, "--block-size", "32", "--max-num-seqs", "0")
     assert other.returncode == 2
-    assert "compile_model.py: error: max_num_seqs" in other.stderr
-
-
-def test_bad_arguments(tmp_path: Path) -> None:
-    assert "compiles nothing" in run(tmp_path, "--enforce-eager").stderr
-    assert "its directory is not there" in run(tmp_path, "--export", str(tmp_path / "no" / "file")).stderr
-    no_bundle = run(tmp_path, *SMALL, "--import", str(SCRIPT))
-    assert no_bundle.returncode == 2
-    assert "is no bundle" in no_bundle.stderr
+    assert "compiled-llm compile: error: max_num_seqs" in other.stderr

@@ -1,10 +1,9 @@
-"""quantize_model: the written checkpoint as transformers and an engine load it, equal bytes, bars, refusals."""
+"""A quantised checkpoint as transformers and an engine load it, equal bytes, bars, and what no method can do."""
 
-import importlib.util
 import json
 import math
 import shutil
-import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,33 +12,23 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from compiled_llm import CompiledEngine
-from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.commands.quantize import main
 from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
 from compiled_llm.quantizing.schemes import make_scheme
+from compiled_llm.quantizing.texts import held_out_texts
 from compiled_llm.text.tokenizer import Tokenizer
 from tests.families import CONFIGS
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "quantize_model.py"
 
-
-def quantize_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: Path, *words: str) -> dict:
-    """The JSON of a run with a small text."""
+def run(tmp_path: Path, method: str, kind: str, *words: str, name: str = "out") -> dict:
+    """The JSON of a run with a small text, whose checkpoint is in ``name-method``."""
     text = tmp_path / "calibration.txt"
-    text.write_text(SCRIPT.read_text())
-    spec = importlib.util.spec_from_file_location("quantize_model", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    spec.loader.exec_module(module)
+    text.write_text(Path(textwrap.__file__).read_text()[:8000])
     flags = ["--text", str(text), "--window", "256", "--eval-max-tokens", "2048", "--json", str(tmp_path / "out.json")]
-    monkeypatch.setattr(sys, "argv", ["quantize_model.py", "--output", str(output), *flags, *words])
-    assert module.main() == 0
+    output = str(tmp_path / f"{name}-{method}")
+    assert main("compiled-llm quantize", ["--output", output, "--method", method, "--kind", kind, *flags, *words]) == 0
     return json.loads((tmp_path / "out.json").read_text())
-
-
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, *words: str) -> dict:
-    return quantize_demo(monkeypatch, tmp_path, tmp_path / f"out-{method}", "--method", method, "--kind", *words)
 
 
 @pytest.mark.parametrize(
@@ -52,11 +41,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, *words: st
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of the library
-def test_transformers_load_what_rounding_gives(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, words: tuple[str, ...]
-) -> None:
+def test_transformers_load_what_rounding_gives(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
     pytest.importorskip("compressed_tensors")
-    run(monkeypatch, tmp_path, "rtn", kind, *words, "--skip", "layers.0", "down_proj")
+    run(tmp_path, "rtn", kind, *words, "--skip", "layers.0", "down_proj")
     form = make_scheme(kind, 32 if words else None, "--zeros" in words, torch.bfloat16).form
     expected = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     for name, module in expected.model.layers.named_modules():
@@ -72,37 +59,33 @@ def test_transformers_load_what_rounding_gives(
 
 
 @pytest.mark.battery
-def test_calibrated_int4_is_better_than_rounding_and_the_same_each_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found = {m: run(monkeypatch, tmp_path, m, "int4", "--group-size", "32") for m in ("rtn", "awq", "gptq")}
+def test_calibrated_int4_is_better_than_rounding_and_the_same_each_time(tmp_path: Path) -> None:
+    found = {m: run(tmp_path, m, "int4", "--group-size", "32") for m in ("rtn", "awq", "gptq")}
     assert found["gptq"]["kl_mean"] < found["awq"]["kl_mean"] < found["rtn"]["kl_mean"]
     assert found["gptq"]["perplexity_change"] < 0.03
     assert all(layer["error"] < layer["rtn_error"] for layer in found["gptq"]["layers"])
-    again = tmp_path / "again"
-    quantize_demo(monkeypatch, tmp_path, again, "--method", "gptq", "--kind", "int4", "--group-size", "32")
+    again = tmp_path / "again-gptq"
+    run(tmp_path, "gptq", "int4", "--group-size", "32", name="again")
     assert (again / "model.safetensors").read_bytes() == (tmp_path / "out-gptq" / "model.safetensors").read_bytes()
     assert "model.layers.0.mlp.up_proj.weight_packed" in load_file(again / "model.safetensors")
 
 
-def test_smoothquant_keeps_the_perplexity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = run(monkeypatch, tmp_path, "smoothquant", "int8_w8a8")
+def test_smoothquant_keeps_the_perplexity(tmp_path: Path) -> None:
+    found = run(tmp_path, "smoothquant", "int8_w8a8")
     assert abs(found["perplexity_change"]) < 0.005
     config = json.loads((tmp_path / "out-smoothquant" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "int-quantized"
     assert config["ignore"] == ["lm_head"]
 
 
-def test_the_report_names_experts_that_saw_few_tokens(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_names_experts_that_saw_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "experts"
     fields = {**CONFIGS["qwen3-moe"][1], "vocab_size": 8192, "num_hidden_layers": 2, "moe_intermediate_size": 80}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields)).save_pretrained(source)
     for path in DEMO_MODEL.glob("tokenizer*.json"):
         shutil.copyfile(path, source / path.name)
     words = ("--group-size", "16", "--model", str(source), "--max-tokens", "200", "--least-tokens", "90")
-    found = run(monkeypatch, tmp_path, "gptq", "int4", *words)
+    found = run(tmp_path, "gptq", "int4", *words)
     tokens = {layer["name"]: layer["tokens"] for layer in found["layers"] if ".experts." in layer["name"]}
     assert len(tokens) == 7 * 3
     assert found["rounded"] == [name for name, count in tokens.items() if count < 90]
@@ -132,12 +115,12 @@ def test_the_report_names_experts_that_saw_few_tokens(
     ],
 )
 def test_an_engine_of_the_written_checkpoint_has_the_perplexity_that_was_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+    tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     """What the script measures before it writes, in float32, is what an engine computes from the files."""
-    found = run(monkeypatch, tmp_path, *words)
+    found = run(tmp_path, *words)
     tokenizer, ids = Tokenizer(DEMO_MODEL), []
-    for text in importlib.import_module("teacher_forcing").held_out_texts().values():
+    for text in held_out_texts().values():
         document = tokenizer.encode(text)
         starts = range(0, len(document) - 1, 255)
         ids += [document[start : start + 256] for start in starts]
@@ -155,24 +138,3 @@ def test_an_engine_of_the_written_checkpoint_has_the_perplexity_that_was_measure
         logprobs = [logprob for score in scores for logprob in score.logprobs]
         assert len(logprobs) == found["tokens"]
         assert math.exp(-math.fsum(logprobs) / len(logprobs)) == pytest.approx(found[expected], rel=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("rtn", "int8", "--group-size", "32"), "scales of its own"),
-        (("smoothquant", "int4"), "choose method awq, gptq or awq+gptq"),
-        (("rtn", "int4", "--group-size", "96"), "no multiple of the group size 96"),
-        (("rtn", "int4", "--group-size", "8"), "multiple of 16"),
-        (("rtn", "int8_w8a8", "--zeros"), "given zeros"),
-        (("awq", "int4", "--alpha", "0.5"), "alpha must be"),
-        (("rtn", "int8", "--skip", "layers.0", "gate_up"), "given 'gate_up', which no layer has"),
-    ],
-)
-def test_refusals(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple, message: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, tmp_path, *words)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

@@ -1,62 +1,37 @@
-"""perplexity: against transformers' own, the windows, what is put before them, and bad arguments."""
+"""Perplexity against transformers' own, the windows, what is put before them, and texts that cannot be scored."""
 
-import importlib.util
 import json
 import math
 import re
-import sys
+import textwrap
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import transformers
 
 from compiled_llm import CompiledEngine, RequestsFailedWarning
-from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.commands.report.perplexity import main
+from compiled_llm.quality import perplexity
+from compiled_llm.quality.perplexity import Encoded, cut, encode
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker.runner import ModelRunner
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "perplexity.py"
-ENGINE = (
-    "--enforce-eager",
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "256",
-    "--num-kv-blocks",
-    "64",
-    "--progress",
-    "off",
-)
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("perplexity", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        spec.loader.exec_module(module)
-    return module
+ENGINE = ("--enforce-eager", "--dtype=float32", "--max-model-len=256", "--num-kv-blocks=64", "--progress=off")
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.py"
-    path.write_bytes(("# größer\r\n" + SCRIPT.read_text()[:2500]).encode())
+    path.write_bytes(("# größer\r\n" + Path(textwrap.__file__).read_text()[:2500]).encode())
     return path
 
 
-def run(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str | Path
-) -> dict:
+def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict:
     """The JSON line; of a run that ends early, its status and what it says on stderr."""
-    monkeypatch.setattr(sys, "argv", ["perplexity.py", *map(str, words), *ENGINE])
     try:
-        status = script.main()
+        status = main("compiled-llm report perplexity", [*map(str, words), *ENGINE])
     except SystemExit as early:
         return {"status": early.code, "error": capsys.readouterr().err}
     assert status == 0
@@ -93,8 +68,6 @@ def by_transformers(token_ids: list[int], prefix: list[int], window: int, stride
     ],
 )
 def test_equal_to_transformers(
-    script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     text: Path,
     words: tuple[str, ...],
@@ -102,7 +75,7 @@ def test_equal_to_transformers(
     window: int,
     stride: int,
 ) -> None:
-    found = run(script, monkeypatch, capsys, "--text", text, *words)
+    found = run(capsys, "--text", text, *words)
     written = text.read_bytes().decode()
     token_ids = Tokenizer(DEMO_MODEL).encode(written)
     assert len(token_ids) > 600
@@ -117,22 +90,22 @@ def test_equal_to_transformers(
     assert found["bits_per_byte"] == pytest.approx(loss * num_scored / math.log(2) / num_bytes, rel=1e-4)
 
 
-def test_every_token_is_scored_once_with_as_many_before_it_as_was_said(script: ModuleType) -> None:
+def test_every_token_is_scored_once_with_as_many_before_it_as_was_said() -> None:
     for num_tokens in (2, 3, 9, 10, 11, 12, 50, 99):
         for prefix in ([], [7], [7, 8]):
-            for window in range(len(prefix) + 2, 14):
-                size = window - len(prefix)
+            for length in range(len(prefix) + 2, 14):
+                size = length - len(prefix)
                 for stride in range(1, size + bool(prefix)):
-                    encoded = script.Encoded(prefix, list(range(num_tokens)), 1)
-                    windows = list(script.cut(encoded, window, stride))
-                    scored = [token for cut in windows for token in range(cut.start, cut.end)]
+                    encoded = Encoded(prefix, list(range(num_tokens)), 1)
+                    windows = list(cut(encoded, length, stride))
+                    scored = [token for window in windows for token in range(window.start, window.end)]
                     assert scored == list(range(0 if prefix else 1, num_tokens))
-                    assert all(0 < cut.end - cut.begin <= size for cut in windows)
-                    assert all(cut.start - cut.begin + len(prefix) > 0 for cut in windows)
-                    assert all(cut.start - cut.begin >= size - stride for cut in windows[1:])
+                    assert all(0 < window.end - window.begin <= size for window in windows)
+                    assert all(window.start - window.begin + len(prefix) > 0 for window in windows)
+                    assert all(window.start - window.begin >= size - stride for window in windows[1:])
 
 
-def test_what_a_tokenizer_puts_before_a_text_is_put_before_each_window(script: ModuleType) -> None:
+def test_what_a_tokenizer_puts_before_a_text_is_put_before_each_window() -> None:
     class WithBegin:
         """One that puts tokens around a text."""
 
@@ -145,9 +118,9 @@ def test_what_a_tokenizer_puts_before_a_text_is_put_before_each_window(script: M
 
     written = "größer = 1\n"
     token_ids = Tokenizer(DEMO_MODEL).encode(written)
-    assert script.encode(written, WithBegin(), None) == ([1], token_ids, len(written.encode()))
-    assert script.encode(written, WithBegin(), [9]) == ([9], token_ids, len(written.encode()))
-    assert script.encode(written, Tokenizer(DEMO_MODEL), None) == ([], token_ids, len(written.encode()) - 1)
+    assert encode(written, WithBegin(), None) == ([1], token_ids, len(written.encode()))
+    assert encode(written, WithBegin(), [9]) == ([9], token_ids, len(written.encode()))
+    assert encode(written, Tokenizer(DEMO_MODEL), None) == ([], token_ids, len(written.encode()) - 1)
 
 
 @pytest.mark.parametrize(
@@ -157,36 +130,28 @@ def test_what_a_tokenizer_puts_before_a_text_is_put_before_each_window(script: M
         (("--window", "257"), "--window must be at most 256, the tokens of a request, given 257"),
         (("--window", "1"), "--window must be at least 2, for 0 prefix tokens"),
         (("--window", "2", "--prefix-token-ids", "1,2"), "--window must be at least 3, for 2 prefix tokens"),
-        (("--stride", "0"), "--stride must be at least 1, given 0"),
-        (("--strides", "5"), "unknown flag --strides"),
-        (("--json", "/nowhere/at/all.json"), "--json /nowhere/at/all.json: its directory is not there"),
     ],
 )
-def test_bad_arguments(
-    script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    text: Path,
-    words: tuple[str, ...],
-    message: str,
+def test_windows_that_are_refused(
+    capsys: pytest.CaptureFixture[str], text: Path, words: tuple[str, ...], message: str
 ) -> None:
-    found = run(script, monkeypatch, capsys, "--text", text, *words)
+    found = run(capsys, "--text", text, *words)
     assert found["status"] == 2
     assert message in found["error"]
 
 
 def test_texts_that_cannot_be_scored(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "text"
     for data, message in [(b"", "at least 2 tokens, given 0"), (b"#", "at least 2 tokens"), (b"\xff", "utf-8")]:
         path.write_bytes(data)
-        found = run(script, monkeypatch, capsys, "--text", path)
+        found = run(capsys, "--text", path)
         assert found["status"] == 2
         assert message in found["error"]
-    assert run(script, monkeypatch, capsys, "--text", tmp_path / "none")["status"] == 2
+    assert run(capsys, "--text", tmp_path / "none")["status"] == 2
     path.write_bytes(b"import os\n" * 20)
-    found = run(script, monkeypatch, capsys, "--text", path, "--prefix-token-ids", "99999")
+    found = run(capsys, "--text", path, "--prefix-token-ids", "99999")
     assert found["status"] == 2
     assert "integers from 0 to 4095, given 99999" in found["error"]
 
@@ -195,16 +160,17 @@ def test_texts_that_cannot_be_scored(
 
     monkeypatch.setattr(ModelRunner, "collect", broken)
     with pytest.warns(RequestsFailedWarning):
-        found = run(script, monkeypatch, capsys, "--text", path)
+        found = run(capsys, "--text", path)
     assert found["status"] == 1
-    assert re.fullmatch(r"perplexity: error: tokens 0 to \d+: RuntimeError: the device is on fire\n", found["error"])
+    said = r"compiled-llm report perplexity: error: tokens 0 to \d+: RuntimeError: the device is on fire\n"
+    assert re.fullmatch(said, found["error"])
 
 
 def test_a_json_file(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(script, "WINDOWS_AT_ONCE", 3)
-    found = run(script, monkeypatch, capsys, "--text", text, "--stride", "40", "--json", tmp_path / "found.json")
+    monkeypatch.setattr(perplexity, "WINDOWS_AT_ONCE", 3)
+    found = run(capsys, "--text", text, "--stride", "40", "--json", tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text()) == found
     with CompiledEngine(enforce_eager=True, dtype="float32", max_model_len=256, num_kv_blocks=64) as engine:
         (first,) = engine.score([Tokenizer(DEMO_MODEL).encode(text.read_bytes().decode())[:256]], use_tqdm=False)
