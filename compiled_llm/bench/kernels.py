@@ -231,6 +231,12 @@ def measured_prompt(engine: CompiledEngine, length: int, repeats: int, title: st
     return found | in_order(step)
 
 
+def result_of(args: argparse.Namespace, dtype: str, figures: dict[str, Any]) -> dict[str, Any]:
+    names = ("batch_size", "context", "kv_cache_dtype", "layers", "cuda_graphs", "exact")
+    asked = {name: getattr(args, name) for name in names}
+    return {"shape": str(args.model or args.shape), "dtype": dtype} | asked | figures
+
+
 def in_order(step: list[Launch]) -> dict[str, Any]:
     return {"in_order": [launch._asdict() for launch in step]}
 
@@ -254,8 +260,6 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         while engine.has_unfinished_requests():
             engine.step()
         prompts = [measured_prompt(engine, length, args.repeats, title) for length in args.prompts or []]
-    names = ("batch_size", "context", "kv_cache_dtype", "layers", "cuda_graphs", "exact")
-    result = {"shape": str(args.model or args.shape), "dtype": dtype} | {name: getattr(args, name) for name in names}
-    result |= {"mean_keys": keys} | figures
+    result = result_of(args, dtype, {"mean_keys": keys} | figures)
     finish("kernels", result, args.json, device=device, details=in_order(step) | {"prompts": prompts})
     return 0
