@@ -41,7 +41,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ from compiled_llm.bench.harness import (
 from compiled_llm.bench.program_turns import wait_for_turn
 from compiled_llm.system import hardware
 
+Limits = dict[str, tuple[Run, float]]
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CASES = {
     ("decode", "cpu"): ["1x1024", "1x4096", "8x1024", "32x1024", "1x8192,31x256"],
@@ -167,14 +168,21 @@ def names_of(device: str, skip: Sequence[str]) -> list[str]:
     return [name for name in ALTERNATIVES if name not in skip and (device == "cuda" or name not in ON_GPU)]
 
 
-def measure(case: Case, args: argparse.Namespace, limits: dict[str, tuple[Run, float]]) -> list[dict[str, Any]]:
-    """A row for each KV dtype and block size, all measured in the same rounds."""
+def rates_of(limits: Limits, seconds: Mapping[Any, float]) -> dict[str, float]:
+    """Bytes or operations a second."""
+    return {name: amount / seconds[name] for name, (_, amount) in limits.items()}
+
+
+def measure(
+    case: Case, args: argparse.Namespace, limits: Limits, rates: dict[str, float] | None
+) -> list[dict[str, Any]]:
+    """A row for each KV dtype and block size, measured in the same rounds, ``limits`` too without ``rates``."""
     shape, variants = shape_of(args), variants_of(args)
-    num_layers = 1 if args.hot else copies_of(case.num_bytes(shape, shape.dtype), args.device)
+    num_layers = 1 if args.hot else copies_of(case.num_bytes(shape, shape.dtype))
     even = case.uniform()
     cases = {"op": case, "uniform": even} if even else {"op": case}
     steps = {label: Step(some, shape, args.device, num_layers) for label, some in cases.items()}
-    runs: dict[Any, Run] = {name: run for name, (run, _) in limits.items()}
+    runs: dict[Any, Run] = {} if rates else {name: run for name, (run, _) in limits.items()}
     outputs: dict[Any, torch.Tensor] = {}
     for label, step in steps.items():
         for (name, block_size), dtype in variants.items():
@@ -186,7 +194,7 @@ def measure(case: Case, args: argparse.Namespace, limits: dict[str, tuple[Run, f
     found = call_seconds(runs | others, num_layers, args.device, seconds=args.seconds, left_out=left_out)
     seconds = {name: STATISTICS[args.statistic](values) for name, values in found.items()}
 
-    rates = {name: amount / seconds[name] for name, (_, amount) in limits.items()}
+    rates = rates or rates_of(limits, seconds)
     rows = []
     for (name, block_size), dtype in variants.items():
         num_bytes, num_flops = case.num_bytes(shape, dtype), case.num_flops(shape)
@@ -239,13 +247,16 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     record["model"] = {key: getattr(args, key) for key in ("heads", "kv_heads", "head_dim", "dtype")}
     record |= {"turned": args.turned, "hot": args.hot}
     with torch.inference_mode():
-        limits = limit_runs(args.device, TORCH_DTYPES[args.dtype])
+        limits, rates = limit_runs(args.device, TORCH_DTYPES[args.dtype]), None
+        if args.device == "cuda":  # nobody else uses it
+            found = call_seconds({name: run for name, (run, _) in limits.items()}, 1, "cuda", seconds=0.1)
+            rates = rates_of(limits, {name: min(values) for name, values in found.items()})
         for case in cases:
             if time.perf_counter() > end:
                 print(f"{case.name}: left out, no time", flush=True)
                 continue
             try:
-                new = measure(case, args, limits)
+                new = measure(case, args, limits, rates)
             except WrongResultError as error:
                 print(f"{program}: error: {error}", file=sys.stderr)
                 return 1

@@ -25,6 +25,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")  # of --dtype, for engines
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min}
 LEAST_ROUNDS = 5
+LEAST_LAUNCHES = 4  # of a graph
 CACHED_BYTES = 256 << 20  # more than a processor's or a GPU's caches hold
 BATCH_SECONDS = 5e-3  # of calls that are timed together on a CPU
 
@@ -90,36 +91,37 @@ def call_seconds(
     rounds: int = 10**9,
     left_out: dict[Any, str] | None = None,
 ) -> dict[Name, list[float]]:
-    """Seconds of a call of each run, in every round, over ``copies`` of what it reads.
+    """Seconds of a call of each run, in every round, over ``copies`` of what it reads, one after the other.
 
     On a CPU a figure is the mean of as many calls as take ``BATCH_SECONDS``. On a GPU it is the slope between a graph
-    of the calls and one of twice as many; what cannot be captured gets its reason in ``left_out``.
+    of ``LEAST_LAUNCHES`` or more and one of twice as many; what cannot be captured gets its reason in ``left_out``.
     """
     if device == "cpu":
         batches = {name: _batch(run, copies) for name, run in runs.items()}
         return in_turns(batches, rounds=rounds, seconds=seconds)
+    launches = max(LEAST_LAUNCHES, copies)
     graphs: dict[Name, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
     pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for name, run in runs.items():
             try:
-                graphs[name] = _captured(run, copies, pool), _captured(run, 2 * copies, pool)
+                graphs[name] = _captured(run, launches, copies, pool), _captured(run, 2 * launches, copies, pool)
             except Exception as error:  # in foreign code, of any version: no reason to stop
                 if left_out is None:
                     raise
                 left_out[name] = reason_of(error)
 
         def slope(short: torch.cuda.CUDAGraph, long: torch.cuda.CUDAGraph) -> float:
-            return (_graph_seconds(long) - _graph_seconds(short)) / copies
+            return (_graph_seconds(long) - _graph_seconds(short)) / launches
 
         slopes = {name: lambda pair=pair: slope(*pair) for name, pair in graphs.items()}
         return in_turns(slopes, rounds=rounds, seconds=seconds)
 
 
-def copies_of(nbytes: int, device: str, most: int = 64) -> int:
-    """How many copies of what a call reads are more than caches hold; on a GPU also enough to be a graph."""
-    return max(4 if device == "cuda" else 1, min(most, -(-CACHED_BYTES // nbytes)))
+def copies_of(nbytes: int, most: int = 64) -> int:
+    """How many copies of what a call reads are more than caches hold."""
+    return min(most, -(-CACHED_BYTES // nbytes))
 
 
 def _batch(run: Run, copies: int) -> Callable[[], float]:
@@ -130,13 +132,13 @@ def _batch(run: Run, copies: int) -> Callable[[], float]:
     return lambda: seconds_of(lambda: [run(next(numbers)) for _ in range(calls)]) / calls
 
 
-def _captured(run: Run, launches: int, pool: Any) -> torch.cuda.CUDAGraph:
+def _captured(run: Run, launches: int, copies: int, pool: Any) -> torch.cuda.CUDAGraph:
     """Without ``torch.cuda.graph``, which empties the allocator's cache each time."""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        for copy in range(launches):
-            run(copy)
+        for number in range(launches):
+            run(number % copies)
     finally:
         graph.capture_end()
     return graph

@@ -152,7 +152,7 @@ def cpu_case(layer: Layer, tokens: int, args: argparse.Namespace) -> Case:
     """The packed linear beside ``F.linear``."""
     dtype = TORCH_DTYPES[args.dtype]
     nbytes = layer.outputs * layer.inputs * dtype.itemsize
-    copies = copies_of(nbytes, "cpu")
+    copies = copies_of(nbytes)
     weights = [torch.randn(layer.outputs, layer.inputs).to(dtype) for _ in range(copies)]
     packed, x = [pack_weight(weight) for weight in weights], torch.randn(tokens, layer.inputs).to(dtype)
     ways: dict[str, Run] = {
@@ -185,7 +185,7 @@ def experts_case(layer: Layer, tokens: int) -> Case:
 def gpu_case(layer: Layer, tokens: int, args: argparse.Namespace) -> Case:
     """The engine's product beside cuBLAS and what torch's compiler makes of it."""
     weight = torch.randn(layer.outputs, layer.inputs, device="cuda", dtype=torch.bfloat16) / layer.inputs**0.5
-    copies = copies_of(weight.nbytes, "cuda")
+    copies = copies_of(weight.nbytes)
     weights = [weight, *(weight.clone() for _ in range(copies - 1))]
     x = torch.randn(tokens, layer.inputs, device="cuda").bfloat16()
     after = layer.after if args.around else ""
@@ -222,9 +222,9 @@ def quantized_case(layer: Layer, kind: str, tokens: int, args: argparse.Namespac
     plain = plain.to(dtype)
     used = layer.used or 1
     routes = [routed(tokens, layer, device) for _ in range(layer.experts // used)] if layer.experts else []
-    num = len(routes) or copies_of(form.nbytes(layer.outputs, layer.inputs), device)
+    num = len(routes) or copies_of(form.nbytes(layer.outputs, layer.inputs))
     copies = [packed] if layer.experts else [_copy(packed) for _ in range(num)]
-    num_plain = len(routes) or copies_of(plain.nbytes, device)
+    num_plain = len(routes) or copies_of(plain.nbytes)
     plains = [plain] if layer.experts else [plain.clone() for _ in range(num_plain)]
     if device == "cpu":
         plains = [pack_weight(weight) for weight in plains]
@@ -275,7 +275,7 @@ def int4pack(rows: QuantizedRows, x: Tensor, group_size: int) -> Run:
     """torch's int4 product, of activations as they are."""
     packed, scales = int4_packed((rows.codes + 8).to(torch.uint8)), rows.scales.t().bfloat16()
     scales_and_zeros = torch.stack([scales, torch.zeros_like(scales)], 2).contiguous()
-    copies = [packed.clone() for _ in range(copies_of(packed.nbytes, "cuda"))]
+    copies = [packed.clone() for _ in range(copies_of(packed.nbytes))]
     return lambda copy: int4_mm(x, copies[copy % len(copies)], group_size, scales_and_zeros)
 
 
@@ -312,7 +312,7 @@ def chain(layers: list[Layer], tokens: int) -> Case:
     """
     sizes = [(layer.outputs, layer.inputs) for layer in layers if layer.name != "lm_head"]
     nbytes = 2 * sum(outputs * inputs for outputs, inputs in sizes)
-    copies = copies_of(nbytes, "cuda")
+    copies = copies_of(nbytes)
     weights = [[torch.randn(s, device="cuda").bfloat16() / s[1] ** 0.5 for s in sizes] for _ in range(copies)]
     x, heads = (torch.randn(tokens, sizes[place][1], device="cuda").bfloat16() for place in (0, 1))
     norm = torch.ones_like(x[0])

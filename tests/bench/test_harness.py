@@ -57,7 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_slope_is_the_time_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def captured(run: Any, launches: int, pool: Any) -> float:
+    def captured(run: Any, launches: int, copies: int, pool: Any) -> float:
         return 5.0 + launches * run(0)  # seconds of the graph: 5 to start
 
     def fails(copy: int) -> None:
@@ -94,11 +94,10 @@ def test_what_a_captured_graph_reads_is_there_while_it_is_replayed(monkeypatch: 
     assert harness.call_seconds(runs, 2, "cuda", seconds=0.0) == {"a": [0.0] * 5}
 
 
-@pytest.mark.parametrize("nbytes", [1 << 20, 33 << 20, 235 << 20, 1 << 30])
-def test_copies_are_more_than_a_cache_holds(nbytes: int) -> None:
-    for device in ("cpu", "cuda"):
-        assert harness.copies_of(nbytes, device) * nbytes >= min(harness.CACHED_BYTES, 64 * nbytes)
-    assert harness.copies_of(nbytes, "cuda") >= 4
+def test_copies_are_more_than_a_cache_holds() -> None:
+    for nbytes in (1 << 20, 33 << 20, 235 << 20, 1 << 30):
+        assert harness.copies_of(nbytes) * nbytes >= min(harness.CACHED_BYTES, 64 * nbytes)
+    assert harness.copies_of(1 << 30) == 1
 
 
 def leave_a_file(path: str) -> None:

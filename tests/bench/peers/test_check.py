@@ -1,4 +1,4 @@
-"""Whether engines compute the same model: the regret of tokens, this engine's own, and an engine that has another model."""
+"""Whether engines compute the same model: the regret of tokens, and an engine that has another model."""
 
 import json
 import sys

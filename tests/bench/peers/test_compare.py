@@ -1,4 +1,4 @@
-"""Engines beside each other: turns and requests, ratios, what a failing engine leads to; the workers that need no other Python."""
+"""Engines beside each other: turns and requests, ratios, an engine that fails, the workers of this environment."""
 
 import dataclasses
 import json
