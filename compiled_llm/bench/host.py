@@ -4,12 +4,12 @@
     compiled-llm bench host --requests 32,64,128,256,512 --waiting 0,10000 --context 512 --steps 300
     compiled-llm bench host --device cuda --output DIR
 
-On a CPU the engine is a whole one, but for the model's step, which does nothing and leaves the same tokens each time:
-all time is the host's. ``--waiting`` requests wait besides. On a GPU the step is that of ``--shape``, recorded in CUDA
-graphs without compiling, since the host does the same for a graph whatever is in it; ``--compiled`` compiles it. There
-each number of requests has an engine in a process of its own, which start at the same time and are measured one after
-another: one with graphs beside which inputs and tokens are copied (manual), and one with graphs that read and write
-memory of the host (pinned). The two have to find the same tokens.
+On a CPU the engine is a whole one with the bundled tokenizer, but for the model's step, which does nothing and leaves
+the same tokens each time: all time is the host's. ``--waiting`` requests wait besides. On a GPU the step is that of
+``--shape``, recorded in CUDA graphs without compiling, since the host does the same for a graph whatever is in it;
+``--compiled`` compiles it. There each number of requests has an engine in a process of its own, which start at the same
+time and are measured one after another: one with graphs beside which inputs and tokens are copied (manual), and one
+with graphs that read and write memory of the host (pinned). The two have to find the same tokens.
 
 Parts are medians over the steps, in microseconds. ``prepare`` fills the step's buffers. ``collect`` has no waiting for
 the device. ``other`` is what is left of ``Engine.step``: log, interrupts, queues. ``processor`` is the processor time
@@ -39,8 +39,10 @@ from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, integers
 from compiled_llm.bench.harness import finish
 from compiled_llm.bench.workloads import config_directory
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.compiling.cuda_graphs import graph_pool
+from compiled_llm.models.config_file import read_config
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.system import hardware
 from compiled_llm.worker import runner as runner_module
@@ -96,24 +98,26 @@ def started(args: argparse.Namespace, num_requests: int, graphs: str = "manual")
     sizes: dict[str, Any] = {
         "bucket_sizes": (num_requests,),
         "token_bucket_sizes": (chunk,),
-        "max_model_len": max(1024, 2 * longest),
+        "max_model_len": max(1024, longest),
         "num_kv_blocks": max(16, num_requests * (longest // BLOCK_SIZE + 3)),
         "progress": "off",
     }
+    sizes |= {"load_format": "dummy", "device": args.device, "enforce_eager": not args.compiled}
     if args.device == "cpu":
-        sizes |= {"device": "cpu", "enforce_eager": True, "dtype": "float32"}
-        with CompiledEngine(**sizes) as engine:
+        vocab_size = read_config(DEMO_MODEL).vocab_size
+        with (
+            config_directory("tiny", vocab_size=vocab_size) as directory,
+            CompiledEngine(directory, tokenizer=str(DEMO_MODEL), dtype="float32", **sizes) as engine,
+        ):
             leave_out_steps(engine)
             yield engine
         return
     if not args.compiled:
         runner_module.graph_pool = lambda _, device, *others: graph_pool(graphs, device)
     layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
-    with config_directory(args.shape, **layers) as directory:
-        own: dict[str, Any] = {"load_format": "dummy", "device": args.device, "enforce_eager": not args.compiled}
-        own |= {"cuda_graphs": graphs} if args.compiled else {}
-        with CompiledEngine(directory, **own, **sizes) as engine:
-            yield engine
+    own: dict[str, Any] = {"cuda_graphs": graphs} if args.compiled else {}
+    with config_directory(args.shape, **layers) as directory, CompiledEngine(directory, **own, **sizes) as engine:
+        yield engine
 
 
 def leave_out_steps(engine: CompiledEngine) -> None:
