@@ -208,7 +208,7 @@ def op(step: Step, dtype: torch.dtype, block_size: int, turned: bool = False) ->
 
     def attend(layer: int) -> Tensor:
         if turned:
-            keys = Keys(*caches[layer], *inputs)
+            keys = Keys._make((*caches[layer], *inputs))
             return rotary_attention(step.qkv, turn, keys, Scores(scale, max_query_len), step.heads)
         given = step.q, step.k, step.v, *caches[layer], *inputs
         return paged_attention(*given, **options)
