@@ -3,8 +3,8 @@
     y[r] = x[rows[r]] @ W[e].T + bias[e]        for the rows r from starts[e] to starts[e + 1]
 
 One op for all experts. It reads the weights of each expert that has rows once. Its shapes are the same whichever
-experts have rows. An output is one float32 sum over the inputs in one order, whatever other rows the expert has. ``routing.py``
-makes ``rows`` and ``starts``. E experts, R rows, N out_features, K in_features.
+experts have rows. An output is one float32 sum over the inputs in one order, whatever other rows the expert has.
+``routing.py`` makes ``rows`` and ``starts``. E experts, R rows, N out_features, K in_features.
 """
 
 import itertools

@@ -226,7 +226,7 @@ X, W, B = arguments(2, 4, 8, torch.float32, True)
         ((X.t(), W, B), "last stride 1"),
         ((X, W[:, :4], B), r"weight must be a contiguous \[N, 8\]"),
         ((X, W.t().contiguous().t(), B), "weight must be a contiguous"),
-        ((X, W.half(), B), "weight must be torch.float32 on cpu, got torch.float16"),
+        ((X, W.half(), B), r"weight must be a contiguous \[4, 8\] of torch.float32 on cpu, got .* of torch.float16"),
         ((X, W, X[0]), r"bias must be a contiguous \[4\]"),
     ],
 )

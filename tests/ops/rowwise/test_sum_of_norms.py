@@ -101,8 +101,8 @@ def test_refuses_by_name() -> None:
     x, norm = torch.ones(2, 12), torch.ones(12)
     for given, message in (
         ((x, norm, x[:1], norm, None, None), r"y must be \[2, 12\]"),
-        ((x, norm, x, norm.half(), None, None), r"y_norm must be \[12\] of torch.float32"),
-        ((x, None, x, None, norm, None), r"scale must be \[1\] of torch.float32"),
+        ((x, norm, x, norm.half(), None, None), r"y_norm must be a contiguous \[12\] of torch.float32"),
+        ((x, None, x, None, norm, None), r"scale must be a contiguous \[1\] of torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             triton_rowwise.sum_of_norms(*given, EPS)

@@ -230,7 +230,7 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.gated_rms_norm(ONES, ONES, ONES[0].half(), 1e-6, 4, True), "weight must be of torch.float32"),
     (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
     (lambda op: op.scaled_sum(ONES, torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
-    (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be \[1\] float32"),
+    (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be a contiguous \[1\] of torch.float32"),
     (
         lambda op: op.sigmoid_gated(ONES, ONES[:1]),
         r"gate must be \[2, 8\] or \[2, 1\] of torch.float32 on cpu, got \[1",
