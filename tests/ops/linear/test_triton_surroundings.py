@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.linear import fused_quantized_linear as registered
+from compiled_llm import ops as registered
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
 from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu, pack_quantized_rows_gpu
 from compiled_llm.ops.linear.surroundings import Surroundings
