@@ -33,7 +33,8 @@ def define_op(
     Args:
         schema: ``NAME(arguments) -> results`` in torch's words; ``Tensor(a!)`` is an argument that is written to.
         fake: makes the results, for tensors that have shapes but no data.
-        reference: the op in plain torch, which serves where there is no kernel; None: the op is for GPUs alone.
+        reference: the op in plain torch, which serves where there is no kernel; None: the op is for GPUs alone, or
+            stands in a graph that is never run.
         cpu: the kernels for CPUs are those of the C++ file of this name. Its library is built and loaded when one of
             its ops is first called, and registers its kernels itself. From then on no call of the op goes through
             Python. Without a C++ compiler, and for None, a CPU has the reference.

@@ -2,7 +2,7 @@
 
 On a GPU a product of few rows takes in the activation, the multiplier and the residual behind it
 (``ops/linear/exact_linear.py``; unless a file that was measured on this GPU says otherwise, ``product_choices.py``). Of
-quantised weights it takes in an RMS norm before it too (``fused_quantized_linear.py``). Elsewhere each is an op of its
+quantised weights it takes in an RMS norm before it too (``quantized_linear.py``). Elsewhere each is an op of its
 own, and a sum is left to the norm that follows, with which it is one op. Both round at the same places.
 """
 

@@ -24,9 +24,9 @@ from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.reference import GATES
 from compiled_llm.ops.rowwise.triton_kernels import cast, rounded
+from compiled_llm.ops.triton_checks import check_contiguous, check_rows, refuse
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUMMED_AT_ONCE = 16  # rows of a tile, whose tokens may be complete
 
 
@@ -294,25 +294,11 @@ def _stride(x: Tensor) -> int:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> None:
-    def refuse(name: str, allowed: str, given: Tensor) -> None:
-        raise ValueError(
-            f"grouped_linear: {name} must be {allowed}, got {list(given.shape)} of {given.dtype} with strides "
-            f"{list(given.stride())} on {given.device}"
-        )
-
-    if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] != 1) or x.dtype not in _DTYPES:
-        refuse("x", "[T, K] of float32, bfloat16 or float16 with the last stride 1", x)
-    like = (x.dtype, x.device)
+    op = "grouped_linear"
+    check_rows(op, x)
     if weight.dim() != 3 or weight.shape[2] != x.shape[1] or not weight.numel() or not weight.is_contiguous():
-        refuse("weight", f"a contiguous [E, N, {x.shape[1]}]", weight)
-    expected = {
-        "weight": (weight, weight.shape, like),
-        "bias": (bias, weight.shape[:2], like),
-        "rows": (rows, None if rows is None else rows.shape[:1], (torch.int32, x.device)),
-        "starts": (starts, (len(weight) + 1,), (torch.int32, x.device)),
-    }
-    for name, (given, shape, kind) in expected.items():
-        if given is None:
-            continue
-        if tuple(given.shape) != tuple(shape or ()) or (given.dtype, given.device) != kind or not given.is_contiguous():
-            refuse(name, f"a contiguous {list(shape or ())} of {kind[0]} on {kind[1]}", given)
+        refuse(op, "weight", weight, f"a contiguous [E, N, {x.shape[1]}]")
+    check_contiguous(op, "weight", weight, weight.shape, x.device, x.dtype)
+    check_contiguous(op, "bias", bias, weight.shape[:2], x.device, x.dtype)
+    check_contiguous(op, "rows", rows, () if rows is None else rows.shape[:1], x.device, torch.int32)
+    check_contiguous(op, "starts", starts, (len(weight) + 1,), x.device, torch.int32)

@@ -23,6 +23,7 @@ from compiled_llm.ops.moe.triton_grouped import SUMMED_AT_ONCE, add_complete, ad
 from compiled_llm.ops.moe.triton_routing import check_sum
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.reference import GATES
+from compiled_llm.ops.triton_checks import check_contiguous
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 
@@ -249,14 +250,5 @@ def _check(
     triton_quantized.check(
         name, x, codes, scales, zeros, bias, element, group_size, out_features, (codes.shape[0],)
     )  # fmt: skip
-    shapes = {"rows": (rows, None if rows is None else rows.shape[:1]), "starts": (starts, (len(codes) + 1,))}
-    for what, (given, shape) in shapes.items():
-        if given is not None and (
-            tuple(given.shape) != tuple(shape or ())
-            or (given.dtype, given.device) != (torch.int32, x.device)
-            or not given.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name}: {what} must be a contiguous {list(shape or ())} of torch.int32 on {x.device}, got "
-                f"{list(given.shape)} of {given.dtype} on {given.device}"
-            )
+    check_contiguous(name, "rows", rows, () if rows is None else rows.shape[:1], x.device, torch.int32)
+    check_contiguous(name, "starts", starts, (len(codes) + 1,), x.device, torch.int32)

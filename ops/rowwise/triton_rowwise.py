@@ -33,8 +33,8 @@ from compiled_llm.ops.rowwise.triton_kernels import (
     soft_cap_kernel,
     sum_of_norms_kernel,
 )
+from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes of a pointer, and elements of a stride, by which Triton specialises
 _MOST_OF_A_ROW = 8192  # elements in a block; a longer row takes several
 _PIECE = 1024  # elements of a program where nothing is added up
@@ -46,7 +46,7 @@ def _options(block: int) -> dict:
     return {"num_warps": min(8, max(1, block // 256)), "enable_fp_fusion": False}
 
 
-def aligned_rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> tuple[Tensor, int]:
+def aligned_rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> tuple[Tensor, int]:
     """``x`` ``[rows, size]`` and the distance of its rows, aligned as all rows of that size: if need be a copy.
 
     A row alone may have any stride, rows of a wider tensor any alignment; those of a model's own tensors never copy.
@@ -69,13 +69,13 @@ def aligned_rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] 
 
 def _weight(weight: Tensor, x: Tensor, size: int, op: str) -> Tensor:
     """The weight of a norm of ``x``, aligned as all weights of that size: if need be a copy."""
-    known = weight.dtype in (x.dtype, torch.float32) and weight.device == x.device
-    if weight.shape != (size,) or not weight.is_contiguous() or not known:
-        raise ValueError(
-            f"{op}: a weight must be a contiguous [{size}] of {x.dtype} or float32 on {x.device}, got "
-            f"{list(weight.shape)} of {weight.dtype} on {weight.device}"
-        )
+    check_contiguous(op, "a weight", weight, (size,), x.device, x.dtype, torch.float32)
     return weight.clone() if weight.data_ptr() % _ALIGNMENT else weight
+
+
+def _check_like(op: str, name: str, given: Tensor, x: Tensor) -> None:
+    if (given.shape, given.dtype, given.device) != (x.shape, x.dtype, x.device):
+        refuse(op, name, given, f"like x, {list(x.shape)} of {x.dtype} on {x.device}")
 
 
 def _norm(
@@ -91,11 +91,7 @@ def _norm(
             raise ValueError(f"{op}: weight and bias must be of {x.dtype}, got {weight.dtype} and {bias.dtype}")
     total, delta_stride = None, size
     if delta is not None:
-        if (delta.shape, delta.dtype, delta.device) != (x.shape, x.dtype, x.device):
-            raise ValueError(
-                f"{op}: delta must be like x, {list(x.shape)} of {x.dtype} on {x.device}, got {list(delta.shape)} of "
-                f"{delta.dtype} on {delta.device}"
-            )
+        _check_like(op, "delta", delta, x)
         delta, delta_stride = aligned_rows(delta, op, "delta")
         total = x.new_empty(rows, size)
     out = x.new_empty(rows, size)
@@ -163,11 +159,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_si
     op = "gated_rms_norm"
     x, x_stride = aligned_rows(x, op, "x")
     rows, size = x.shape
-    if (gate.shape, gate.dtype, gate.device) != (x.shape, x.dtype, x.device):
-        raise ValueError(
-            f"{op}: gate must be like x, {list(x.shape)} of {x.dtype} on {x.device}, got {list(gate.shape)} of "
-            f"{gate.dtype} on {gate.device}"
-        )
+    _check_like(op, "gate", gate, x)
     if group_size < 1 or size % group_size:
         raise ValueError(f"{op}: group_size must divide the {size} columns, got {group_size}")
     if weight.dtype != x.dtype:
@@ -284,15 +276,8 @@ def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
     """The op."""
     x, x_stride = aligned_rows(x, "scaled_sum", "x")
     delta, delta_stride = aligned_rows(delta, "scaled_sum", "delta")
-    if delta.shape != x.shape or delta.dtype != x.dtype:
-        raise ValueError(
-            f"scaled_sum: delta must be like x, {list(x.shape)} of {x.dtype}, got {list(delta.shape)} of {delta.dtype}"
-        )
-    if scale.shape != (1,) or scale.dtype != torch.float32 or scale.device != x.device:
-        raise ValueError(
-            f"scaled_sum: scale must be [1] float32 on {x.device}, got {list(scale.shape)} of {scale.dtype} on "
-            f"{scale.device}"
-        )
+    _check_like("scaled_sum", "delta", delta, x)
+    check_contiguous("scaled_sum", "scale", scale, (1,), x.device, torch.float32)
     out = x.new_empty(x.shape)
     return _in_pieces(scaled_sum_kernel, out, x, delta, scale, out, x_stride, delta_stride)
 
@@ -333,22 +318,12 @@ def sum_of_norms(
     x, x_stride = aligned_rows(x, "sum_of_norms", "x")
     y, y_stride = aligned_rows(y, "sum_of_norms", "y", (x.dtype,))
     rows, size = x.shape
-    norms = {"x_norm": x_norm, "y_norm": y_norm, "norm": norm}
-    wanted = {"y": (y, (rows, size)), **{name: (tensor, (size,)) for name, tensor in norms.items()}}
-    for name, (tensor, shape) in wanted.items():
-        if tensor is None:
-            continue
-        fits = tensor.shape == shape and tensor.device == x.device and tensor.stride(-1) == 1
-        if not fits or tensor.dtype not in (x.dtype, torch.float32):
-            raise ValueError(
-                f"sum_of_norms: {name} must be {list(shape)} of {x.dtype}, or of a norm of torch.float32, on "
-                f"{x.device}, got {list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-            )
-    if scale is not None and (scale.shape, scale.dtype, scale.device) != ((1,), torch.float32, x.device):
-        raise ValueError(
-            f"sum_of_norms: scale must be [1] of torch.float32 on {x.device}, got {list(scale.shape)} of "
-            f"{scale.dtype} on {scale.device}"
-        )
+    op, either = "sum_of_norms", (x.dtype, torch.float32)
+    if y.shape != x.shape or y.device != x.device:
+        refuse(op, "y", y, f"{[rows, size]} on {x.device}")
+    for name, weights in (("x_norm", x_norm), ("y_norm", y_norm), ("norm", norm)):
+        check_contiguous(op, name, weights, (size,), x.device, *either)
+    check_contiguous(op, "scale", scale, (1,), x.device, torch.float32)
     total, out = x.new_empty(rows, size), x.new_empty(0 if norm is None else (rows, size))
     if total.numel():
         block = min(_PIECE, triton.next_power_of_2(size))

@@ -321,14 +321,13 @@ def test_decodes_compile_without_spills(
     """And all programs of the grid run at once."""
     capability, head_dim, group, kv_dtype, requests, *new = DECODES[name]
     kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype, requests, *new)
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
-    assert usage["STACK"] + usage["LOCAL"] == 0
+    binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
+    shared = binary.metadata.shared
     programs = 2  # of the kernel for one request, see decode_splits
     if kernel is triton_decode.decode_kernel:
         programs = decode_tile(default_config(head_dim, 2, 1 if kv_dtype else 2, capability)).programs_per_sm
     assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
-    assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS
+    assert programs * kwargs["num_warps"] * -(-registers // 8) * 256 <= ahead_of_time.REGISTERS
 
 
 # ---- on the CPU -----------------------------------------------------------------------------------------------------
