@@ -553,6 +553,17 @@ def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
     return requests
 
 
+def make_engine(num_blocks: int, *, overlap: bool = False, **arguments: Any) -> tuple[Scheduler, FakeEngine]:
+    """A scheduler of these arguments of ``make_scheduler``, and the loop around it."""
+    scheduler = make_scheduler(num_blocks, **arguments)
+    return scheduler, FakeEngine(scheduler, overlap=overlap)
+
+
+def add_request(scheduler: Scheduler, *arguments: Any, **named: Any) -> Request:
+    """Make a request by ``make_request``, and add it."""
+    return add(scheduler, make_request(*arguments, **named))[0]
+
+
 def names_of(output: SchedulerOutput) -> list[str]:
     """Of the requests of a step."""
     return [request_id.name for request_id in output.request_ids]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from compiled_llm.scheduling.request import Request
-from tests.fake_engine import FakeEngine, add, both_loops, check_result, make_request, make_scheduler, names_of
+from tests.fake_engine import add, both_loops, check_result, make_engine, make_request, names_of
 
 
 class FakeMask:
@@ -35,8 +35,7 @@ def masked(name: str, prompt: int, mask: FakeMask, *, waits: bool) -> Request:
 @pytest.mark.parametrize("waits", [False, True])
 def test_each_token_of_a_request_is_sampled_under_its_own_mask(waits: bool, overlap: bool) -> None:
     """Also of a prompt in chunks, of which only the last samples; and beside requests without a mask."""
-    scheduler = make_scheduler(60)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(60, overlap=overlap)
     short, long = FakeMask(), FakeMask()
     plain = make_request("plain", 3, 9)
     requests = add(scheduler, plain, masked("short", 5, short, waits=waits), masked("long", 40, long, waits=waits))
@@ -55,8 +54,7 @@ def test_each_token_of_a_request_is_sampled_under_its_own_mask(waits: bool, over
 
 @both_loops
 def test_a_mask_that_fails_is_said_and_leaves_the_others_alone(overlap: bool) -> None:
-    scheduler = make_scheduler(60)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(60, overlap=overlap)
     none, broken = (
         masked(name, 3, FakeMask(2, error), waits=True) for name, error in (("none", None), ("broken", OSError("x")))
     )
@@ -75,8 +73,7 @@ def test_a_mask_that_fails_is_said_and_leaves_the_others_alone(overlap: bool) ->
 @both_loops
 def test_tokens_of_a_prompt_are_scored_by_the_step_that_computes_the_tokens_before_them(overlap: bool) -> None:
     """Each of them once, from the first that is asked for to the one after the prompt."""
-    scheduler = make_scheduler(60)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(60, overlap=overlap)
     request = make_request("scored", 40, 0)
     request.scored_token_ids, request.num_scored = [*request.prompt_token_ids, 7], 5
     assert request.most_cached_tokens == 4

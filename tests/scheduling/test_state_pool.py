@@ -9,6 +9,7 @@ from tests.fake_engine import (
     FakeDrafter,
     FakeEngine,
     add,
+    add_request,
     both_loops,
     check_result,
     make_request,
@@ -164,8 +165,7 @@ def test_continuations_share_the_state_before_the_last_token(prefix_caching: boo
     """They compute the prompt's last token themselves, whatever their parent computes meanwhile."""
     scheduler = scheduler_with_states(prefix_caching=prefix_caching)
     engine = FakeEngine(scheduler)
-    parent = make_request("parent", list(range(12)), 5, keeps_blocks=True)
-    add(scheduler, parent)
+    parent = add_request(scheduler, "parent", list(range(12)), 5, keeps_blocks=True)
     engine.step()
     engine.step()
     children = [make_request(f"child {n}", parent.prompt_token_ids, 4) for n in range(3)]
