@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import bench.own_checkout
+import own_checkout
 import torch
 from gpu_step_page import FOLDER, MEASURED
 from gpu_step_tables import commit

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.own_checkout import ROOT
+from own_checkout import ROOT
 from gpu_step_page import BUCKETS, FOLDER, KV_DTYPES, MEASURED, MODELS, NOW, PAGE, page, read_lines
 from tqdm import tqdm
 

@@ -12,7 +12,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import bench.own_checkout
+import own_checkout
 
 from compiled_llm import EngineConfig, SamplingParams, StructuredOutputsParams
 from compiled_llm.api.command_line import FlagParser, attribute_docs

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import bench.own_checkout
+import own_checkout
 import numpy as np
 import tokenizers
 import torch

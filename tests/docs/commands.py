@@ -58,7 +58,7 @@ def parse_command(words: list[str]) -> None:
     if words[0] == "compiled-llm":
         program, arguments = ROOT / "compiled_llm" / "__main__.py", words[1:]
     else:
-        assert re.fullmatch(r"scripts/(bench/)?\w+\.py", words[1]), words
+        assert re.fullmatch(r"scripts/\w+\.py", words[1]), words
         program, arguments = ROOT / words[1], words[2:]
         assert program.is_file(), f"{words[1]} is not there"
     try:
@@ -151,7 +151,7 @@ NOT_RUN = (
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
     NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
-    NotRun(_PYTHON + r" scripts/bench/\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_command),
+    NotRun(rf"({_UNSET})?compiled-llm bench \S.*", "needs a quiet machine, and up to an hour", parse_command),
     NotRun(_COMMAND + r" (compile --shape|report (kv-cache|weights)) .*", "minutes", parse_command),
     NotRun(_COMMAND + r" report lm-eval .*", "needs lm-eval, and its tasks the network", parse_command),
     NotRun(_COMMAND + r" quantize .*", "tests/quantizing/test_quantize.py runs it", parse_command),

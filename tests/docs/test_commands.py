@@ -99,9 +99,9 @@ def test_commands_in_the_text_would_start(path: Path) -> None:
             kind.check(words_of(span))
         elif re.match(r"(python scripts/|compiled-llm [a-z][a-z -]+ --)", span):
             parse_command(words_of(span))
-        elif re.match(r"scripts/(bench/)?\w+\.py ", span):
+        elif re.match(r"scripts/\w+\.py ", span):
             parse_command(["python", *words_of(span)])
-        for script in re.findall(r"(?:tests/)?scripts/(?:bench/)?\w+\.py", span):
+        for script in re.findall(r"(?:tests/)?scripts/\w+\.py", span):
             assert (ROOT / script).is_file(), f"{name_of(path)}: {span}"
 
 
@@ -119,7 +119,7 @@ def test_flags_in_the_text_are_known_to_some_program(path: Path, known_options: 
 
 def test_a_command_that_would_not_start_is_found() -> None:
     with pytest.raises(AssertionError, match="is refused"):
-        parse_command(["python", "scripts/bench/bench_linear.py", "--no-such-flag"])
+        parse_command(["compiled-llm", "bench", "products", "--no-such-flag"])
     with pytest.raises(AssertionError, match="is refused"):
         parse_command(["compiled-llm", "batch", "--no-such-flag"])
     with pytest.raises(AssertionError, match="is not there"):
