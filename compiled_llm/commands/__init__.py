@@ -28,6 +28,11 @@ COMMANDS = {
 }
 
 
+def commands_of(package: str) -> dict[str, str]:
+    """The table of a group of commands."""
+    return importlib.import_module(package).COMMANDS
+
+
 def module_of(package: str, name: str) -> ModuleType:
     """The file of the command ``name`` of ``package``, or the package of a group of commands."""
     return importlib.import_module(f"{package}.{name.replace('-', '_')}")
