@@ -126,7 +126,7 @@ class WorkerProcess(Worker):
             start = self._answer()
             self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, torch.device("cpu"))
         except BaseException:
-            self.close()
+            self._end()
             raise
         self.facts, self.limits, self.device, self.dtype = start.facts, start.limits, start.device, start.dtype
         self.cache_dtypes, self.exact, self.num_threads = start.cache_dtypes, start.exact, start.num_threads
@@ -152,8 +152,10 @@ class WorkerProcess(Worker):
 
     def close(self) -> None:
         """End the process. What it last said of itself stays."""
-        with contextlib.suppress(RuntimeError):
-            self._update_state()
+        self._update_state()
+        self._end()
+
+    def _end(self) -> None:
         self._connection.close()
         self._process.join(_SECONDS_TO_END)
         if self._process.is_alive():
