@@ -100,7 +100,7 @@ INLINE void transpose(const float* from, int64_t row, float* to, int64_t stride)
   }
 }
 
-// The same for 16 tokens, whose slots follow one another from a multiple of 16 on, in bfloat16.
+// Writes keys and values of 16 tokens, whose slots follow one another from a multiple of 16 on, in bfloat16.
 TARGET void write_16(const Problem& p, int64_t token) {
   const int64_t block = p.slots[token] / p.block_size, offset = p.slots[token] % p.block_size;
   alignas(64) uint16_t evens_and_odds[2][32];
@@ -194,7 +194,7 @@ TARGET void find_tile(const Problem& p, const Unit& unit, int64_t first, Tile<C>
   }
 }
 
-// The same keys and values as operands: left where they are, or converted into memory of `Operands`.
+// A tile's keys and values as operands: left where they are, or converted into memory of `Operands`.
 template <class O, class C>
 struct Operands {
   static constexpr int64_t kDepth = kTile / kPerLane<O>;
