@@ -168,7 +168,7 @@ def quantized_linear(
 
     Weights as ``quantized_weight_gpu.py`` packs them. ``surroundings``: fields of ``Surroundings``, the first or all of
     them. ``choice`` replaces this GPU's for the layer: ``scripts/tune_linear.py`` looks for a better one. Never
-    waits for the GPU.
+    synchronises.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack; those
