@@ -168,7 +168,7 @@ SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
 QUANTISED = Checks(
     (
         "tests/ops/attention/test_kv_quant.py",
-        "tests/ops/attention/test_paged_attention.py::test_quantised_cache[decode-gqa1-h64-int8]",
+        "tests/ops/attention/test_paged_attention.py::test_kernel[mixed-gqa4-h64-int8]",
     ),
     load_torch=True,
 )
