@@ -153,6 +153,7 @@ EXPENSIVE = (
     _PYTHON + r" scripts/compile_model\.py\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
+    r"compiled-llm check .*--compare\b.*",
     _BATCH + r"\b.* --(check|retry-errors) .*",  # start like those beside them; tests/offline tests what the flags do
     _PYTHON + r" scripts/tune_buckets\.py\b.*",
 )
