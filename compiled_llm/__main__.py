@@ -5,8 +5,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.names import did_you_mean
+from compiled_llm.api.readable import shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -55,9 +55,8 @@ class FlagParser(argparse.ArgumentParser):
         self._given = list(sys.argv[1:] if args is None else args)
         flags = [word for word in itertools.takewhile("--".__ne__, self._given) if re.match(r"--[^\s=]+(=|$)", word)]
         unknown = [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
-        if unknown and not {"--help", "--help=all"}.intersection(
-            flags
-        ):  # before argparse says what is missing, as where one is misspelt
+        wants_help = "--help" in flags or "--help=all" in flags
+        if unknown and not wants_help:  # before argparse says what is missing, as where one is misspelt
             self._refuse(unknown)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -75,7 +74,7 @@ class FlagParser(argparse.ArgumentParser):
         Args:
             check: gets the arguments, and may complete them.
             arguments: the words to parse; None: those of the command line.
-            least: smallest value of the arguments of these names, and of each value in a list; None is no value.
+            least: by the name of an argument its smallest value, or that of each value in a list; None is no value.
         """
         args = self.parse_args(arguments)
         with self.ending_errors():
@@ -154,7 +153,7 @@ def _cut(text: str) -> str:
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
-    """``ValueError`` unless each value of the arguments of these names, lists or numbers, is as large as given here."""
+    """``ValueError`` unless each value of the named arguments, lists or numbers, is at least as large as given here."""
     for name, low in least.items():
         given = getattr(args, name)
         if given is not None and not min(given if isinstance(given, tuple | list) else [given]) >= low:
@@ -181,9 +180,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), /, **defaults: Any) -> None:
-    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name.
+    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of that name.
 
-    A flag that is not given leaves no attribute: ``sampling_arguments`` are those that were. ``defaults`` are shown.
+    A flag that is not given leaves no attribute: ``sampling_arguments`` has the given ones. ``defaults`` are shown.
 
     Args:
         without: parameters that would have no effect in a program, and get no flag.

@@ -25,7 +25,7 @@ from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of, with_stream
 from compiled_llm.step import kv_cache
 from compiled_llm.text.tokenizer import Tokenizer
-from compiled_llm.text.tokenizer_probes import probe_texts
+from compiled_llm.text.tokenizer_parts import probe_texts
 from compiled_llm.worker import exactness
 from compiled_llm.worker.device import resolve_device, use_device
 from compiled_llm.worker.memory import (

@@ -83,7 +83,7 @@ def server() -> Iterator[Hub]:
 def ask(home: Path, url: str, model: str, revision: str | None, **variables: str) -> str:
     """What ``model_directory`` gives in a process of its own, or the message of its error."""
     program = (
-        "import sys; from compiled_llm.checkpoint.hub import model_directory\n"
+        "import sys; from compiled_llm.checkpoint.model_files import model_directory\n"
         "try: print(model_directory(sys.argv[1], sys.argv[2] or None))\n"
         "except ValueError as error: print(error)"
     )

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.text.stop_strings import StoppableText
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.text.output_text import OutputText, StoppableText
+from compiled_llm.text.tokenizer import Tokenizer
 from tests.tokenizer_pairs import END, USER, write_pair
 
 TOKENS = ["<a>", "<ab>", "b", "<"]

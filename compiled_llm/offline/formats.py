@@ -1,22 +1,35 @@
-"""JSON objects of the input -> rows. Two formats: our own, and that of OpenAI's batches (openai_batch.py)."""
+"""The formats of rows and of their answers: our own here, that of OpenAI's batches in openai_batch.py.
+
+An object of JSON becomes a ``Row``; a result or an error becomes a line of the output file, in the format of its row.
+"""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from compiled_llm.api.argument_checks import integer
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.names import name_hint
-from compiled_llm.offline.json_values import check_json
-from compiled_llm.offline.openai_batch import OPENAI_KEYS, openai_fields
-from compiled_llm.offline.row_checks import (
+from compiled_llm.api.outputs import CompletionOutput, RequestOutput
+from compiled_llm.api.readable import shown
+from compiled_llm.offline.openai_batch import (
+    OPENAI_KEYS,
+    TokenTexts,
+    openai_answer,
+    openai_error,
+    openai_fields,
+    prompt_logprobs,
+    readable,
+)
+from compiled_llm.offline.rows import (
     CHAT_OPTIONS,
+    Row,
     chat_options,
     check_custom_id,
+    check_json,
     check_messages,
     checked_sampling,
 )
-from compiled_llm.offline.rows import Row
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _OWN_KEYS = (*_PROMPTS, *CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
@@ -87,3 +100,83 @@ def _own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     if options:
         raise ValueError(f"{', '.join(options)} must go with messages, given with {given[0]}")
     return {**fields, "prompt": {given[0]: values[given[0]], **salt}}
+
+
+# -- Answers
+
+
+# How a line begins, so that its row is known without reading all of it.
+_LINE_START = re.compile(rb'\{"index": (\d{1,18})[,}]|\{"id": "batch_req_(\d{1,18})",')
+LONGEST_START = 40  # bytes that ``index_of`` needs
+_ERROR = b'"error": {"message": '
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
+
+def answer_line(row: Row, output: RequestOutput, texts: TokenTexts) -> bytes:
+    """The line of a result, with its newline.
+
+    Args:
+        texts: of the engine that made ``output``.
+    """
+    return _line(_own_answer(row, output) if row.format == "row" else openai_answer(row, output, texts))
+
+
+def error_line(row: Row, message: str, *, is_users: bool) -> bytes:
+    """The line of a row without a result, with its newline.
+
+    Args:
+        is_users: the row cannot be served as it is; else serving it failed.
+    """
+    kind = "invalid_request_error" if is_users else "server_error"
+    error = {"message": message, "type": kind}
+    if row.format == "row":
+        names = {} if row.custom_id is None else {"custom_id": row.custom_id}
+        return _line({"index": row.index, **names, "error": error})
+    return _line(openai_error(row, error, is_users=is_users))
+
+
+def index_of(line: bytes) -> int:
+    """The row that a line belongs to. ``ValueError`` if this module does not make such lines."""
+    found = _LINE_START.match(line[:LONGEST_START])
+    if found is None:
+        raise ValueError(f"a line must begin with the number of its row, given {line[:LONGEST_START]!r}")
+    return int(found[1] or found[2])
+
+
+def is_error(line: bytes) -> bool:
+    """Whether a whole line of this module is that of an error."""
+    if _ERROR not in line:
+        return False
+    row = json.loads(line)
+    response = row.get("response")
+    return response.get("status_code") != 200 if isinstance(response, dict) else "error" in row
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    # Halves of surrogate pairs, which JSON can spell and UTF-8 cannot, are spelled so again.
+    text = _ENCODER.encode(values)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(values).encode() + b"\n"
+
+
+def _own_answer(row: Row, output: RequestOutput) -> dict[str, Any]:
+    names = {} if row.custom_id is None else {"custom_id": row.custom_id}
+    answer = {"index": row.index, **names, "prompt": output.prompt, **_fields_of(output.outputs[0])}
+    if len(output.outputs) > 1:
+        answer["outputs"] = [_fields_of(completion) for completion in output.outputs]
+    return answer | prompt_logprobs(output)
+
+
+def _fields_of(completion: CompletionOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        fields["cumulative_logprob"] = completion.cumulative_logprob
+        fields["logprobs"] = [readable(logprobs) for logprobs in completion.logprobs]
+    return fields

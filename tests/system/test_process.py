@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from compiled_llm.offline.process import GuardedStream, StopSignals
+from compiled_llm.system.process import GuardedStream, StopSignals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -53,7 +53,7 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
 def test_a_second_signal_ends_a_process_that_does_not_stop() -> None:
     code = (
         "import time\n"
-        "from compiled_llm.offline.process import StopSignals\n"
+        "from compiled_llm.system.process import StopSignals\n"
         "with StopSignals():\n"
         "    try:\n"
         "        print('ready', flush=True)\n"
