@@ -67,3 +67,19 @@ def test_headers_are_checked_and_values_are_not_read(tmp_path: Path, monkeypatch
     (directory / "tokenizer.json").unlink()
     rows = look_at(EngineConfig(model=str(directory), load_format="dummy"))
     assert ("tokenizer", "none: it serves prompt_token_ids only") in list(rows)
+
+
+def test_a_model_of_the_hub_is_looked_at_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "snapshot"
+    shutil.copytree(DEMO_MODEL, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    asked = []
+
+    def download(model: str, allow_patterns: list[str], **options: object) -> str:
+        asked.append(allow_patterns)
+        return str(directory)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    rows = dict(look_at(EngineConfig(model="us/model")))
+    assert rows["files"] == "the weights were not downloaded from the hub, and their headers not read"
+    assert "room" in rows
+    assert asked == [["*.json", "*.jinja"]]
