@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.flag_help import short_help
+from compiled_llm.api.flag_help import short_help, usage
 from compiled_llm.api.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, did_you_mean, name_hint
 from compiled_llm.api.sampling_params import SamplingParams
 
@@ -136,6 +136,7 @@ class _Help(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, **{**options, **more})
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.usage = usage(parser)  # a line, where argparse would name every flag
         print(parser.format_help() if values == "all" else short_help(parser, parser.seldom), end="")
         parser.exit()
 
