@@ -16,13 +16,18 @@ from compiled_llm.text.tokenizer_parts import read_parts
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
-def checkpoint_directory(config: EngineConfig) -> Path:
+def checkpoint_directory(config: EngineConfig, with_weights: bool = True) -> Path:
     """Where the files of the model lie; a hub's model is downloaded unless it was before.
+
+    Args:
+        with_weights: False downloads the small files alone.
 
     Raises:
         ValueError: there is no such model.
     """
-    return DEMO_MODEL if config.model is None else model_directory(config.model, config.revision)
+    if config.model is None:
+        return DEMO_MODEL
+    return model_directory(config.model, config.revision, with_weights=with_weights)
 
 
 def model_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") -> ModelConfig:
@@ -61,11 +66,11 @@ def with_end_of_text(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
 
 
 # Configs, weights and chat templates, of which a hub's model may hold copies in other formats.
-_DATA_FILES = ("*.json", "*.safetensors", "*.jinja")
+_SMALL_FILES, _WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
 _COPIES = ("*/*.json", "*/*.safetensors", "consolidated*")
 
 
-def model_directory(model: str, revision: str | None = None, name: str = "model") -> Path:
+def model_directory(model: str, revision: str | None = None, name: str = "model", with_weights: bool = True) -> Path:
     """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone.
 
     The hub is asked with the access token of the environment variable HF_TOKEN, or of ``hf auth login``.
@@ -73,6 +78,7 @@ def model_directory(model: str, revision: str | None = None, name: str = "model"
     Args:
         revision: branch, tag or commit of a hub id; None: the main branch.
         name: of the argument, for messages.
+        with_weights: False: of a hub's model, only what is not weights.
 
     Raises:
         ValueError: it is neither, a directory is given a revision, or the hub does not give it; the message says what
@@ -87,10 +93,9 @@ def model_directory(model: str, revision: str | None = None, name: str = "model"
         raise ValueError(f"{name}={model!r} is neither a directory nor a hub id ('organisation/name')")
     from huggingface_hub import snapshot_download
 
+    wanted = [*_SMALL_FILES, *(_WEIGHTS if with_weights else ())]
     try:
-        found = snapshot_download(
-            model, revision=revision, allow_patterns=list(_DATA_FILES), ignore_patterns=list(_COPIES)
-        )
+        found = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=list(_COPIES))
     except Exception as error:  # of the network, the hub or the disk
         at = "" if revision is None else f", revision={revision!r}"
         raise ValueError(

@@ -164,6 +164,7 @@ EXPENSIVE = (
     _COMMAND + r" (exact|compile|tune buckets|report run)\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
+    r"compiled-llm check .*--compare\b.*",
     # These start like those beside them; tests/offline and tests/commands test what the flags do.
     _BATCH + r"\b.* --(check|retry-errors) .*",
     r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
