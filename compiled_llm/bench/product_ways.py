@@ -77,17 +77,20 @@ EXPERTS = (
     Layer("gpt-oss-20b gate_up", 5760, 2880, 32, 4),
     Layer("gpt-oss-20b down", 2880, 2880, 32, 4, own_rows=True),
 )
-_NAMES = {"qkv": "", "o": "residual", "gate_up": "gate", "down": "residual", "lm_head": ""}
+_NAMES = {"qkv": "", "o": "residual", "gate_up": "gate", "down": "residual"}  # and what follows
 
 
 def layers_of(shape: str) -> list[Layer]:
     """A model's linear layers, each once, in their order; by name where they are those of a plain decoder."""
     config = parse_config(SHAPES[shape])
     weights = family_of(config).describe(config, torch.bfloat16, Dense).weights
-    sizes = list(dict.fromkeys((layer.out_features, layer.in_features) for layer in linears(weights)))
-    if len(sizes) != len(_NAMES):
+    sizes = dict.fromkeys((layer.out_features, layer.in_features) for layer in linears(weights))
+    head = config.vocab_size, config.hidden_size
+    inner = [size for size in sizes if size != head]
+    if len(inner) != len(_NAMES):
         return [Layer(f"{outputs}x{inputs}", outputs, inputs) for outputs, inputs in sizes]
-    return [Layer(name, *size, after=after) for (name, after), size in zip(_NAMES.items(), sizes, strict=True)]
+    named = [Layer(name, *size, after=after) for (name, after), size in zip(_NAMES.items(), inner, strict=True)]
+    return [*named, Layer("lm_head", *head)]
 
 
 def parse_layer(text: str) -> Layer:
