@@ -1,13 +1,12 @@
 """What each benchmark refuses, before anything is loaded: exit status 2, the reason on stderr, nothing on stdout."""
 
-import importlib
 import importlib.util
 
 import pytest
 import torch
 
 from compiled_llm.__main__ import main
-from compiled_llm.commands.bench import _FILES, BENCHES
+from compiled_llm.commands.bench import BENCHES
 
 HF = ("--backend", "hf", "--hf-max-batch-size", "8")
 GOODPUT = ("--find-goodput", "--goodput", "ttft:5")
