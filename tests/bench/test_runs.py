@@ -223,7 +223,7 @@ def test_host(run: Run, tmp_path: Path) -> None:
     for row in result["results"]:
         parts = [row[part] for part in host.PARTS]
         assert min(parts) > 0
-        assert sum(parts) == pytest.approx(row["host"], rel=0.5)  # medians of parts, and the median of their sum
+        assert row["host"] / 4 < sum(parts) < 2 * row["host"]  # medians of parts, and the median of their sum
 
 
 @pytest.mark.battery
