@@ -46,10 +46,20 @@ def load_weights(
             NaN or infinite values.
     """
     description = family_of(config).describe(config, dtype, linears)
-    stored = in_family_layout(locate(directory), description)
-    _check(directory, config, description, stored)
+    stored = checked_tensors(directory, config, description)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
         return family_of(config).take(config, Source(reader, linears))
+
+
+def checked_tensors(directory: Path, config: ModelConfig, description: Description[Any]) -> dict[str, StoredTensor]:
+    """Where the tensors of ``directory`` are, by the names of ``description``, as the headers of its files tell.
+
+    Raises:
+        ValueError: as ``load_weights``, but for values, which are not read.
+    """
+    stored = in_family_layout(locate(directory), description)
+    _check(directory, config, description, stored)
+    return stored
 
 
 def dummy_weights(

@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "complete a text, and print the answer as it comes",
     "chat": "talk with a model in the terminal",
     "batch": "serve files of rows, and write a result for each",
+    "check": "what there is to know of a model before it is served",
     "exact": "prove that a request's bits do not depend on how it is served",
     "report": "what a run did, what quantisation costs, what a GPU would run",
     "quantize": "write a quantised checkpoint, calibrated on a text",
@@ -25,6 +26,11 @@ COMMANDS = {
     "version": "versions, processor, GPU and the directory of what was compiled",
     "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
+
+
+def commands_of(package: str) -> dict[str, str]:
+    """The table of a group of commands."""
+    return importlib.import_module(package).COMMANDS
 
 
 def module_of(package: str, name: str) -> ModuleType:

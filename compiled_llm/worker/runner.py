@@ -25,7 +25,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
-from compiled_llm.models.weights import experts, linears, tensors
+from compiled_llm.models.weights import tensors
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
@@ -51,7 +51,13 @@ from compiled_llm.worker.device import (
     use_threads,
 )
 from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
-from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
+from compiled_llm.worker.memory import (
+    TRIAL_BLOCKS,
+    StartMemory,
+    check_room_for_weights,
+    estimated_activations,
+    num_bytes,
+)
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
@@ -292,7 +298,7 @@ class ModelRunner(Worker):
 
     @property
     def kv_cache_bytes(self) -> int:
-        return _num_bytes(self.steps.kv_cache)
+        return num_bytes(self.steps.kv_cache)
 
     # -- Starting
 
@@ -306,17 +312,7 @@ class ModelRunner(Worker):
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         description = family_of(c).describe(c, self.dtype, self.linears)
-        of_experts = [layer.nbytes // layer.num_experts for layer in experts(description.weights)]
-        largest = max(*of_experts, *(linear.nbytes for linear in linears(description.weights)))
-        rope_bytes = _num_bytes(description.weights.ropes)
-        needed = _num_bytes(description.weights) + self.linears.bytes_while_taking(largest)
-        needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole
-        if needed > (free := free_bytes(self.device)):
-            raise ValueError(
-                f"{directory / 'config.json'}: the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, "
-                f"{rope_bytes >> 20} of them for max_model_len={c.max_position_embeddings}, and {free >> 20} are free "
-                f"on {self.device}: choose a smaller model, a shorter dtype, a smaller max_model_len or another device"
-            )
+        check_room_for_weights(description.weights, self.linears, config, c, directory, self.device, self.dtype)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":
@@ -326,7 +322,7 @@ class ModelRunner(Worker):
         for tensor in tensors(weights):
             mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started
-        self.weight_bytes = _num_bytes(weights)
+        self.weight_bytes = num_bytes(weights)
         return weights
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
@@ -383,8 +379,3 @@ def _columns(rows: LogprobRows, count: int) -> LogprobColumns:
     """The first ``count`` of them, as plain data."""
     logprobs, ranks, top_logprobs, top_ids = (column[:count].tolist() for column in rows)
     return LogprobColumns(tuple(logprobs), tuple(ranks), tuple(map(tuple, top_logprobs)), tuple(map(tuple, top_ids)))
-
-
-def _num_bytes(tree: Any) -> int:
-    """Bytes of all tensors in nested tuples."""
-    return sum(tensor.nbytes for tensor in tensors(tree))

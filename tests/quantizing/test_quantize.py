@@ -25,7 +25,8 @@ def run(tmp_path: Path, method: str, kind: str, *words: str, name: str = "out") 
     """The JSON of a run with a small text, whose checkpoint is in ``name-method``."""
     text = tmp_path / "calibration.txt"
     text.write_text(Path(textwrap.__file__).read_text()[:8000])
-    flags = ["--text", str(text), "--window", "256", "--eval-max-tokens", "2048", "--json", str(tmp_path / "out.json")]
+    flags = ["--text", str(text), "--window", "256", "--max-tokens", "1024", "--eval-max-tokens", "1024"]
+    flags += ["--json", str(tmp_path / "out.json")]
     output = str(tmp_path / f"{name}-{method}")
     assert main("compiled-llm quantize", ["--output", output, "--method", method, "--kind", kind, *flags, *words]) == 0
     return json.loads((tmp_path / "out.json").read_text())
@@ -43,7 +44,7 @@ def run(tmp_path: Path, method: str, kind: str, *words: str, name: str = "out") 
 @pytest.mark.filterwarnings("ignore")  # of the library
 def test_transformers_load_what_rounding_gives(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
     pytest.importorskip("compressed_tensors")
-    run(tmp_path, "rtn", kind, *words, "--skip", "layers.0", "down_proj")
+    run(tmp_path, "rtn", kind, *words, "--eval-max-tokens", "0", "--skip", "layers.0", "down_proj")
     form = make_scheme(kind, 32 if words else None, "--zeros" in words, torch.bfloat16).form
     expected = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     for name, module in expected.model.layers.named_modules():
@@ -71,7 +72,7 @@ def test_calibrated_int4_is_better_than_rounding_and_the_same_each_time(tmp_path
 
 
 def test_smoothquant_keeps_the_perplexity(tmp_path: Path) -> None:
-    found = run(tmp_path, "smoothquant", "int8_w8a8")
+    found = run(tmp_path, "smoothquant", "int8_w8a8", "--alpha", "0.5")
     assert abs(found["perplexity_change"]) < 0.005
     config = json.loads((tmp_path / "out-smoothquant" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "int-quantized"

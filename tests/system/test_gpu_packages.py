@@ -79,8 +79,9 @@ def run(python: Path, *words: str, **environment: str) -> str:
 SERVE = """
 import importlib.util
 import torch
-from compiled_llm import CompiledEngine, SamplingParams, hardware
+from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling.compiler import compile_ahead, from_bytes, to_bytes
+from compiled_llm.system import hardware
 
 assert importlib.util.find_spec("triton") is None
 with CompiledEngine(bucket_sizes=(2,), progress="off", enforce_eager=True) as engine:
