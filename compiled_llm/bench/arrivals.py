@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.serving import summary
 from compiled_llm.bench.workloads import Requests
+from compiled_llm.engine.engine import CompiledEngine
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")  # with --max-concurrency

@@ -34,14 +34,15 @@ from typing import Any
 
 import torch
 
-from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, integers
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish
 from compiled_llm.bench.workloads import config_directory
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.compiling.cuda_graphs import graph_pool
+from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.models.config_file import read_config
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.system import hardware

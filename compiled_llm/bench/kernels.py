@@ -27,14 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 
-from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import DTYPES, finish, has_gpu, seconds_of
 from compiled_llm.bench.program_turns import wait_for_turn
 from compiled_llm.bench.workloads import config_directory, random_tokens
 from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
+from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.worker.profiler import kernels_of, kind_of, profiled_events
 

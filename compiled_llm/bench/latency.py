@@ -18,13 +18,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench import hf, serving
 from compiled_llm.bench.harness import finish
 from compiled_llm.bench.workloads import Requests, batch
 from compiled_llm.checkpoint.shapes import engine_parser
+from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.worker.device import resolve_device
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

@@ -77,17 +77,20 @@ EXPERTS = (
     Layer("gpt-oss-20b gate_up", 5760, 2880, 32, 4),
     Layer("gpt-oss-20b down", 2880, 2880, 32, 4, own_rows=True),
 )
-_NAMES = {"qkv": "", "o": "residual", "gate_up": "gate", "down": "residual", "lm_head": ""}
+_NAMES = {"qkv": "", "o": "residual", "gate_up": "gate", "down": "residual"}  # and what follows
 
 
 def layers_of(shape: str) -> list[Layer]:
     """A model's linear layers, each once, in their order; by name where they are those of a plain decoder."""
     config = parse_config(SHAPES[shape])
     weights = family_of(config).describe(config, torch.bfloat16, Dense).weights
-    sizes = list(dict.fromkeys((layer.out_features, layer.in_features) for layer in linears(weights)))
-    if len(sizes) != len(_NAMES):
+    sizes = dict.fromkeys((layer.out_features, layer.in_features) for layer in linears(weights))
+    head = config.vocab_size, config.hidden_size
+    inner = [size for size in sizes if size != head]
+    if len(inner) != len(_NAMES):
         return [Layer(f"{outputs}x{inputs}", outputs, inputs) for outputs, inputs in sizes]
-    return [Layer(name, *size, after=after) for (name, after), size in zip(_NAMES.items(), sizes, strict=True)]
+    named = [Layer(name, *size, after=after) for (name, after), size in zip(_NAMES.items(), inner, strict=True)]
+    return [*named, Layer("lm_head", *head)]
 
 
 def parse_layer(text: str) -> Layer:
@@ -165,10 +168,10 @@ def cpu_case(layer: Layer, tokens: int, args: argparse.Namespace) -> Case:
 def experts_case(layer: Layer, tokens: int) -> Case:
     """The experts of some tokens beside a dense packed layer with as many outputs, and so of the same bytes."""
     packed = empty_packed(layer.experts * layer.outputs, layer.inputs, torch.bfloat16, torch.device("cpu"))
-    plain = torch.randn(layer.experts, layer.outputs, layer.inputs, dtype=torch.bfloat16)
+    packed.copy_(torch.randn(packed.shape[1:], dtype=torch.bfloat16))
     each = packed.unflatten(0, (layer.experts, -1))
-    for expert in range(layer.experts):
-        each[expert].copy_(pack_weight(plain[expert]).view_as(each[expert]))
+    for expert, weights in enumerate(each):
+        weights.mul_(1 + expert / layer.experts)  # experts differ: another one would be a wrong result
     copies = layer.experts // layer.used
     dense = packed[: copies * layer.used * (len(packed) // layer.experts)].unflatten(0, (copies, -1))  # the same memory
     routes = [routed(tokens, layer, "cpu") for _ in range(copies)]
@@ -178,8 +181,12 @@ def experts_case(layer: Layer, tokens: int) -> Case:
         "op": lambda copy: grouped_packed_linear(x, each, None, *routes[copy % copies], layer.outputs),
         "linear": lambda copy: packed_linear(x[:tokens], dense[(copy + copies // 2) % copies], None, outputs),
     }
+    rows, starts = routes[0]
+    experts = torch.arange(layer.experts).repeat_interleave(starts.diff())[:CHECKED_ROWS]
+    one = [x[place if rows is None else rows[place]][None] for place in range(len(experts))]
+    want = [packed_linear(x, each[e], None, layer.outputs) for x, e in zip(one, experts, strict=True)]
     nbytes = 2 * outputs * layer.inputs
-    return Case(ways, dict.fromkeys(ways, nbytes), right(layer, x, plain, routes[0]), layer.flops(tokens), copies)
+    return Case(ways, dict.fromkeys(ways, nbytes), torch.cat(want).float(), layer.flops(tokens), copies)
 
 
 def gpu_case(layer: Layer, tokens: int, args: argparse.Namespace) -> Case:

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import TORCH_DTYPES, finish, in_turns, seconds_of
 from compiled_llm.checkpoint.shapes import add_model_arguments, model_of
 from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens
 from compiled_llm.scheduling.bucket import Bucket

@@ -28,7 +28,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from compiled_llm import CompiledEngine
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser
 from compiled_llm.bench import serving
@@ -46,6 +45,7 @@ from compiled_llm.bench.arrivals import (
 from compiled_llm.bench.harness import finish
 from compiled_llm.bench.workloads import Requests
 from compiled_llm.checkpoint.shapes import engine_parser
+from compiled_llm.engine.engine import CompiledEngine
 
 TITLES = {
     "ttft": "TTFT",

@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiled_llm import CompiledEngine, EngineConfig, EngineStats, RequestOutput, SamplingParams
 from compiled_llm.api.command_line import FlagParser, check_least, engine_config, errors_end
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.outputs import EngineStats, RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench import hf
 from compiled_llm.bench.workloads import WORKLOADS, Requests, WorkloadRequest, random_tokens
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.checkpoint.shapes import model_of
+from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.report import machine_limits

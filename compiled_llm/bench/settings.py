@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench import serving
 from compiled_llm.bench.harness import DTYPES, finish, in_turns, median_ratio
 from compiled_llm.bench.workloads import WORKLOADS, batch
 from compiled_llm.checkpoint.shapes import add_model_arguments, model_of
+from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.modes import MODES, mode_arguments
 from compiled_llm.report import machine_limits
 

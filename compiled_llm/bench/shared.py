@@ -26,11 +26,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, engine_config
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish
 from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.engine.engine import CompiledEngine
 
 SIZES = {"max_model_len": 1024, "bucket_sizes": (1,), "token_bucket_sizes": (128,)}
 PROMPT = list(range(100, 228))

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import compiled_llm
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, engine_config
 from compiled_llm.api.config import EngineConfig
@@ -49,7 +48,7 @@ from compiled_llm.models.registry import family_of
 from compiled_llm.worker.device import resolve_device
 
 STAGES = ("imports", "kernels", "weights", "compile", "other", "first token")
-THIS = Path(compiled_llm.__file__).resolve().parents[1]
+THIS = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("start_program.py")
 _LEFT = 5.0  # seconds that a start has at least, and those before its end in which it writes its stacks
 

@@ -87,7 +87,7 @@ def profiled(path: str) -> Iterator[None]:
 def main() -> None:
     arguments, began, limit, profile = json.loads(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
     faulthandler.dump_traceback_later(limit)
-    from compiled_llm import CompiledEngine, SamplingParams
+    from compiled_llm.engine.engine import CompiledEngine, SamplingParams  # of any version
 
     imported, parts = time.monotonic(), Parts(began)
     print(f"{imported - began:7.1f} s: imported", file=sys.stderr)

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from compiled_llm import CompiledEngine, RequestOutput
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
+from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.bench import hf, serving
 from compiled_llm.bench.harness import finish
 from compiled_llm.bench.workloads import Requests
 from compiled_llm.checkpoint.shapes import engine_parser
+from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.worker.device import resolve_device
 
 _PERCENTILES = (50, 99)

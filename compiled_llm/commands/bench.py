@@ -1,10 +1,10 @@
 """Measure the engine, its parts, and other engines beside it: a file of ``compiled_llm/bench/`` for each name."""
 
-import importlib
 import sys
 from collections.abc import Sequence
 
 from compiled_llm.api.command_line import FlagParser
+from compiled_llm.commands import module_of
 
 # Name -> what it measures. Those that serve requests come first, with the flags of ``vllm bench``.
 BENCHES = {
@@ -25,7 +25,6 @@ BENCHES = {
     "recurrent": "layers with a state of a fixed size",
     "gpt-fast": "a token of gpt-fast, to compare a GPU's decode with",
 }
-_FILES = {"peers": "peers.compare", "gpt-fast": "gpt_fast"}
 
 
 def parser(program: str) -> FlagParser:
@@ -44,5 +43,4 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         return 0
     if name not in BENCHES:
         parser(program).parse_args([name])  # which ends the program
-    module = importlib.import_module(f"compiled_llm.bench.{_FILES.get(name, name)}")  # it loads torch
-    return module.main(f"{program} {name}", flags)
+    return module_of("compiled_llm.bench", name).main(f"{program} {name}", flags)  # the file loads torch

@@ -1,13 +1,13 @@
 """What each benchmark refuses, before anything is loaded: exit status 2, the reason on stderr, nothing on stdout."""
 
-import importlib
 import importlib.util
 
 import pytest
 import torch
 
 from compiled_llm.__main__ import main
-from compiled_llm.commands.bench import _FILES, BENCHES
+from compiled_llm.commands import module_of
+from compiled_llm.commands.bench import BENCHES
 
 HF = ("--backend", "hf", "--hf-max-batch-size", "8")
 GOODPUT = ("--find-goodput", "--goodput", "ttft:5")
@@ -159,9 +159,7 @@ def test_help_is_a_screen_and_says_something_of_each_flag(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    parser = importlib.import_module(f"compiled_llm.bench.{_FILES.get(name, name)}").parser(
-        f"compiled-llm bench {name}"
-    )
+    parser = module_of("compiled_llm.bench", name).parser(f"compiled-llm bench {name}")
     with pytest.raises(SystemExit, match="0"):
         main(["bench", name, "--help"])
     lines = capsys.readouterr().out.splitlines()

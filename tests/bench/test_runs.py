@@ -52,11 +52,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits and caches of a small machine."""
     monkeypatch.setattr(harness, "CACHED_BYTES", 1 << 16)
     monkeypatch.setattr(recurrent, "CACHED_BYTES", 1 << 16)
-    monkeypatch.setattr(machine_limits, "measured", lambda device, dtype: LIMITS)
+    monkeypatch.setattr(attention, "limit_runs", lambda device, dtype: harness.limit_runs(device, dtype, 16))
+    monkeypatch.setattr(machine_limits, "measured", lambda device, dtype, **options: LIMITS)
     monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: LIMITS)
-    threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    assert torch.get_num_threads() == threads
 
 
 @pytest.fixture
@@ -171,14 +170,14 @@ def test_serve_searches_a_rate_and_queues_at_the_client(run: Run) -> None:
 
 
 def test_settings(run: Run, tmp_path: Path) -> None:
-    words = ("--precisions", "none", "int4/int8", "--workloads", "W1", "--repeats", "2", "--json", tmp_path / "a.json")
+    words = ("--precisions", "none", "int4/int8", "--workloads", "W1", "--repeats", "1", "--json", tmp_path / "a.json")
     result, out = run(settings, *TINY, *words)
     assert json.loads((tmp_path / "a.json").read_text()) == result
     plain, quantised = result["rows"]
     assert (plain["setting"], quantised["setting"], plain["ratio"]) == ("none", "int4/int8", 1)
     assert quantised["weights_gb"] < 0.7 * plain["weights_gb"]
     assert plain["of_limit"] == pytest.approx(plain["median"] * plain["weights_gb"])
-    assert [len(values) for values in result["speeds"]["W1"].values()] == [2, 2]
+    assert [len(values) for values in result["speeds"]["W1"].values()] == [1, 1]
     assert "tiny, bfloat16" in out
 
 
@@ -224,7 +223,7 @@ def test_host(run: Run, tmp_path: Path) -> None:
     for row in result["results"]:
         parts = [row[part] for part in host.PARTS]
         assert min(parts) > 0
-        assert sum(parts) == pytest.approx(row["host"], rel=0.5)  # medians of parts, and the median of their sum
+        assert row["host"] / 4 < sum(parts) < 2 * row["host"]  # medians of parts, and the median of their sum
 
 
 @pytest.mark.battery
@@ -264,14 +263,14 @@ def test_attention(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--seconds", "0", "--block-size", "16", "8")
-    cases = ("--decode", "2x40", "1x70,3x20", "--prefill", "5+20")
+    cases = ("--decode", "1x70,3x20", "--prefill", "5+20", "--kv-dtype", "int8")
     result, out = run(attention, *sizes, *cases, "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     rows = result["rows"]
     assert [(row["case"], row["kv_dtype"], row["block_size"]) for row in rows] == [
         (case, dtype, size)
-        for case in ("decode 2x40", "decode 1x70,3x20", "prefill 5+20")
-        for dtype in ("bfloat16", "int8", "fp8")
+        for case in ("decode 1x70,3x20", "prefill 5+20")
+        for dtype in ("bfloat16", "int8")
         for size in (16, 8)
     ]
     for row in rows:
@@ -371,27 +370,24 @@ def test_recurrent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert min(row["of_read"], row["chunk_us_per_token_and_head"]) > 0
 
 
-def test_a_start_and_one_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_start_and_one_that_fails(tmp_path: Path) -> None:
     """A real start, on weights of a checkpoint that is written for it; what a start costs is no test's business."""
-    real = start.start
-
-    def in_the_warm_cache(checkout: Path, cache: Path, *given: Any, **options: Any) -> dict[str, Any]:
-        return real(checkout, cache_directory(), *given, **options)
-
-    monkeypatch.setattr(start, "start", in_the_warm_cache)
-    fast = (*TINY, "--bucket-sizes", "1", "--max-model-len", "64", "--num-kv-blocks", "8", "--warm-runs", "1")
-    result, out = run(start, *fast, "--folder", tmp_path)
-    for found in (result["this"]["cold"], *result["this"]["warm"]):
-        assert set(found["seconds"]) == set(start.STAGES)
-        assert all(seconds >= 0 for seconds in found["seconds"].values())
-        assert sum(found["seconds"].values()) == pytest.approx(found["total"], abs=0.01)
-        assert (found["hits"], found["misses"], found["recompiles"], found["dtype"]) == (0, 0, 0, "bfloat16")
-        assert found["tokens"] == result["this"]["cold"]["tokens"]
-    assert "OTHER TOKENS" not in out
-    assert "imported" in (tmp_path / "start-0-0.log").read_text()
-    result, out = run(start, *fast, "--kv-cache-dtype", "int8", "--kv-cache-skip-layers", "7", status=1)
-    assert "ended with status 1 after" in out
-    assert (result["this"]["warm"], "error" in result["this"]["cold"]) == ([], True)
+    words = (*TINY, "--bucket-sizes", "1", "--max-model-len", "64", "--num-kv-blocks", "8")
+    with start.engine_arguments(start.parser("it").parse_args(words)) as arguments:
+        assert arguments.keys() >= {"model", "enforce_eager", "bucket_sizes"}
+        assert "load_format" not in arguments
+        found = start.start(start.THIS, cache_directory(), arguments, tmp_path / "a.log")
+    assert set(found["seconds"]) == set(start.STAGES)
+    assert all(seconds >= 0 for seconds in found["seconds"].values())
+    assert sum(found["seconds"].values()) == pytest.approx(found["total"], abs=0.01)
+    assert (found["hits"], found["misses"], found["recompiles"], found["dtype"]) == (0, 0, 0, "bfloat16")
+    assert {"weights", "make pool"} <= found["parts"].keys()
+    assert "imported" in (tmp_path / "a.log").read_text()
+    (tmp_path / "compiled_llm").mkdir()
+    (tmp_path / "compiled_llm" / "__init__.py").write_text("raise SystemExit('no such model')")
+    found = start.start(tmp_path, cache_directory(), {}, tmp_path / "b.log")
+    assert "ended with status 1 after" in found["error"]
+    assert found["log"] == ["no such model"]
 
 
 def test_two_checkouts_start_in_turns(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

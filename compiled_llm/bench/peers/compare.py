@@ -291,18 +291,24 @@ def parser(program: str) -> FlagParser:
     made.add_argument("--slow-repeats", type=int, default=1, help=slow)
     add_peer_arguments(made)
     check.add_check_arguments(made)
-    tables.add_json_flag(made)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the result there, after every round")
     return made
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs every finally, so that no stopped process remains
     least = {"repeats": 1, "more_rounds": 0, "slow_repeats": 1, "timeout": 0, "output_len": 1, "most_regret": 0}
-    args = parser(program).parse_checked(check_threads, arguments, **least)
+    args = parser(program).parse_checked(check_arguments, arguments, **least)
     with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as temporary:
         workdir = args.workdir or Path(temporary)
         workdir.mkdir(parents=True, exist_ok=True)
         return check.run(args, workdir) if args.check else compare(args, workdir)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    check_threads(args)
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ValueError(f"--json {args.json}: its directory is not there")
 
 
 def compare(args: argparse.Namespace, workdir: Path) -> int:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import psutil
 
-import compiled_llm
 from compiled_llm.bench.workloads import Requests
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -199,7 +198,7 @@ def llama(python: str, file: Path, options: dict[str, Any], threads: int) -> Pee
 
 def _own_path() -> dict[str, str]:
     """The worker, a file that is run, imports the package that runs it."""
-    root = str(Path(compiled_llm.__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[3])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 

@@ -74,7 +74,8 @@ class CompiledLLM:
     packages = ("torch", "triton")
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
-        from compiled_llm import CompiledEngine, SamplingParams
+        from compiled_llm.api.sampling_params import SamplingParams
+        from compiled_llm.engine.engine import CompiledEngine
 
         self._params = SamplingParams
         self._engine = CompiledEngine(directory, **options)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from compiled_llm.compare.peers import checkpoints, compare, processes
+from compiled_llm.bench.peers import checkpoints, compare, processes
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.registry import family
 from compiled_llm.report import machine_limits
