@@ -321,17 +321,17 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma4
         shared = None if shares is None else keys_values[shares]
         out, own = _attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step, shared)
         keys_values.append(own)
-        x = x + out.normed(w.attention_norm)
+        x += out.normed(w.attention_norm)
         out = mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh")
         if w.moe is None:
-            x = x + out.normed(w.output_norm)
+            x += out.normed(w.output_norm)
         else:
-            x = x.plus(_with_experts(x, out, w.moe, step, config.router), w.output_norm)
+            x.add(_with_experts(x, out, w.moe, step, config.router), w.output_norm)
         if w.per_layer is not None and inputs is not None:
             gate, factor = w.per_layer.gate, inputs[:, i * p : (i + 1) * p]
             gated = x.normed(None).linear(gate, "gelu_tanh", gated=False, factor=factor)
-            x = x + BlockOutput(gated, w.per_layer.projection).normed(w.per_layer.norm)
-        x = x * w.scalar
+            x += BlockOutput(gated, w.per_layer.projection).normed(w.per_layer.norm)
+        x.multiply(w.scalar)
     return x.tensor()
 
 

@@ -78,8 +78,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GPT2Co
     embeddings = weights.embedding.rows(step.input_ids) + F.embedding(step.positions, weights.positions)
     x = Residual(embeddings, config.rms_norm_eps)
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, None, spec, cache, step)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh")
+        x += attention(x.normed(w.input_norm), w.attention, None, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh")
     return x.normed(weights.final_norm).tensor()
 
 

@@ -87,10 +87,10 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GPTNeo
         attended = attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
         if config.use_parallel_residual:  # attention and MLP read the same
             beside = attended.tensor()
-            x = x + (mlp(x.normed(w.mlp_norm), w.mlp, activation) + beside)
+            x += mlp(x.normed(w.mlp_norm), w.mlp, activation).plus(beside)
         else:
-            x = x + attended
-            x = x + mlp(x.normed(w.mlp_norm), w.mlp, activation)
+            x += attended
+            x += mlp(x.normed(w.mlp_norm), w.mlp, activation)
     # Two additions in a row would be rounded once where they are compiled; the norm's is an op of its own.
     return x.normed(weights.final_norm).tensor()
 

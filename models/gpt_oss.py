@@ -81,8 +81,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GptOss
     router = Router(config.num_experts_per_tok, "softmax_of_chosen")  # the weights add up to 1
     gate = Gate("clamped_swiglu", config.swiglu_alpha, config.swiglu_limit)
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
-        x = x + experts(x.normed(w.mlp_norm), w.mlp, router, step, gate)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += experts(x.normed(w.mlp_norm), w.mlp, router, step, gate)
     return x.tensor()
 
 

@@ -139,12 +139,12 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + mamba(normed, w.attention, spec, cache, step) * multiplier
+            x += mamba(normed, w.attention, spec, cache, step) * multiplier
         else:
-            x = x + attention(normed, w.attention, cos_sin, spec, cache, step) * multiplier
+            x += attention(normed, w.attention, cos_sin, spec, cache, step) * multiplier
         normed = x.normed(w.mlp_norm)
         out = experts(normed, w.mlp, router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
-        x = x + out * multiplier
+        x += out * multiplier
     return x.normed(weights.final_norm).tensor()
 
 

@@ -205,14 +205,14 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + mamba(normed, w.attention, spec, cache, step)
+            x += mamba(normed, w.attention, spec, cache, step)
         else:
-            x = x + attention(normed, w.attention, None, spec, cache, step)
+            x += attention(normed, w.attention, None, spec, cache, step)
         normed = x.normed(w.mlp_norm)
         if isinstance(w.mlp, MoeWeights):
-            x = x + experts(normed, w.mlp, config.router, step, RELU2)
+            x += experts(normed, w.mlp, config.router, step, RELU2)
         elif w.mlp is not None:
-            x = x + mlp(normed, w.mlp, RELU2.activation)
+            x += mlp(normed, w.mlp, RELU2.activation)
     return x.tensor()
 
 

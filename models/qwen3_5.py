@@ -137,10 +137,10 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + delta_net(normed, w.attention, spec, cache, step)
+            x += delta_net(normed, w.attention, spec, cache, step)
         else:
-            x = x + gated_attention(normed, w.attention, cos_sin, spec, cache, step)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp)
+            x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp)
     return x.tensor()
 
 

@@ -99,11 +99,11 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + delta_net(normed, w.attention, spec, cache, step)
+            x += delta_net(normed, w.attention, spec, cache, step)
         else:
-            x = x + gated_attention(normed, w.attention, cos_sin, spec, cache, step)
+            x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
         normed = x.normed(w.mlp_norm)
-        x = x + (experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp))
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
     return x.tensor()
 
 

@@ -61,8 +61,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Starco
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     activation = plain_activation(config.hidden_act)
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp, activation)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp, activation)
     return x.tensor()
 
 

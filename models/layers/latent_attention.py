@@ -131,9 +131,9 @@ def latent_attention(
     if query_scale is not None:
         q = q * query_scale[:, None]
     new = w.q_to_latent.apply(q, heads), q_turned, k_turned[:, None], latent[:, None]
-    turn, scores = (cos_sin, w.norm, query_scale, eps), spec.scores()
+    turn = cos_sin, w.norm, query_scale, eps
     if spec.plan is not None:
-        seen = rotary_latent_decode_attention(*new, *turn, cache, step.plans[spec.plan], scores)
+        seen = rotary_latent_decode_attention(*new, *turn, cache, step.plans[spec.plan], spec)
     else:
-        seen = rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), scores)
+        seen = rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec)
     return BlockOutput(w.latent_to_value.apply(seen, heads).flatten(1), w.o)

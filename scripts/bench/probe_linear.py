@@ -231,8 +231,8 @@ def chain(model: str, rows: int, cases: dict[str, Any], buffer: Tensor, log: dic
         qkv, o, gate_up, down = (kind(part.view(shape)) for part, shape in zip(parts, shapes, strict=True))
         y = Residual(x, EPS)
         y.normed(norm).linear(qkv)
-        y = y + BlockOutput(heads, o)
-        y = y + BlockOutput(y.normed(norm).linear(gate_up, "silu"), down)
+        y += BlockOutput(heads, o)
+        y += BlockOutput(y.normed(norm).linear(gate_up, "silu"), down)
         if y.delta is not None:
             y.normed(norm).tensor()
 
