@@ -24,7 +24,7 @@ from compiled_llm.models.layers.moe import (
 )
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
@@ -85,8 +85,8 @@ def beside_shared(config: Glm4MoeConfig, source: Source, name: str, routed: MoeW
     """``routed`` and the MLP that all tokens use."""
     d, size = config.hidden_size, config.moe_intermediate_size * config.n_shared_experts
     shared = f"{name}.mlp.shared_experts"
-    gate_up = source.linear(*(Part(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
-    down = source.linear(Part(f"{shared}.down_proj", d, size))
+    gate_up = source.linear(*(StoredLinear(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
+    down = source.linear(StoredLinear(f"{shared}.down_proj", d, size))
     return routed._replace(shared=Shared(MlpWeights(gate_up, down), source.ones(1)))
 
 
