@@ -76,9 +76,9 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     query_scale = F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None  # Mistral 4
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
-        x = x + latent_attention(normed, w.attention, cos_sin, spec, cache, step, heads, query_scale)
+        x += latent_attention(normed, w.attention, cos_sin, spec, cache, step, heads, query_scale)
         normed = x.normed(w.mlp_norm)
-        x = x + (experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp))
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
     return x.tensor()
 
 

@@ -11,7 +11,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, Spec
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import LinearKind, Part, Put, PutQuantized
+from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized, StoredLinear
 from compiled_llm.models.quantized.plan import GENERAL
 from compiled_llm.models.quantized.scheme import Scheme, StoredPart, usual_dtypes
 from compiled_llm.models.reader import Stack, Wanted
@@ -152,5 +152,5 @@ class Description(Generic[W]):
     may_repeat: dict[str, str]
     unused: dict[str, str]
     other_names: dict[str, str]
-    stacks: dict[str, Sequence[Sequence[Part]]]
+    stacks: dict[str, Sequence[Sequence[StoredLinear]]]
     weights: W

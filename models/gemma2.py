@@ -99,8 +99,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma2
     angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]  # of two, the last is for windows
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         cos_sin = angles[-1 if spec.window else 0]
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step).normed(w.attention_norm)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh").normed(w.output_norm)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step).normed(w.attention_norm)
+        x += mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh").normed(w.output_norm)
     return x.tensor()
 
 

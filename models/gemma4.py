@@ -19,7 +19,7 @@ from compiled_llm.models.layers.mlp import MlpWeights, mlp
 from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, experts
 from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
 from compiled_llm.models.rope_fields import check_without_scaling
 from compiled_llm.models.weights import Source
@@ -181,8 +181,8 @@ def _take_attention(config: Gemma4Config, source: Source, name: str, layer: int)
             source.leave(f"{name}.{unused}", _UNUSED)
     bias = config.attention_bias
     return AttentionWeights(
-        qkv=source.linear(*(Part(f"{name}.{x}_proj", size, d, bias) for x, size in sizes.items())),
-        o=source.linear(Part(f"{name}.o_proj", d, q_size, bias)),
+        qkv=source.linear(*(StoredLinear(f"{name}.{x}_proj", size, d, bias) for x, size in sizes.items())),
+        o=source.linear(StoredLinear(f"{name}.o_proj", d, q_size, bias)),
         q_norm=_norm(source, f"{name}.q_norm", spec.head_dim),
         k_norm=None if shares else _norm(source, f"{name}.k_norm", spec.head_dim),
         v_norm=None if shares else source.ones(spec.head_dim),
@@ -192,8 +192,8 @@ def _take_attention(config: Gemma4Config, source: Source, name: str, layer: int)
 def _take_mlp(config: Gemma4Config, source: Source, name: str, layer: int) -> MlpWeights:
     is_wide = config.use_double_wide_mlp and config.cache_shared_by(layer) is not None
     d, inner = config.hidden_size, config.intermediate_size * (2 if is_wide else 1)
-    gate_up = source.linear(*(Part(f"{name}.{x}_proj", inner, d) for x in ("gate", "up")))
-    return MlpWeights(gate_up, source.linear(Part(f"{name}.down_proj", d, inner)))
+    gate_up = source.linear(*(StoredLinear(f"{name}.{x}_proj", inner, d) for x in ("gate", "up")))
+    return MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.down_proj", d, inner)))
 
 
 def _take_moe(config: Gemma4Config, source: Source, name: str) -> MoeBesideMlp | None:
@@ -220,8 +220,8 @@ def _take_layer(config: Gemma4Config, source: Source, name: str, layer: int) -> 
     per_layer = None
     if p:
         per_layer = PerLayerWeights(
-            gate=source.linear(Part(f"{name}.per_layer_input_gate", p, d)),
-            projection=source.linear(Part(f"{name}.per_layer_projection", d, p)),
+            gate=source.linear(StoredLinear(f"{name}.per_layer_input_gate", p, d)),
+            projection=source.linear(StoredLinear(f"{name}.per_layer_projection", d, p)),
             norm=_norm(source, f"{name}.post_per_layer_input_norm", d),
         )
     return LayerWeights(
@@ -246,10 +246,10 @@ def take(config: Gemma4Config, source: Source) -> Weights:
     table = inputs = None
     if p:
         size = config.num_layers * p
-        part = Part("model.embed_tokens_per_layer", config.vocab_size_per_layer_input, size)
+        part = StoredLinear("model.embed_tokens_per_layer", config.vocab_size_per_layer_input, size)
         table = source.table(part)
         inputs = PerLayerInputs(
-            projection=source.linear(Part("model.per_layer_model_projection", size, d)),
+            projection=source.linear(StoredLinear("model.per_layer_model_projection", size, d)),
             norm=_norm(source, "model.per_layer_projection_norm", p),
             scale=source.ones(1) * 2.0**-0.5,
         )
@@ -321,17 +321,17 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma4
         shared = None if shares is None else keys_values[shares]
         out, own = _attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step, shared)
         keys_values.append(own)
-        x = x + out.normed(w.attention_norm)
+        x += out.normed(w.attention_norm)
         out = mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh")
         if w.moe is None:
-            x = x + out.normed(w.output_norm)
+            x += out.normed(w.output_norm)
         else:
-            x = x.plus(_with_experts(x, out, w.moe, step, config.router), w.output_norm)
+            x.add(_with_experts(x, out, w.moe, step, config.router), w.output_norm)
         if w.per_layer is not None and inputs is not None:
             gate, factor = w.per_layer.gate, inputs[:, i * p : (i + 1) * p]
             gated = x.normed(None).linear(gate, "gelu_tanh", gated=False, factor=factor)
-            x = x + BlockOutput(gated, w.per_layer.projection).normed(w.per_layer.norm)
-        x = x * w.scalar
+            x += BlockOutput(gated, w.per_layer.projection).normed(w.per_layer.norm)
+        x.multiply(w.scalar)
     return x.tensor()
 
 

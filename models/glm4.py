@@ -35,8 +35,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: LlamaC
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step).normed(w.attention_norm)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp).normed(w.output_norm)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step).normed(w.attention_norm)
+        x += mlp(x.normed(w.mlp_norm), w.mlp).normed(w.output_norm)
     return x.tensor()
 
 

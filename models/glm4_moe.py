@@ -24,7 +24,7 @@ from compiled_llm.models.layers.moe import (
 )
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
@@ -85,8 +85,8 @@ def beside_shared(config: Glm4MoeConfig, source: Source, name: str, routed: MoeW
     """``routed`` and the MLP that all tokens use."""
     d, size = config.hidden_size, config.moe_intermediate_size * config.n_shared_experts
     shared = f"{name}.mlp.shared_experts"
-    gate_up = source.linear(*(Part(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
-    down = source.linear(Part(f"{shared}.down_proj", d, size))
+    gate_up = source.linear(*(StoredLinear(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
+    down = source.linear(StoredLinear(f"{shared}.down_proj", d, size))
     return routed._replace(shared=Shared(MlpWeights(gate_up, down), source.ones(1)))
 
 
@@ -120,9 +120,9 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Glm4Mo
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
         normed = x.normed(w.mlp_norm)
-        x = x + (experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp))
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
     return x.tensor()
 
 

@@ -13,7 +13,7 @@ from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
 from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp
 from compiled_llm.models.layers.residual import LayerNorm, Residual
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.weights import Source
@@ -39,7 +39,7 @@ def _take_layer(config: GPT2Config, source: Source, name: str) -> LayerWeights:
     d, intermediate = config.hidden_size, config.intermediate_size
 
     def linear(part: str, out_features: int, in_features: int) -> Linear:
-        return source.linear(Part(f"{name}.{part}", out_features, in_features, bias=True, transposed=True))
+        return source.linear(StoredLinear(f"{name}.{part}", out_features, in_features, bias=True, transposed=True))
 
     return LayerWeights(
         input_norm=source.layer_norm(f"{name}.ln_1", d),
@@ -78,8 +78,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GPT2Co
     embeddings = weights.embedding.rows(step.input_ids) + F.embedding(step.positions, weights.positions)
     x = Residual(embeddings, config.rms_norm_eps)
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, None, spec, cache, step)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh")
+        x += attention(x.normed(w.input_norm), w.attention, None, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh")
     return x.normed(weights.final_norm).tensor()
 
 

@@ -19,7 +19,7 @@ from compiled_llm.models.layers.attention import attention, windowed_layers
 from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, experts
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
@@ -50,7 +50,7 @@ def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
     experts = f"{name}.mlp.experts"
     stacked = functools.partial(source.stacked_experts, top_k=top_k)
     return MoeWeights(
-        router=source.linear(Part(f"{name}.mlp.router", num_experts, d, bias=True)),
+        router=source.linear(StoredLinear(f"{name}.mlp.router", num_experts, d, bias=True)),
         gate_up=stacked(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, in_turn=2),
         down=stacked(f"{experts}.down_proj", num_experts, d, inner),
         used=source.used_experts(),
@@ -81,8 +81,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GptOss
     router = Router(config.num_experts_per_tok, "softmax_of_chosen")  # the weights add up to 1
     gate = Gate("clamped_swiglu", config.swiglu_alpha, config.swiglu_limit)
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
-        x = x + experts(x.normed(w.mlp_norm), w.mlp, router, step, gate)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += experts(x.normed(w.mlp_norm), w.mlp, router, step, gate)
     return x.tensor()
 
 

@@ -42,8 +42,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Granit
     x = Residual(embeddings * config.embedding_multiplier, config.rms_norm_eps)
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step) * multiplier
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp) * multiplier
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step) * multiplier
+        x += mlp(x.normed(w.mlp_norm), w.mlp) * multiplier
     # Normalised here: the op rounds what was multiplied before it adds it, in compiled code as well.
     return x.normed(weights.final_norm).tensor()
 

@@ -19,7 +19,7 @@ from compiled_llm.models.layers.moe import MoeWeights, Router, Shared, check_rou
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.weights import Source
 
@@ -72,8 +72,8 @@ class GraniteHybridConfig(GraniteConfig):
 def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeights | MoeWeights:
     """The MLP that all tokens use, of the layer whose tensors' names begin with ``name``, and its experts."""
     d, inner = config.hidden_size, config.shared_intermediate_size
-    gate_up = source.linear(Part(f"{name}.shared_mlp.input_linear", 2 * inner, d))
-    shared = MlpWeights(gate_up, source.linear(Part(f"{name}.shared_mlp.output_linear", d, inner)))
+    gate_up = source.linear(StoredLinear(f"{name}.shared_mlp.input_linear", 2 * inner, d))
+    shared = MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.shared_mlp.output_linear", d, inner)))
     if not config.num_local_experts:
         return shared
     inner, name = config.intermediate_size, f"{name}.block_sparse_moe"
@@ -89,7 +89,7 @@ def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeigh
     for own, other in others.items():
         source.may_be_called(f"{name}.{own}.weight", f"{name}.{other}")
     return MoeWeights(
-        router=source.linear(Part(f"{name}.router.layer", config.num_local_experts, d)),
+        router=source.linear(StoredLinear(f"{name}.router.layer", config.num_local_experts, d)),
         gate_up=stacked(f"{name}.input_linear.weight", out_features=2 * inner, in_features=d),
         down=stacked(f"{name}.output_linear.weight", out_features=d, in_features=inner),
         used=source.used_experts(),
@@ -139,12 +139,12 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + mamba(normed, w.attention, spec, cache, step) * multiplier
+            x += mamba(normed, w.attention, spec, cache, step) * multiplier
         else:
-            x = x + attention(normed, w.attention, cos_sin, spec, cache, step) * multiplier
+            x += attention(normed, w.attention, cos_sin, spec, cache, step) * multiplier
         normed = x.normed(w.mlp_norm)
         out = experts(normed, w.mlp, router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
-        x = x + out * multiplier
+        x += out * multiplier
     return x.normed(weights.final_norm).tensor()
 
 

@@ -79,11 +79,11 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Lfm2Mo
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + gated_convolution(normed, w.attention, spec, cache, step)
+            x += gated_convolution(normed, w.attention, spec, cache, step)
         else:
-            x = x + attention(normed, w.attention, cos_sin, spec, cache, step)
+            x += attention(normed, w.attention, cos_sin, spec, cache, step)
         normed = x.normed(w.mlp_norm)
-        x = x + (experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp))
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
     return x.tensor()
 
 

@@ -89,8 +89,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: ModelC
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp)
     return x.tensor()
 
 

@@ -42,8 +42,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Mistra
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     query_scale = F.embedding(step.positions, weights.ropes[1])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step, query_scale)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step, query_scale)
+        x += mlp(x.normed(w.mlp_norm), w.mlp)
     return x.tensor()
 
 

@@ -53,8 +53,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Mixtra
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     router = Router(config.num_experts_per_tok, "softmax_of_chosen")  # the weights add up to 1
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
-        x = x + experts(x.normed(w.mlp_norm), w.mlp, router, step)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += experts(x.normed(w.mlp_norm), w.mlp, router, step)
     return x.tensor()
 
 

@@ -29,7 +29,7 @@ from compiled_llm.models.layers.moe import (
 )
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.weights import Source
@@ -119,8 +119,8 @@ def take_attention(config: NemotronHConfig, source: Source, name: str) -> Attent
     d, h = config.hidden_size, config.head_dim
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     return AttentionWeights(
-        qkv=source.linear(*(Part(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
-        o=source.linear(Part(f"{name}.o_proj", d, config.num_heads * h)),
+        qkv=source.linear(*(StoredLinear(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
+        o=source.linear(StoredLinear(f"{name}.o_proj", d, config.num_heads * h)),
     )
 
 
@@ -134,8 +134,8 @@ def take_mlp(config: NemotronHConfig, source: Source, name: str, inner: int | No
     """The same of an MLP of ``inner`` elements, by default ``intermediate_size``."""
     d, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
     return PlainMlpWeights(
-        up=source.linear(Part(f"{name}.up_proj", inner, d, bias)),
-        down=source.linear(Part(f"{name}.down_proj", d, inner, bias)),
+        up=source.linear(StoredLinear(f"{name}.up_proj", inner, d, bias)),
+        down=source.linear(StoredLinear(f"{name}.down_proj", d, inner, bias)),
     )
 
 
@@ -145,15 +145,19 @@ def take_experts(config: NemotronHConfig, source: Source, name: str) -> MoeWeigh
     size, latent = config.moe_latent_size or d, None
     if config.moe_latent_size is not None:
         latent = Latent(
-            source.linear(Part(f"{name}.fc1_latent_proj", size, d, config.mlp_bias)),
-            source.linear(Part(f"{name}.fc2_latent_proj", d, size, config.mlp_bias)),
+            source.linear(StoredLinear(f"{name}.fc1_latent_proj", size, d, config.mlp_bias)),
+            source.linear(StoredLinear(f"{name}.fc2_latent_proj", d, size, config.mlp_bias)),
         )
     count = config.n_routed_experts
     each = [f"{name}.experts.{e}" for e in range(count)]
     routed = MoeWeights(
-        router=source.linear(Part(f"{name}.gate", count, d), dtype=torch.float32),
-        gate_up=source.experts([[Part(f"{e}.up_proj", inner, size)] for e in each], top_k, f"{name}.experts.up_proj"),
-        down=source.experts([[Part(f"{e}.down_proj", size, inner)] for e in each], top_k, f"{name}.experts.down_proj"),
+        router=source.linear(StoredLinear(f"{name}.gate", count, d), dtype=torch.float32),
+        gate_up=source.experts(
+            [[StoredLinear(f"{e}.up_proj", inner, size)] for e in each], top_k, f"{name}.experts.up_proj"
+        ),
+        down=source.experts(
+            [[StoredLinear(f"{e}.down_proj", size, inner)] for e in each], top_k, f"{name}.experts.down_proj"
+        ),
         used=source.used_experts(),
         choice_bias=source.tensor(f"{name}.gate.e_score_correction_bias", (count,), dtype=torch.float32),
         latent=latent,
@@ -205,14 +209,14 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + mamba(normed, w.attention, spec, cache, step)
+            x += mamba(normed, w.attention, spec, cache, step)
         else:
-            x = x + attention(normed, w.attention, None, spec, cache, step)
+            x += attention(normed, w.attention, None, spec, cache, step)
         normed = x.normed(w.mlp_norm)
         if isinstance(w.mlp, MoeWeights):
-            x = x + experts(normed, w.mlp, config.router, step, RELU2)
+            x += experts(normed, w.mlp, config.router, step, RELU2)
         elif w.mlp is not None:
-            x = x + mlp(normed, w.mlp, RELU2.activation)
+            x += mlp(normed, w.mlp, RELU2.activation)
     return x.tensor()
 
 

@@ -69,8 +69,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Olmo2C
     angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]  # of two, the last is for windows
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         cos_sin = angles[-1 if spec.window else 0]
-        x = x + attention(x.normed(None), w.attention, cos_sin, spec, cache, step).normed(w.attention_norm)
-        x = x + mlp(x.normed(None), w.mlp).normed(w.output_norm)
+        x += attention(x.normed(None), w.attention, cos_sin, spec, cache, step).normed(w.attention_norm)
+        x += mlp(x.normed(None), w.mlp).normed(w.output_norm)
     return x.tensor()
 
 

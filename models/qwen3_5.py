@@ -21,7 +21,7 @@ from compiled_llm.models.layers.mlp import mlp
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, TakeMlp, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
@@ -78,7 +78,7 @@ def take_projections(config: Qwen35Config, source: Source, name: str) -> Linear:
     """``DeltaNetWeights.qkv`` of the layer whose tensors' names begin with ``name``."""
     heads = config.linear_num_value_heads
     sizes = {"qkv": config.convolved_size, "z": config.value_size, "b": heads, "a": heads}
-    return source.linear(*(Part(f"{name}.in_proj_{x}", size, config.hidden_size) for x, size in sizes.items()))
+    return source.linear(*(StoredLinear(f"{name}.in_proj_{x}", size, config.hidden_size) for x, size in sizes.items()))
 
 
 def take_delta_net(
@@ -88,7 +88,7 @@ def take_delta_net(
     heads, channels, width = config.linear_num_value_heads, config.convolved_size, config.linear_conv_kernel_dim
     return DeltaNetWeights(
         qkv=take_projections(config, source, name),
-        o=source.linear(Part(f"{name}.out_proj", config.hidden_size, config.value_size)),
+        o=source.linear(StoredLinear(f"{name}.out_proj", config.hidden_size, config.value_size)),
         convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, width)).view(channels, width),
         norm=source.norm(f"{name}.norm", config.linear_value_head_dim),
         A_log=source.tensor(f"{name}.A_log", (heads,), dtype=torch.float32),
@@ -137,10 +137,10 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + delta_net(normed, w.attention, spec, cache, step)
+            x += delta_net(normed, w.attention, spec, cache, step)
         else:
-            x = x + gated_attention(normed, w.attention, cos_sin, spec, cache, step)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp)
+            x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp)
     return x.tensor()
 
 

@@ -67,9 +67,9 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
         normed = x.normed(w.mlp_norm)
-        x = x + (experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp))
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
     return x.tensor()
 
 

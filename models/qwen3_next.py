@@ -20,7 +20,7 @@ from compiled_llm.models.layers.moe import MoeWeights, Shared, experts
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.qwen3_5 import Qwen35Config
 from compiled_llm.models.qwen3_moe import Qwen3MoeConfig
@@ -54,7 +54,7 @@ def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Line
     sizes = {"qkvz": (dk, dk, values, values), "ba": (group, group)}
     return source.linear(
         *(
-            Part(
+            StoredLinear(
                 f"{name}.in_proj_{x}",
                 key_heads * sum(each),
                 config.hidden_size,
@@ -68,9 +68,9 @@ def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Line
 def take_shared(config: Qwen3NextConfig, source: Source, name: str) -> Shared:
     """The MLP that all tokens use, and its gate; names begin with ``name``."""
     d, inner = config.hidden_size, config.shared_expert_intermediate_size
-    gate_up = source.linear(*(Part(f"{name}.shared_expert.{x}_proj", inner, d) for x in ("gate", "up")))
-    down = source.linear(Part(f"{name}.shared_expert.down_proj", d, inner))
-    gate = source.linear(Part(f"{name}.shared_expert_gate", 1, d))
+    gate_up = source.linear(*(StoredLinear(f"{name}.shared_expert.{x}_proj", inner, d) for x in ("gate", "up")))
+    down = source.linear(StoredLinear(f"{name}.shared_expert.down_proj", d, inner))
+    gate = source.linear(StoredLinear(f"{name}.shared_expert_gate", 1, d))
     return Shared(MlpWeights(gate_up, down), source.ones(1), gate)
 
 
@@ -99,11 +99,11 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         if isinstance(spec, StateSpec):
-            x = x + delta_net(normed, w.attention, spec, cache, step)
+            x += delta_net(normed, w.attention, spec, cache, step)
         else:
-            x = x + gated_attention(normed, w.attention, cos_sin, spec, cache, step)
+            x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
         normed = x.normed(w.mlp_norm)
-        x = x + (experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp))
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
     return x.tensor()
 
 

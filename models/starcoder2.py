@@ -13,7 +13,7 @@ from compiled_llm.models.layers.attention import AttentionSpec, attention
 from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp, plain_activation
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.weights import Source
 
@@ -38,8 +38,8 @@ def _take_layer(config: Starcoder2Config, source: Source, name: str) -> LayerWei
         attention=source.attention(f"{name}.self_attn", config, bias=bias),
         mlp_norm=source.layer_norm(f"{name}.post_attention_layernorm", d),
         mlp=PlainMlpWeights(
-            up=source.linear(Part(f"{name}.mlp.c_fc", intermediate, d, bias)),
-            down=source.linear(Part(f"{name}.mlp.c_proj", d, intermediate, bias)),
+            up=source.linear(StoredLinear(f"{name}.mlp.c_fc", intermediate, d, bias)),
+            down=source.linear(StoredLinear(f"{name}.mlp.c_proj", d, intermediate, bias)),
         ),
     )
 
@@ -61,8 +61,8 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Starco
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     activation = plain_activation(config.hidden_act)
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x = x + attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
-        x = x + mlp(x.normed(w.mlp_norm), w.mlp, activation)
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp, activation)
     return x.tensor()
 
 

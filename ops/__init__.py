@@ -5,7 +5,7 @@ Only torch is needed to import it. Triton is imported when a kernel first runs o
 when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 """
 
-from compiled_llm.ops.attention.arguments import Keys, Scores, Turn
+from compiled_llm.ops.attention.arguments import AttentionKind, Keys, Turn
 from compiled_llm.ops.attention.decode_attention import decode_attention, rotary_decode_attention
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan
 from compiled_llm.ops.attention.latent_attention import latent_attention
@@ -61,9 +61,9 @@ from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_
 
 __all__ = [
     "TILE",
+    "AttentionKind",
     "DecodePlan",
     "Keys",
-    "Scores",
     "StateRows",
     "Turn",
     "activation",

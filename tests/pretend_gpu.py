@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from compiled_llm.checkpoint import reader as checkpoint_reader
-from compiled_llm.ops.attention.arguments import Keys, Scores, Turn
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.ops.attention.arguments import Keys, Turn
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.attention.rotary_latent_attention import rotary_latent_attention
 
@@ -206,19 +207,23 @@ class _InThisThread:
         pass
 
 
-def _parts(given: dict[str, Any], *parts: Any) -> Iterator[Any]:
-    """The named arguments of an op in the tuples that its function takes."""
-    for part in parts:
-        yield part(**{name: given[name] for name in part._fields if name in given})
-
-
 def _rotary(given: dict[str, Any]) -> Tensor:
-    return rotary_attention(given["qkv"], *_parts(given, Turn, Keys, Scores), given["num_heads"])
+    turn, keys = (part(**{name: given[name] for name in part._fields}) for part in (Turn, Keys))
+    return rotary_attention(given["qkv"], turn, keys, _kind(given), given["sinks"])
 
 
 def _rotary_latent(given: dict[str, Any]) -> Tensor:
     own = ("q_latent", "q_turned", "k_turned", "latent", "cos_sin", "norm", "query_scale", "eps")
-    return rotary_latent_attention(*(given[name] for name in own), *_parts(given, Keys, Scores))
+    keys = Keys(**{name: given[name] for name in Keys._fields})
+    return rotary_latent_attention(*(given[name] for name in own), keys, _kind(given))
+
+
+def _kind(given: dict[str, Any]) -> AttentionSpec:
+    """The arguments of an op that are a layer's own."""
+    return AttentionSpec(
+        given.get("num_heads", 0), 0, 0, given["sm_scale"], given["window"], soft_cap=given.get("soft_cap", 0.0),
+        exact=given["exact"], max_query_len=given["max_query_len"],
+    )  # fmt: skip
 
 
 def _inner(value: Any) -> Any:

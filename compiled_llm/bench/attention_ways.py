@@ -21,9 +21,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from compiled_llm.bench.harness import zeros
+from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.ops import paged_attention
 from compiled_llm.ops.attention import kv_quant
-from compiled_llm.ops.attention.arguments import Keys, Scores, Turn
+from compiled_llm.ops.attention.arguments import Keys, Turn
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 
 WRITE_TOKENS = 8192  # a cache is filled in pieces of this many
@@ -205,11 +206,12 @@ def op(step: Step, dtype: torch.dtype, block_size: int, turned: bool = False) ->
     cos_sin = torch.cat([torch.ones(len(step.q), half), torch.zeros(len(step.q), half)], 1).to(step.device)
 
     turn = Turn(cos_sin, None, None, None, None, 1e-6)
+    spec = AttentionSpec(step.heads, step.kv_heads, step.head_dim, scale, max_query_len=max_query_len)
 
     def attend(layer: int) -> Tensor:
         if turned:
             keys = Keys._make((*caches[layer], *inputs))
-            return rotary_attention(step.qkv, turn, keys, Scores(scale, max_query_len), step.heads)
+            return rotary_attention(step.qkv, turn, keys, spec)
         given = step.q, step.k, step.v, *caches[layer], *inputs
         return paged_attention(*given, **options)
 

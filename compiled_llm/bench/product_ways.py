@@ -328,8 +328,8 @@ def chain(layers: list[Layer], tokens: int) -> Case:
         qkv, o, gate_up, down = map(Dense, weights[copy % copies])
         y = Residual(x, EPS)
         y.normed(norm).linear(qkv)
-        y = y + BlockOutput(heads, o)
-        y = y + BlockOutput(y.normed(norm).linear(gate_up, "silu"), down)
+        y += BlockOutput(heads, o)
+        y += BlockOutput(y.normed(norm).linear(gate_up, "silu"), down)
         if y.delta is not None:
             y.normed(norm).tensor()
         return y.tensor()

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from compiled_llm.checkpoint.stored_tensors import DTYPES, CheckpointError, StoredTensor, listed
 from compiled_llm.models.family import Description
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.quantized.scheme import StoredPart
 
 
@@ -53,7 +53,7 @@ def difference(tensor: StoredTensor, wanted: StoredPart) -> str | None:
     return None if tensor.dtype in kinds else f"{tensor.dtype}; allowed: {', '.join(kinds)}"
 
 
-def _taken_apart(stack: StoredTensor, experts: Sequence[Sequence[Part]]) -> dict[str, StoredTensor]:
+def _taken_apart(stack: StoredTensor, experts: Sequence[Sequence[StoredLinear]]) -> dict[str, StoredTensor]:
     """Name -> place of each expert's parts, whose rows follow one another in the file."""
     found, offset = {}, stack.offset
     for parts in experts:
@@ -64,7 +64,7 @@ def _taken_apart(stack: StoredTensor, experts: Sequence[Sequence[Part]]) -> dict
     return found
 
 
-def _weight(part: Part) -> str:
+def _weight(part: StoredLinear) -> str:
     return f"{part.name}.weight"
 
 

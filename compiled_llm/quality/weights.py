@@ -54,7 +54,7 @@ ROUNDS = 5  # of each engine, for its speed
 _KEPT_BY = {"head": "--quantization-head none", "embedding": "--quantization-embedding none"}
 
 
-class Part(NamedTuple):
+class QuantisedPart(NamedTuple):
     """Something of a model that is quantised: its name, the weights with it alone quantised, a run for its output."""
 
     name: str
@@ -96,20 +96,20 @@ def run_with_embedding(model: Model, kv_cache: KVCache, token_ids: Tensor, start
     return logits, [model.weights.embedding.rows(token_ids)]
 
 
-def quantised_parts(own: Model, other: Model) -> Iterator[Part]:
+def quantised_parts(own: Model, other: Model) -> Iterator[QuantisedPart]:
     """Decoder layers of ``other`` that have a quantised linear layer, and its head and embedding where they are."""
     mine, theirs = own.weights, other.weights
     name = layers_name(own.config)
     for i, layer in enumerate(theirs.layers):
         if is_quantised(layer):
             weights = mine._replace(layers=(*mine.layers[:i], layer, *mine.layers[i + 1 :]))
-            yield Part(f"{name}.{i}", weights, functools.partial(run_with_layer, layer=i))
+            yield QuantisedPart(f"{name}.{i}", weights, functools.partial(run_with_layer, layer=i))
     is_tied = mine.embedding is mine.head
     if is_quantised(theirs.head):
         also = {"embedding": theirs.embedding} if is_tied else {}
-        yield Part("head", mine._replace(head=theirs.head, **also), run_with_logits)
+        yield QuantisedPart("head", mine._replace(head=theirs.head, **also), run_with_logits)
     if not is_tied and is_quantised(theirs.embedding):
-        yield Part("embedding", mine._replace(embedding=theirs.embedding), run_with_embedding)
+        yield QuantisedPart("embedding", mine._replace(embedding=theirs.embedding), run_with_embedding)
 
 
 def check_alike(own: ModelConfig, other: ModelConfig) -> None:

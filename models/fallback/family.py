@@ -16,7 +16,7 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.mixture import UsedExperts
-from compiled_llm.models.linears.protocol import GroupedLinear, Linear, Part
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, StoredLinear
 from compiled_llm.models.weights import Source
 
 
@@ -159,7 +159,7 @@ def _take_linear(recording: Recording, index: int, source: Source) -> Linear | G
         of_all = name.num_experts, name.out_features, name.in_features, recording.top_k[index]
         return source.stacked_experts(name.stored, *of_all, transposed=False, bias=False)
     each = [[part.replace("*", str(expert)) for part in name.parts] for expert in range(name.num_experts)]
-    parts = [[Part(part, name.out_features, name.in_features) for part in one] for one in each]
+    parts = [[StoredLinear(part, name.out_features, name.in_features) for part in one] for one in each]
     return source.experts(parts, recording.top_k[index], name.name)
 
 
@@ -175,7 +175,7 @@ def _take_embedding_and_head(recording: Recording, source: Source) -> tuple[Line
     return table, table
 
 
-def _part(recording: Recording, linear: LinearName) -> Part:
+def _part(recording: Recording, linear: LinearName) -> StoredLinear:
     """A linear layer by its name in a checkpoint."""
     stored = recording.module.stored[_weight_of(linear)].removesuffix(".weight")
-    return Part(stored, linear.out_features, linear.in_features, linear.bias)
+    return StoredLinear(stored, linear.out_features, linear.in_features, linear.bias)

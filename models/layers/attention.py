@@ -15,7 +15,6 @@ from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops import (
     DecodePlan,
     Keys,
-    Scores,
     Turn,
     decode_attention,
     decode_plan,
@@ -79,11 +78,6 @@ class AttentionSpec:
     def masked_window(self) -> int:
         """The op's ``window``: a stream's table has no keys but those that are seen."""
         return 0 if self.sink_tokens else self.window
-
-    def scores(self, sinks: Tensor | None = None) -> Scores:
-        """How queries see keys."""
-        assert self.max_query_len, "for a step: see for_queries"
-        return Scores(self.scale, self.max_query_len, self.masked_window, self.soft_cap, sinks, self.exact)
 
     def cache_tensors(
         self, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -236,10 +230,11 @@ def attended(
             q = q * query_scale[:, None]
         return attend(q, k, v, spec, cache, step, w.sinks)
     assert cos_sin is not None
-    turn, scores = Turn(cos_sin, q_norm, k_norm, w.v_norm, query_scale, eps), spec.scores(w.sinks)
+    assert spec.max_query_len, "for a step: see for_queries"
+    turn = Turn(cos_sin, q_norm, k_norm, w.v_norm, query_scale, eps)
     if spec.plan is not None:
-        return rotary_decode_attention(qkv, turn, cache, step.plans[spec.plan], scores, spec.num_heads).flatten(1)
-    return rotary_attention(qkv, turn, keys_of(spec, cache, step), scores, spec.num_heads).flatten(1)
+        return rotary_decode_attention(qkv, turn, cache, step.plans[spec.plan], spec, w.sinks).flatten(1)
+    return rotary_attention(qkv, turn, keys_of(spec, cache, step), spec, w.sinks).flatten(1)
 
 
 def attend(
@@ -252,13 +247,16 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What queries ``[T, N, H]`` see of the cache, ``[T, N * H]``, after keys and values ``[T, K, H]`` went there."""
-    scores = spec.scores(sinks)
+    scale, window, soft_cap = spec.scale, spec.masked_window, spec.soft_cap
     if spec.plan is not None:
-        return decode_attention(
-            q, k, v, *cache, step.plans[spec.plan],
-            sinks=sinks, sm_scale=scores.sm_scale, window=scores.window, soft_cap=scores.soft_cap,
-        ).flatten(1)  # fmt: skip
-    return paged_attention(q, k, v, *keys_of(spec, cache, step), **scores._asdict()).flatten(1)
+        plan = step.plans[spec.plan]
+        out = decode_attention(q, k, v, *cache, plan, sinks=sinks, sm_scale=scale, window=window, soft_cap=soft_cap)
+    else:
+        out = paged_attention(
+            q, k, v, *keys_of(spec, cache, step), sinks=sinks, sm_scale=scale, max_query_len=spec.max_query_len,
+            window=window, soft_cap=soft_cap, exact=spec.exact,
+        )  # fmt: skip
+    return out.flatten(1)
 
 
 def keys_of(spec: AttentionSpec, cache: LayerCache, step: StepInput) -> Keys:

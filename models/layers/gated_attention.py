@@ -8,7 +8,7 @@ from compiled_llm.models.inputs import LayerCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attended
 from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.rope import head_arrangement
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import sigmoid_gated
 
@@ -27,14 +27,14 @@ def take_gated_attention(config: ModelConfig, source: Source, name: str, *, bias
 
     kv_size = config.num_kv_heads * h
     qkv = source.linear(
-        Part(f"{name}.q_proj", 2 * size, d, bias, arrange=gates_first),
-        Part(f"{name}.k_proj", kv_size, d, bias, arrange=arrange),
-        Part(f"{name}.v_proj", kv_size, d, bias),
+        StoredLinear(f"{name}.q_proj", 2 * size, d, bias, arrange=gates_first),
+        StoredLinear(f"{name}.k_proj", kv_size, d, bias, arrange=arrange),
+        StoredLinear(f"{name}.v_proj", kv_size, d, bias),
     )
     norms = [source.norm_plus_one(f"{name}.{x}_norm", h) for x in "qk"]
     if arrange is not None:  # a norm's elements are in the order of the heads'
         norms = [norm if norm.is_meta else arrange(norm) for norm in norms]
-    return AttentionWeights(qkv, source.linear(Part(f"{name}.o_proj", d, size, bias)), *norms)
+    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.o_proj", d, size, bias)), *norms)
 
 
 def gated_attention(

@@ -19,7 +19,7 @@ from compiled_llm.models.layers.attention import AttentionSpec, keys_of
 from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.heads import HeadLinear, HeadRows
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rotary_latent_attention, rotary_latent_decode_attention
 
@@ -76,15 +76,17 @@ def take_latent_attention(
     key, turned, value = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
     arrange = head_arrangement(config.ropes[0], turned)
     of_queries, of_latents = (_behind(arrange, first, turned) for first in (key, latent))
-    down = Part(f"{name}.kv_a_proj_with_mqa", latent + turned, d, bias, arrange=of_latents)
+    down = StoredLinear(f"{name}.kv_a_proj_with_mqa", latent + turned, d, bias, arrange=of_latents)
     if sizes.q_lora_rank is None:
-        qkv = source.linear(Part(f"{name}.q_proj", n * (key + turned), d, arrange=of_queries), down)
+        qkv = source.linear(StoredLinear(f"{name}.q_proj", n * (key + turned), d, arrange=of_queries), down)
         q_norm = q_up = None
     else:
-        qkv = source.linear(Part(f"{name}.q_a_proj", sizes.q_lora_rank, d, bias), down)
+        qkv = source.linear(StoredLinear(f"{name}.q_a_proj", sizes.q_lora_rank, d, bias), down)
         q_norm = source.norm(f"{name}.q_a_layernorm", sizes.q_lora_rank)
-        q_up = source.linear(Part(f"{name}.q_b_proj", n * (key + turned), sizes.q_lora_rank, arrange=of_queries))
-    up_k, up_v = source.heads(Part(f"{name}.kv_b_proj", n * (key + value), latent), n, key)
+        q_up = source.linear(
+            StoredLinear(f"{name}.q_b_proj", n * (key + turned), sizes.q_lora_rank, arrange=of_queries)
+        )
+    up_k, up_v = source.heads(StoredLinear(f"{name}.kv_b_proj", n * (key + value), latent), n, key)
     return LatentAttentionWeights(
         qkv=qkv,
         q_norm=q_norm,
@@ -92,7 +94,7 @@ def take_latent_attention(
         norm=source.norm(f"{name}.kv_a_layernorm", latent),
         q_to_latent=up_k,
         latent_to_value=up_v,
-        o=source.linear(Part(f"{name}.o_proj", d, n * value, bias)),
+        o=source.linear(StoredLinear(f"{name}.o_proj", d, n * value, bias)),
     )
 
 
@@ -131,9 +133,9 @@ def latent_attention(
     if query_scale is not None:
         q = q * query_scale[:, None]
     new = w.q_to_latent.apply(q, heads), q_turned, k_turned[:, None], latent[:, None]
-    turn, scores = (cos_sin, w.norm, query_scale, eps), spec.scores()
+    turn = cos_sin, w.norm, query_scale, eps
     if spec.plan is not None:
-        seen = rotary_latent_decode_attention(*new, *turn, cache, step.plans[spec.plan], scores)
+        seen = rotary_latent_decode_attention(*new, *turn, cache, step.plans[spec.plan], spec)
     else:
-        seen = rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), scores)
+        seen = rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec)
     return BlockOutput(w.latent_to_value.apply(seen, heads).flatten(1), w.o)

@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_llm.models.inputs import StateCache, StepInput
 from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import gated_rms_norm, mamba2_scan, short_convolution
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
@@ -90,8 +90,8 @@ def take_mamba(
     """The weights of Mamba-2 whose tensors' names begin with ``name``; ``bias``: of both projections."""
     d, heads, inner, channels = hidden_size, sizes.heads, sizes.inner, sizes.convolved
     return MambaWeights(
-        qkv=source.linear(Part(f"{name}.in_proj", inner + channels + heads, d, bias)),
-        o=source.linear(Part(f"{name}.out_proj", d, inner, bias)),
+        qkv=source.linear(StoredLinear(f"{name}.in_proj", inner + channels + heads, d, bias)),
+        o=source.linear(StoredLinear(f"{name}.out_proj", d, inner, bias)),
         convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, sizes.width)).view(channels, sizes.width),
         convolution_bias=source.tensor(f"{name}.conv1d.bias", (channels,)) if convolution_bias else None,
         norm=source.norm(f"{name}.norm", inner),

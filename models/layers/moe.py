@@ -102,16 +102,16 @@ SILU = Gate()
 class MixtureOutput:
     """What a token's experts give, before it is added to the residual stream: a ``Summand``."""
 
-    def __init__(
-        self, normed: Tensor, hidden: Tensor, chosen: Routed, w: MoeWeights, activation: str, multiplier: float = 1.0
-    ) -> None:
-        self.normed, self.hidden, self.chosen, self.w = normed, hidden, chosen, w
-        self.activation, self.multiplier = activation, multiplier
+    multiplier: float = 1.0
+
+    def __init__(self, normed: Tensor, hidden: Tensor, chosen: Routed, w: MoeWeights, activation: str) -> None:
+        self.normed, self.hidden, self.chosen, self.w, self.activation = normed, hidden, chosen, w, activation
 
     def __mul__(self, multiplier: float) -> "MixtureOutput":
         """Experts beside an MLP that all tokens use have the multiplier as ``Shared.one``, too."""
         assert self.w.shared is not None, "of the sum with what all tokens use"
-        return MixtureOutput(self.normed, self.hidden, self.chosen, self.w, self.activation, multiplier)
+        self.multiplier = multiplier
+        return self
 
     def tensor(self) -> Tensor:
         """``[T, D]``."""
@@ -125,11 +125,12 @@ class MixtureOutput:
         # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that alone.
         return scaled_sum(mixed, beside, w.shared.one)
 
-    def added_to(self, residual: Residual) -> Residual:
+    def add_to(self, residual: Residual) -> None:
         x, w = residual.tensor(), self.w
         if x.is_cuda and self.multiplier == 1.0 and w.latent is None:
-            return Residual(summed_experts(self.hidden, w.down, self.chosen, w.used, self._beside(), x), residual.eps)
-        return residual.plus(self.tensor())
+            residual.settle(summed_experts(self.hidden, w.down, self.chosen, w.used, self._beside(), x))
+        else:
+            residual.add(self.tensor())
 
     def _beside(self) -> Tensor | None:
         """What the MLP that all tokens use gives, ``[T, D]``."""

@@ -112,7 +112,7 @@ def routed(x: Normed, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, r
             used.total, used.counters, *rule, w.norm, router.multiplier,
         )  # fmt: skip
         if of.delta is not None:
-            of.set_sum(total)
+            of.settle(total)
         return (of.x if norm is None else normed), Routed(*found)
     normed = x.tensor()
     seen = normed if w.norm is None else rms_norm(of.x, w.norm, eps) * router.multiplier

@@ -3,7 +3,7 @@
 Names, shapes and dtypes of tensors are those of the ops (``rotary_attention.py``, ``paged_attention.py``).
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,12 +32,25 @@ class Keys(NamedTuple):
     seq_lens: Tensor
 
 
-class Scores(NamedTuple):
-    """How queries see keys."""
+class AttentionKind(Protocol):
+    """What a layer's attention is like: how its queries see keys."""
 
-    sm_scale: float
-    max_query_len: int
-    window: int = 0
-    soft_cap: float = 0.0
-    sinks: Tensor | None = None
-    exact: bool = False
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def scale(self) -> float:
+        """``sm_scale`` of the ops."""
+
+    @property
+    def masked_window(self) -> int:
+        """``window`` of the ops."""
+
+    @property
+    def soft_cap(self) -> float: ...
+
+    @property
+    def max_query_len(self) -> int: ...
+
+    @property
+    def exact(self) -> bool: ...

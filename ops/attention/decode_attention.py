@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.attention.arguments import Scores, Turn
+from compiled_llm.ops.attention.arguments import AttentionKind, Turn
 from compiled_llm.ops.attention.decode_plan import DecodePlan
 from compiled_llm.ops.attention.heads import turned_heads, without_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention
@@ -34,8 +34,9 @@ def decode_attention(
 
 
 def rotary_decode_attention(
-    qkv: Tensor, turn: Turn, cache: Sequence[Tensor | None], plan: DecodePlan, scores: Scores, num_heads: int
-) -> Tensor:
+    qkv: Tensor, turn: Turn, cache: Sequence[Tensor | None], plan: DecodePlan, kind: AttentionKind,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``rotary_attention`` of at most one query a request, with the arguments of ``rotary_attention``.
 
     Args:
@@ -44,7 +45,7 @@ def rotary_decode_attention(
     """
     *to_turn, eps = turn
     return torch.ops.compiled_llm.rotary_decode_attention(
-        qkv, *to_turn, num_heads, eps, *cache, *plan, scores.sinks, scores.sm_scale, scores.window, scores.soft_cap
+        qkv, *to_turn, kind.num_heads, eps, *cache, *plan, sinks, kind.scale, kind.masked_window, kind.soft_cap
     )
 
 

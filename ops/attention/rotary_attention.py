@@ -9,13 +9,13 @@ same, and round at the same places.
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.attention.arguments import Keys, Scores, Turn
+from compiled_llm.ops.attention.arguments import AttentionKind, Keys, Turn
 from compiled_llm.ops.attention.heads import turned_heads, without_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention
 from compiled_llm.ops.library import define_op, on_gpu
 
 
-def rotary_attention(qkv: Tensor, turn: Turn, keys: Keys, scores: Scores, num_heads: int) -> Tensor:
+def rotary_attention(qkv: Tensor, turn: Turn, keys: Keys, kind: AttentionKind, sinks: Tensor | None = None) -> Tensor:
     """``paged_attention`` of the queries, keys and values in ``qkv``, the first two turned by ``rope``.
 
     Args:
@@ -24,26 +24,31 @@ def rotary_attention(qkv: Tensor, turn: Turn, keys: Keys, scores: Scores, num_he
         turn: ``cos_sin``, ``q_norm``, ``k_norm`` and ``eps`` are those of ``rope``; without keys there is no
             ``k_norm``. ``v_norm`` ``[H]`` is the weight of ``rms_norm`` of each head of the values, or None, and
             ``query_scale`` ``[T, 1]`` in the dtype of ``qkv`` multiplies the turned queries, or None.
-        keys, scores: the arguments of ``paged_attention``.
-        num_heads: N; K and H are those of the cache.
+        keys, sinks: as ``paged_attention`` has them; K and H are those of the cache.
+        kind: its other arguments, and ``num_heads``: N.
 
     Returns:
         ``[T, N, H]``, as ``paged_attention`` does.
     """
     cos_sin, q_norm, k_norm, v_norm, query_scale, eps = turn
-    sm_scale, max_query_len, window, soft_cap, sinks, exact = scores
+    num_heads, scale, max_query_len, window, soft_cap = (
+        kind.num_heads, kind.scale, kind.max_query_len, kind.masked_window, kind.soft_cap
+    )  # fmt: skip
     if qkv.is_cuda:
-        name = "rotary_attention_exact" if exact else "rotary_attention"
+        name = "rotary_attention_exact" if kind.exact else "rotary_attention"
         return getattr(torch.ops.compiled_llm, name)(
             qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, *keys, sinks,
-            num_heads, eps, sm_scale, max_query_len, window, soft_cap,
+            num_heads, eps, scale, max_query_len, window, soft_cap,
         )  # fmt: skip
     num_kv_heads = keys.k_cache.shape[1]
     q, k, v = turned_heads(qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, num_kv_heads, eps)
     if k is None or v is None:
         k, v, slot_mapping = without_keys(q, num_kv_heads, keys.slot_mapping)
         keys = keys._replace(slot_mapping=slot_mapping)
-    return paged_attention(q, k, v, *keys, **scores._asdict())
+    return paged_attention(
+        q, k, v, *keys, sinks=sinks, sm_scale=scale, max_query_len=max_query_len, window=window, soft_cap=soft_cap,
+        exact=kind.exact,
+    )  # fmt: skip
 
 
 def _fake(qkv: Tensor, cos_sin: Tensor, q_norm, k_norm, v_norm, query_scale, k_cache: Tensor, *args) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.attention.arguments import Keys, Scores
+from compiled_llm.ops.attention.arguments import AttentionKind, Keys
 from compiled_llm.ops.attention.decode_attention import keys_of_tasks
 from compiled_llm.ops.attention.decode_plan import DecodePlan, planned
 from compiled_llm.ops.attention.latent_attention import latent_attention
@@ -22,7 +22,7 @@ from compiled_llm.ops.rowwise.rowwise import rms_norm, rope
 
 def rotary_latent_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
-    query_scale: Tensor | None, eps: float, keys: Keys, scores: Scores,
+    query_scale: Tensor | None, eps: float, keys: Keys, kind: AttentionKind,
 ) -> Tensor:  # fmt: skip
     """``latent_attention`` after ``rope`` of the turned parts and ``rms_norm`` of the latents.
 
@@ -31,22 +31,22 @@ def rotary_latent_attention(
         cos_sin: ``[T, H]`` float32, that of ``rope``.
         norm: ``[C]``, the weights of ``rms_norm``, and its ``eps``.
         query_scale: ``[T, 1]`` in the dtype of ``q_turned``, multiplies the turned parts of queries; or None.
-        keys, scores: the arguments of ``latent_attention``, which has no sinks and no soft cap.
+        keys, kind: the arguments of ``latent_attention``.
 
     Returns:
         ``[T, N, C]``, as ``latent_attention`` does.
     """
-    sm_scale, max_query_len, window, _, _, exact = scores
+    scale, max_query_len, window = kind.scale, kind.max_query_len, kind.masked_window
     if q_latent.is_cuda:
-        name = "rotary_latent_attention_exact" if exact else "rotary_latent_attention"
+        name = "rotary_latent_attention_exact" if kind.exact else "rotary_latent_attention"
         return getattr(torch.ops.compiled_llm, name)(
             q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, *keys,
-            sm_scale, max_query_len, window,
+            scale, max_query_len, window,
         )  # fmt: skip
     q_turned, k_turned, latent = _turned(q_turned, k_turned, latent, cos_sin, norm, query_scale, eps)
     return latent_attention(
         q_latent, q_turned, k_turned, latent, *keys,
-        sm_scale=sm_scale, max_query_len=max_query_len, window=window, exact=exact,
+        sm_scale=scale, max_query_len=max_query_len, window=window, exact=kind.exact,
     )  # fmt: skip
 
 
@@ -64,17 +64,17 @@ def _turned(
 
 def rotary_latent_decode_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
-    query_scale: Tensor | None, eps: float, cache: Sequence[Tensor | None], plan: DecodePlan, scores: Scores,
+    query_scale: Tensor | None, eps: float, cache: Sequence[Tensor | None], plan: DecodePlan, kind: AttentionKind,
 ) -> Tensor:  # fmt: skip
     """``rotary_latent_attention`` of at most one query a request.
 
     Args:
         cache: ``k_cache``, ``v_cache``, ``k_scale`` and ``v_scale``.
-        plan: of ``latent_decode_plan``, for the window of ``scores``. Padding rows write nothing.
+        plan: of ``latent_decode_plan``, for the window of ``kind``. Padding rows write nothing.
     """
     return torch.ops.compiled_llm.rotary_latent_decode_attention(
         q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, *cache, plan.block_table, plan.tasks,
-        scores.sm_scale, scores.window,
+        kind.scale, kind.masked_window,
     )  # fmt: skip
 
 

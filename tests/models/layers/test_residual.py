@@ -24,6 +24,13 @@ X, DELTA, NORM = drawn(3, 16), drawn(3, 16, seed=1), drawn(16, seed=2)
 GATE_UP, DOWN = Dense(drawn(24, 16, seed=3) / 4, drawn(24, seed=4)), Dense(drawn(16, 12, seed=5) / 4)
 
 
+def stream(norm: Tensor | None = None) -> Residual:
+    """``X`` with ``DELTA`` still to be added."""
+    x = Residual(X, EPS)
+    x.add(DELTA, norm)
+    return x
+
+
 @pytest.fixture(params=[False, True], ids=["single", "fused"])
 def is_fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     for module in (fused, residual):
@@ -34,11 +41,11 @@ def is_fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_layer_computes_what_the_single_ops_compute(is_fused: bool) -> None:
     total, normed = add_rms_norm(X, DELTA, NORM, EPS)
     want = gated_activation(GATE_UP.apply(normed), "silu")
-    x = Residual(X, EPS, DELTA)
+    x = stream()
     hidden = x.normed(NORM).linear(GATE_UP, "silu")
     assert torch.equal(x.tensor(), total)
     torch.testing.assert_close(hidden, want)
-    x = x + BlockOutput(hidden, DOWN)
+    x += BlockOutput(hidden, DOWN)
     assert (x.delta is None) == is_fused
     torch.testing.assert_close(x.tensor(), total + DOWN.apply(want))
     assert x.delta is None
@@ -50,7 +57,7 @@ def test_a_layer_computes_what_the_single_ops_compute(is_fused: bool) -> None:
 def test_layer_norms_and_plain_activations(is_fused: bool) -> None:
     layer_norm = LayerNorm(NORM, DELTA[0])
     total, normed = add_layer_norm(X, DELTA, *layer_norm, EPS)
-    x = Residual(X, EPS, DELTA)
+    x = stream()
     hidden = x.normed(layer_norm).linear(GATE_UP, "gelu", gated=False)
     torch.testing.assert_close(x.tensor(), total)
     torch.testing.assert_close(hidden, activation(GATE_UP.apply(normed), "gelu"))
@@ -58,7 +65,8 @@ def test_layer_norms_and_plain_activations(is_fused: bool) -> None:
 
 @pytest.mark.parametrize("norm", [None, NORM], ids=["itself", "norm"])
 def test_a_norm_of_what_is_added_is_left_to_the_next_norm(norm: Tensor | None, is_fused: bool) -> None:
-    x = Residual(X, EPS) + BlockOutput(DELTA[:, :12], DOWN).normed(NORM)
+    x = Residual(X, EPS)
+    x += BlockOutput(DELTA[:, :12], DOWN).normed(NORM)
     assert x.delta is not None
     total = X + rms_norm(DOWN.apply(DELTA[:, :12]), NORM, EPS)
     y = x.normed(norm).linear(GATE_UP)
@@ -68,17 +76,19 @@ def test_a_norm_of_what_is_added_is_left_to_the_next_norm(norm: Tensor | None, i
 
 def test_a_scaled_sum_and_a_factor(is_fused: bool) -> None:
     total = scaled_sum(X, rms_norm(DELTA, NORM, EPS), torch.tensor([0.3]))
-    x = Residual(X, EPS).plus(DELTA, NORM) * torch.tensor([0.3])
+    x = stream(NORM)
+    x.multiply(torch.tensor([0.3]))
     y = x.normed(NORM).linear(GATE_UP)
     torch.testing.assert_close(x.tensor(), total)
     torch.testing.assert_close(y, GATE_UP.apply(rms_norm(total, NORM, EPS)))
     factor = drawn(3, 24, seed=6)
-    y = Residual(X, EPS, DELTA).normed(None).linear(GATE_UP, "gelu", gated=False, factor=factor)
+    y = stream().normed(None).linear(GATE_UP, "gelu", gated=False, factor=factor)
     torch.testing.assert_close(y, activation(GATE_UP.apply(X + DELTA), "gelu") * factor)
 
 
 def test_a_multiplier_and_what_is_beside(is_fused: bool) -> None:
-    x = Residual(X, EPS) + (BlockOutput(DELTA[:, :12], DOWN) * 0.5 + DELTA)
+    x = Residual(X, EPS)
+    x += (BlockOutput(DELTA[:, :12], DOWN) * 0.5).plus(DELTA)
     assert (x.delta is None) == is_fused
     torch.testing.assert_close(x.tensor(), X + (DOWN.apply(DELTA[:, :12]) * 0.5 + DELTA))
 
@@ -103,5 +113,7 @@ def test_a_norm_of_few_rows_asks_for_the_weights_behind_it(
         x, weight, norm = (torch.empty(*s, dtype=torch.bfloat16, device="cuda") for s in ((rows, 16), (8, 16), (16,)))
         linear = Exact(Dense(weight)) if exact else Dense(weight)
         Residual(x, EPS).normed(norm).linear(linear)
-        Residual(x, EPS, x).normed(norm).linear(linear)
+        second = Residual(x, EPS)
+        second.add(x)
+        second.normed(norm).linear(linear)
     assert asked == [(weight, nbytes)] * (2 * asks)

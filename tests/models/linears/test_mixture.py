@@ -48,7 +48,9 @@ def used() -> UsedExperts:
 def test_computes_what_the_single_ops_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ops for a GPU, here by their references, beside those of a CPU."""
     apart, together = used(), used()
-    total, same_total = Residual(X, EPS, DELTA), Residual(X, EPS, DELTA)
+    total, same_total = Residual(X, EPS), Residual(X, EPS)
+    for residual in (total, same_total):
+        residual.add(DELTA)
     normed, chosen = routed(total.normed(NORM), WEIGHTS, NUM_TOKENS, apart, ROUTER)
     monkeypatch.setattr(mixture, "routes_at_once", lambda *args: True)
     same, at_once = routed(same_total.normed(NORM), WEIGHTS, NUM_TOKENS, together, ROUTER)

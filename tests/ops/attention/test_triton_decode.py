@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import Scores, Turn, decode_attention, rms_norm, rope, rotary_decode_attention
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.ops import Turn, decode_attention, rms_norm, rope, rotary_decode_attention
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan_reference
 from compiled_llm.ops.attention.heads import heads_of
 from compiled_llm.ops.attention.tiles import (
@@ -355,8 +356,8 @@ def test_the_reference_is_the_ops_of_a_cpu(rotary: bool) -> None:
     scores = {"sinks": None, "sm_scale": case.sm_scale, "window": 0, "soft_cap": 0.0}
     if rotary:
         qkv, cos_sin, q_norm, k_norm, v_norm, scale = turning(case, BF16, True, "normed")
-        turn, seen = Turn(cos_sin, q_norm, k_norm, v_norm, scale, EPS), Scores(case.sm_scale, 1)
-        out = rotary_decode_attention(qkv, turn, own, plan, seen, 4)
+        turn, kind = Turn(cos_sin, q_norm, k_norm, v_norm, scale, EPS), AttentionSpec(4, 2, 64, case.sm_scale)
+        out = rotary_decode_attention(qkv, turn, own, plan, kind)
         q, values["k"] = rope(qkv, cos_sin, q_norm, k_norm, 4, 2, EPS)
         values["v"] = rms_norm(case.v.reshape(-1, 64), v_norm, EPS).view(case.v.shape)
         values["q"] = q * scale[:, None]
@@ -368,7 +369,7 @@ def test_the_reference_is_the_ops_of_a_cpu(rotary: bool) -> None:
     assert torch.equal(own[0][1:].view(torch.int16), values["k_cache"][1:].view(torch.int16))
     if rotary:  # from queries alone, of a cache that has the new keys
         turn = turn._replace(k_norm=None, v_norm=None)
-        assert torch.equal(rotary_decode_attention(qkv[:, : 4 * 64], turn, own, plan, seen, 4), out)
+        assert torch.equal(rotary_decode_attention(qkv[:, : 4 * 64], turn, own, plan, kind), out)
 
 
 if __name__ == "__main__":
