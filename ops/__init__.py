@@ -34,8 +34,6 @@ from compiled_llm.ops.recurrent.gated_delta_rule import gated_delta_rule
 from compiled_llm.ops.recurrent.mamba2_scan import mamba2_scan
 from compiled_llm.ops.recurrent.short_convolution import short_convolution
 from compiled_llm.ops.recurrent.state_rows import StateRows
-from compiled_llm.ops.rowwise.kept_rows import keep_rows
-from compiled_llm.ops.rowwise.qk_norm import qk_norm
 from compiled_llm.ops.rowwise.rowwise import (
     activation,
     add_layer_norm,
@@ -43,15 +41,18 @@ from compiled_llm.ops.rowwise.rowwise import (
     clamped_swiglu,
     gated_activation,
     gated_rms_norm,
+    keep_rows,
     layer_norm,
     log_sum_exp,
+    norm_of_sum,
+    qk_norm,
     rms_norm,
     rope,
     scaled_sum,
     sigmoid_gated,
     soft_cap,
+    sum_of_norms,
 )
-from compiled_llm.ops.rowwise.sum_of_norms import norm_of_sum, sum_of_norms
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens, uniform
 
 __all__ = [

@@ -32,7 +32,7 @@ _BASES = {
     "linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
     "quantized_linear_cpu": {"avx512_bf16": "avx512"},
 }
-# And those that have kernels for products of bytes, which come with the products of bfloat16.
+# The ops with kernels for products of bytes, which a CPU has where it has products of bfloat16.
 _BYTES = ("quantized_linear_a8_cpu",)
 OPS = (*_BASES, *_BYTES, "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
 

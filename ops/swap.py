@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op
 from compiled_llm.ops.pinned import on_device
 
 # Memory that a copy takes besides the pools, at least one block. On the CPU it should fit the processor's cache, and
@@ -32,9 +32,6 @@ _CPU_STAGING_BYTES = 8 << 20
 _CUDA_STAGING_BYTES = 64 << 20
 # Nothing is calculated with the words, so those of 16 bytes may be complex numbers.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-LIBRARY.define("swap_out(Tensor[] caches, Tensor(a!) host, Tensor device_blocks, Tensor host_blocks) -> ()")
-LIBRARY.define("swap_in(Tensor(a!)[] caches, Tensor host, Tensor device_blocks, Tensor host_blocks) -> ()")
 
 
 def swap_out(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
@@ -232,14 +229,16 @@ def _pieces(
         yield staging[: len(numbers)], some_blocks, runs
 
 
-@torch.library.register_fake("compiled_llm::swap_out", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::swap_in", lib=LIBRARY)
-def _fake(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
-    """Nothing is returned, so there is no shape to compute."""
-
-
 # CUDA goes before the CPU when an op has arguments of both, as these have.
-LIBRARY.impl("swap_out", _cpu_swap_out, "CPU")
-LIBRARY.impl("swap_in", _cpu_swap_in, "CPU")
-LIBRARY.impl("swap_out", _staged_swap_out, "CUDA")
-LIBRARY.impl("swap_in", _staged_swap_in, "CUDA")
+define_op(
+    "swap_out(Tensor[] caches, Tensor(a!) host, Tensor device_blocks, Tensor host_blocks) -> ()",
+    reference=_cpu_swap_out,
+    fake=lambda *args: None,
+    gpu=_staged_swap_out,
+)
+define_op(
+    "swap_in(Tensor(a!)[] caches, Tensor host, Tensor device_blocks, Tensor host_blocks) -> ()",
+    reference=_cpu_swap_in,
+    fake=lambda *args: None,
+    gpu=_staged_swap_in,
+)

@@ -3,11 +3,12 @@
 ``pretend_gpu`` changes this process for good, so it is for programs of their own, and for one GPU each.
 """
 
+import contextlib
 import ctypes
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ def generate(compiled: Callable, args: tuple, mode: FakeTensorMode) -> Generated
 
     lowered: dict[str, Any] = {}
     kind: Any = compile_fx._InProcessFxCompile
-    before = GraphLowering.compile_to_module, kind.codegen_and_compile
+    compile_whole = kind.codegen_and_compile
 
     def module(self: Any) -> Any:
         lowered["code"] = self.codegen()[0].value
@@ -130,21 +131,15 @@ def generate(compiled: Callable, args: tuple, mode: FakeTensorMode) -> Generated
         return types.SimpleNamespace(call=None, runner=None)
 
     def compile_graph(self: Any, gm: Any, inputs: Sequence[Any], to_check: Sequence[int], kwargs: Any) -> Any:
-        result = before[1](self, gm, inputs, to_check, kwargs)
+        result = compile_whole(self, gm, inputs, to_check, kwargs)
         lowered["graph"], lowered["inputs"] = result, list(inputs)
         incompatible = get_first_incompatible_cudagraph_node(gm)
         lowered["reasons"].append(incompatible and f"incompatible op {incompatible.target}")
         lowered["static"] = set(kwargs.get("static_input_idxs") or ())
         raise _Done
 
-    GraphLowering.compile_to_module, kind.codegen_and_compile = module, compile_graph  # type: ignore[method-assign]
-    try:
-        with mode, torch.no_grad():
-            compiled(*args)
-    except _Done:
-        pass
-    finally:
-        GraphLowering.compile_to_module, kind.codegen_and_compile = before  # type: ignore[method-assign]
+    with _replaced(GraphLowering, "compile_to_module", module), _replaced(kind, "codegen_and_compile", compile_graph):
+        _call_until_done(compiled, args, mode)
     graph, inputs = lowered["graph"], lowered["inputs"]
     reasons = [reason for reason in (graph.disabled_cudagraphs_reason, *lowered["reasons"]) if reason]
     dynamic = {n for n, one in enumerate(inputs) if isinstance(one, Tensor)} - lowered["static"]
@@ -162,15 +157,23 @@ def trace(compiled: Callable, args: tuple, mode: FakeTensorMode) -> None:
     def done(*args: Any) -> None:
         raise _Done
 
-    kind: Any = compile_fx._InProcessFxCompile
-    before, kind.codegen_and_compile = kind.codegen_and_compile, done
+    with _replaced(compile_fx._InProcessFxCompile, "codegen_and_compile", done):
+        _call_until_done(compiled, args, mode)
+
+
+def _call_until_done(compiled: Callable, args: tuple, mode: FakeTensorMode) -> None:
+    with contextlib.suppress(_Done), mode, torch.no_grad():
+        compiled(*args)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, function)
     try:
-        with mode, torch.no_grad():
-            compiled(*args)
-    except _Done:
-        pass
+        yield
     finally:
-        kind.codegen_and_compile = before
+        setattr(owner, name, before)
 
 
 def _plain(value: Any) -> Any:
@@ -212,12 +215,8 @@ def imported(code: str, path: Path, on_kernel: Callable[[str, str], Any], extern
 
         def wait(self, scope: Any) -> None: ...
 
-    before = async_compile.AsyncCompile
-    async_compile.AsyncCompile = Recorded  # type: ignore[misc, assignment]
-    try:
+    with _replaced(async_compile, "AsyncCompile", Recorded):
         module = _load(code, path)
-    finally:
-        async_compile.AsyncCompile = before  # type: ignore[misc]
     nothing = _always(None)
     module.assert_size_stride = module.assert_alignment = nothing
     module.empty_strided_cuda = _empty_strided
@@ -249,11 +248,8 @@ def generated_kernel(name: str, source: str, path: Path) -> GeneratedKernel:
     """The kernel of this name and source, which is written to ``path``."""
     from torch._inductor.runtime import triton_helpers
 
-    before, triton_helpers.set_driver_to_gpu = triton_helpers.set_driver_to_gpu, _always(None)
-    try:
+    with _replaced(triton_helpers, "set_driver_to_gpu", _always(None)):
         tuner = getattr(_load(source, path), name)
-    finally:
-        triton_helpers.set_driver_to_gpu = before
     meta, config = tuner.triton_meta, tuner.configs[0]
     constants = {**meta["constants"], **config.kwargs}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

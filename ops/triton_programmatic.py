@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 # Of the weights that a program asks for before it waits: an SM has some 30 KB in flight while a memory of 4 TB/s
 # answers in 0.8 us (Little's law), and two programs or more.
 PREFETCHED_BYTES = tl.constexpr(16384)
@@ -27,7 +26,7 @@ def prefetch_rows(rows, ROW_BYTES: tl.constexpr, COUNT: tl.constexpr, BYTES: tl.
 
     Args:
         rows: pointers to rows that no kernel writes.
-        COUNT: rows that the program asks for, in all its calls; a power of two. BYTES: of all of them; likewise.
+        COUNT: rows that the program asks for, in all its calls; a power of two. BYTES: of all of them; a power of two.
     """
     LINES: tl.constexpr = max(1, BYTES // (_LINE_BYTES * COUNT))
     offsets = tl.minimum(tl.arange(0, LINES) * _LINE_BYTES, ROW_BYTES - 1)  # short rows: some lines more than once
@@ -35,20 +34,3 @@ def prefetch_rows(rows, ROW_BYTES: tl.constexpr, COUNT: tl.constexpr, BYTES: tl.
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
-
-
-@triton.jit
-def ask_for_rows(asked, part, num_rows, SIZE: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr):
-    """The L2 cache is asked for LINES of the first WIDTH cache lines of rows of SIZE elements: the ``part``-th of them.
-
-    Nothing waits for what is asked for.
-    """
-    if not INTERPRET:
-        ELEMENTS: tl.constexpr = _LINE_BYTES * 8 // asked.dtype.element_ty.primitive_bitwidth
-        places = part * LINES + tl.arange(0, LINES)
-        rows = places // WIDTH
-        lines = asked + rows.to(tl.int64) * SIZE + places % WIDTH * ELEMENTS
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
-            [lines, (rows < num_rows).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip

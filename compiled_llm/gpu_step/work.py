@@ -352,7 +352,6 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
 
 
 def _norm(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """Weights that it asks the cache for are those that the next launch reads."""
     read, written = ("x", "delta", "weight"), ("total", "out")
     count = [sum(a[name].nbytes for name in names if a[name] is not None) for names in (read, written)]
     return Work(*count)
@@ -376,7 +375,6 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "routed_linear_kernel": _routed_linear,
     "route_kernel": _route,
     "route_few_kernel": _route,
-    "grouped_a8_kernel": _grouped_sum,
     "exact_linear_kernel": _surrounded_linear,
     "quantized_linear_kernel": _surrounded_linear,
     "quantized_linear_a8_kernel": _surrounded_linear,

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.layers.attention import AttentionSpec
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op
 
 ATTENTION = "compiled_llm"
 """The name of attention and masks in transformers, and of the argument that brings an ``AttentionRecorder``."""
 
-LIBRARY.define("recorded_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer) -> Tensor")
+# Stands in a recorded graph, and is never run.
+define_op(
+    "recorded_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer) -> Tensor",
+    fake=lambda q, k, v, sinks, layer: q.new_empty((*q.shape[:2], v.shape[2])),
+)
 
 # Arguments that change nothing where a step has its own masks and cache, and no training.
 _NO_EFFECT = {
@@ -35,11 +39,6 @@ _NO_EFFECT = {
     "sliding_window",  # the mask says so
     "use_cache",
 }
-
-
-@torch.library.register_fake("compiled_llm::recorded_attention", lib=LIBRARY)
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: int) -> Tensor:
-    return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
 class Unsupported(ValueError):

@@ -12,21 +12,23 @@ from torch import Tensor, nn
 from compiled_llm.models.fallback.attention import Unsupported
 from compiled_llm.models.fallback.stored_names import StoredNames
 from compiled_llm.ops import weighted_sum
-from compiled_llm.ops.library import LIBRARY
-
-LIBRARY.define("recorded_expert_rows(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)")
-LIBRARY.define("recorded_experts(Tensor x, Tensor? rows, Tensor starts, int index, int out_features) -> Tensor")
+from compiled_llm.ops.library import define_op
 
 
-@torch.library.register_fake("compiled_llm::recorded_expert_rows", lib=LIBRARY)
-def _(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = experts.shape[0] * experts.shape[1]
     return experts.new_empty(experts.shape), experts.new_empty(rows), experts.new_empty(num_experts + 1)
 
 
-@torch.library.register_fake("compiled_llm::recorded_experts", lib=LIBRARY)
-def _(x: Tensor, rows: Tensor | None, starts: Tensor, index: int, out_features: int) -> Tensor:
+def _fake_experts(x: Tensor, rows: Tensor | None, starts: Tensor, index: int, out_features: int) -> Tensor:
     return x.new_empty(x.shape[0] if rows is None else rows.shape[0], out_features)
+
+
+# Ops that stand in a recorded graph, and are never run.
+define_op("recorded_expert_rows(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)", fake=_fake_rows)
+define_op(
+    "recorded_experts(Tensor x, Tensor? rows, Tensor starts, int index, int out_features) -> Tensor", fake=_fake_experts
+)
 
 
 class ExpertsName(NamedTuple):

@@ -12,23 +12,20 @@ from torch import Tensor, nn
 from compiled_llm.models.fallback.attention import ATTENTION, Unsupported, register
 from compiled_llm.models.fallback.experts import ExpertsName, RecordedExperts, experts_names, is_experts
 from compiled_llm.models.fallback.stored_names import StoredNames
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op
 
-LIBRARY.define("recorded_linear(Tensor x, int index, int out_features) -> Tensor")
-LIBRARY.define("recorded_embedding(Tensor ids, int hidden_size, ScalarType dtype) -> Tensor")
+# Ops that stand in a recorded graph, and are never run.
+define_op(
+    "recorded_linear(Tensor x, int index, int out_features) -> Tensor",
+    fake=lambda x, index, out_features: x.new_empty((*x.shape[:-1], out_features)),
+)
+define_op(
+    "recorded_embedding(Tensor ids, int hidden_size, ScalarType dtype) -> Tensor",
+    fake=lambda ids, hidden_size, dtype: ids.new_empty((*ids.shape, hidden_size), dtype=dtype),
+)
 
 HEAD = -1
 """The number of the head, where linear layers have numbers."""
-
-
-@torch.library.register_fake("compiled_llm::recorded_linear", lib=LIBRARY)
-def _(x: Tensor, index: int, out_features: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
-@torch.library.register_fake("compiled_llm::recorded_embedding", lib=LIBRARY)
-def _(ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
-    return ids.new_empty((*ids.shape, hidden_size), dtype=dtype)
 
 
 class _Weight(NamedTuple):

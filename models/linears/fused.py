@@ -18,9 +18,8 @@ from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.ops import exact_linear, fused_quantized_linear, fused_quantized_linear_a8, gated_activation
-from compiled_llm.ops.linear.product_choices import ASKED_BYTES, MAX_ROWS, is_fused
+from compiled_llm.ops.linear.product_choices import MAX_ROWS, is_fused
 from compiled_llm.ops.linear.surroundings import Surroundings
-from compiled_llm.ops.rowwise.norm_asking import norm_asking
 
 
 def _is_halved_on_gpu(x: Tensor) -> bool:
@@ -40,12 +39,6 @@ def _takes_what_follows(linear: Linear, x: Tensor, around: str) -> TypeGuard[Den
     if isinstance(linear, Dense):
         return is_fused(linear.out_features, linear.in_features, around, x.shape[0], x.get_device())
     return _takes_norm(linear, x) or (isinstance(linear, Exact) and x.shape[0] <= MAX_ROWS)
-
-
-def _is_asked_for(linear: Linear, x: Tensor) -> TypeGuard[Dense | Exact]:
-    """Whether the norm before the product with ``x`` asks for its weights."""
-    few = ASKED_BYTES > 0 and _is_halved_on_gpu(x) and x.shape[0] <= MAX_ROWS
-    return few and isinstance(linear, (Dense, Exact))
 
 
 def _surrounded(x: Tensor, linear: Dense | Exact | Quantized, around: Surroundings) -> Tensor:
@@ -100,11 +93,7 @@ def normed_linear(
     assert factor is None or (delta is not None and activation and not gated)
     if delta is None and isinstance(norm, Tensor) and _takes_norm(linear, x):
         return x, _surrounded(x, linear, Surroundings(norm, eps, activation, gated=gated))
-    if isinstance(norm, Tensor) and delta_norm is None and scale is None and _is_asked_for(linear, x):
-        dense = linear.dense if isinstance(linear, Exact) else linear
-        x, y = norm_asking(x, delta, norm, eps, dense.weight, ASKED_BYTES)
-    else:
-        x, y = add_norm(x, delta, norm, eps, delta_norm, scale)
+    x, y = add_norm(x, delta, norm, eps, delta_norm, scale)
     return x, activated_linear(y, linear, activation, gated, factor)
 
 

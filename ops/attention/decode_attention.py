@@ -8,20 +8,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention.decode_plan import DecodePlan
-from compiled_llm.ops.attention.heads import heads_of, turned_heads, without_keys
+from compiled_llm.ops.attention.heads import turned_heads, without_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention
-from compiled_llm.ops.library import LIBRARY
-
-# The counters end as they began, as zeros: they are not said to be mutated.
-_REST = (
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor block_table, "
-    "Tensor tasks, Tensor counters, Tensor? sinks, float sm_scale, int window, float soft_cap"
-)
-LIBRARY.define(f"decode_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> Tensor")
-LIBRARY.define(
-    "rotary_decode_attention(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, Tensor? v_norm, "
-    f"Tensor? query_scale, int num_heads, float eps, {_REST}) -> Tensor"
-)
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 
 
 def decode_attention(
@@ -47,7 +36,7 @@ def rotary_decode_attention(
     plan: DecodePlan, *, num_heads: int, eps: float, sinks: Tensor | None, sm_scale: float, window: int,
     soft_cap: float,
 ) -> Tensor:  # fmt: skip
-    """``rotary_attention``, likewise."""
+    """``rotary_attention`` of at most one query a request; ``plan`` as for ``decode_attention``."""
     return torch.ops.compiled_llm.rotary_decode_attention(
         qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, eps, k_cache, v_cache, k_scale, v_scale, *plan,
         sinks, sm_scale, window, soft_cap,
@@ -92,36 +81,21 @@ def rotary_decode_attention_reference(
     return decode_attention_reference(*heads, k_cache, *rest)
 
 
-@torch.library.register_fake("compiled_llm::decode_attention", lib=LIBRARY)
-def _fake(q: Tensor, *args) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-@torch.library.register_fake("compiled_llm::rotary_decode_attention", lib=LIBRARY)
-def _rotary_fake(
-    qkv: Tensor, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads: int, eps, k_cache: Tensor, *args
-) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
-
-
-def _cuda(q: Tensor, k: Tensor, v: Tensor, *rest) -> Tensor:
-    from compiled_llm.ops.attention import triton_decode  # the first call on a GPU loads Triton, not the import
-
-    return triton_decode.decode_attention(q, k, v, None, 0.0, *rest)
-
-
-def _rotary_cuda(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
-    query_scale: Tensor | None, num_heads: int, eps: float, k_cache: Tensor, *rest,
-) -> Tensor:  # fmt: skip
-    from compiled_llm.ops.attention import triton_decode
-
-    turn = triton_decode.Turning(cos_sin, q_norm, k_norm, v_norm, query_scale)
-    heads = heads_of(qkv, num_heads, k_cache.shape[1], k_cache.shape[3])
-    return triton_decode.decode_attention(*heads, turn, eps, k_cache, *rest)
-
-
-LIBRARY.impl("decode_attention", decode_attention_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("decode_attention", _cuda, "CUDA")
-LIBRARY.impl("rotary_decode_attention", rotary_decode_attention_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("rotary_decode_attention", _rotary_cuda, "CUDA")
+# The counters end as they began, as zeros: they are not said to be mutated.
+_REST = (
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor block_table, "
+    "Tensor tasks, Tensor counters, Tensor? sinks, float sm_scale, int window, float soft_cap"
+)
+define_op(
+    f"decode_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> Tensor",
+    reference=decode_attention_reference,
+    fake=like_first,
+    gpu=on_gpu("attention.triton_decode:plain_decode_attention"),
+)
+define_op(
+    "rotary_decode_attention(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, Tensor? v_norm, "
+    f"Tensor? query_scale, int num_heads, float eps, {_REST}) -> Tensor",
+    reference=rotary_decode_attention_reference,
+    fake=lambda qkv, cos_sin, *args: qkv.new_empty(qkv.shape[0], args[4], cos_sin.shape[1]),
+    gpu=on_gpu("attention.triton_decode:rotary_decode_attention"),
+)

@@ -23,12 +23,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention.tiles import SPLIT_GRAIN, TASK_COLUMNS, Splits, decode_splits, most_splits, tile_config
-from compiled_llm.ops.library import LIBRARY
-
-LIBRARY.define(
-    "decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, int table_tokens, "
-    "int window, int num_kv_heads, int head_dim, int q_bytes, int cache_bytes) -> (Tensor, Tensor)"
-)
+from compiled_llm.ops.library import define_op, on_gpu
 
 
 class DecodePlan(NamedTuple):
@@ -102,19 +97,17 @@ def planned(
     return filled.to(seq_lens.device)
 
 
-@torch.library.register_fake("compiled_llm::decode_plan", lib=LIBRARY)
 def _fake(
     slot_mapping, table_rows, query_start_loc, seq_lens: Tensor, table_tokens: int, window, num_kv_heads: int, *_
-):
+) -> tuple[Tensor, Tensor]:
     rows = 1 + len(seq_lens) * most_splits(table_tokens)
     return seq_lens.new_empty(rows, TASK_COLUMNS), seq_lens.new_empty(len(seq_lens) * num_kv_heads)
 
 
-def _cuda(*args) -> tuple[Tensor, Tensor]:
-    from compiled_llm.ops.attention import triton_decode_plan  # the first call on a GPU loads Triton, not the import
-
-    return triton_decode_plan.decode_plan(*args)
-
-
-LIBRARY.impl("decode_plan", decode_plan_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("decode_plan", _cuda, "CUDA")
+define_op(
+    "decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, int table_tokens, "
+    "int window, int num_kv_heads, int head_dim, int q_bytes, int cache_bytes) -> (Tensor, Tensor)",
+    reference=decode_plan_reference,
+    fake=_fake,
+    gpu=on_gpu("attention.triton_decode_plan:decode_plan"),
+)

@@ -18,18 +18,8 @@ their own.
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import native
 from compiled_llm.ops.attention import kv_quant
-from compiled_llm.ops.library import LIBRARY
-
-_ARGUMENTS = (
-    "Tensor q_latent, Tensor q_turned, Tensor k_turned, Tensor latent, "
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
-    "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-    "float sm_scale, int max_query_len, int window"
-)
-LIBRARY.define(f"latent_attention({_ARGUMENTS}) -> Tensor")
-LIBRARY.define(f"latent_attention_exact({_ARGUMENTS}) -> Tensor")
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 
 
 def latent_attention(
@@ -44,7 +34,8 @@ def latent_attention(
 
     Args:
         q_latent: ``[T, N, C]``; float32, bfloat16 or float16; any strides with the last one 1.
-        q_turned: ``[T, N, H]``, k_turned: ``[T, 1, H]``, latent: ``[T, 1, C]``: likewise, dtype of ``q_latent``.
+        q_turned: ``[T, N, H]``, k_turned: ``[T, 1, H]``, latent: ``[T, 1, C]``; dtype of ``q_latent``; any strides with
+            the last one 1.
         k_cache: ``[B, 1, S, H]``, v_cache: ``[B, 1, S, C]``: contiguous; dtype of ``q_latent``, or int8 or
             float8_e4m3fn; written in place.
         k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, window: as of
@@ -107,37 +98,13 @@ def latent_attention_reference(
     return out
 
 
-@torch.library.register_fake("compiled_llm::latent_attention", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::latent_attention_exact", lib=LIBRARY)
-def _fake(q_latent: Tensor, *args) -> Tensor:
-    return torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-
-
-def _without_kernels(*args) -> Tensor:
-    """Until latent_attention_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-    if native.load("latent_attention_cpu") is None:
-        return latent_attention_reference(*args)
-    return torch.ops.compiled_llm.latent_attention.default(*args)
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.attention import triton_latent  # the first call on a GPU loads Triton, not the import
-
-    return triton_latent.latent_attention(*args)
-
-
-def _exact(*args) -> Tensor:
-    """On a CPU, whose one kernel is exact."""
-    return torch.ops.compiled_llm.latent_attention.default(*args)
-
-
-def _exact_cuda(*args) -> Tensor:
-    from compiled_llm.ops.attention import triton_latent
-
-    return triton_latent.latent_attention(*args, exact=True)
-
-
-LIBRARY.impl("latent_attention", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("latent_attention", _cuda, "CUDA")
-LIBRARY.impl("latent_attention_exact", _exact, "CompositeExplicitAutograd")
-LIBRARY.impl("latent_attention_exact", _exact_cuda, "CUDA")
+define_op(
+    "latent_attention(Tensor q_latent, Tensor q_turned, Tensor k_turned, Tensor latent, Tensor(a!) k_cache, "
+    "Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping, Tensor block_table, "
+    "Tensor query_start_loc, Tensor seq_lens, float sm_scale, int max_query_len, int window) -> Tensor",
+    reference=latent_attention_reference,
+    fake=like_first,
+    cpu="latent_attention_cpu",
+    gpu=on_gpu("attention.triton_latent:latent_attention"),
+    gpu_exact=on_gpu("attention.triton_latent:latent_attention", exact=True),
+)

@@ -28,17 +28,8 @@ The method is PagedAttention (Kwon et al., 2023, arXiv:2309.06180) with FlashAtt
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import native
 from compiled_llm.ops.attention import kv_quant
-from compiled_llm.ops.library import LIBRARY
-
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
-    "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, "
-    "float sm_scale, int max_query_len, int window, float soft_cap"
-)
-LIBRARY.define(f"paged_attention({_ARGUMENTS}) -> Tensor")
-LIBRARY.define(f"paged_attention_exact({_ARGUMENTS}) -> Tensor")
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 
 
 def paged_attention(
@@ -136,37 +127,13 @@ def paged_attention_reference(
     return out
 
 
-@torch.library.register_fake("compiled_llm::paged_attention", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::paged_attention_exact", lib=LIBRARY)
-def _fake(q: Tensor, *args) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
-def _without_kernels(*args) -> Tensor:
-    """Until attention_cpu.cpp is loaded, which registers its own implementation; or for good, without a compiler."""
-    if native.load("attention_cpu") is None:
-        return paged_attention_reference(*args)
-    return torch.ops.compiled_llm.paged_attention.default(*args)
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.attention import triton_attention  # the first call on a GPU loads Triton, not the import
-
-    return triton_attention.paged_attention(*args)
-
-
-def _exact(*args) -> Tensor:
-    """On a CPU, whose one kernel is exact."""
-    return torch.ops.compiled_llm.paged_attention.default(*args)
-
-
-def _exact_cuda(*args) -> Tensor:
-    from compiled_llm.ops.attention import triton_exact
-
-    return triton_exact.paged_attention(*args)
-
-
-LIBRARY.impl("paged_attention", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("paged_attention", _cuda, "CUDA")
-LIBRARY.impl("paged_attention_exact", _exact, "CompositeExplicitAutograd")
-LIBRARY.impl("paged_attention_exact", _exact_cuda, "CUDA")
+define_op(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, "
+    "Tensor(d!)? v_scale, Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
+    "Tensor? sinks, float sm_scale, int max_query_len, int window, float soft_cap) -> Tensor",
+    reference=paged_attention_reference,
+    fake=like_first,
+    cpu="attention_cpu",
+    gpu=on_gpu("attention.triton_attention:paged_attention"),
+    gpu_exact=on_gpu("attention.triton_exact:paged_attention"),
+)

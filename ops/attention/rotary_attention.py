@@ -11,16 +11,7 @@ from torch import Tensor
 
 from compiled_llm.ops.attention.heads import turned_heads, without_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention
-from compiled_llm.ops.library import LIBRARY
-
-_ARGUMENTS = (
-    "Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, Tensor? v_norm, Tensor? query_scale, "
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
-    "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, "
-    "int num_heads, float eps, float sm_scale, int max_query_len, int window, float soft_cap"
-)
-LIBRARY.define(f"rotary_attention({_ARGUMENTS}) -> Tensor")
-LIBRARY.define(f"rotary_attention_exact({_ARGUMENTS}) -> Tensor")
+from compiled_llm.ops.library import define_op, on_gpu
 
 
 def rotary_attention(
@@ -60,24 +51,17 @@ def rotary_attention(
     )  # fmt: skip
 
 
-@torch.library.register_fake("compiled_llm::rotary_attention", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::rotary_attention_exact", lib=LIBRARY)
 def _fake(qkv: Tensor, cos_sin: Tensor, q_norm, k_norm, v_norm, query_scale, k_cache: Tensor, *args) -> Tensor:
     num_heads = args[8]
     return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
 
 
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.attention import triton_attention  # the first call on a GPU loads Triton, not the import
-
-    return triton_attention.rotary_attention(*args)
-
-
-def _exact_cuda(*args) -> Tensor:
-    from compiled_llm.ops.attention import triton_exact
-
-    return triton_exact.rotary_attention(*args)
-
-
-LIBRARY.impl("rotary_attention", _cuda, "CUDA")
-LIBRARY.impl("rotary_attention_exact", _exact_cuda, "CUDA")
+define_op(
+    "rotary_attention(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, Tensor? v_norm, Tensor? query_scale, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping, "
+    "Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, int num_heads, float eps, "
+    "float sm_scale, int max_query_len, int window, float soft_cap) -> Tensor",
+    fake=_fake,
+    gpu=on_gpu("attention.triton_attention:rotary_attention"),
+    gpu_exact=on_gpu("attention.triton_exact:rotary_attention"),
+)

@@ -13,24 +13,8 @@ from compiled_llm.ops.attention.decode_plan import DecodePlan, planned
 from compiled_llm.ops.attention.latent_attention import latent_attention
 from compiled_llm.ops.attention.latent_tiles import latent_splits, latent_tiles
 from compiled_llm.ops.attention.tiles import TASK_COLUMNS, most_splits
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 from compiled_llm.ops.rowwise.rowwise import rms_norm, rope
-
-_NEW = (
-    "Tensor q_latent, Tensor q_turned, Tensor k_turned, Tensor latent, Tensor cos_sin, Tensor norm, "
-    "Tensor? query_scale, float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale"
-)
-_KEYS = "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens"
-_HOW = "float sm_scale, int max_query_len, int window"
-LIBRARY.define(f"rotary_latent_attention({_NEW}, {_KEYS}, {_HOW}) -> Tensor")
-LIBRARY.define(f"rotary_latent_attention_exact({_NEW}, {_KEYS}, {_HOW}) -> Tensor")
-LIBRARY.define(
-    f"rotary_latent_decode_attention({_NEW}, Tensor block_table, Tensor tasks, float sm_scale, int window) -> Tensor"
-)
-LIBRARY.define(
-    "latent_decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, "
-    "int table_tokens, int window, int num_heads, int latent_dim, int q_bytes, int cache_bytes) -> (Tensor, Tensor)"
-)
 
 
 def rotary_latent_attention(
@@ -127,55 +111,32 @@ def _decode_reference(
     )  # fmt: skip
 
 
-@torch.library.register_fake("compiled_llm::rotary_latent_attention", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::rotary_latent_attention_exact", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::rotary_latent_decode_attention", lib=LIBRARY)
-def _fake(q_latent: Tensor, *args) -> Tensor:
-    return torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
-
-
-@torch.library.register_fake("compiled_llm::latent_decode_plan", lib=LIBRARY)
 def _plan_fake(slot_mapping, table_rows, query_start_loc, seq_lens: Tensor, table_tokens: int, *_):
     rows = 1 + len(seq_lens) * most_splits(table_tokens)
     return seq_lens.new_empty(rows, TASK_COLUMNS), seq_lens.new_empty(len(seq_lens))
 
 
-def _cuda(
-    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
-    query_scale: Tensor | None, eps: float, *rest, exact: bool = False,
-) -> Tensor:  # fmt: skip
-    from compiled_llm.ops.attention import triton_latent  # the first call on a GPU loads Triton, not the import
-
-    turn = triton_latent.ToTurn(cos_sin, norm, query_scale, eps)
-    return triton_latent.latent_attention(q_latent, q_turned, k_turned, latent, *rest, exact=exact, turn=turn)
-
-
-def _exact_cuda(*args) -> Tensor:
-    return _cuda(*args, exact=True)
-
-
-def _decode_cuda(
-    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
-    query_scale: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
-    v_scale: Tensor | None, *rest,
-) -> Tensor:  # fmt: skip
-    from compiled_llm.ops.attention import triton_latent
-
-    turn, caches = triton_latent.ToTurn(cos_sin, norm, query_scale, eps), (k_cache, v_cache, k_scale, v_scale)
-    return triton_latent.latent_decode_attention(
-        q_latent, q_turned, k_turned, latent, turn, triton_latent.Caches(*caches), *rest
-    )  # fmt: skip
-
-
-def _plan_cuda(*args) -> tuple[Tensor, Tensor]:
-    from compiled_llm.ops.attention import triton_latent
-
-    return triton_latent.latent_decode_plan(*args)
-
-
-LIBRARY.impl("rotary_latent_attention", _cuda, "CUDA")
-LIBRARY.impl("rotary_latent_attention_exact", _exact_cuda, "CUDA")
-LIBRARY.impl("rotary_latent_decode_attention", _decode_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("rotary_latent_decode_attention", _decode_cuda, "CUDA")
-LIBRARY.impl("latent_decode_plan", latent_decode_plan_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("latent_decode_plan", _plan_cuda, "CUDA")
+_NEW = (
+    "Tensor q_latent, Tensor q_turned, Tensor k_turned, Tensor latent, Tensor cos_sin, Tensor norm, "
+    "Tensor? query_scale, float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale"
+)
+define_op(
+    f"rotary_latent_attention({_NEW}, Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, "
+    "Tensor seq_lens, float sm_scale, int max_query_len, int window) -> Tensor",
+    fake=like_first,
+    gpu=on_gpu("attention.triton_latent:rotary_latent_attention"),
+    gpu_exact=on_gpu("attention.triton_latent:rotary_latent_attention", exact=True),
+)
+define_op(
+    f"rotary_latent_decode_attention({_NEW}, Tensor block_table, Tensor tasks, float sm_scale, int window) -> Tensor",
+    reference=_decode_reference,
+    fake=like_first,
+    gpu=on_gpu("attention.triton_latent:rotary_latent_decode_attention"),
+)
+define_op(
+    "latent_decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, "
+    "int table_tokens, int window, int num_heads, int latent_dim, int q_bytes, int cache_bytes) -> (Tensor, Tensor)",
+    reference=latent_decode_plan_reference,
+    fake=_plan_fake,
+    gpu=on_gpu("attention.triton_latent:latent_decode_plan"),
+)

@@ -204,7 +204,7 @@ def decode_tile(tiles: TileConfig) -> DecodeTile:
 
 
 def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_sms: int) -> Splits:
-    """The splits of a step of so many requests: functions of its size, so they are not another request's affair.
+    """The splits of a step of so many requests: they follow from its size, and from no length of a request.
 
     A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once, two
     programs an SM, nor than one program joins in a short time when all others have ended. Several requests of

@@ -37,6 +37,7 @@ for more, for the more rows a request has the fewer are its splits; less for tab
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 # Given explicitly: Triton 3.10 will no longer fuse multiplications and additions by default.
 OPTIONS = {"enable_fp_fusion": True}
 _WRITTEN_AT_ONCE = 1024  # elements of a program of the write kernel
-_WRITTEN_BY_WARP = 256  # of these: more take registers that a thread of so many programs has not
+_WRITTEN_BY_WARP = 256  # elements of a warp of it: more take registers that a thread of so many programs has not
 MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
 
 
@@ -174,7 +175,7 @@ def paged_attention(
     tiles: TileConfig | None = None,
     turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     ``tiles`` replaces this GPU's configuration for the shape: ``scripts/tune_attention.py`` looks for a better one.
     With ``turn``, ``q`` is where turned queries go, and ``k`` is still to be turned.
@@ -283,12 +284,13 @@ def rotary_attention(
     query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
     num_heads: int, eps: float, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
+    attention: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:  # fmt: skip
-    """The op of ``rotary_attention.py`` on CUDA tensors, likewise."""
+    """The op ``rotary_attention`` on CUDA tensors, by an ``attention`` that takes what is to be turned."""
     turn, k, v = to_turn(
         qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, k_cache.shape[1], k_cache.shape[3], eps
     )  # fmt: skip
-    return paged_attention(
+    return attention(
         turn.q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
         sm_scale, max_query_len, window, soft_cap, turn=turn,
     )  # fmt: skip

@@ -7,12 +7,12 @@
 - Each program turns its own queries. That is done in every split of a request again, from the L2 cache.
 - The program of the split that the new key is in makes the key and the value (normalised, turned, quantised) and writes
   them to the cache before it reads that split. All its threads wait in between; no other program reads that slot, as
-  blocks that requests share are full. So the keys that it sees are to the bit those that later steps read.
+  blocks that requests share are full. So it sees to the bit the keys that later steps read.
 - The last program to finish a split of a request sets its counter back to zero for the next layer. The plan has zeroed
   it at the beginning of the step, so nothing is left over from a step that failed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention.heads import heads_of
 from compiled_llm.ops.attention.tiles import (
     TASK_COLUMNS,
     DecodeTile,
@@ -32,9 +33,8 @@ from compiled_llm.ops.attention.triton_alone import alone_kernel
 from compiled_llm.ops.attention.triton_attention import device_facts, pairs_of_codes
 from compiled_llm.ops.attention.triton_codes import attend_codes
 from compiled_llm.ops.attention.triton_kernels import LOWEST, add_sinks, attend, load_rows, normalised, store_whole
-from compiled_llm.ops.attention.triton_write import write_rows, write_turned_keys
+from compiled_llm.ops.attention.triton_write import turned_rows, write_rows, write_turned_keys
 from compiled_llm.ops.programmatic_launch import launch_options
-from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
@@ -42,34 +42,6 @@ TASK = tl.constexpr(TASK_COLUMNS)
 # Of the kernel for one request: other heads have padding, and larger ones or more of them more than its registers.
 ALONE_HEAD_DIMS, ALONE_GROUP = (64, 128), 8
 _MERGED_SPLITS = 32  # that are joined at once: each takes registers for its weight
-
-
-@triton.jit
-def _turned_queries(queries, heads, row_mask, dims, cosines, norm, eps, query_scale, HEAD_DIM: tl.constexpr):
-    """Heads of one token, turned; each element is loaded with the one that it is turned with."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dtype: tl.constexpr = queries.dtype.element_ty
-    known = dims < HEAD_DIM
-    is_first = dims < HALF
-    others = tl.where(is_first, dims + HALF, dims - HALF)
-    pairs = tl.where(is_first, dims, dims - HALF)
-    inside = row_mask[:, None] & known[None, :]
-    rows = queries + heads[:, None] * HEAD_DIM
-    x = tl.load(rows + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(rows + others[None, :], mask=inside, other=0.0).to(tl.float32)
-    if norm is not None:
-        scale = inverse_rms(x * x, eps, HEAD_DIM)[:, None]
-        weights = tl.load(norm + dims, mask=known, other=0.0)
-        x = weighted(x * scale, weights[None, :], dtype).to(tl.float32)
-        weights = tl.load(norm + others, mask=known, other=0.0)
-        y = weighted(y * scale, weights[None, :], dtype).to(tl.float32)
-    cos = tl.load(cosines + pairs, mask=known, other=0.0)
-    sin = tl.load(cosines + HALF + pairs, mask=known, other=0.0)
-    sin = tl.where(is_first, -sin, sin)
-    turned = cast(x * cos[None, :] + y * sin[None, :], dtype)
-    if query_scale is not None:
-        turned = cast(turned.to(tl.float32) * tl.load(query_scale).to(tl.float32), dtype)
-    return turned
 
 
 @triton.jit
@@ -200,8 +172,8 @@ def decode_kernel(
             row_scale = query_scale
             if query_scale is not None:
                 row_scale = query_scale + row
-            q_tile = _turned_queries(
-                q + row * q_stride_t, heads, row_mask, dims, cosines, q_norm, eps, row_scale, HEAD_DIM
+            q_tile = turned_rows(
+                q + row * q_stride_t, heads, row_mask, cosines, row_scale, HEAD_DIM, HEAD_DIM, BLOCK_H, q_norm, eps
             )  # fmt: skip
 
         if k_cache.dtype.element_ty == tl.int16:
@@ -257,13 +229,27 @@ def merged_at_once(tile: DecodeTile, block_g: int, block_h: int) -> tuple[int, i
     return heads, min(most, elements // heads)
 
 
+def plain_decode_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """The op ``decode_attention`` on CUDA tensors."""
+    return decode_attention(q, k, v, None, 0.0, *rest)
+
+
+def rotary_decode_attention(
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
+    query_scale: Tensor | None, num_heads: int, eps: float, k_cache: Tensor, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """The op ``rotary_decode_attention`` on CUDA tensors."""
+    heads = heads_of(qkv, num_heads, k_cache.shape[1], k_cache.shape[3])
+    return decode_attention(*heads, Turning(cos_sin, q_norm, k_norm, v_norm, query_scale), eps, k_cache, *rest)
+
+
 def decode_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None, turning: Turning | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     block_table: Tensor, tasks: Tensor, counters: Tensor, sinks: Tensor | None, sm_scale: float,
     window: int, soft_cap: float, tiles: TileConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """Both ops on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """Both ops on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Without ``k`` and ``v`` the cache has them. The plan knows the ``window``. ``tiles`` replaces this GPU's
     configuration: ``scripts/tune_attention.py`` looks for a better one.

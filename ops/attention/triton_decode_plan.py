@@ -83,7 +83,7 @@ def decode_plan(
     slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
     window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int, tiles: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors. Never synchronises. ``tiles`` as for ``decode_attention``."""
+    """The op on CUDA tensors. Never waits for the GPU. ``tiles`` as for ``decode_attention``."""
     num_requests, device = len(seq_lens), seq_lens.device
     gpu, capability, num_sms = device_facts(device)
     tiles = tiles or tile_config(head_dim, q_bytes, cache_bytes, capability, gpu)

@@ -8,7 +8,7 @@ a decode's row and the same row in a prompt's chunk have other tiles, other spli
   a GPU, so that products and sums have one instruction and one layout.
 - The states of the partitions are folded one after another, from the first. For requests of few rows each partition is
   a task of its own, which spreads over the GPU, and the merge kernel folds what the tasks have stored; for the others a
-  program takes all partitions and folds them in registers. ``_fold`` is the same code, each operation rounded by itself
+  program takes all partitions and folds them in registers. ``fold`` is the same code, each operation rounded by itself
   (``enable_fp_fusion=False``), so it does not matter who folds.
 - Keys that a row does not see, because they are later or out of its window, leave its state as it is: they weigh 0 and
   are not above the maximum. So the other rows of a tile and the length of a chunk do not matter either.
@@ -19,19 +19,22 @@ third of the tensor cores' time while it waits for memory; a prompt's has 64 row
 Memory: the states of decodes take ``R * N * (H + 2)`` float32 for each 256 tokens of the table's width.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention import kv_quant, triton_attention
 from compiled_llm.ops.attention.tiles import exact_tile
-from compiled_llm.ops.attention.triton_attention import Turn, device_facts, to_turn, write_new_rows
+from compiled_llm.ops.attention.triton_attention import Turn, device_facts, write_new_rows
 from compiled_llm.ops.attention.triton_kernels import (
     LOWEST,
     SHORT_QUERY,
     add_sinks,
     attend,
+    fold,
     load_rows,
     normalised,
     owner,
@@ -49,14 +52,6 @@ def _partitions(seq_len, query_len, WINDOW: tl.constexpr):
     if WINDOW > 0:
         first = tl.maximum(seq_len - query_len + 1 - WINDOW, 0) // PARTITION
     return first, tl.maximum(tl.cdiv(seq_len, PARTITION), first + 1)
-
-
-@triton.jit
-def _fold(acc, row_max, row_sum, part, part_max, part_sum):
-    """The state of rows after one more partition; that of a row which sees none of its keys stays."""
-    new_max = tl.maximum(row_max, part_max)
-    keep, add = tl.exp2(row_max - new_max), tl.exp2(part_max - new_max)
-    return acc * keep[:, None] + part * add[:, None], new_max, row_sum * keep + part_sum * add
 
 
 @triton.jit
@@ -140,7 +135,7 @@ def exact_attention_kernel(
                 oldest, part * PARTITION, tl.minimum((part + 1) * PARTITION, end), scale,
                 True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, True,
             )  # fmt: skip
-            total, total_max, total_sum = _fold(total, total_max, total_sum, acc, row_max, row_sum)
+            total, total_max, total_sum = fold(total, total_max, total_sum, acc, row_max, row_sum)
 
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
         target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
@@ -184,7 +179,7 @@ def exact_merge_kernel(
                     )
                     part_max = tl.load(partial_max + place, mask=known, other=LOWEST)
                     part_sum = tl.load(partial_sum + place, mask=known, other=0.0)
-                    total, total_max, total_sum = _fold(total, total_max, total_sum, acc, part_max, part_sum)
+                    total, total_max, total_sum = fold(total, total_max, total_sum, acc, part_max, part_sum)
             target = out + ((first_row + token).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
             _store(target, total, total_max, total_sum, sinks, head, head < NUM_HEADS, inside)
 
@@ -194,7 +189,7 @@ def paged_attention(
     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
     sinks: Tensor | None, sm_scale: float, max_query_len: int, window: int, soft_cap: float, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     With ``turn``, ``q`` is where turned queries go, and ``k`` is still to be turned.
     """
@@ -244,17 +239,4 @@ def paged_attention(
     return out
 
 
-def rotary_attention(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
-    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
-    num_heads: int, eps: float, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
-) -> Tensor:  # fmt: skip
-    """The op of ``rotary_attention.py``, likewise."""
-    turn, k, v = to_turn(
-        qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, k_cache.shape[1], k_cache.shape[3], eps
-    )  # fmt: skip
-    return paged_attention(
-        turn.q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
-        sm_scale, max_query_len, window, soft_cap, turn,
-    )  # fmt: skip
+rotary_attention = functools.partial(triton_attention.rotary_attention, attention=paged_attention)

@@ -157,6 +157,14 @@ def attend(
 
 
 @triton.jit
+def fold(acc, row_max, row_sum, part, part_max, part_sum):
+    """The state of rows after one more partition; that of a row which sees none of its keys stays."""
+    new_max = tl.maximum(row_max, part_max)
+    keep, add = tl.exp2(row_max - new_max), tl.exp2(part_max - new_max)
+    return acc * keep[:, None] + part * add[:, None], new_max, row_sum * keep + part_sum * add
+
+
+@triton.jit
 def add_sinks(row_max, row_sum, sinks, heads, row_mask):
     """Sums of the softmax with the sinks in them; a sink far above every score makes its sum infinite, the output 0."""
     if sinks is not None:

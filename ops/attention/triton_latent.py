@@ -132,7 +132,7 @@ def latent_attention(
     seq_lens: Tensor, sm_scale: float, max_query_len: int, window: int, *, exact: bool = False,
     turn: ToTurn | None = None, tile: LatentTile | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     With ``turn`` queries and keys are still to be turned, and latents to be normalised. ``tile`` replaces this GPU's.
     """
@@ -185,11 +185,20 @@ def _merge(
     )  # fmt: skip
 
 
+def rotary_latent_attention(
+    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
+    query_scale: Tensor | None, eps: float, *rest: Any, exact: bool = False,
+) -> Tensor:  # fmt: skip
+    """The op ``rotary_latent_attention`` on CUDA tensors."""
+    turn = ToTurn(cos_sin, norm, query_scale, eps)
+    return latent_attention(q_latent, q_turned, k_turned, latent, *rest, exact=exact, turn=turn)
+
+
 def latent_decode_plan(
     slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
     window: int, num_heads: int, latent_dim: int, q_bytes: int, cache_bytes: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors. Never synchronises."""
+    """The op on CUDA tensors. Never waits for the GPU."""
     num_requests, device = len(seq_lens), seq_lens.device
     _, capability, num_sms = device_facts(device)
     tile = latent_tiles(latent_dim, q_bytes, cache_bytes, capability).decode
@@ -206,11 +215,21 @@ def latent_decode_plan(
     return tasks, counters
 
 
+def rotary_latent_decode_attention(
+    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
+    query_scale: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """The op ``rotary_latent_decode_attention`` on CUDA tensors."""
+    turn, caches = ToTurn(cos_sin, norm, query_scale, eps), Caches(k_cache, v_cache, k_scale, v_scale)
+    return latent_decode_attention(q_latent, q_turned, k_turned, latent, turn, caches, *rest)
+
+
 def latent_decode_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, turn: ToTurn, caches: Caches,
     block_table: Tensor, tasks: Tensor, sm_scale: float, window: int, tile: LatentTile | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op of ``latent_decode_attention.py`` on CUDA tensors, likewise."""
+    """The op with ``turn`` and ``caches`` as tuples. ``tile`` replaces this GPU's."""
     sizes, capability, num_sms = _checked(q_latent, q_turned, k_turned, latent, caches)
     num_tokens, num_heads, dim = q_latent.shape
     assert sm_scale > 0

@@ -12,7 +12,8 @@ import triton.language as tl
 from compiled_llm.ops.attention.tiles import TASK_COLUMNS
 from compiled_llm.ops.attention.triton_kernels import load_rows
 from compiled_llm.ops.attention.triton_latent_kernels import attend_latents, store_rows_or_states
-from compiled_llm.ops.attention.triton_latent_write import turned_rows, write_latent
+from compiled_llm.ops.attention.triton_latent_write import write_latent
+from compiled_llm.ops.attention.triton_write import turned_rows
 
 TASK = tl.constexpr(TASK_COLUMNS)
 

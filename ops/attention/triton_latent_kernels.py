@@ -17,6 +17,7 @@ from compiled_llm.ops.attention.triton_kernels import (
     LOG2_E,
     LOWEST,
     SMALLEST_UNIT,
+    fold,
     load_rows,
     normalised,
     owner,
@@ -140,14 +141,6 @@ def splits_of(
         most = tl.where(query_len <= SPLIT_ROWS, tl.maximum(most, 1), 1)
         size = tl.maximum(SPLIT_TOKENS, tl.cdiv(seq_len - first, most * GRAIN) * GRAIN)
     return first, size, tl.maximum(1, tl.cdiv(seq_len - first, size))
-
-
-@triton.jit
-def fold(acc, row_max, row_sum, part, part_max, part_sum):
-    """The state of rows after one more partition; that of a row which sees none of its keys stays."""
-    new_max = tl.maximum(row_max, part_max)
-    keep, add = tl.exp2(row_max - new_max), tl.exp2(part_max - new_max)
-    return acc * keep[:, None] + part * add[:, None], new_max, row_sum * keep + part_sum * add
 
 
 @triton.jit

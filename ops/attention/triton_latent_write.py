@@ -7,19 +7,14 @@ as ``ops.rms_norm`` and ``ops.rope`` do it: to the bit.
 import triton
 import triton.language as tl
 
-from compiled_llm.ops.attention.triton_write import store_rows, write_rows, write_turned_keys
-from compiled_llm.ops.rowwise.triton_kernels import PLACES, cast, inverse_root, sum_of_places, weighted
+from compiled_llm.ops.attention.triton_write import store_rows, turned_rows, write_rows, write_turned_keys
+from compiled_llm.ops.rowwise.triton_kernels import inverse_rms_of_row, weighted
 
 
 @triton.jit
 def _normed(x, norm, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A row, ``[1, BLOCK]``, as ``norm_kernel`` gives it."""
-    squares = tl.zeros([PLACES], tl.float32)
-    for start in tl.static_range(0, SIZE, PLACES):
-        i = start + tl.arange(0, PLACES)
-        y = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
-        squares += y * y
-    scale = inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
+    scale = inverse_rms_of_row(x, eps, SIZE)
     i = tl.arange(0, BLOCK)[None, :]
     y = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
     return weighted(y * scale[:, None], tl.load(norm + i, mask=i < SIZE, other=0.0), x.dtype.element_ty)
@@ -44,31 +39,6 @@ def write_latent(
         row = _normed(latent, norm, eps, LATENT_DIM, BLOCK_C)
         target = v_cache + slots[:, None] * LATENT_DIM + dims
         store_rows(row, dims < LATENT_DIM, target, v_scale, slots, slots >= 0, CODE_MAX)
-
-
-@triton.jit
-def turned_rows(
-    x, heads, row_mask, cosines, query_scale, stride, TURNED_DIM: tl.constexpr, BLOCK_H: tl.constexpr
-):  # fmt: skip
-    """Heads of one token ``[M, BLOCK_H]``, turned; each element is loaded with the one that it is turned with."""
-    HALF: tl.constexpr = TURNED_DIM // 2
-    dtype: tl.constexpr = x.dtype.element_ty
-    dims = tl.arange(0, BLOCK_H)
-    known = dims < TURNED_DIM
-    is_first = dims < HALF
-    others = tl.where(is_first, dims + HALF, dims - HALF)
-    pairs = tl.where(is_first, dims, dims - HALF)
-    inside = row_mask[:, None] & known[None, :]
-    rows = x + heads[:, None] * stride
-    own = tl.load(rows + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(rows + others[None, :], mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(cosines + pairs, mask=known, other=0.0)
-    sin = tl.load(cosines + HALF + pairs, mask=known, other=0.0)
-    sin = tl.where(is_first, -sin, sin)
-    turned = cast(own * cos[None, :] + other * sin[None, :], dtype)
-    if query_scale is not None:
-        turned = cast(turned.to(tl.float32) * tl.load(query_scale).to(tl.float32), dtype)
-    return turned
 
 
 @triton.jit

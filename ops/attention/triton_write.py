@@ -145,6 +145,40 @@ def write_turned_keys(
 
 
 @triton.jit
+def turned_rows(
+    x, heads, row_mask, cosines, query_scale, stride, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, norm=None, eps=0.0
+):  # fmt: skip
+    """Heads of one token ``[M, BLOCK_H]``, turned, after their RMS norm if any.
+
+    Each element is loaded with the one that it is turned with.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dtype: tl.constexpr = x.dtype.element_ty
+    dims = tl.arange(0, BLOCK_H)
+    known = dims < HEAD_DIM
+    is_first = dims < HALF
+    others = tl.where(is_first, dims + HALF, dims - HALF)
+    pairs = tl.where(is_first, dims, dims - HALF)
+    inside = row_mask[:, None] & known[None, :]
+    rows = x + heads[:, None] * stride
+    own = tl.load(rows + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(rows + others[None, :], mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        scale = inverse_rms(own * own, eps, HEAD_DIM)[:, None]
+        weights = tl.load(norm + dims, mask=known, other=0.0)
+        own = weighted(own * scale, weights[None, :], dtype).to(tl.float32)
+        weights = tl.load(norm + others, mask=known, other=0.0)
+        other = weighted(other * scale, weights[None, :], dtype).to(tl.float32)
+    cos = tl.load(cosines + pairs, mask=known, other=0.0)
+    sin = tl.load(cosines + HALF + pairs, mask=known, other=0.0)
+    sin = tl.where(is_first, -sin, sin)
+    turned = cast(own * cos[None, :] + other * sin[None, :], dtype)
+    if query_scale is not None:
+        turned = cast(turned.to(tl.float32) * tl.load(query_scale).to(tl.float32), dtype)
+    return turned
+
+
+@triton.jit
 def write_kernel(
     qkv, k, v, cos_sin, q_norm, k_norm, v_norm, query_scale, q, k_cache, v_cache, k_scale, v_scale,
     slot_mapping, query_start_loc, counters, out,

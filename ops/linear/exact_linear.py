@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.linear.surroundings import FOLLOWING, Surroundings, surrounded
 
-LIBRARY.define(f"exact_linear(Tensor x, Tensor weight, Tensor? bias, {FOLLOWING}) -> Tensor")
 NOTHING = Surroundings()
 
 
@@ -43,16 +42,13 @@ def exact_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *foll
     return surrounded(linear_in_float32, x, weight, bias, None, 0.0, *following)
 
 
-@torch.library.register_fake("compiled_llm::exact_linear", lib=LIBRARY)
 def _fake(x: Tensor, weight: Tensor, bias, *following) -> Tensor:
     return x.new_empty(x.shape[0], Surroundings(None, 0.0, *following).outputs(weight.shape[0]))
 
 
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.linear import triton_linear  # the first call on a GPU loads Triton, not the import
-
-    return triton_linear.exact_linear(*args)
-
-
-LIBRARY.impl("exact_linear", exact_linear_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("exact_linear", _cuda, "CUDA")
+define_op(
+    f"exact_linear(Tensor x, Tensor weight, Tensor? bias, {FOLLOWING}) -> Tensor",
+    reference=exact_linear_reference,
+    fake=_fake,
+    gpu=on_gpu("linear.triton_linear:exact_linear"),
+)

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.library import LIBRARY
-from compiled_llm.ops.linear import quantized_linear, quantized_linear_a8
+from compiled_llm.ops.library import define_op, on_gpu
+from compiled_llm.ops.linear.quantized_linear import FORM, WEIGHT, quantized_linear
+from compiled_llm.ops.linear.quantized_linear_a8 import quantized_linear_a8
 from compiled_llm.ops.linear.surroundings import SCHEMA, Surroundings, surrounded
-
-LIBRARY.define(f"fused_quantized_linear({quantized_linear.ARGUMENTS}, {SCHEMA}) -> Tensor")
-LIBRARY.define(f"fused_quantized_linear_a8({quantized_linear_a8.ARGUMENTS}, {SCHEMA}) -> Tensor")
 
 
 def fused_quantized_linear(x: Tensor, *weight: Any, around: Surroundings) -> Tensor:
@@ -28,40 +26,34 @@ def fused_quantized_linear(x: Tensor, *weight: Any, around: Surroundings) -> Ten
 
 
 def fused_quantized_linear_a8(x: Tensor, *weight: Any, around: Surroundings) -> Tensor:
-    """The same of ``quantized_linear_a8``, whose ``x_scale`` is that of activations after the norm."""
+    """``quantized_linear_a8`` with ``around`` it. Its ``x_scale`` is that of activations after the norm."""
     return torch.ops.compiled_llm.fused_quantized_linear_a8(x, *weight, *around)
 
 
 def fused_quantized_linear_reference(x: Tensor, *args) -> Tensor:
     """The op by the single ops."""
-    return surrounded(quantized_linear.quantized_linear, x, *args)
+    return surrounded(quantized_linear, x, *args)
 
 
 def fused_quantized_linear_a8_reference(x: Tensor, *args) -> Tensor:
     """The op by the single ops."""
-    return surrounded(quantized_linear_a8.quantized_linear_a8, x, *args)
+    return surrounded(quantized_linear_a8, x, *args)
 
 
-@torch.library.register_fake("compiled_llm::fused_quantized_linear", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::fused_quantized_linear_a8", lib=LIBRARY)
 def _fake(x: Tensor, *args) -> Tensor:
     count = len(Surroundings._fields)
     return x.new_empty(x.shape[0], Surroundings(*args[-count:]).outputs(args[-count - 1]))
 
 
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.linear import triton_quantized  # the first call on a GPU loads Triton, not the import
-
-    return triton_quantized.quantized_linear(*args)
-
-
-def _cuda_a8(*args) -> Tensor:
-    from compiled_llm.ops.linear import triton_quantized_a8
-
-    return triton_quantized_a8.quantized_linear_a8(*args)
-
-
-LIBRARY.impl("fused_quantized_linear", fused_quantized_linear_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("fused_quantized_linear_a8", fused_quantized_linear_a8_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("fused_quantized_linear", _cuda, "CUDA")
-LIBRARY.impl("fused_quantized_linear_a8", _cuda_a8, "CUDA")
+define_op(
+    f"fused_quantized_linear({WEIGHT}, {FORM}, {SCHEMA}) -> Tensor",
+    reference=fused_quantized_linear_reference,
+    fake=_fake,
+    gpu=on_gpu("linear.triton_quantized:quantized_linear"),
+)
+define_op(
+    f"fused_quantized_linear_a8({WEIGHT}, Tensor? x_scale, {FORM}, {SCHEMA}) -> Tensor",
+    reference=fused_quantized_linear_a8_reference,
+    fake=_fake,
+    gpu=on_gpu("linear.triton_quantized_a8:quantized_linear_a8"),
+)

@@ -9,9 +9,7 @@ A CPU has ``grouped_linear`` for that. T tokens, N heads, K inputs of a head.
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.library import LIBRARY
-
-LIBRARY.define("head_linear(Tensor x, Tensor weight) -> Tensor")
+from compiled_llm.ops.library import define_op, on_gpu
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,16 +31,9 @@ def head_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
     return y.to(x.dtype).transpose(0, 1).contiguous()
 
 
-@torch.library.register_fake("compiled_llm::head_linear", lib=LIBRARY)
-def _fake(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:2], weight.shape[1])
-
-
-def _cuda(x: Tensor, weight: Tensor) -> Tensor:
-    from compiled_llm.ops.linear import triton_head_linear  # the first call on a GPU loads Triton, not the import
-
-    return triton_head_linear.head_linear(x, weight)
-
-
-LIBRARY.impl("head_linear", head_linear_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("head_linear", _cuda, "CUDA")
+define_op(
+    "head_linear(Tensor x, Tensor weight) -> Tensor",
+    reference=head_linear_reference,
+    fake=lambda x, weight: x.new_empty(*x.shape[:2], weight.shape[1]),
+    gpu=on_gpu("linear.triton_head_linear:head_linear"),
+)

@@ -20,13 +20,11 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import pack_library
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op
 
 TILE = 16
 WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int32, torch.float16: torch.int16}
 """The dtypes that can be packed, and what has the size of one of their words."""
-
-LIBRARY.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -118,15 +116,9 @@ def packed_linear_reference(x: Tensor, packed: Tensor, bias: Tensor | None, out_
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
-@torch.library.register_fake("compiled_llm::packed_linear", lib=LIBRARY)
-def _fake(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    return x.new_empty(x.shape[0], out_features)
-
-
-def _without_kernels(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """Until linear_cpu.cpp is loaded, which registers its own implementation; or for good, without a compiler."""
-    implementation = packed_linear if native.load("linear_cpu") else packed_linear_reference
-    return implementation(x, packed, bias, out_features)
-
-
-LIBRARY.impl("packed_linear", _without_kernels, "CompositeExplicitAutograd")
+define_op(
+    "packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+    reference=packed_linear_reference,
+    fake=lambda x, packed, bias, out_features: x.new_empty(x.shape[0], out_features),
+    cpu="linear_cpu",
+)

@@ -30,13 +30,6 @@ MAX_ROWS = 32
 """Most rows that are fused by default: up to these a tile has all of them, so that weights are read once."""
 
 
-ASKED_BYTES = 0
-"""Of the weights of a product, for which the launch of the norm before it asks (``norm_asking.py``); 0: for none.
-
-Predicted on an H200: 12 MB, as many as it reads in the 3 us that a norm takes. No GPU has measured it yet.
-"""
-
-
 class LinearTile(NamedTuple):
     """What a program computes at a time: ``n`` outputs of ``m`` rows from ``k`` inputs."""
 

@@ -8,13 +8,13 @@ as ``quantized_weight_gpu.py`` packs them.
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.linear.quantized_weight import (
     DTYPE_NAMES,
     QuantizedWeight,
@@ -23,24 +23,14 @@ from compiled_llm.ops.linear.quantized_weight import (
     unpack_quantized_rows,
 )
 
-_WEIGHT, _FORM = "Tensor codes, Tensor scales, Tensor? zeros", "str element, int group_size, int out_features"
-ARGUMENTS = f"Tensor x, {_WEIGHT}, Tensor? bias, {_FORM}"
-LIBRARY.define(f"quantized_linear({ARGUMENTS}) -> Tensor")
-LIBRARY.define(
-    f"grouped_quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? rows, Tensor starts, {_FORM}) -> Tensor"
-)
+WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias"
+FORM = "str element, int group_size, int out_features"
 
 
 def quantized_linear(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    element: str,
-    group_size: int,
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, element: str, group_size: int,
     out_features: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``x @ W.T + bias`` for a quantised ``W``, accumulated in float32 and rounded once.
 
     Args:
@@ -58,26 +48,18 @@ def quantized_linear(
 
 
 def grouped_quantized_linear(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    starts: Tensor,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: Tensor | None,
+    starts: Tensor, element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
     """The layers of E experts, each for rows of its own, as ``grouped_linear`` has them.
 
     Args:
         x: ``[T, K]`` bfloat16, float32 or float16; rows may be strided, the last stride is 1.
-        codes, scales, zeros: as above, with E in front.
+        codes, scales, zeros: those of ``quantized_linear``, with E in front.
         bias: ``[E, N]`` in the dtype of ``x``, or None.
         rows: ``[R]`` int32: the row of ``x`` that each row takes; None: its own, and R is T.
         starts: ``[E + 1]`` int32, ascending, from 0 to at most R. Expert e has rows ``starts[e]`` to ``starts[e + 1]``.
-        element, group_size, out_features: as above.
+        element, group_size, out_features: those of ``quantized_linear``.
 
     Returns:
         ``[R, N]`` in the dtype of ``x``, contiguous. Rows that belong to no expert are not written.
@@ -88,15 +70,9 @@ def grouped_quantized_linear(
 
 
 def quantized_linear_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    element: str,
-    group_size: int,
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, element: str, group_size: int,
     out_features: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The op in plain torch: dequantise, multiply in float32, round once."""
     form = WeightFormat(element, group_size, zeros is not None, DTYPE_NAMES[scales.dtype])
     packed = QuantizedWeight(codes, scales, zeros)
@@ -105,64 +81,50 @@ def quantized_linear_reference(
 
 
 def grouped_quantized_linear_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    starts: Tensor,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    """The op in plain torch: an expert at a time. Rows that belong to none are 0."""
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: Tensor | None,
+    starts: Tensor, element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch."""
+    form = element, group_size, out_features
+    return by_experts(quantized_linear_reference, x, codes, scales, zeros, bias, (), rows, starts, form)
+
+
+def by_experts(
+    reference: Callable[..., Tensor], x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None,
+    bias: Tensor | None, shared: tuple, rows: Tensor | None, starts: Tensor, form: tuple[str, int, int],
+) -> Tensor:  # fmt: skip
+    """``reference`` of an expert at a time, for the rows that are its own. Rows that belong to no expert are 0."""
     x = x if rows is None else x[rows]
-    out = x.new_zeros(x.shape[0], out_features)
+    out = x.new_zeros(x.shape[0], form[-1])
     for expert, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
         if end > first:
-            own_zeros, own_bias = (None if of is None else of[expert] for of in (zeros, bias))
-            own = x[first:end], codes[expert], scales[expert], own_zeros, own_bias
-            out[first:end] = quantized_linear_reference(*own, element, group_size, out_features)
+            own = (None if of is None else of[expert] for of in (codes, scales, zeros, bias))
+            out[first:end] = reference(x[first:end], *own, *shared, *form)
     return out
 
 
-@torch.library.register_fake("compiled_llm::quantized_linear", lib=LIBRARY)
-def _fake(x: Tensor, *args) -> Tensor:
+def rows_fake(x: Tensor, *args) -> Tensor:
+    """The fake of a layer's op, whose last argument is N."""
     return x.new_empty(x.shape[0], args[-1])
 
 
-@torch.library.register_fake("compiled_llm::grouped_quantized_linear", lib=LIBRARY)
-def _fake_grouped(x: Tensor, *args) -> Tensor:
-    rows = args[4]
+def grouped_rows_fake(x: Tensor, *args) -> Tensor:
+    """The fake of the op for experts, which ends with rows, starts and what ``FORM`` has."""
+    rows = args[-5]
     return x.new_empty((x if rows is None else rows).shape[0], args[-1])
 
 
-def _without_kernels(*args):
-    """Until the C++ kernels are loaded, which register their own implementation; or for good, without a compiler."""
-    return (quantized_linear if native.load("quantized_linear_cpu") else quantized_linear_reference)(*args)
-
-
-def _grouped_without_kernels(*args):
-    has_kernels = native.load("quantized_linear_cpu")
-    return (grouped_quantized_linear if has_kernels else grouped_quantized_linear_reference)(*args)
-
-
-LIBRARY.impl("quantized_linear", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("grouped_quantized_linear", _grouped_without_kernels, "CompositeExplicitAutograd")
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.linear import triton_quantized  # the first call on a GPU loads Triton, not the import
-
-    return triton_quantized.quantized_linear(*args)
-
-
-def _grouped_cuda(*args) -> Tensor:
-    from compiled_llm.ops.moe import triton_quantized_grouped
-
-    return triton_quantized_grouped.grouped_quantized_linear(*args)
-
-
-LIBRARY.impl("quantized_linear", _cuda, "CUDA")
-LIBRARY.impl("grouped_quantized_linear", _grouped_cuda, "CUDA")
+define_op(
+    f"quantized_linear({WEIGHT}, {FORM}) -> Tensor",
+    reference=quantized_linear_reference,
+    fake=rows_fake,
+    cpu="quantized_linear_cpu",
+    gpu=on_gpu("linear.triton_quantized:quantized_linear"),
+)
+define_op(
+    f"grouped_quantized_linear({WEIGHT}, Tensor? rows, Tensor starts, {FORM}) -> Tensor",
+    reference=grouped_quantized_linear_reference,
+    fake=grouped_rows_fake,
+    cpu="quantized_linear_cpu",
+    gpu=on_gpu("moe.triton_quantized_grouped:grouped_quantized_linear"),
+)

@@ -19,33 +19,18 @@ A row with a NaN or an infinity is NaN. A row of zeros, or of numbers so small t
 ``quantized_weight.py`` has the layout of the weights. T rows, K in_features, N out_features, E experts.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
+from compiled_llm.ops.linear.quantized_linear import FORM, WEIGHT, by_experts, grouped_rows_fake, rows_fake
 from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedWeight, WeightFormat, unpack_quantized_rows
-
-_WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? x_scale"
-_FORM = "str element, int group_size, int out_features"
-ARGUMENTS = f"{_WEIGHT}, {_FORM}"
-LIBRARY.define(f"quantized_linear_a8({ARGUMENTS}) -> Tensor")
-LIBRARY.define(f"grouped_quantized_linear_a8({_WEIGHT}, Tensor? rows, Tensor starts, {_FORM}) -> Tensor")
 
 
 def quantized_linear_a8(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
     """``x @ W.T + bias``, with integer products of quantised rows of ``x`` and the codes of ``W``.
 
     Args:
@@ -66,19 +51,10 @@ def quantized_linear_a8(
 
 
 def grouped_quantized_linear_a8(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    rows: Tensor | None,
-    starts: Tensor,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    """The same for experts, each with rows of its own.
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    """``quantized_linear_a8`` of experts, each with rows of its own.
 
     Weights, and ``bias`` ``[E, N]``, have one more dimension in front. ``rows`` and ``starts`` are those of
     ``grouped_linear``: rows that belong to no expert are not written.
@@ -103,16 +79,9 @@ def quantize_activations(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Ten
 
 
 def quantized_linear_a8_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
     """The op in plain torch. Sums and the steps of float32 are computed in float64 and then rounded."""
     form = WeightFormat(element, group_size, zeros is not None, DTYPE_NAMES[scales.dtype])
     in_features = x.shape[1]
@@ -136,68 +105,25 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def grouped_quantized_linear_a8_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    rows: Tensor | None,
-    starts: Tensor,
-    element: str,
-    group_size: int,
-    out_features: int,
-) -> Tensor:
-    """The op in plain torch: an expert at a time. Rows that belong to none are 0."""
-    x = x if rows is None else x[rows]
-    out = x.new_zeros(len(x), out_features)
-    for e, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
-        own = (codes[e], scales[e], None if zeros is None else zeros[e], None if bias is None else bias[e])
-        if end > first:
-            out[first:end] = quantized_linear_a8_reference(
-                x[first:end], *own, x_scale, element, group_size, out_features
-            )
-    return out
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
+    rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch."""
+    form = element, group_size, out_features
+    return by_experts(quantized_linear_a8_reference, x, codes, scales, zeros, bias, (x_scale,), rows, starts, form)
 
 
-# -- Registration
-
-
-@torch.library.register_fake("compiled_llm::quantized_linear_a8", lib=LIBRARY)
-def _fake(x, codes, scales, zeros, bias, x_scale, element, group_size, out_features) -> Tensor:
-    return x.new_empty(x.shape[0], out_features)
-
-
-@torch.library.register_fake("compiled_llm::grouped_quantized_linear_a8", lib=LIBRARY)
-def _fake_grouped(x, codes, scales, zeros, bias, x_scale, rows, starts, element, group_size, out_features) -> Tensor:
-    return x.new_empty((x if rows is None else rows).shape[0], out_features)
-
-
-def _without_kernels(*args) -> Tensor:
-    """Until quantized_linear_a8_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-    return (quantized_linear_a8 if native.load("quantized_linear_a8_cpu") else quantized_linear_a8_reference)(*args)
-
-
-def _without_grouped_kernels(*args) -> Tensor:
-    loaded = native.load("quantized_linear_a8_cpu")
-    return (grouped_quantized_linear_a8 if loaded else grouped_quantized_linear_a8_reference)(*args)
-
-
-LIBRARY.impl("quantized_linear_a8", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("grouped_quantized_linear_a8", _without_grouped_kernels, "CompositeExplicitAutograd")
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.linear import triton_quantized_a8  # the first call on a GPU loads Triton, not the import
-
-    return triton_quantized_a8.quantized_linear_a8(*args)
-
-
-def _grouped_cuda(*args) -> Tensor:
-    from compiled_llm.ops.moe import triton_quantized_grouped
-
-    return triton_quantized_grouped.grouped_quantized_linear_a8(*args)
-
-
-LIBRARY.impl("quantized_linear_a8", _cuda, "CUDA")
-LIBRARY.impl("grouped_quantized_linear_a8", _grouped_cuda, "CUDA")
+define_op(
+    f"quantized_linear_a8({WEIGHT}, Tensor? x_scale, {FORM}) -> Tensor",
+    reference=quantized_linear_a8_reference,
+    fake=rows_fake,
+    cpu="quantized_linear_a8_cpu",
+    gpu=on_gpu("linear.triton_quantized_a8:quantized_linear_a8"),
+)
+define_op(
+    f"grouped_quantized_linear_a8({WEIGHT}, Tensor? x_scale, Tensor? rows, Tensor starts, {FORM}) -> Tensor",
+    reference=grouped_quantized_linear_a8_reference,
+    fake=grouped_rows_fake,
+    cpu="quantized_linear_a8_cpu",
+    gpu=on_gpu("moe.triton_quantized_grouped:grouped_quantized_linear_a8"),
+)

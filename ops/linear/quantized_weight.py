@@ -10,7 +10,7 @@ For CPUs codes lie as the kernels read them, in tiles of 16 outputs; N out_featu
     8 bits    codes[n, p, j, i] = code[n * 16 + j, 4 p + i]                                  [N / 16, K / 4, 16, 4]
     4 bits    codes[n, p, j, i] = code[n * 16 + j, 8 p + i] | code[n * 16 + j, 8 p + 4 + i] << 4
                                                                                              [N / 16, K / 8, 16, 4]
-    scales[n, g, j] = scale[n * 16 + j, g], zeros likewise                                   [N / 16, G, 16]
+    scales[n, g, j] = scale[n * 16 + j, g], zeros as scales                                  [N / 16, G, 16]
 
 with N and K rounded up; outputs past N have the scale 0, and inputs past K count as 0 whatever their code. A code of
 ``int4`` is kept as 0 to 15 (8 more than its value), one of ``int8`` as its value. On GPUs they lie row by row

@@ -2,7 +2,7 @@
 
     8 bits    codes[n, k] = code[n, k]                                                           [N, B]
     4 bits    codes[n, H b + p] = code[n, 2 H b + p] | code[n, 2 H b + H + p] << 4               [N, B]
-    scales[g, n] = scale[n, g], zeros likewise                                                   [G, N]
+    scales[g, n] = scale[n, g], zeros as scales                                                  [G, N]
 
 A block is H = 64 bytes, or 32 where groups have 32 inputs; of 8 bits 128 where they have 128. Its lower four bits are
 one run of H inputs and the upper ones the next: a tile of bytes becomes two tiles of weights with no exchange among

@@ -12,8 +12,7 @@ from torch import Tensor
 from compiled_llm.ops.linear import triton_linear
 from compiled_llm.ops.linear.triton_linear import multiply_add
 from compiled_llm.ops.rowwise.triton_kernels import cast
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -42,22 +41,15 @@ def head_linear_kernel(
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout.
     """
-    if x.dim() != 3 or x.stride(2) != 1 or x.dtype not in _DTYPES:
-        raise ValueError(
-            "head_linear: x must be [T, N, K] of float32, bfloat16 or float16 with the last stride 1, got "
-            f"{list(x.shape)} of {x.dtype} with strides {list(x.stride())}"
-        )
+    if x.dim() != 3 or x.stride(2) != 1 or x.dtype not in DTYPES:
+        refuse("head_linear", "x", x, "[T, N, K] of float32, bfloat16 or float16 with the last stride 1")
     (rows, heads, in_features), out_features = x.shape, weight.shape[1]
-    if weight.shape != (heads, out_features, in_features) or not weight.is_contiguous() or weight.dtype != x.dtype:
-        raise ValueError(
-            f"head_linear: weight must be a contiguous [{heads}, *, {in_features}] of {x.dtype}, got "
-            f"{list(weight.shape)} of {weight.dtype} with strides {list(weight.stride())}"
-        )
+    check_contiguous("head_linear", "weight", weight, (heads, out_features, in_features), x.device, x.dtype)
     out = x.new_empty(rows, heads, out_features)
     tile = triton_linear.row_tile_for(rows, x.itemsize, triton_linear._capability(x.device))
     with torch.cuda.device_of(x):

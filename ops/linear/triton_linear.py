@@ -32,10 +32,10 @@ from compiled_llm.ops.linear.triton_surroundings import (
 )
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
+from compiled_llm.ops.triton_checks import check_contiguous, check_rows, refuse
 from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # The first whose rows suffice, else the last. But no fewer than 16, which would be another instruction with Triton 3.6
@@ -47,6 +47,7 @@ WGMMA = (
     LinearTile(128, 64, 64, 4, 4),
     LinearTile(256, 128, 64, 8, 4),
 )
+
 MMA = (LinearTile(16, 32, 64, 4, 5), LinearTile(64, 64, 64, 4, 4), LinearTile(128, 128, 64, 8, 3))
 FLOAT32 = (LinearTile(16, 32, 16, 4, 4), LinearTile(64, 64, 16, 8, 2))
 _SMS = 132  # of Hopper
@@ -157,7 +158,7 @@ def exact_linear_kernel(
 def exact_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *following: Any, tile: LinearTile | None = None
 ) -> Tensor:
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     ``following``: as ``Surroundings.following``, the first or all of them. ``tile`` replaces that of this GPU.
 
@@ -193,20 +194,9 @@ def _tile_of(x: Tensor, weight: Tensor, around: Surroundings) -> LinearTile:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] != 1) or x.dtype not in _DTYPES:
-        raise ValueError(
-            "exact_linear: x must be [T, K] of float32, bfloat16 or float16 with the last stride 1, got "
-            f"{list(x.shape)} of {x.dtype} with strides {list(x.stride())}"
-        )
-    like = (x.dtype, x.device)
+    op = "exact_linear"
+    check_rows(op, x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[1] or not weight.is_contiguous() or weight.shape[1] == 0:
-        raise ValueError(f"exact_linear: weight must be a contiguous [N, {x.shape[1]}], got {list(weight.shape)}")
-    if (weight.dtype, weight.device) != like:
-        raise ValueError(f"exact_linear: weight must be {x.dtype} on {x.device}, got {weight.dtype} on {weight.device}")
-    if bias is not None and (
-        bias.shape != weight.shape[:1] or not bias.is_contiguous() or (bias.dtype, bias.device) != like
-    ):
-        raise ValueError(
-            f"exact_linear: bias must be a contiguous [{weight.shape[0]}] of {x.dtype} on {x.device}, got "
-            f"{list(bias.shape)} of {bias.dtype} on {bias.device}"
-        )
+        refuse(op, "weight", weight, f"a contiguous [N, {x.shape[1]}]")
+    check_contiguous(op, "weight", weight, weight.shape, x.device, x.dtype)
+    check_contiguous(op, "bias", bias, weight.shape[:1], x.device, x.dtype)

@@ -39,9 +39,9 @@ from compiled_llm.ops.linear.triton_surroundings import (
     store_outputs,
 )
 from compiled_llm.ops.programmatic_launch import launch_options
+from compiled_llm.ops.triton_checks import check_contiguous, check_rows, refuse
 from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
 
 
@@ -217,33 +217,20 @@ def check(
     element: str, group_size: int, out_features: int, experts: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """``ValueError`` where weights are not those of ``experts`` (none: one matrix) of K inputs, or x not ``[T, K]``."""
-
-    def refuse(given: Tensor, what: str, allowed: str) -> None:
-        raise ValueError(
-            f"{name}: {what} must be {allowed}, got {list(given.shape)} of {given.dtype} with strides "
-            f"{list(given.stride())} on {given.device}"
-        )
-
     if element not in BITS:
         raise ValueError(f"{name}: element must be one of {', '.join(BITS)}, got {element!r}")
-    if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] != 1) or x.dtype not in DTYPES or not x.shape[1]:
-        refuse(x, "x", "[T, K] of float32, bfloat16 or float16 with the last stride 1")
+    check_rows(name, x)
+    if not x.shape[1]:
+        refuse(name, "x", x, "[T, K] with K above 0")
     block, in_features = block_bytes(BITS[element], group_size), x.shape[1]
     row_bytes = -(-in_features * BITS[element] // (8 * block)) * block
     groups = -(-in_features // group_size) if group_size else 1
     if scales.dtype not in SCALE_DTYPES.values():
-        refuse(scales, "scales", "of float32, bfloat16 or float16")
+        refuse(name, "scales", scales, "of float32, bfloat16 or float16")
     if zeros is not None and zeros.dtype not in ZERO_DTYPES.values():
-        refuse(zeros, "zeros", "of int8, float32, bfloat16 or float16")
+        refuse(name, "zeros", zeros, "of int8, float32, bfloat16 or float16")
     of_groups = (*experts, groups, out_features)
-    expected = {
-        "codes": (codes, (*experts, out_features, row_bytes), torch.uint8),
-        "scales": (scales, of_groups, scales.dtype),
-        "zeros": (zeros, of_groups, torch.int8 if zeros is None else zeros.dtype),
-        "bias": (bias, (*experts, out_features), x.dtype),
-    }
-    for what, (given, shape, dtype) in expected.items():
-        if given is not None and (
-            tuple(given.shape) != shape or (given.dtype, given.device) != (dtype, x.device) or not given.is_contiguous()
-        ):
-            refuse(given, what, f"a contiguous {list(shape)} of {dtype} on {x.device}")
+    check_contiguous(name, "codes", codes, (*experts, out_features, row_bytes), x.device, torch.uint8)
+    check_contiguous(name, "scales", scales, of_groups, x.device, scales.dtype)
+    check_contiguous(name, "zeros", zeros, of_groups, x.device, *ZERO_DTYPES.values())
+    check_contiguous(name, "bias", bias, (*experts, out_features), x.device, x.dtype)

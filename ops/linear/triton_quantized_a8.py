@@ -176,7 +176,7 @@ def quantized_linear_a8(
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter), with or without surroundings.
 
     Weights as ``quantized_weight_gpu.py`` packs them. ``surroundings``: fields of ``Surroundings``, the first or all of
-    them. ``choice`` replaces this GPU's for the layer. Never synchronises.
+    them. ``choice`` replaces this GPU's for the layer. Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; an element or group size that it lacks; those

@@ -28,6 +28,7 @@ from compiled_llm.ops.rowwise.triton_kernels import (
     weighted,
 )
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
+from compiled_llm.ops.triton_checks import refuse
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
@@ -139,10 +140,8 @@ def outputs_of(name: str, x: Tensor, wide: int, around: Surroundings) -> Outputs
     if norm is not None:
         fits = norm.shape == x.shape[1:] and norm.is_contiguous() and norm.data_ptr() % _ALIGNMENT == 0
         if not fits or norm.dtype not in (x.dtype, torch.float32) or norm.device != x.device:
-            raise ValueError(
-                f"{name}: norm must be a contiguous [{x.shape[1]}] of {x.dtype} or torch.float32 on {x.device}, "
-                f"aligned to {_ALIGNMENT} bytes; got {list(norm.shape)} of {norm.dtype} on {norm.device}"
-            )
+            allowed = f"a contiguous [{x.shape[1]}] of {x.dtype} or torch.float32 on {x.device}"
+            refuse(name, "norm", norm, f"{allowed}, aligned to {_ALIGNMENT} bytes")
     out = x.new_empty(x.shape[0], around.outputs(wide))
     beside, beside_stride = _rows_like(out, name, "beside", around.beside)
     residual, residual_stride = _rows_like(out, name, "residual", around.residual)
@@ -154,8 +153,5 @@ def _rows_like(out: Tensor, op: str, name: str, given: Tensor | None) -> tuple[T
     if given is None:
         return None, out.shape[1]
     if (given.shape, given.dtype, given.device) != (out.shape, out.dtype, out.device):
-        raise ValueError(
-            f"{op}: {name} must be like the result, {list(out.shape)} of {out.dtype} on {out.device}, got "
-            f"{list(given.shape)} of {given.dtype} on {given.device}"
-        )
+        refuse(op, name, given, f"like the result, {list(out.shape)} of {out.dtype} on {out.device}")
     return aligned_rows(given, op, name, _DTYPES)

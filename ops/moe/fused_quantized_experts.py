@@ -10,21 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8
 from compiled_llm.ops.moe.routing import weighted_sum_added_reference
 from compiled_llm.ops.rowwise.reference import GATES, clamped_swiglu_reference, gated_activation_reference
-
-_EXPERTS = (
-    "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor tokens, Tensor starts, str element,"
-    " int group_size, int out_features, bool int8_activations"
-)
-LIBRARY.define(f"gated_quantized_experts({_EXPERTS}, str activation, float alpha, float limit) -> Tensor")
-LIBRARY.define(
-    f"summed_quantized_experts({_EXPERTS}, Tensor places, Tensor weights, Tensor? beside, Tensor? residual,"
-    " Tensor(a!) counters) -> Tensor"
-)
 
 
 def gated_quantized_experts(
@@ -53,7 +43,7 @@ def summed_quantized_experts(
 
     Args:
         x: ``[R, K]`` bfloat16 or float16: each row is its own.
-        experts: as above.
+        experts: those of ``gated_quantized_experts``.
         places, weights, beside, residual, counters: those of ``grouped_linear_sum``, as tokens and starts are.
 
     Returns:
@@ -86,31 +76,20 @@ def summed_quantized_experts_reference(x: Tensor, *args) -> Tensor:
     return weighted_sum_added_reference(_product(x, weight, None, starts, *form), places, weights, beside, residual)
 
 
-@torch.library.register_fake("compiled_llm::gated_quantized_experts", lib=LIBRARY)
-def _fake_gated(x: Tensor, *args) -> Tensor:
-    tokens, out_features = args[4], args[8]
-    return x.new_empty(tokens.shape[0], out_features // 2)
-
-
-@torch.library.register_fake("compiled_llm::summed_quantized_experts", lib=LIBRARY)
-def _fake_summed(x: Tensor, *args) -> Tensor:
-    out_features, places = args[8], args[10]
-    return x.new_empty(places.shape[0], out_features)
-
-
-def _cuda_gated(*args) -> Tensor:
-    from compiled_llm.ops.moe import triton_quantized_grouped  # the first call on a GPU loads Triton, not the import
-
-    return triton_quantized_grouped.gated_quantized_experts(*args)
-
-
-def _cuda_summed(*args) -> Tensor:
-    from compiled_llm.ops.moe import triton_quantized_grouped
-
-    return triton_quantized_grouped.summed_quantized_experts(*args)
-
-
-LIBRARY.impl("gated_quantized_experts", gated_quantized_experts_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("summed_quantized_experts", summed_quantized_experts_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("gated_quantized_experts", _cuda_gated, "CUDA")
-LIBRARY.impl("summed_quantized_experts", _cuda_summed, "CUDA")
+_EXPERTS = (
+    "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor tokens, Tensor starts, str element,"
+    " int group_size, int out_features, bool int8_activations"
+)
+define_op(
+    f"gated_quantized_experts({_EXPERTS}, str activation, float alpha, float limit) -> Tensor",
+    reference=gated_quantized_experts_reference,
+    fake=lambda x, *args: x.new_empty(args[4].shape[0], args[8] // 2),  # of tokens, and out_features
+    gpu=on_gpu("moe.triton_quantized_grouped:gated_quantized_experts"),
+)
+define_op(
+    f"summed_quantized_experts({_EXPERTS}, Tensor places, Tensor weights, Tensor? beside, Tensor? residual,"
+    " Tensor(a!) counters) -> Tensor",
+    reference=summed_quantized_experts_reference,
+    fake=lambda x, *args: x.new_empty(args[10].shape[0], args[8]),  # of places, and out_features
+    gpu=on_gpu("moe.triton_quantized_grouped:summed_quantized_experts"),
+)

@@ -2,9 +2,9 @@
 
     y[r] = x[rows[r]] @ W[e].T + bias[e]        for the rows r from starts[e] to starts[e + 1]
 
-One op for all experts. It reads the weights of those that have rows, once each, and has the same shapes whichever those
-are. An output is one float32 sum over the inputs in one order, whatever other rows the expert has. ``routing.py`` makes
-``rows`` and ``starts``. E experts, R rows, N out_features, K in_features.
+One op for all experts. It reads the weights of each expert that has rows once. Its shapes are the same whichever
+experts have rows. An output is one float32 sum over the inputs in one order, whatever other rows the expert has.
+``routing.py`` makes ``rows`` and ``starts``. E experts, R rows, N out_features, K in_features.
 """
 
 import itertools
@@ -13,22 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.linear.packed_linear import pack_weight
 from compiled_llm.ops.moe.routing import weighted_sum_added_reference
 from compiled_llm.ops.rowwise.reference import GATES, clamped_swiglu_reference, gated_activation_reference
-
-_ROWS = "Tensor? bias, Tensor? rows, Tensor starts"
-LIBRARY.define(f"grouped_linear(Tensor x, Tensor weight, {_ROWS}) -> Tensor")
-LIBRARY.define(
-    f"grouped_gated_linear(Tensor x, Tensor weight, {_ROWS}, str activation, float alpha, float limit) -> Tensor"
-)
-LIBRARY.define(
-    "grouped_linear_sum(Tensor x, Tensor weight, Tensor? bias, Tensor tokens, Tensor starts, Tensor places,"
-    " Tensor weights, Tensor? beside, Tensor? residual, Tensor(a!) counters) -> Tensor"
-)
-LIBRARY.define(f"grouped_packed_linear(Tensor x, Tensor packed, {_ROWS}, int out_features) -> Tensor")
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> Tensor:
@@ -50,7 +38,7 @@ def grouped_gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str,
     alpha: float = 0.0, limit: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The same, and ``gated_activation`` or ``clamped_swiglu`` of what it gives, in one launch of a GPU.
+    """``grouped_linear``, and ``gated_activation`` or ``clamped_swiglu`` of what it gives, in one launch of a GPU.
 
     Args:
         activation: one of ``gated_activation``, or "clamped_swiglu", which ``alpha`` and ``limit`` belong to.
@@ -84,7 +72,7 @@ def grouped_linear_sum(
 def grouped_packed_linear(
     x: Tensor, packed: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
 ) -> Tensor:
-    """The same for weights packed by ``pack_weights``, for CPUs. ``out_features``: N."""
+    """``grouped_linear`` for weights packed by ``pack_weights``, for CPUs. ``out_features``: N."""
     return torch.ops.compiled_llm.grouped_packed_linear(x, packed, bias, rows, starts, out_features)
 
 
@@ -135,46 +123,36 @@ def grouped_packed_linear_reference(
     return grouped_linear_reference(x, weight[:, :out_features, : x.shape[1]], bias, rows, starts)
 
 
-@torch.library.register_fake("compiled_llm::grouped_linear", lib=LIBRARY)
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> Tensor:
-    return x.new_empty((x if rows is None else rows).shape[0], weight.shape[1])
+_EXPERTS = "Tensor? bias, Tensor? rows, Tensor starts"
 
 
-@torch.library.register_fake("compiled_llm::grouped_gated_linear", lib=LIBRARY)
-def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, *args) -> Tensor:
-    return x.new_empty((x if rows is None else rows).shape[0], weight.shape[1] // 2)
+def _rows(x: Tensor, rows: Tensor | None, columns: int) -> Tensor:
+    """A fake result."""
+    return x.new_empty((x if rows is None else rows).shape[0], columns)
 
 
-@torch.library.register_fake("compiled_llm::grouped_linear_sum", lib=LIBRARY)
-def _fake_sum(x: Tensor, weight: Tensor, bias, tokens: Tensor, starts: Tensor, places: Tensor, *args) -> Tensor:
-    return x.new_empty(places.shape[0], weight.shape[1])
-
-
-@torch.library.register_fake("compiled_llm::grouped_packed_linear", lib=LIBRARY)
-def _fake_packed(
-    x: Tensor, packed: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
-) -> Tensor:
-    return x.new_empty((x if rows is None else rows).shape[0], out_features)
-
-
-def _without_kernels(*args):
-    """Until linear_cpu.cpp is loaded, which registers its own implementation; or for good, without a compiler."""
-    return (grouped_packed_linear if native.load("linear_cpu") else grouped_packed_linear_reference)(*args)
-
-
-LIBRARY.impl("grouped_packed_linear", _without_kernels, "CompositeExplicitAutograd")
-
-
-def _register(name: str, kernel: str) -> None:
-    def on_gpu(*args) -> Tensor:
-        from compiled_llm.ops.moe import triton_grouped  # the first call on a GPU loads Triton, not the import
-
-        return getattr(triton_grouped, kernel)(*args)
-
-    LIBRARY.impl(name, globals()[f"{name}_reference"], "CompositeExplicitAutograd")
-    LIBRARY.impl(name, on_gpu, "CUDA")
-
-
-_register("grouped_linear", "grouped_linear")
-_register("grouped_gated_linear", "grouped_linear")
-_register("grouped_linear_sum", "grouped_linear_sum")
+define_op(
+    f"grouped_linear(Tensor x, Tensor weight, {_EXPERTS}) -> Tensor",
+    reference=grouped_linear_reference,
+    fake=lambda x, weight, bias, rows, *args: _rows(x, rows, weight.shape[1]),
+    gpu=on_gpu("moe.triton_grouped:grouped_linear"),
+)
+define_op(
+    f"grouped_gated_linear(Tensor x, Tensor weight, {_EXPERTS}, str activation, float alpha, float limit) -> Tensor",
+    reference=grouped_gated_linear_reference,
+    fake=lambda x, weight, bias, rows, *args: _rows(x, rows, weight.shape[1] // 2),
+    gpu=on_gpu("moe.triton_grouped:grouped_linear"),
+)
+define_op(
+    "grouped_linear_sum(Tensor x, Tensor weight, Tensor? bias, Tensor tokens, Tensor starts, Tensor places,"
+    " Tensor weights, Tensor? beside, Tensor? residual, Tensor(a!) counters) -> Tensor",
+    reference=grouped_linear_sum_reference,
+    fake=lambda x, weight, bias, tokens, starts, places, *args: x.new_empty(places.shape[0], weight.shape[1]),
+    gpu=on_gpu("moe.triton_grouped:grouped_linear_sum"),
+)
+define_op(
+    f"grouped_packed_linear(Tensor x, Tensor packed, {_EXPERTS}, int out_features) -> Tensor",
+    reference=grouped_packed_linear_reference,
+    fake=lambda x, packed, bias, rows, starts, out_features: _rows(x, rows, out_features),
+    cpu="linear_cpu",
+)

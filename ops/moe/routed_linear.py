@@ -8,38 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.moe.routing import SCORINGS, routed_rows_reference
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 
-LIBRARY.define(
-    "routed_linear(Tensor x, Tensor? delta, Tensor? norm, float eps, Tensor weight, Tensor? bias, Tensor? choice_bias,"
-    " Tensor? expert_scale, Tensor num_tokens, Tensor(a!) used, Tensor(b!) counters, int top_k, str scoring,"
-    " float scale, int groups, int top_groups, Tensor? seen_norm, float multiplier)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
 
 def routed_linear(
-    x: Tensor,
-    delta: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    choice_bias: Tensor | None,
-    expert_scale: Tensor | None,
-    num_tokens: Tensor,
-    used: Tensor,
-    counters: Tensor,
-    top_k: int,
-    scoring: str,
-    scale: float = 1.0,
-    groups: int = 1,
-    top_groups: int = 1,
-    seen_norm: Tensor | None = None,
+    x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
+    choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor,
+    top_k: int, scoring: str, scale: float = 1.0, groups: int = 1, top_groups: int = 1, seen_norm: Tensor | None = None,
     multiplier: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``normed = rms_norm(x + delta)`` and ``routed_rows(normed @ weight.T + bias)``, whose other arguments it has.
 
     All is rounded where the ops on their own round. A row's bits depend on nothing but the row.
@@ -83,7 +62,6 @@ def routed_linear_reference(
     return total, normed, *routed_rows_reference(logits, choice_bias, expert_scale, num_tokens, used, *rule)
 
 
-@torch.library.register_fake("compiled_llm::routed_linear", lib=LIBRARY)
 def _fake(
     x: Tensor, delta, norm, eps, weight: Tensor, bias, choice_bias, expert_scale, num_tokens, used, counters,
     top_k: int, *rule,
@@ -95,11 +73,12 @@ def _fake(
     return total, normed, weights, places, rows, starts
 
 
-def _cuda(*args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from compiled_llm.ops.moe import triton_routed_linear  # the first call on a GPU loads Triton, not the import
-
-    return triton_routed_linear.routed_linear(*args)
-
-
-LIBRARY.impl("routed_linear", routed_linear_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("routed_linear", _cuda, "CUDA")
+define_op(
+    "routed_linear(Tensor x, Tensor? delta, Tensor? norm, float eps, Tensor weight, Tensor? bias, Tensor? choice_bias,"
+    " Tensor? expert_scale, Tensor num_tokens, Tensor(a!) used, Tensor(b!) counters, int top_k, str scoring,"
+    " float scale, int groups, int top_groups, Tensor? seen_norm, float multiplier)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=routed_linear_reference,
+    fake=_fake,
+    gpu=on_gpu("moe.triton_routed_linear:routed_linear"),
+)

@@ -14,8 +14,7 @@ T tokens, E experts, k experts of a token, D hidden size; R = T * k rows.
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 
 # Of routed_linear.
 MAX_ROWS = 256
@@ -25,34 +24,14 @@ MAX_GROUPED_EXPERTS = 128
 
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 
-LIBRARY.define(
-    "route(Tensor logits, Tensor? choice_bias, int top_k, str scoring, float scale, int groups, int top_groups)"
-    " -> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "expert_rows(Tensor experts, Tensor num_tokens, Tensor(a!) used, int num_experts) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "routed_rows(Tensor logits, Tensor? choice_bias, Tensor? expert_scale, Tensor num_tokens, Tensor(a!) used,"
-    " int top_k, str scoring, float scale, int groups, int top_groups) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-LIBRARY.define("weighted_sum(Tensor y, Tensor places, Tensor weights) -> Tensor")
-LIBRARY.define(
-    "weighted_sum_added(Tensor y, Tensor places, Tensor weights, Tensor? beside, Tensor? residual) -> Tensor"
-)
 
 _OPS = torch.ops.compiled_llm
 
 
 def route(
-    logits: Tensor,
-    choice_bias: Tensor | None,
-    top_k: int,
-    scoring: str,
-    scale: float = 1.0,
-    groups: int = 1,
+    logits: Tensor, choice_bias: Tensor | None, top_k: int, scoring: str, scale: float = 1.0, groups: int = 1,
     top_groups: int = 1,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Each token's experts, the best first, and their weights. All of it is computed in float32.
 
     Args:
@@ -92,17 +71,9 @@ def expert_rows(experts: Tensor, num_tokens: Tensor, used: Tensor, num_experts: 
 
 
 def routed_rows(
-    logits: Tensor,
-    choice_bias: Tensor | None,
-    expert_scale: Tensor | None,
-    num_tokens: Tensor,
-    used: Tensor,
-    top_k: int,
-    scoring: str,
-    scale: float = 1.0,
-    groups: int = 1,
-    top_groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor,
+    top_k: int, scoring: str, scale: float = 1.0, groups: int = 1, top_groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``route`` and then ``expert_rows``, whose arguments it has: on a GPU one launch or two.
 
     Args:
@@ -209,67 +180,54 @@ def weighted_sum_added_reference(
     return total if residual is None else residual + total
 
 
-@torch.library.register_fake("compiled_llm::route", lib=LIBRARY)
 def _fake_route(logits: Tensor, choice_bias: Tensor | None, top_k: int, *args) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int32)
 
 
-@torch.library.register_fake("compiled_llm::expert_rows", lib=LIBRARY)
-def _fake_rows(experts: Tensor, num_tokens: Tensor, used: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = experts.shape[0] * experts.shape[1]
-    return experts.new_empty(experts.shape), experts.new_empty(rows), experts.new_empty(num_experts + 1)
+def _fake_rows(experts: Tensor, num_tokens, used, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return experts.new_empty(experts.shape), experts.new_empty(experts.numel()), experts.new_empty(num_experts + 1)
 
 
-@torch.library.register_fake("compiled_llm::routed_rows", lib=LIBRARY)
-def _fake_routed(
-    logits: Tensor, choice_bias, expert_scale, num_tokens, used, top_k: int, *args
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    count, num_experts = logits.shape
-    weights = logits.new_empty(count, top_k, dtype=torch.float32)
-    places = torch.empty_like(weights, dtype=torch.int32)
-    return weights, places, places.new_empty(count * top_k), places.new_empty(num_experts + 1)
+def _fake_routed(logits: Tensor, choice_bias, expert_scale, num_tokens, used, top_k: int, *args) -> tuple[Tensor, ...]:
+    weights, experts = _fake_route(logits, choice_bias, top_k)
+    return weights, *_fake_rows(experts, num_tokens, used, logits.shape[1])
 
 
-@torch.library.register_fake("compiled_llm::weighted_sum", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::weighted_sum_added", lib=LIBRARY)
 def _fake_sum(y: Tensor, places: Tensor, *args) -> Tensor:
     return y.new_empty(places.shape[0], y.shape[1])
 
 
-def _register(name: str) -> None:
-    plain = globals()[f"{name}_reference"]
-
-    def without_kernels(*args):
-        """Until rowwise_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-        return (getattr(_OPS, name) if native.load("rowwise_cpu") else plain)(*args)
-
-    def on_gpu(*args):
-        from compiled_llm.ops.moe import triton_routing  # the first call on a GPU loads Triton, not the import
-
-        return getattr(triton_routing, name, plain)(*args)
-
-    LIBRARY.impl(name, without_kernels, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, on_gpu, "CUDA")
-
-
-for _name in ("route", "expert_rows", "weighted_sum"):
-    _register(_name)
-
-
-def _summed_on_gpu(*args) -> Tensor:
-    from compiled_llm.ops.moe import triton_routing  # likewise
-
-    return triton_routing.weighted_sum(*args)
-
-
-def _routed_on_gpu(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from compiled_llm.ops.moe import triton_expert_rows  # the first call on a GPU loads Triton, not the import
-
-    return triton_expert_rows.routed_rows(*args)
-
-
-LIBRARY.impl("routed_rows", routed_rows_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("routed_rows", _routed_on_gpu, "CUDA")
-LIBRARY.impl("weighted_sum_added", weighted_sum_added_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("weighted_sum_added", _summed_on_gpu, "CUDA")
+_CHOICE = "int top_k, str scoring, float scale, int groups, int top_groups"
+define_op(
+    f"route(Tensor logits, Tensor? choice_bias, {_CHOICE}) -> (Tensor, Tensor)",
+    reference=route_reference,
+    fake=_fake_route,
+    cpu="rowwise_cpu",
+)
+define_op(
+    "expert_rows(Tensor experts, Tensor num_tokens, Tensor(a!) used, int num_experts) -> (Tensor, Tensor, Tensor)",
+    reference=expert_rows_reference,
+    fake=_fake_rows,
+    cpu="rowwise_cpu",
+)
+define_op(
+    "routed_rows(Tensor logits, Tensor? choice_bias, Tensor? expert_scale, Tensor num_tokens, Tensor(a!) used,"
+    f" {_CHOICE}) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=routed_rows_reference,
+    fake=_fake_routed,
+    gpu=on_gpu("moe.triton_expert_rows:routed_rows"),
+)
+define_op(
+    "weighted_sum(Tensor y, Tensor places, Tensor weights) -> Tensor",
+    reference=weighted_sum_reference,
+    fake=_fake_sum,
+    cpu="rowwise_cpu",
+    gpu=on_gpu("moe.triton_routing:weighted_sum"),
+)
+define_op(
+    "weighted_sum_added(Tensor y, Tensor places, Tensor weights, Tensor? beside, Tensor? residual) -> Tensor",
+    reference=weighted_sum_added_reference,
+    fake=_fake_sum,
+    gpu=on_gpu("moe.triton_routing:weighted_sum"),
+)

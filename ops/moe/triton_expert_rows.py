@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
+
 BLOCK_TOKENS = 32  # the bits of a number
 FEW_EXPERTS = 256  # with which a block of 32 tokens fits into the registers of 8 warps
 _BLOCK_ELEMENTS = 4096  # of a block of fewer tokens where there are more experts
@@ -135,7 +137,7 @@ def _number_of_bits(bits):
 
 @triton.jit
 def _store_starts(starts, used, experts, counts, EXPERTS: tl.constexpr):
-    """Where the rows of each expert begin, stored and returned; those that have some are added to ``used``."""
+    """Where the rows of each expert begin, stored and returned; how many experts have rows is added to ``used``."""
     first = tl.cumsum(counts, 0) - counts
     tl.store(starts + experts, first, mask=experts < EXPERTS)
     tl.store(starts + EXPERTS, tl.sum(counts, 0))
@@ -167,7 +169,7 @@ def store_choice(
     order, weights, experts, block, num_rows, num_tokens, out_weights, chosen, users,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of tokens, stores what ``choose`` gave, and the bits of those that use each expert."""
+    """Of a block of tokens, stores what ``choose`` gave, and for each expert the bits of the tokens that use it."""
     place = tl.arange(0, order.shape[0])
     token = block * order.shape[0] + place
     taken = (order >= 0) & (token < num_rows)[:, None]
@@ -305,7 +307,7 @@ def routed_rows(
     logits: Tensor, choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor,
     top_k: int, scoring: str, scale: float, groups: int, top_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; experts that cannot be chosen so.
@@ -349,11 +351,9 @@ def check(
     top_k: int, groups: int, top_groups: int,
 ) -> None:  # fmt: skip
     """Of ``routed_rows``."""
-    if logits.dim() != 2 or not logits.is_contiguous() or not logits.is_floating_point() or logits.itemsize > 4:
-        raise ValueError(
-            f"routed_rows: logits must be a contiguous [T, E] of float32, bfloat16 or float16, got "
-            f"{list(logits.shape)} of {logits.dtype}"
-        )
+    op = "routed_rows"
+    if logits.dim() != 2 or not logits.is_contiguous() or logits.dtype not in DTYPES:
+        refuse(op, "logits", logits, "a contiguous [T, E] of float32, bfloat16 or float16")
     experts = logits.shape[1]
     fits = 0 < groups <= experts and experts % groups == 0 and 0 < top_groups <= groups
     if not fits or not 0 < top_k <= experts // groups * top_groups or experts > _NUMBERS.value:
@@ -362,17 +362,7 @@ def check(
             f"the experts of top_groups groups; got {experts} experts, groups={groups}, top_groups={top_groups}, "
             f"top_k={top_k}"
         )
-    wanted = {
-        "choice_bias": (choice_bias, [experts], torch.float32),
-        "expert_scale": (expert_scale, [experts], torch.float32),
-        "num_tokens": (num_tokens, [1], torch.int32),
-        "used": (used, [1], torch.int64),
-    }
-    for name, (tensor, shape, dtype) in wanted.items():
-        if tensor is None:
-            continue
-        if list(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"routed_rows: {name} must be a contiguous {shape} of {dtype}, got {list(tensor.shape)} of "
-                f"{tensor.dtype}"
-            )
+    check_contiguous(op, "choice_bias", choice_bias, [experts], logits.device, torch.float32)
+    check_contiguous(op, "expert_scale", expert_scale, [experts], logits.device, torch.float32)
+    check_contiguous(op, "num_tokens", num_tokens, [1], logits.device, torch.int32)
+    check_contiguous(op, "used", used, [1], logits.device, torch.int64)

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
 from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.linear.triton_quantized import aligned
 from compiled_llm.ops.linear.triton_surroundings import gated
 from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.reference import GATES
 from compiled_llm.ops.rowwise.triton_kernels import cast, rounded
+from compiled_llm.ops.triton_checks import check_contiguous, check_rows, refuse
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT = 16  # bytes
 SUMMED_AT_ONCE = 16  # rows of a tile, whose tokens may be complete
 
 
@@ -215,19 +215,13 @@ def _grid(x: Tensor, weight: Tensor, count: int, is_gated: bool = False) -> _Gri
     return _Grid(num_m * triton.cdiv(out_features, block_n), num_m, constants, options)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    if x.data_ptr() % _ALIGNMENT or (x.shape[0] > 1 and x.stride(0) * x.itemsize % _ALIGNMENT):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
 def grouped_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str = "",
     alpha: float = 0.0, limit: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The ops ``grouped_linear`` and, with an activation, ``grouped_gated_linear`` on CUDA tensors.
 
-    On CPU tensors under Triton's interpreter. Never synchronises.
+    On CPU tensors under Triton's interpreter. Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; an unknown activation.
@@ -239,7 +233,7 @@ def grouped_linear(
             f"N={weight.shape[1]}"
         )
     count = x.shape[0] if rows is None else rows.shape[0]
-    x = _aligned(x)
+    x = aligned(x)
     out = x.new_empty(count, weight.shape[1] // (2 if activation else 1))
     if not out.numel():
         return out
@@ -256,7 +250,7 @@ def grouped_linear_sum(
     x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
     beside: Tensor | None, residual: Tensor | None, counters: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; too few counters.
@@ -269,7 +263,7 @@ def grouped_linear_sum(
             f"{x.dtype} with {len(tokens)} tokens"
         )
     check_sum(x, places, weights, beside, residual, out_features)
-    x = _aligned(x)
+    x = aligned(x)
     out = x.new_empty(num_tokens, out_features)
     if not out.numel():
         return out
@@ -300,25 +294,11 @@ def _stride(x: Tensor) -> int:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> None:
-    def refuse(name: str, allowed: str, given: Tensor) -> None:
-        raise ValueError(
-            f"grouped_linear: {name} must be {allowed}, got {list(given.shape)} of {given.dtype} with strides "
-            f"{list(given.stride())} on {given.device}"
-        )
-
-    if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] != 1) or x.dtype not in _DTYPES:
-        refuse("x", "[T, K] of float32, bfloat16 or float16 with the last stride 1", x)
-    like = (x.dtype, x.device)
+    op = "grouped_linear"
+    check_rows(op, x)
     if weight.dim() != 3 or weight.shape[2] != x.shape[1] or not weight.numel() or not weight.is_contiguous():
-        refuse("weight", f"a contiguous [E, N, {x.shape[1]}]", weight)
-    expected = {
-        "weight": (weight, weight.shape, like),
-        "bias": (bias, weight.shape[:2], like),
-        "rows": (rows, None if rows is None else rows.shape[:1], (torch.int32, x.device)),
-        "starts": (starts, (len(weight) + 1,), (torch.int32, x.device)),
-    }
-    for name, (given, shape, kind) in expected.items():
-        if given is None:
-            continue
-        if tuple(given.shape) != tuple(shape or ()) or (given.dtype, given.device) != kind or not given.is_contiguous():
-            refuse(name, f"a contiguous {list(shape or ())} of {kind[0]} on {kind[1]}", given)
+        refuse(op, "weight", weight, f"a contiguous [E, N, {x.shape[1]}]")
+    check_contiguous(op, "weight", weight, weight.shape, x.device, x.dtype)
+    check_contiguous(op, "bias", bias, weight.shape[:2], x.device, x.dtype)
+    check_contiguous(op, "rows", rows, () if rows is None else rows.shape[:1], x.device, torch.int32)
+    check_contiguous(op, "starts", starts, (len(weight) + 1,), x.device, torch.int32)

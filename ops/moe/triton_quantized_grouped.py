@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_quantize_rows, triton_quantized, triton_quantized_a8
-from compiled_llm.ops.linear.quantized_tiles import Choice, Tile
+from compiled_llm.ops.linear.quantized_tiles import Choice
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns
@@ -23,6 +23,7 @@ from compiled_llm.ops.moe.triton_grouped import SUMMED_AT_ONCE, add_complete, ad
 from compiled_llm.ops.moe.triton_routing import check_sum
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.reference import GATES
+from compiled_llm.ops.triton_checks import check_contiguous
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 
@@ -46,15 +47,16 @@ def _rows_of(rows, targets, inside):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def grouped_kernel(
-    x, codes, scales, zeros, bias, rows, starts, y, tokens, places, weights, beside, residual, out, counters, x_stride,
-    num_tokens, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
-    GROUPS: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, rows, starts, y, tokens, places, weights, beside,
+    residual, out, counters, x_stride, num_tokens, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr, GROUPS: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
+    IN: tl.constexpr, ROW_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT8_X: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
-    Outputs go to ``y``. With ``counters`` the program that writes the last row of a token adds up the token's rows.
+    INT8_X: x has codes with ``x_scales``, or rows that are quantised here. Outputs go to ``y``. With ``counters`` the
+    program that writes the last row of a token adds up the token's rows.
     """
     if PROGRAMMATIC:
         wait_for_launches_before()
@@ -65,59 +67,29 @@ def grouped_kernel(
     columns = columns_of(tile, OUT, GATED, BLOCK_N)
     if found < EXPERTS:
         expert = found.to(tl.int64)
-        acc = triton_quantized.tile_sums(
-            x + _rows_of(rows, targets, inside) * x_stride, inside, codes + expert * WIDE * ROW_BYTES,
-            _of_expert(scales, expert, GROUPS * WIDE), _of_expert(zeros, expert, GROUPS * WIDE), columns,
-            ELEMENT, GROUP, WIDE, IN, ROW_BYTES, PART, BLOCK_M, BLOCK_N,
-            MASKED=True,  # or some tiles of 128 rows spill
-        )  # fmt: skip
-        store_outputs(
-            acc, _of_expert(bias, expert, WIDE), None, None, y, tile, columns, targets.to(tl.int64), inside, 0, 0,
-            OUT, ACTIVATION, GATED, 1.0, BLOCK_M, BLOCK_N, alpha, limit,
-        )  # fmt: skip
-        if counters is not None:
-            add_complete(
-                y, tokens, places, weights, beside, residual, out, counters, targets, inside, columns.to(tl.int64),
-                tile, num_tokens, OUT, TOP_K, BLOCK_T,
+        if INT8_X:
+            sources = _rows_of(rows, targets, inside)
+            own_scales = None
+            if x_scales is None:
+                own_scales = scales_of_rows(x + sources * x_stride, inside, x_scale, None, None, IN, BLOCK_M)
+            acc = triton_quantized_a8.tile_sums(
+                x, x_sums, sources, inside, codes + expert * WIDE * ROW_BYTES,
+                _of_expert(scales, expert, GROUPS * WIDE), _of_expert(zeros, expert, GROUPS * WIDE), columns,
+                ELEMENT, GROUP, WIDE, IN, x_stride, ROW_BYTES, PART, BLOCK_M, BLOCK_N, own_scales,
             )  # fmt: skip
-    if counters is not None:
-        add_padding(
-            y, places, weights, beside, residual, out, num_rows, place, columns.to(tl.int64), num_tokens,
-            NUM_M, OUT, TOP_K, BLOCK_T,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def grouped_a8_kernel(
-    x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, rows, starts, y, tokens, places, weights, beside,
-    residual, out, counters, x_stride, num_tokens, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr, GROUPS: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
-    IN: tl.constexpr, ROW_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMMATIC: tl.constexpr,
-):  # fmt: skip
-    """As ``grouped_kernel``, of int8 activations: codes with ``x_scales``, or rows of x that are quantised here."""
-    if PROGRAMMATIC:
-        wait_for_launches_before()
-    GATED: tl.constexpr = ACTIVATION != ""
-    WIDE: tl.constexpr = 2 * OUT if GATED else OUT
-    place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
-    found, targets, inside, num_rows = own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
-    columns = columns_of(tile, OUT, GATED, BLOCK_N)
-    if found < EXPERTS:
-        expert = found.to(tl.int64)
-        sources = _rows_of(rows, targets, inside)
-        own_scales = None
-        if x_scales is None:
-            own_scales = scales_of_rows(x + sources * x_stride, inside, x_scale, None, None, IN, BLOCK_M)
-        acc = triton_quantized_a8.tile_sums(
-            x, x_sums, sources, inside, codes + expert * WIDE * ROW_BYTES,
-            _of_expert(scales, expert, GROUPS * WIDE), _of_expert(zeros, expert, GROUPS * WIDE), columns,
-            ELEMENT, GROUP, WIDE, IN, x_stride, ROW_BYTES, PART, BLOCK_M, BLOCK_N, own_scales,
-        )  # fmt: skip
-        of_rows = own_scales if x_scales is None else tl.load(x_scales + sources, mask=inside, other=0.0)
-        acc = finished(acc, of_rows, load_columns(_of_expert(bias, expert, WIDE), columns, columns < WIDE))
+            of_rows = own_scales if x_scales is None else tl.load(x_scales + sources, mask=inside, other=0.0)
+            acc = finished(acc, of_rows, load_columns(_of_expert(bias, expert, WIDE), columns, columns < WIDE))
+            bias_left = None
+        else:
+            acc = triton_quantized.tile_sums(
+                x + _rows_of(rows, targets, inside) * x_stride, inside, codes + expert * WIDE * ROW_BYTES,
+                _of_expert(scales, expert, GROUPS * WIDE), _of_expert(zeros, expert, GROUPS * WIDE), columns,
+                ELEMENT, GROUP, WIDE, IN, ROW_BYTES, PART, BLOCK_M, BLOCK_N,
+                MASKED=True,  # or some tiles of 128 rows spill
+            )  # fmt: skip
+            bias_left = _of_expert(bias, expert, WIDE)
         store_outputs(
-            acc, None, None, None, y, tile, columns, targets.to(tl.int64), inside, 0, 0,
+            acc, bias_left, None, None, y, tile, columns, targets.to(tl.int64), inside, 0, 0,
             OUT, ACTIVATION, GATED, 1.0, BLOCK_M, BLOCK_N, alpha, limit,
         )  # fmt: skip
         if counters is not None:
@@ -160,23 +132,17 @@ def grouped_quantized_linear(
     starts: Tensor, element: str, group_size: int, out_features: int, choice: Choice | None = None,
     behind: _Behind = _NOTHING,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack.
     """
-    name, weight, form = "grouped_quantized_linear", (codes, scales, zeros, bias), (element, group_size, out_features)
-    _check(name, x, *weight, rows, starts, *form)
-    y, out = _results(x, rows, out_features, behind)
-    if not y.numel():
-        return out
-    x = triton_quantized.aligned(x)
-    tile = _tile(x, zeros, form, len(codes), len(y), choice, int8_activations=False)
-    stride = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    _launch(grouped_kernel, (x, *weight, rows, starts), stride, y, out, tile, form, behind, x.itemsize == 4)
-    return out
+    form = element, group_size, out_features
+    return _multiplied(
+        x, (codes, scales, zeros, bias), None, rows, starts, form, choice, behind, int8_activations=False
+    )
 
 
 def grouped_quantized_linear_a8(
@@ -188,28 +154,8 @@ def grouped_quantized_linear_a8(
 
     A token's row is quantised once, for all of its experts; where tiles have few rows, by each program that takes it.
     """
-    name, weight, form = (
-        "grouped_quantized_linear_a8",
-        (codes, scales, zeros, bias),
-        (element, group_size, out_features),
-    )
-    _check(name, x, *weight, rows, starts, *form)
-    triton_quantized_a8.check_a8(name, x, x_scale, element)
-    y, out = _results(x, rows, out_features, behind)
-    if not y.numel():
-        return out
-    tile = _tile(x, zeros, form, len(codes), len(y), choice, int8_activations=True)
-    in_features, x = x.shape[1], triton_quantized.aligned(x)
-    x_scales, x_sums, stride = None, None, x.stride(0) if x.shape[0] > 1 else in_features
-    if tile.m > triton_quantized_a8.FEW_ROWS:
-        x, x_scales, x_sums = triton_quantize_rows.quantize_rows(x, x_scale, group_size, zeros is not None)
-        x_scale, stride = None, x.shape[1]
-    given = x, x_scale, x_scales, x_sums
-    _launch(
-        grouped_a8_kernel, (*given, *weight, rows, starts), stride, y, out, tile, form, behind, False,
-        in_features=in_features,
-    )  # fmt: skip
-    return out
+    weight, form = (codes, scales, zeros, bias), (element, group_size, out_features)
+    return _multiplied(x, weight, x_scale, rows, starts, form, choice, behind, int8_activations=True)
 
 
 def gated_quantized_experts(
@@ -217,7 +163,7 @@ def gated_quantized_experts(
     element: str, group_size: int, out_features: int, int8_activations: bool, activation: str, alpha: float,
     limit: float,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors, likewise.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter).
 
     Raises:
         ValueError: those of the product; an unknown activation; x in float32.
@@ -229,16 +175,14 @@ def gated_quantized_experts(
         )
     weight, form = (codes, scales, zeros, bias), (element, group_size, out_features)
     behind = _Behind(activation, alpha, limit)
-    if int8_activations:
-        return grouped_quantized_linear_a8(x, *weight, None, tokens, starts, *form, behind=behind)
-    return grouped_quantized_linear(x, *weight, tokens, starts, *form, behind=behind)
+    return _multiplied(x, weight, None, tokens, starts, form, None, behind, int8_activations=int8_activations)
 
 
 def summed_quantized_experts(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, tokens: Tensor, starts: Tensor,
     element: str, group_size: int, out_features: int, int8_activations: bool, *added: Any,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors, likewise.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter).
 
     Raises:
         ValueError: those of the product; a tensor of another shape, dtype, layout or device; too few counters.
@@ -250,55 +194,53 @@ def summed_quantized_experts(
             f"{list(x.shape)} of {x.dtype} with {len(tokens)} tokens"
         )
     check_sum(x, own.places, own.weights, own.beside, own.residual, out_features)
-    behind = _Behind(sum=own)
+    return _multiplied(x, weight, None, None, starts, form, None, _Behind(sum=own), int8_activations=int8_activations)
+
+
+def _multiplied(
+    x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None], x_scale: Tensor | None, rows: Tensor | None,
+    starts: Tensor, form: tuple[str, int, int], choice: Choice | None, behind: _Behind, *, int8_activations: bool,
+) -> Tensor:  # fmt: skip
+    """Check, quantise x if it is to be and no program does it for itself, and launch the kernel."""
+    name = "grouped_quantized_linear" + "_a8" * int8_activations
+    (codes, scales, zeros, _), (element, group_size, wide), own = weight, form, behind.sum
+    _check(name, x, *weight, rows, starts, *form)
     if int8_activations:
-        return grouped_quantized_linear_a8(x, *weight, None, None, starts, *form, behind=behind)
-    return grouped_quantized_linear(x, *weight, None, starts, *form, behind=behind)
-
-
-def _results(x: Tensor, rows: Tensor | None, out_features: int, behind: _Behind) -> tuple[Tensor, Tensor]:
-    """Where the products go, and what is returned: the same unless they are added up."""
-    y = x.new_empty((x if rows is None else rows).shape[0], out_features // (2 if behind.activation else 1))
-    return y, y if behind.sum is None else x.new_empty(len(behind.sum.places), out_features)
-
-
-def _tile(
-    x: Tensor, zeros: Tensor | None, form: tuple[str, int, int], experts: int, count: int, choice: Choice | None,
-    *, int8_activations: bool,
-) -> Tile:  # fmt: skip
-    per_expert = -(-2 * count // experts)  # twice the average, so that one with some more rows still has one tile
+        triton_quantized_a8.check_a8(name, x, x_scale, element)
+    y = x.new_empty((x if rows is None else rows).shape[0], wide // (2 if behind.activation else 1))
+    out = y if own is None else x.new_empty(len(own.places), wide)
+    if not y.numel():
+        return out
+    x, in_features, experts = triton_quantized.aligned(x), x.shape[1], len(codes)
+    per_expert = -(-2 * len(y) // experts)  # twice the average, so that one with some more rows still has one tile
     choice = choice or triton_quantized.choice_for(
         per_expert, x, zeros is not None, *form, int8_activations=int8_activations, experts=experts
     )
-    assert choice.tile is not None, "experts are multiplied by Triton"
-    return choice.tile
-
-
-def _launch(
-    kernel: Any, given: tuple, x_stride: int, y: Tensor, out: Tensor, tile: Tile, form: tuple[str, int, int],
-    behind: _Behind, fused: bool, in_features: int = 0,
-) -> None:  # fmt: skip
-    """``given``: the kernel's first arguments, x first, then among others the weights, and ``starts`` last."""
-    element, group_size, wide = form
-    codes, scales, own = given[-6], given[-5], behind.sum
-    experts, num_m = len(codes), min(len(y), len(y) // tile.m + len(codes))
-    tiles = triton.cdiv(wide, tile.n)
+    tile = choice.tile
+    assert tile is not None, "experts are multiplied by Triton"
+    x_scales, x_sums, x_stride = None, None, x.stride(0) if x.shape[0] > 1 else in_features
+    if int8_activations and tile.m > triton_quantized_a8.FEW_ROWS:
+        x, x_scales, x_sums = triton_quantize_rows.quantize_rows(x, x_scale, group_size, zeros is not None)
+        x_scale, x_stride = None, x.shape[1]
+    num_m, tiles = min(len(y), len(y) // tile.m + experts), triton.cdiv(wide, tile.n)
     num_tokens, top_k = (0, 1) if own is None else own.places.shape
     added = (None,) * 5 if own is None else own[:5]
     if own is not None:
         check_counters("summed_quantized_experts", own.counters, num_tokens * tiles)
     with torch.cuda.device_of(y):
-        kernel[(num_m * tiles,)](
-            *given, y, *added, None if own is None else out, None if own is None else own.counters, x_stride,
-            num_tokens, behind.alpha, behind.limit,
+        grouped_kernel[(num_m * tiles,)](
+            x, x_scale, x_scales, x_sums, *weight, rows, starts, y, *added, None if own is None else out,
+            None if own is None else own.counters, x_stride, num_tokens, behind.alpha, behind.limit,
             NUM_M=num_m, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), GROUPS=scales.shape[1],
-            ELEMENT=element, GROUP=group_size, OUT=y.shape[1], IN=in_features or given[0].shape[1],
+            ELEMENT=element, GROUP=group_size, OUT=y.shape[1], IN=in_features,
             ROW_BYTES=codes.shape[-1], ACTIVATION=behind.activation, TOP_K=top_k,
             BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(max(1, num_tokens))),
-            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=fused,
-            **launch_options(len(given[0]) if own is None else num_tokens),
+            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n, INT8_X=int8_activations,
+            num_warps=tile.warps, num_stages=tile.stages,
+            enable_fp_fusion=x.itemsize == 4 and not int8_activations,
+            **launch_options(len(x) if own is None else num_tokens),
         )  # fmt: skip
+    return out
 
 
 def _check(
@@ -308,14 +250,5 @@ def _check(
     triton_quantized.check(
         name, x, codes, scales, zeros, bias, element, group_size, out_features, (codes.shape[0],)
     )  # fmt: skip
-    shapes = {"rows": (rows, None if rows is None else rows.shape[:1]), "starts": (starts, (len(codes) + 1,))}
-    for what, (given, shape) in shapes.items():
-        if given is not None and (
-            tuple(given.shape) != tuple(shape or ())
-            or (given.dtype, given.device) != (torch.int32, x.device)
-            or not given.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name}: {what} must be a contiguous {list(shape or ())} of torch.int32 on {x.device}, got "
-                f"{list(given.shape)} of {given.dtype} on {given.device}"
-            )
+    check_contiguous(name, "rows", rows, () if rows is None else rows.shape[:1], x.device, torch.int32)
+    check_contiguous(name, "starts", starts, (len(codes) + 1,), x.device, torch.int32)

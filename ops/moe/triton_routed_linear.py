@@ -28,6 +28,7 @@ from compiled_llm.ops.moe.triton_expert_rows import (
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, rounded, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
+from compiled_llm.ops.triton_checks import check_contiguous
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 _BLOCK = 16  # rows of a program; and its experts, but for more rows, whose norms fewer programs are to compute
@@ -205,7 +206,7 @@ def routed_linear(
     choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor,
     top_k: int, scoring: str, scale: float, groups: int, top_groups: int, seen_norm: Tensor | None, multiplier: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; too many rows or experts; experts that cannot be
@@ -252,22 +253,12 @@ def _check(
     count, size = x.shape
     if not 0 < count <= MAX_ROWS:
         raise ValueError(f"routed_linear: x must have 1 to {MAX_ROWS} rows, got {count}")
-    known = (
-        ("weight", weight, (weight.shape[0], size), (x.dtype, torch.float32)),
-        ("bias", bias, (weight.shape[0],), (weight.dtype,)),
-        ("norm", norm, (size,), (x.dtype, torch.float32)),
-        ("seen_norm", seen_norm, (size,), (x.dtype, torch.float32)),
-        ("counters", counters, tuple(counters.shape), (torch.int32,)),
-    )
-    for name, tensor, shape, dtypes in known:
-        if tensor is None:
-            continue
-        fits = tuple(tensor.shape) == shape and tensor.is_contiguous() and tensor.numel() and tensor.dtype in dtypes
-        if not fits or tensor.device != x.device:
-            raise ValueError(
-                f"routed_linear: {name} must be a contiguous {list(shape)} of {' or '.join(map(str, dtypes))} on "
-                f"{x.device}, got {list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-            )
+    op, experts, either = "routed_linear", weight.shape[0], (x.dtype, torch.float32)
+    check_contiguous(op, "weight", weight, (experts, size), x.device, *either)
+    check_contiguous(op, "bias", bias, (experts,), x.device, weight.dtype)
+    check_contiguous(op, "norm", norm, (size,), x.device, *either)
+    check_contiguous(op, "seen_norm", seen_norm, (size,), x.device, *either)
+    check_contiguous(op, "counters", counters, (counters.numel(),), x.device, torch.int32)
     if seen_norm is not None and norm is None:
         raise ValueError("routed_linear: seen_norm must come with a norm, got None")
     if delta is not None and (norm is None or delta.shape != x.shape or delta.device != x.device):
@@ -277,5 +268,5 @@ def _check(
         )
     if len(counters) <= triton.cdiv(count, _BLOCK):
         raise ValueError(f"routed_linear: counters must be more than {triton.cdiv(count, _BLOCK)}, got {len(counters)}")
-    if weight.shape[0] > most:
-        raise ValueError(f"routed_linear: there must be at most {most} experts, got {weight.shape[0]}")
+    if experts > most:
+        raise ValueError(f"routed_linear: there must be at most {most} experts, got {experts}")

@@ -70,7 +70,7 @@ def weighted_sum(
 ) -> Tensor:
     """The ops ``weighted_sum`` and ``weighted_sum_added`` on CUDA tensors.
 
-    On CPU tensors under Triton's interpreter. Never synchronises.
+    On CPU tensors under Triton's interpreter. Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device.

@@ -12,17 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.recurrent.reference_rows import first_state, rows_of, write_state
-
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor(a!) state, "
-    "Tensor query_start_loc, Tensor seq_lens, Tensor read_slot, Tensor write_slot, Tensor write_after, float eps, "
-    "int max_query_len"
-)
-LIBRARY.define(f"gated_delta_rule({_ARGUMENTS}) -> Tensor")
-LIBRARY.define(f"gated_delta_rule_exact({_ARGUMENTS}) -> Tensor")
 
 
 def gated_delta_rule(
@@ -34,8 +25,8 @@ def gated_delta_rule(
 
     Args:
         q, k: ``[T, HK, dk]``; float32, bfloat16 or float16; any strides with the last one 1.
-        v: ``[T, HV, dv]``, likewise, dtype of ``q``. HV is a multiple of HK: value head h has key head
-            ``h // (HV // HK)``.
+        v: ``[T, HV, dv]``, dtype of ``q``; any strides with the last one 1. HV is a multiple of HK: value head h has
+            key head ``h // (HV // HK)``.
         a, b: ``[T, HV]``, dtype of ``q``, any strides with the last one 1.
         A_log, dt_bias: ``[HV]`` float32.
         state: ``[slots, HV, dk, dv]`` float32 contiguous, written in place; in this order on every device.
@@ -84,37 +75,13 @@ def gated_delta_rule_reference(
     return out
 
 
-@torch.library.register_fake("compiled_llm::gated_delta_rule", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::gated_delta_rule_exact", lib=LIBRARY)
-def _fake(q: Tensor, k: Tensor, v: Tensor, *args) -> Tensor:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device)
-
-
-def _without_kernels(*args) -> Tensor:
-    """Until recurrent_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-    if native.load("recurrent_cpu") is None:
-        return gated_delta_rule_reference(*args)
-    return torch.ops.compiled_llm.gated_delta_rule.default(*args)
-
-
-def _exact(*args) -> Tensor:
-    """On a CPU, whose one kernel is exact."""
-    return torch.ops.compiled_llm.gated_delta_rule.default(*args)
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.recurrent import triton_gated_delta  # the first call on a GPU loads Triton, not the import
-
-    return triton_gated_delta.gated_delta_rule(*args)
-
-
-def _exact_cuda(*args) -> Tensor:
-    from compiled_llm.ops.recurrent import triton_gated_delta
-
-    return triton_gated_delta.gated_delta_rule(*args, exact=True)
-
-
-LIBRARY.impl("gated_delta_rule", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("gated_delta_rule", _cuda, "CUDA")
-LIBRARY.impl("gated_delta_rule_exact", _exact, "CompositeExplicitAutograd")
-LIBRARY.impl("gated_delta_rule_exact", _exact_cuda, "CUDA")
+define_op(
+    "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, "
+    "Tensor(a!) state, Tensor query_start_loc, Tensor seq_lens, Tensor read_slot, Tensor write_slot, "
+    "Tensor write_after, float eps, int max_query_len) -> Tensor",
+    reference=gated_delta_rule_reference,
+    fake=lambda q, k, v, *args: v.new_empty(v.shape),
+    cpu="recurrent_cpu",
+    gpu=on_gpu("recurrent.triton_gated_delta:gated_delta_rule"),
+    gpu_exact=on_gpu("recurrent.triton_gated_delta:gated_delta_rule", exact=True),
+)

@@ -11,17 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 from compiled_llm.ops.recurrent.reference_rows import first_state, rows_of, write_state
-
-_ARGUMENTS = (
-    "Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A_log, Tensor D, Tensor dt_bias, Tensor(a!) state, "
-    "Tensor query_start_loc, Tensor seq_lens, Tensor read_slot, Tensor write_slot, Tensor write_after, float dt_min, "
-    "float dt_max, int max_query_len"
-)
-LIBRARY.define(f"mamba2_scan({_ARGUMENTS}) -> Tensor")
-LIBRARY.define(f"mamba2_scan_exact({_ARGUMENTS}) -> Tensor")
 
 
 def mamba2_scan(
@@ -33,8 +24,9 @@ def mamba2_scan(
 
     Args:
         x: ``[T, H, P]``; float32, bfloat16 or float16; any strides with the last one 1.
-        dt: ``[T, H]``, likewise, dtype of ``x``.
-        B, C: ``[T, G, N]``, likewise. H is a multiple of G: head h has group ``h // (H // G)``.
+        dt: ``[T, H]``, dtype of ``x``; any strides with the last one 1.
+        B, C: ``[T, G, N]``, dtype of ``x``; any strides with the last one 1. H is a multiple of G: head h has group
+            ``h // (H // G)``.
         A_log, D, dt_bias: ``[H]`` float32.
         state: ``[slots, H, P, N]`` float32 contiguous, written in place; in this order on every device.
         query_start_loc, seq_lens: as ``paged_attention`` has them. A request starts from zeros where ``seq_lens`` says
@@ -77,37 +69,13 @@ def mamba2_scan_reference(
     return out
 
 
-@torch.library.register_fake("compiled_llm::mamba2_scan", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::mamba2_scan_exact", lib=LIBRARY)
-def _fake(x: Tensor, *args) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _without_kernels(*args) -> Tensor:
-    """Until recurrent_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-    if native.load("recurrent_cpu") is None:
-        return mamba2_scan_reference(*args)
-    return torch.ops.compiled_llm.mamba2_scan.default(*args)
-
-
-def _exact(*args) -> Tensor:
-    """On a CPU, whose one kernel is exact."""
-    return torch.ops.compiled_llm.mamba2_scan.default(*args)
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.recurrent import triton_mamba2  # the first call on a GPU loads Triton, not the import
-
-    return triton_mamba2.mamba2_scan(*args)
-
-
-def _exact_cuda(*args) -> Tensor:
-    from compiled_llm.ops.recurrent import triton_mamba2
-
-    return triton_mamba2.mamba2_scan(*args, exact=True)
-
-
-LIBRARY.impl("mamba2_scan", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("mamba2_scan", _cuda, "CUDA")
-LIBRARY.impl("mamba2_scan_exact", _exact, "CompositeExplicitAutograd")
-LIBRARY.impl("mamba2_scan_exact", _exact_cuda, "CUDA")
+define_op(
+    "mamba2_scan(Tensor x, Tensor dt, Tensor B, Tensor C, Tensor A_log, Tensor D, Tensor dt_bias, Tensor(a!) state, "
+    "Tensor query_start_loc, Tensor seq_lens, Tensor read_slot, Tensor write_slot, Tensor write_after, "
+    "float dt_min, float dt_max, int max_query_len) -> Tensor",
+    reference=mamba2_scan_reference,
+    fake=like_first,
+    cpu="recurrent_cpu",
+    gpu=on_gpu("recurrent.triton_mamba2:mamba2_scan"),
+    gpu_exact=on_gpu("recurrent.triton_mamba2:mamba2_scan", exact=True),
+)

@@ -4,17 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 from compiled_llm.ops.recurrent.reference_rows import first_state, rows_of, write_state
 
 MAX_WIDTH = 8
-
-LIBRARY.define(
-    "short_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor query_start_loc, "
-    "Tensor seq_lens, Tensor read_slot, Tensor write_slot, Tensor write_after, Tensor? gate_before, "
-    "Tensor? gate_after, bool silu) -> Tensor"
-)
 
 
 def short_convolution(
@@ -70,23 +63,12 @@ def short_convolution_reference(
     return out
 
 
-@torch.library.register_fake("compiled_llm::short_convolution", lib=LIBRARY)
-def _fake(x: Tensor, *args) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _without_kernels(*args) -> Tensor:
-    """Until recurrent_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-    if native.load("recurrent_cpu") is None:
-        return short_convolution_reference(*args)
-    return torch.ops.compiled_llm.short_convolution.default(*args)
-
-
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.recurrent import triton_convolution  # the first call on a GPU loads Triton, not the import
-
-    return triton_convolution.short_convolution(*args)
-
-
-LIBRARY.impl("short_convolution", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("short_convolution", _cuda, "CUDA")
+define_op(
+    "short_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor query_start_loc, "
+    "Tensor seq_lens, Tensor read_slot, Tensor write_slot, Tensor write_after, Tensor? gate_before, "
+    "Tensor? gate_after, bool silu) -> Tensor",
+    reference=short_convolution_reference,
+    fake=like_first,
+    cpu="recurrent_cpu",
+    gpu=on_gpu("recurrent.triton_convolution:short_convolution"),
+)

@@ -144,7 +144,7 @@ def short_convolution(
     read_slot: Tensor, write_slot: Tensor, write_after: Tensor, gate_before: Tensor | None, gate_after: Tensor | None,
     silu: bool,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device.

@@ -26,10 +26,10 @@ def gated_delta_rule(
     query_start_loc: Tensor, seq_lens: Tensor, read_slot: Tensor, write_slot: Tensor, write_after: Tensor, eps: float,
     max_query_len: int, *, exact: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device; likewise the other.
+        ValueError: a tensor of another shape, dtype, layout or device.
     """
     op, device = "gated_delta_rule", q.device
     indices = (query_start_loc, seq_lens, read_slot, write_slot, write_after)

@@ -17,7 +17,7 @@ def mamba2_scan(
     query_start_loc: Tensor, seq_lens: Tensor, read_slot: Tensor, write_slot: Tensor, write_after: Tensor,
     dt_min: float, dt_max: float, max_query_len: int, *, exact: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     By chunks (``triton_scan_chunks.py``) where that is allowed and faster.
 

@@ -91,7 +91,7 @@ def check_rows(
     """Requests and writes of the step.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device; likewise the others.
+        ValueError: a tensor of another shape, dtype, layout or device. So do the other ops of this file.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {x.dtype}")

@@ -52,14 +52,9 @@ def add_layer_norm_reference(
 
 
 def rope_reference(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, num_heads: int, num_kv_heads: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op in plain torch."""
     heads = qkv.unflatten(-1, (-1, cos_sin.shape[1]))
     q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
@@ -116,3 +111,26 @@ def log_sum_exp_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     peak = logits.amax(dim=-1)
     return peak, (logits - peak[:, None]).exp().sum(dim=-1).log()
+
+
+def keep_rows_reference(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
+    """The op in plain torch; what a CPU computes, compiled."""
+    kept[: x.shape[0]] = x
+    return torch.index_select(x, 0, indices)
+
+
+def qk_norm_reference(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    """The op in plain torch."""
+    q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)
+    return torch.cat([rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps), v], dim=1)
+
+
+def sum_of_norms_reference(
+    x: Tensor, x_norm: Tensor | None, y: Tensor, y_norm: Tensor | None, scale: Tensor | None, norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op in plain torch. Without a ``norm`` the second result is empty."""
+    x = x if x_norm is None else rms_norm_reference(x, x_norm, eps)
+    total = x + (y if y_norm is None else rms_norm_reference(y, y_norm, eps))
+    total = total if scale is None else (total * scale).to(x.dtype)
+    return total, x.new_empty(0) if norm is None else rms_norm_reference(total, norm, eps)

@@ -8,31 +8,14 @@ Shapes: T tokens, D hidden size, N query heads, K KV heads, H head_dim, I interm
 last stride is 1; dtypes are float32, bfloat16 or float16. All results are fresh, contiguous tensors.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 from compiled_llm.ops.rowwise import reference
-
-LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
-LIBRARY.define("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_size, bool norm_first) -> Tensor"
-)
-LIBRARY.define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
-LIBRARY.define("add_layer_norm(Tensor x, Tensor delta, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "rope(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, float eps)"
-    " -> (Tensor, Tensor)"
-)
-LIBRARY.define("gated_activation(Tensor gate_up, str activation) -> Tensor")
-LIBRARY.define("activation(Tensor x, str activation) -> Tensor")
-LIBRARY.define("clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor")
-LIBRARY.define("soft_cap(Tensor x, float cap) -> Tensor")
-LIBRARY.define("scaled_sum(Tensor x, Tensor delta, Tensor scale) -> Tensor")
-LIBRARY.define("sigmoid_gated(Tensor x, Tensor gate) -> Tensor")
-LIBRARY.define("log_sum_exp(Tensor logits) -> (Tensor, Tensor)")
 
 _OPS = torch.ops.compiled_llm
 
@@ -79,14 +62,9 @@ def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: 
 
 
 def rope(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, num_heads: int, num_kv_heads: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotary position embeddings (Su et al., 2021, arXiv:2104.09864) of queries and keys, after a norm of each head.
 
     Args:
@@ -148,72 +126,126 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _OPS.log_sum_exp(logits)
 
 
-@torch.library.register_fake("compiled_llm::rms_norm", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::gated_rms_norm", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::layer_norm", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::activation", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::soft_cap", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::scaled_sum", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::sigmoid_gated", lib=LIBRARY)
-def _fake_like(x: Tensor, *args) -> Tensor:
-    return x.new_empty(x.shape)
+def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    """``qkv`` with ``rms_norm`` of its queries and of its keys in their places.
+
+    Args:
+        qkv: ``[T, (N + 2 * K) * H]``: queries, keys and values side by side.
+        q_norm, k_norm: ``[N * H]`` and ``[K * H]``, of one dtype: that of ``qkv`` or float32.
+
+    Returns:
+        As ``qkv``, contiguous.
+    """
+    if qkv.is_cuda:
+        return torch.ops.compiled_llm.qk_norm(qkv, q_norm, k_norm, eps)
+    q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)
+    return torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], dim=1)
 
 
-@torch.library.register_fake("compiled_llm::add_rms_norm", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::add_layer_norm", lib=LIBRARY)
-def _fake_add_rms_norm(x: Tensor, *args) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+def sum_of_norms(
+    x: Tensor, x_norm: Tensor | None, y: Tensor, y_norm: Tensor | None, eps: float, scale: Tensor | None = None
+) -> Tensor:
+    """``rms_norm(x, x_norm, eps) + rms_norm(y, y_norm, eps)``, the sum rounded before ``scale`` multiplies it.
+
+    Args:
+        x, y: ``[T, D]``, of one dtype.
+        x_norm, y_norm: ``[D]``; None: no norm.
+        scale: ``[1]`` float32, or None.
+
+    Returns:
+        ``[T, D]``.
+    """
+    if x.is_cuda:
+        return torch.ops.compiled_llm.sum_of_norms(x, x_norm, y, y_norm, scale, None, eps)[0]
+    x = x if x_norm is None else rms_norm(x, x_norm, eps)
+    y = y if y_norm is None else rms_norm(y, y_norm, eps)
+    return x + y if scale is None else scaled_sum(x, y, scale)
 
 
-@torch.library.register_fake("compiled_llm::rope", lib=LIBRARY)
-def _fake_rope(
-    qkv: Tensor, cos_sin: Tensor, q_norm, k_norm, num_heads: int, num_kv_heads: int, eps: float
+def norm_of_sum(
+    x: Tensor, delta: Tensor, delta_norm: Tensor | None, norm: Tensor, eps: float, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """``sum_of_norms(x, None, delta, delta_norm, eps, scale)``, and its ``rms_norm`` by ``norm``: two ``[T, D]``."""
+    if x.is_cuda:
+        return torch.ops.compiled_llm.sum_of_norms(x, None, delta, delta_norm, scale, norm, eps)
+    if scale is not None:
+        total = sum_of_norms(x, None, delta, delta_norm, eps, scale)
+        return total, rms_norm(total, norm, eps)
+    return add_rms_norm(x, delta if delta_norm is None else rms_norm(delta, delta_norm, eps), norm, eps)
+
+
+def keep_rows(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
+    """Copy ``x`` to the first rows of ``kept``, and give the rows ``indices`` of ``x``.
+
+    Args:
+        x: ``[T, D]`` contiguous.
+        indices: ``[R]`` int32 or int64, from 0 to ``T - 1``.
+        kept: ``[T, D]`` contiguous, or with more rows; dtype of ``x``.
+
+    Returns:
+        ``[R, D]``, contiguous.
+    """
+    if x.is_cuda:
+        return torch.ops.compiled_llm.keep_rows(x, indices, kept)
+    return reference.keep_rows_reference(x, indices, kept)
+
+
+def _two_like_first(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return like_first(x), like_first(x)
+
+
+def _half_of_first(gate_up: Tensor, *args: Any) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+def _fake_rope(qkv: Tensor, cos_sin: Tensor, q_norm, k_norm, num_heads: int, num_kv_heads: int, eps: float):
     rows, head_dim = cos_sin.shape
     return qkv.new_empty(rows, num_heads, head_dim), qkv.new_empty(rows, num_kv_heads, head_dim)
 
 
-@torch.library.register_fake("compiled_llm::gated_activation", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::clamped_swiglu", lib=LIBRARY)
-def _fake_gated(gate_up: Tensor, *args) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-@torch.library.register_fake("compiled_llm::log_sum_exp", lib=LIBRARY)
 def _fake_log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     rows = logits.new_empty(logits.shape[0], dtype=torch.float32)
     return rows, torch.empty_like(rows)
 
 
-def _register(name: str) -> None:
-    plain = getattr(reference, f"{name}_reference")
-
-    def without_kernels(*args):
-        """Until rowwise_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
-        return (getattr(_OPS, name) if native.load("rowwise_cpu") else plain)(*args)
-
-    def on_gpu(*args):
-        from compiled_llm.ops.rowwise import triton_rowwise  # the first call on a GPU loads Triton, not the import
-
-        return getattr(triton_rowwise, name)(*args)
-
-    LIBRARY.impl(name, without_kernels, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, on_gpu, "CUDA")
+def _fake_sum_of_norms(x: Tensor, x_norm, y, y_norm, scale, norm, eps: float) -> tuple[Tensor, Tensor]:
+    return like_first(x), x.new_empty(0 if norm is None else x.shape)
 
 
-for _name in (
-    "rms_norm",
-    "add_rms_norm",
-    "gated_rms_norm",
-    "layer_norm",
-    "add_layer_norm",
-    "rope",
-    "gated_activation",
-    "activation",
-    "clamped_swiglu",
-    "soft_cap",
-    "scaled_sum",
-    "sigmoid_gated",
-    "log_sum_exp",
-):
-    _register(_name)
+def _fake_kept(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
+    return x.new_empty(indices.shape[0], x.shape[1])
+
+
+_ON_ALL_DEVICES: dict[str, Callable[..., Any]] = {
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor": like_first,
+    "add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)": _two_like_first,
+    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_size, bool norm_first)"
+    " -> Tensor": like_first,
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor": like_first,
+    "add_layer_norm(Tensor x, Tensor delta, Tensor weight, Tensor bias, float eps)"
+    " -> (Tensor, Tensor)": _two_like_first,
+    "rope(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, float eps)"
+    " -> (Tensor, Tensor)": _fake_rope,
+    "gated_activation(Tensor gate_up, str activation) -> Tensor": _half_of_first,
+    "activation(Tensor x, str activation) -> Tensor": like_first,
+    "clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor": _half_of_first,
+    "soft_cap(Tensor x, float cap) -> Tensor": like_first,
+    "scaled_sum(Tensor x, Tensor delta, Tensor scale) -> Tensor": like_first,
+    "sigmoid_gated(Tensor x, Tensor gate) -> Tensor": like_first,
+    "log_sum_exp(Tensor logits) -> (Tensor, Tensor)": _fake_log_sum_exp,
+}
+_ON_GPUS: dict[str, Callable[..., Any]] = {  # a CPU has an op for each of their parts
+    "qk_norm(Tensor qkv, Tensor q_norm, Tensor k_norm, float eps) -> Tensor": like_first,
+    "sum_of_norms(Tensor x, Tensor? x_norm, Tensor y, Tensor? y_norm, Tensor? scale, Tensor? norm, float eps)"
+    " -> (Tensor, Tensor)": _fake_sum_of_norms,
+    "keep_rows(Tensor x, Tensor indices, Tensor(a!) kept) -> Tensor": _fake_kept,
+}
+for _schema, _fake in (_ON_ALL_DEVICES | _ON_GPUS).items():
+    _name = _schema.partition("(")[0]
+    define_op(
+        _schema,
+        reference=getattr(reference, f"{_name}_reference"),
+        fake=_fake,
+        cpu="rowwise_cpu" if _schema in _ON_ALL_DEVICES else None,
+        gpu=on_gpu(f"rowwise.triton_rowwise:{_name}"),
+    )

@@ -6,6 +6,8 @@ Numbers are rounded where ``reference.py`` rounds them: operations are in float3
 import triton
 import triton.language as tl
 
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before
+
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 PLACES = tl.constexpr(256)  # squares of a row's elements that are so far apart are added up first
@@ -56,7 +58,7 @@ def inverse_rms(squares, eps, SIZE: tl.constexpr):
 
 @triton.jit
 def sum_of_places(x):
-    """Rows ``[M, PLACES]`` -> ``[M]``: neighbours are added, then neighbours of these, and so on.
+    """Rows ``[M, PLACES]`` -> ``[M]``: neighbours are added, then neighbouring sums, and so on.
 
     The order of ``tl.sum`` would follow from how elements lie in threads. A norm is computed by its own kernel and by
     products (``linear/triton_surroundings.py``), whose threads are others. All add up squares whose places are equal
@@ -74,6 +76,137 @@ def weighted(y, weights, dtype: tl.constexpr):
     if weights.dtype == dtype:
         y = rounded(y, dtype)
     return cast(y * weights.to(tl.float32), dtype)
+
+
+@triton.jit
+def norm_kernel(
+    x, delta, weight, total, out, x_stride, delta_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
+):  # fmt: skip
+    """A program a row. ``sum_of_places`` says in which order squares are added up.
+
+    Nothing is written before the last square is read: else a block's loads would wait for the one before.
+    """
+    if PROGRAMMATIC:
+        wait_for_launches_before()
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    if delta is not None:
+        delta += row * delta_stride
+    squares = tl.zeros([PLACES], tl.float32)
+    for start in tl.static_range(0, SIZE, PLACES):
+        i = start + tl.arange(0, PLACES)
+        y = load_sum(x, delta, i, i < SIZE)
+        squares += y * y
+    scale = inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        y = load_sum(x, delta, i, i < SIZE)
+        if delta is not None:
+            tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
+        weights = tl.load(weight + i, mask=i < SIZE, other=0.0)
+        tl.store(out + row * SIZE + i, weighted(y * scale, weights, out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def layer_norm_kernel(
+    x, delta, weight, bias, total, out, x_stride, delta_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
+):  # fmt: skip
+    """A program a row. Squares are added up by place in the block, block after block, and then all places."""
+    if PROGRAMMATIC:
+        wait_for_launches_before()
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    if delta is not None:
+        delta += row * delta_stride
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        y = load_sum(x, delta, i, i < SIZE)
+        sums += y
+        if delta is not None:
+            tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
+    ones = tl.full([1], 1.0, tl.float32)
+    mean = tl.div_rn(tl.sum(sums, 0), ones * SIZE)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        if SIZE > BLOCK:  # else registers still hold the row
+            y = load_sum(x, delta, i, i < SIZE)
+        centred = tl.where(i < SIZE, y - mean, 0.0)
+        squares += centred * centred
+    scale = inverse_rms(squares, eps, SIZE)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        if SIZE > BLOCK:
+            y = load_sum(x, delta, i, i < SIZE)
+        normed = (y - mean) * scale * load_row(weight, i, i < SIZE) + load_row(bias, i, i < SIZE)
+        tl.store(out + row * SIZE + i, cast(normed, out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def inverse_rms_of_row(x, eps, SIZE: tl.constexpr):
+    """``[1]``, of the row at ``x``, with the squares in the order of ``sum_of_places``."""
+    squares = tl.zeros([PLACES], tl.float32)
+    for start in tl.static_range(0, SIZE, PLACES):
+        i = start + tl.arange(0, PLACES)
+        y = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        squares += y * y
+    return inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
+
+
+@triton.jit
+def _inverse_rms_if_normed(x, norm, eps, SIZE: tl.constexpr):
+    """1 without a ``norm``."""
+    if norm is None:
+        return 1.0
+    else:
+        return inverse_rms_of_row(x, eps, SIZE)
+
+
+@triton.jit
+def _normed_row(x, norm, inverse, i, SIZE: tl.constexpr):
+    y = tl.load(x + i, mask=i < SIZE, other=0.0)
+    if norm is None:
+        return y.to(tl.float32)
+    else:
+        weights = tl.load(norm + i, mask=i < SIZE, other=0.0)
+        return weighted(y.to(tl.float32) * inverse, weights, y.dtype).to(tl.float32)
+
+
+@triton.jit
+def _sum_of_two(x, x_norm, x_inverse, y, y_norm, y_inverse, scale, i, SIZE: tl.constexpr):
+    """As float32 that has been rounded to the dtype of ``x``."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    total = rounded(_normed_row(x, x_norm, x_inverse, i, SIZE) + _normed_row(y, y_norm, y_inverse, i, SIZE), dtype)
+    if scale is not None:
+        total = rounded(total * tl.load(scale), dtype)
+    return total
+
+
+@triton.jit
+def sum_of_norms_kernel(
+    x, x_norm, y, y_norm, scale, norm, total, out, x_stride, y_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    y += row * y_stride
+    x_inverse, y_inverse = _inverse_rms_if_normed(x, x_norm, eps, SIZE), _inverse_rms_if_normed(y, y_norm, eps, SIZE)
+    if norm is not None:
+        squares = tl.zeros([PLACES], tl.float32)
+        for start in tl.static_range(0, SIZE, PLACES):
+            z = _sum_of_two(x, x_norm, x_inverse, y, y_norm, y_inverse, scale, start + tl.arange(0, PLACES), SIZE)
+            squares += z * z
+        inverse = inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        z = _sum_of_two(x, x_norm, x_inverse, y, y_norm, y_inverse, scale, i, SIZE)
+        tl.store(total + row * SIZE + i, cast(z, total.dtype.element_ty), mask=i < SIZE)
+        if norm is not None:
+            weights = tl.load(norm + i, mask=i < SIZE, other=0.0)
+            tl.store(out + row * SIZE + i, weighted(z * inverse, weights, out.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit
@@ -302,6 +435,35 @@ def scaled_sum_kernel(x, delta, scale, out, x_stride, delta_stride, SIZE: tl.con
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = load_sum(x + row * x_stride, delta + row * delta_stride, i, i < SIZE)
     tl.store(out + row * SIZE + i, cast(total * tl.load(scale), dtype), mask=i < SIZE)
+
+
+@triton.jit
+def sigmoid_gate_kernel(
+    x, gate, out, x_stride, gate_stride, SIZE: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A program for ``BLOCK`` elements of a row, which has ``SIZE`` gates or one."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    place = i if GATES > 1 else i * 0
+    gates = tl.load(gate + row * gate_stride + place, mask=i < SIZE, other=0.0).to(tl.float32)
+    gates = 1.0 / (1.0 + tl.exp2(-gates * LOG2_E))
+    tl.store(out + row * SIZE + i, cast(values * rounded(gates, dtype), dtype), mask=i < SIZE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def keep_rows_kernel(x, indices, kept, out, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program a piece of a row: first of the rows that are kept, then of the rows that are given."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < SIZE
+    if row < num_rows:
+        tl.store(kept + row * SIZE + i, tl.load(x + row * SIZE + i, mask=inside), mask=inside)
+    else:
+        row -= num_rows
+        source = tl.load(indices + row).to(tl.int64)
+        tl.store(out + row * SIZE + i, tl.load(x + source * SIZE + i, mask=inside), mask=inside)
 
 
 @triton.jit

@@ -9,31 +9,36 @@ may follow from them; ``aligned_rows`` makes them the same for all rows of a len
 not fused: a compiler chooses where, and the reference rounds after each.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise import reference
-from compiled_llm.ops.rowwise.triton_gate_kernel import sigmoid_gate_kernel
 from compiled_llm.ops.rowwise.triton_kernels import (
     activation_kernel,
     clamped_swiglu_kernel,
     gated_kernel,
     gated_norm_kernel,
+    keep_rows_kernel,
+    layer_norm_kernel,
     log_sum_exp_kernel,
+    norm_kernel,
     qk_norm_kernel,
     rope_kernel,
     scaled_sum_kernel,
+    sigmoid_gate_kernel,
     soft_cap_kernel,
+    sum_of_norms_kernel,
 )
-from compiled_llm.ops.rowwise.triton_norms import layer_norm_kernel, norm_kernel
+from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes of a pointer, and elements of a stride, by which Triton specialises
 _MOST_OF_A_ROW = 8192  # elements in a block; a longer row takes several
-_LINE, _LINES = 128, 1024  # bytes of a cache line, and how many of them a program asks for
 _PIECE = 1024  # elements of a program where nothing is added up
+_COPIED = 2048  # and where they are only copied
 
 
 def _options(block: int) -> dict:
@@ -41,7 +46,7 @@ def _options(block: int) -> dict:
     return {"num_warps": min(8, max(1, block // 256)), "enable_fp_fusion": False}
 
 
-def aligned_rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> tuple[Tensor, int]:
+def aligned_rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> tuple[Tensor, int]:
     """``x`` ``[rows, size]`` and the distance of its rows, aligned as all rows of that size: if need be a copy.
 
     A row alone may have any stride, rows of a wider tensor any alignment; those of a model's own tensors never copy.
@@ -63,21 +68,20 @@ def aligned_rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] 
 
 
 def _weight(weight: Tensor, x: Tensor, size: int, op: str) -> Tensor:
-    """The weight of a norm of ``x``, aligned likewise."""
-    known = weight.dtype in (x.dtype, torch.float32) and weight.device == x.device
-    if weight.shape != (size,) or not weight.is_contiguous() or not known:
-        raise ValueError(
-            f"{op}: a weight must be a contiguous [{size}] of {x.dtype} or float32 on {x.device}, got "
-            f"{list(weight.shape)} of {weight.dtype} on {weight.device}"
-        )
+    """The weight of a norm of ``x``, aligned as all weights of that size: if need be a copy."""
+    check_contiguous(op, "a weight", weight, (size,), x.device, x.dtype, torch.float32)
     return weight.clone() if weight.data_ptr() % _ALIGNMENT else weight
 
 
+def _check_like(op: str, name: str, given: Tensor, x: Tensor) -> None:
+    if (given.shape, given.dtype, given.device) != (x.shape, x.dtype, x.device):
+        refuse(op, name, given, f"like x, {list(x.shape)} of {x.dtype} on {x.device}")
+
+
 def _norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, op: str,
-    asked: Tensor | None = None, asked_bytes: int = 0,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """An RMS or, where there is a ``bias``, a layer norm. ``asked``, ``asked_bytes``: see ``norm_asking.py``."""
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, op: str
+) -> tuple[Tensor | None, Tensor]:
+    """``x + delta``, if there is a ``delta``, and the norm: an RMS norm, or with a ``bias`` a layer norm."""
     x, stride = aligned_rows(x, op, "x")
     rows, size = x.shape
     weight = _weight(weight, x, size, op)
@@ -87,68 +91,28 @@ def _norm(
             raise ValueError(f"{op}: weight and bias must be of {x.dtype}, got {weight.dtype} and {bias.dtype}")
     total, delta_stride = None, size
     if delta is not None:
-        if (delta.shape, delta.dtype, delta.device) != (x.shape, x.dtype, x.device):
-            raise ValueError(
-                f"{op}: delta must be like x, {list(x.shape)} of {x.dtype} on {x.device}, got {list(delta.shape)} of "
-                f"{delta.dtype} on {delta.device}"
-            )
+        _check_like(op, "delta", delta, x)
         delta, delta_stride = aligned_rows(delta, op, "delta")
         total = x.new_empty(rows, size)
     out = x.new_empty(rows, size)
     block = min(triton.next_power_of_2(size), _MOST_OF_A_ROW)
     if x.numel():
         with torch.cuda.device_of(x):
-            if bias is None:
-                options = launch_options(rows)
-                if options["PROGRAMMATIC"]:
-                    asked = None  # by the product, which starts as early
-                width = programs = 0
-                if asked is not None:
-                    width = min(max(1, asked_bytes // (_LINE * len(asked))), size * asked.itemsize // _LINE)
-                    programs = triton.cdiv(width * len(asked), _LINES)
-                counts = (0, 0) if asked is None else (rows, len(asked))
-                norm_kernel[(rows + programs,)](
-                    x, delta, weight, total, out, asked, stride, delta_stride, eps, *counts,
-                    SIZE=size, BLOCK=block, WIDTH=width, LINES=_LINES, **_options(block), **options,
-                )  # fmt: skip
-            else:
-                layer_norm_kernel[(rows,)](
-                    x, delta, weight, bias, total, out, stride, delta_stride, eps,
-                    SIZE=size, BLOCK=block, **_options(block), **launch_options(rows),
-                )  # fmt: skip
+            kernel, weights = (norm_kernel, (weight,)) if bias is None else (layer_norm_kernel, (weight, bias))
+            kernel[(rows,)](
+                x, delta, *weights, total, out, stride, delta_stride, eps,
+                SIZE=size, BLOCK=block, **_options(block), **launch_options(rows),
+            )  # fmt: skip
     return total, out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The op on CUDA tensors, as all here (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors, as all here (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device; likewise the others.
+        ValueError: a tensor of another shape, dtype, layout or device. So do the other ops of this file.
     """
     return _norm(x, None, weight, None, eps, "rms_norm")[1]
-
-
-def rms_norm_asking(x: Tensor, weight: Tensor, eps: float, asked: Tensor, asked_bytes: int) -> Tensor:
-    """Likewise; ``norm_asking.py`` says what is asked for."""
-    _check_asked(x, asked)
-    return _norm(x, None, weight, None, eps, "rms_norm_asking", asked, asked_bytes)[1]
-
-
-def add_rms_norm_asking(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, asked: Tensor, asked_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """Likewise."""
-    _check_asked(x, asked)
-    total, out = _norm(x, delta, weight, None, eps, "add_rms_norm_asking", asked, asked_bytes)
-    assert total is not None
-    return total, out
-
-
-def _check_asked(x: Tensor, asked: Tensor) -> None:
-    if asked.dim() != 2 or asked.shape[1] != x.shape[1] or not asked.is_contiguous() or asked.device != x.device:
-        raise ValueError(
-            f"asked must be a contiguous [N, {x.shape[1]}] on {x.device}, got {list(asked.shape)} on {asked.device}"
-        )
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -195,11 +159,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_si
     op = "gated_rms_norm"
     x, x_stride = aligned_rows(x, op, "x")
     rows, size = x.shape
-    if (gate.shape, gate.dtype, gate.device) != (x.shape, x.dtype, x.device):
-        raise ValueError(
-            f"{op}: gate must be like x, {list(x.shape)} of {x.dtype} on {x.device}, got {list(gate.shape)} of "
-            f"{gate.dtype} on {gate.device}"
-        )
+    _check_like(op, "gate", gate, x)
     if group_size < 1 or size % group_size:
         raise ValueError(f"{op}: group_size must divide the {size} columns, got {group_size}")
     if weight.dtype != x.dtype:
@@ -220,14 +180,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_si
 
 
 def rope(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, num_heads: int, num_kv_heads: int,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op."""
     qkv, stride = aligned_rows(qkv, "rope", "qkv")
     cos_sin, cos_sin_stride = aligned_rows(cos_sin, "rope", "cos_sin", (torch.float32,))
@@ -261,6 +216,16 @@ def rope(
     return q, k
 
 
+def _in_pieces(kernel: Any, out: Tensor, *args: Any, **constants: Any) -> Tensor:
+    """Launch a kernel that adds nothing up, with a program for each piece of a row of ``out``; ``out``."""
+    rows, size = out.shape
+    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
+    if out.numel():
+        with torch.cuda.device_of(out):
+            kernel[(rows, triton.cdiv(size, block))](*args, SIZE=size, **constants, BLOCK=block, **_options(block))
+    return out
+
+
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """The op."""
     _check_activation("gated_activation", activation)
@@ -268,30 +233,16 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     rows, columns = gate_up.shape
     if columns % 2:
         raise ValueError(f"gated_activation: gate_up must have an even number of columns, got {columns}")
-    size = columns // 2
-    out = gate_up.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(gate_up):
-            gated_kernel[(rows, triton.cdiv(size, block))](
-                gate_up, out, stride, SIZE=size, ACTIVATION=activation, BLOCK=block, **_options(block)
-            )
-    return out
+    out = gate_up.new_empty(rows, columns // 2)
+    return _in_pieces(gated_kernel, out, gate_up, out, stride, ACTIVATION=activation)
 
 
 def activation(x: Tensor, activation: str) -> Tensor:
     """The op."""
     _check_activation("activation", activation)
     x, stride = aligned_rows(x, "activation", "x")
-    rows, size = x.shape
-    out = x.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            activation_kernel[(rows, triton.cdiv(size, block))](
-                x, out, stride, SIZE=size, ACTIVATION=activation, BLOCK=block, **_options(block)
-            )
-    return out
+    out = x.new_empty(x.shape)
+    return _in_pieces(activation_kernel, out, x, out, stride, ACTIVATION=activation)
 
 
 def _check_activation(op: str, activation: str) -> None:
@@ -308,15 +259,8 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
             "clamped_swiglu: gate_up must have an even number of columns, and limit be above 0, got "
             f"{columns} and {limit}"
         )
-    size = columns // 2
-    out = gate_up.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(gate_up):
-            clamped_swiglu_kernel[(rows, triton.cdiv(size, block))](
-                gate_up, out, stride, alpha, limit, SIZE=size, BLOCK=block, **_options(block)
-            )
-    return out
+    out = gate_up.new_empty(rows, columns // 2)
+    return _in_pieces(clamped_swiglu_kernel, out, gate_up, out, stride, alpha, limit)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -324,39 +268,18 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     if not cap > 0:
         raise ValueError(f"soft_cap: cap must be above 0, got {cap}")
     x, stride = aligned_rows(x, "soft_cap", "x")
-    rows, size = x.shape
-    out = x.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            soft_cap_kernel[(rows, triton.cdiv(size, block))](
-                x, out, stride, cap, SIZE=size, BLOCK=block, **_options(block)
-            )
-    return out
+    out = x.new_empty(x.shape)
+    return _in_pieces(soft_cap_kernel, out, x, out, stride, cap)
 
 
 def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
     """The op."""
     x, x_stride = aligned_rows(x, "scaled_sum", "x")
     delta, delta_stride = aligned_rows(delta, "scaled_sum", "delta")
-    if delta.shape != x.shape or delta.dtype != x.dtype:
-        raise ValueError(
-            f"scaled_sum: delta must be like x, {list(x.shape)} of {x.dtype}, got {list(delta.shape)} of {delta.dtype}"
-        )
-    if scale.shape != (1,) or scale.dtype != torch.float32 or scale.device != x.device:
-        raise ValueError(
-            f"scaled_sum: scale must be [1] float32 on {x.device}, got {list(scale.shape)} of {scale.dtype} on "
-            f"{scale.device}"
-        )
-    rows, size = x.shape
-    out = x.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            scaled_sum_kernel[(rows, triton.cdiv(size, block))](
-                x, delta, scale, out, x_stride, delta_stride, SIZE=size, BLOCK=block, **_options(block)
-            )
-    return out
+    _check_like("scaled_sum", "delta", delta, x)
+    check_contiguous("scaled_sum", "scale", scale, (1,), x.device, torch.float32)
+    out = x.new_empty(x.shape)
+    return _in_pieces(scaled_sum_kernel, out, x, delta, scale, out, x_stride, delta_stride)
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
@@ -369,14 +292,8 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
             f"sigmoid_gated: gate must be [{rows}, {size}] or [{rows}, 1] of {x.dtype} on {x.device}, got "
             f"{list(gate.shape)} of {gate.dtype} on {gate.device}"
         )
-    out = x.new_empty(rows, size)
-    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
-    if out.numel():
-        with torch.cuda.device_of(x):
-            sigmoid_gate_kernel[(rows, triton.cdiv(size, block))](
-                x, gate, out, x_stride, gate_stride, SIZE=size, GATES=gate.shape[1], BLOCK=block, **_options(block)
-            )
-    return out
+    out = x.new_empty(x.shape)
+    return _in_pieces(sigmoid_gate_kernel, out, x, gate, out, x_stride, gate_stride, GATES=gate.shape[1])
 
 
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -391,3 +308,52 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
         with torch.cuda.device_of(logits):
             log_sum_exp_kernel[(rows,)](logits, peak, log_total, stride, SIZE=size, BLOCK=block, **_options(block))
     return peak, log_total
+
+
+def sum_of_norms(
+    x: Tensor, x_norm: Tensor | None, y: Tensor, y_norm: Tensor | None, scale: Tensor | None, norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op."""
+    x, x_stride = aligned_rows(x, "sum_of_norms", "x")
+    y, y_stride = aligned_rows(y, "sum_of_norms", "y", (x.dtype,))
+    rows, size = x.shape
+    op, either = "sum_of_norms", (x.dtype, torch.float32)
+    if y.shape != x.shape or y.device != x.device:
+        refuse(op, "y", y, f"{[rows, size]} on {x.device}")
+    for name, weights in (("x_norm", x_norm), ("y_norm", y_norm), ("norm", norm)):
+        check_contiguous(op, name, weights, (size,), x.device, *either)
+    check_contiguous(op, "scale", scale, (1,), x.device, torch.float32)
+    total, out = x.new_empty(rows, size), x.new_empty(0 if norm is None else (rows, size))
+    if total.numel():
+        block = min(_PIECE, triton.next_power_of_2(size))
+        with torch.cuda.device_of(x):
+            sum_of_norms_kernel[(rows,)](
+                x, x_norm, y, y_norm, scale, norm, total, out, x_stride, y_stride, eps, SIZE=size, BLOCK=block,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+    return total, out
+
+
+def keep_rows(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
+    """The op."""
+    rows, size = x.shape
+    fits = kept.dtype == x.dtype and kept.device == x.device and kept.is_contiguous() and x.is_contiguous()
+    if not fits or kept.dim() != 2 or kept.shape[0] < rows or kept.shape[1] != size:
+        raise ValueError(
+            f"keep_rows: x must be contiguous, and kept a contiguous [{rows}, {size}] or longer of {x.dtype} on "
+            f"{x.device}, got {list(kept.shape)} of {kept.dtype} on {kept.device}"
+        )
+    if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or not indices.is_contiguous():
+        raise ValueError(
+            f"keep_rows: indices must be a contiguous [R] of int32 or int64, got {list(indices.shape)} of "
+            f"{indices.dtype}"
+        )
+    out = x.new_empty(len(indices), size)
+    block = min(_COPIED, triton.next_power_of_2(max(size, 1)))
+    if rows + len(indices) and size:
+        with torch.cuda.device_of(x):
+            keep_rows_kernel[(rows + len(indices), triton.cdiv(size, block))](
+                x, indices, kept, out, rows, SIZE=size, BLOCK=block, **_options(block)
+            )
+    return out

@@ -9,18 +9,9 @@ each row by itself, in the same order of operations whatever the other rows are.
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import native
-from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.sampling.philox import uniform_reference
 from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
-
-LIBRARY.define("greedy_tokens(Tensor logits) -> Tensor")
-LIBRARY.define("keep_greedy_tokens(Tensor logits, Tensor(a!) last_tokens) -> ()")
-LIBRARY.define("uniform(Tensor seed, Tensor position) -> Tensor")
-LIBRARY.define(
-    "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform)"
-    " -> Tensor"
-)
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
@@ -80,61 +71,38 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
     return uniform_reference(seed, position) if seed.is_cuda else torch.ops.compiled_llm.uniform(seed, position)
 
 
-@torch.library.register_fake("compiled_llm::uniform", lib=LIBRARY)
-def _fake_uniform(seed: Tensor, position: Tensor) -> Tensor:
-    return seed.new_empty(seed.shape[0], dtype=torch.float64)
+def _keep_greedy_tokens_reference(logits: Tensor, last_tokens: Tensor) -> None:
+    last_tokens[: logits.shape[0]] = greedy_tokens(logits)
 
 
-@torch.library.register_fake("compiled_llm::greedy_tokens", lib=LIBRARY)
-@torch.library.register_fake("compiled_llm::sample_tokens", lib=LIBRARY)
 def _fake(logits: Tensor, *args) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
-@torch.library.register_fake("compiled_llm::keep_greedy_tokens", lib=LIBRARY)
-def _fake_keep(logits: Tensor, last_tokens: Tensor) -> None:
-    pass
-
-
-# Until sampling_cpu.cpp is loaded, which registers its own implementations; or for good, without a compiler.
-def _greedy_without_kernels(logits: Tensor) -> Tensor:
-    return (greedy_tokens if native.load("sampling_cpu") else greedy_tokens_reference)(logits)
-
-
-def _sample_without_kernels(*args) -> Tensor:
-    return (sample_tokens if native.load("sampling_cpu") else sample_tokens_reference)(*args)
-
-
-def _uniform_without_kernels(*args) -> Tensor:
-    return (uniform if native.load("sampling_cpu") else uniform_reference)(*args)
-
-
-def _keep_without_gpu(logits: Tensor, last_tokens: Tensor) -> None:
-    last_tokens[: logits.shape[0]] = greedy_tokens(logits)
-
-
-def _greedy_cuda(logits: Tensor) -> Tensor:
-    from compiled_llm.ops.sampling import triton_greedy  # the first call on a GPU loads Triton, not the import
-
-    return triton_greedy.greedy_tokens(logits)
-
-
-def _keep_cuda(logits: Tensor, last_tokens: Tensor) -> None:
-    from compiled_llm.ops.sampling import triton_greedy
-
-    triton_greedy.keep_greedy_tokens(logits, last_tokens)
-
-
-def _sample_cuda(*args) -> Tensor:
-    from compiled_llm.ops.sampling import triton_sampling  # the first call on a GPU loads Triton, not the import
-
-    return triton_sampling.sample_tokens(*args)
-
-
-LIBRARY.impl("greedy_tokens", _greedy_without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("greedy_tokens", _greedy_cuda, "CUDA")
-LIBRARY.impl("keep_greedy_tokens", _keep_without_gpu, "CompositeExplicitAutograd")
-LIBRARY.impl("keep_greedy_tokens", _keep_cuda, "CUDA")
-LIBRARY.impl("uniform", _uniform_without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("sample_tokens", _sample_without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("sample_tokens", _sample_cuda, "CUDA")
+define_op(
+    "greedy_tokens(Tensor logits) -> Tensor",
+    reference=greedy_tokens_reference,
+    fake=_fake,
+    cpu="sampling_cpu",
+    gpu=on_gpu("sampling.triton_greedy:greedy_tokens"),
+)
+define_op(
+    "keep_greedy_tokens(Tensor logits, Tensor(a!) last_tokens) -> ()",
+    reference=_keep_greedy_tokens_reference,
+    fake=lambda logits, last_tokens: None,
+    gpu=on_gpu("sampling.triton_greedy:keep_greedy_tokens"),
+)
+define_op(
+    "uniform(Tensor seed, Tensor position) -> Tensor",
+    reference=uniform_reference,
+    fake=lambda seed, position: seed.new_empty(seed.shape[0], dtype=torch.float64),
+    cpu="sampling_cpu",
+)
+define_op(
+    "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform)"
+    " -> Tensor",
+    reference=sample_tokens_reference,
+    fake=_fake,
+    cpu="sampling_cpu",
+    gpu=on_gpu("sampling.triton_sampling:sample_tokens"),
+)

@@ -40,7 +40,7 @@ def row_kernel(largest, tokens, out, num_parts, BLOCK: tl.constexpr):
 
 
 def keep_greedy_tokens(logits: Tensor, last_tokens: Tensor) -> None:
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device.

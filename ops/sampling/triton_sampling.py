@@ -63,7 +63,7 @@ def _check(logits: Tensor, **columns: tuple[Tensor, torch.dtype]) -> None:
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
 ) -> Tensor:
-    """``token_sampling.sample_tokens`` on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     A ``top_k`` below 1 counts as 1: to refuse it, values would have to be read back.
 

@@ -262,19 +262,11 @@ def chain(model: str, rows: int, cases: dict[str, Any], buffer: Tensor, log: dic
 
         return run
 
-    def norms_ask(nbytes: int) -> Run:
-        def run(copy: int) -> None:
-            with mock.patch.object(layers, "ASKED_BYTES", nbytes):
-                engine(copy)
-
-        return run
-
     runs: dict[str, Run] = {"cublas and single ops": apart, "engine": engine}
     if all(fastest.values()) and len(fastest) == 4:
         runs["fastest tiles"] = tiled
     if rows <= 32:
         runs |= {"engine, programmatic": early}
-        runs |= {f"norms ask for {count} MB": norms_ask(count << 20) for count in (6, 12, 24)}
         runs |= {f"programmatic, {2 * ahead} bytes of a row": asking(ahead) for ahead in (64, 256)}
     else:
         runs["exact"] = exact

@@ -3,10 +3,14 @@
 import re
 import subprocess
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 
+import pytest
 import torch
 import triton
+
+from compiled_llm.ops.attention.triton_attention import Device
+from compiled_llm.ops.linear import triton_linear
 
 REGISTERS = 65536  # of an SM, given out to each warp in multiples of 256
 TYPES = {
@@ -31,6 +35,19 @@ class Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> FunctionType:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, *modules: ModuleType) -> list[tuple]:
+    """Has the kernels of ``modules`` recorded instead of launched: (kernel, args, kwargs), as from a GPU so capable."""
+    launches: list[tuple] = []
+    for module in modules:
+        for name, kernel in [*vars(module).items()]:
+            if name.endswith("_kernel") and isinstance(kernel, triton.JITFunction):
+                monkeypatch.setattr(module, name, Recorder(kernel, launches))
+        if hasattr(module, "device_facts"):
+            monkeypatch.setattr(module, "device_facts", lambda device: Device("", capability, 132))
+    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    return launches
 
 
 def specialisation(args: tuple) -> tuple:
@@ -65,6 +82,14 @@ def compiled(kernel: "triton.JITFunction", args: tuple, kwargs: dict, capability
     source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
     options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
     return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
+
+
+def without_spills(launch: tuple, capability: tuple[int, int], directory: Path):
+    """The launch compiled, and its registers; it may keep nothing in local memory."""
+    binary = compiled(*launch, capability)
+    usage = resources(binary.asm["cubin"], directory / "kernel.cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0, (launch[0].__name__, usage)
+    return binary, usage["REG"]
 
 
 def resources(cubin: bytes, path: Path) -> dict[str, int]:

@@ -1,35 +1,43 @@
-"""The instruction sets that the tests of an op in C++ run on.
+"""Which instruction sets the C++ kernels are tested on.
 
-A library takes seconds to compile, so the ordinary run has two for each op: of the best set that this CPU has, and of
-the portable one, but for two ops whose portable kernels take half a minute. ``pytest -m battery`` has the others.
+The ordinary run has the best one of this machine and the portable one, so that no others are built; two ops, whose
+portable kernels take half a minute to build, have the best one alone. A battery has all that this machine has.
 """
+
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from compiled_llm.ops import native
+from compiled_llm.ops.kernel_build import isas_of
 
 _LONG = ("rowwise_cpu", "recurrent_cpu")
 
 
 def ordinary_sets(op: str) -> list[str]:
-    """Best first; empty without a compiler."""
-    sets = native.supported_isas(op)
-    return [isa for isa in sets if isa == sets[0] or (isa == "portable" and op not in _LONG)]
+    """Those of the ordinary run: the best for the kernels of ``op``, if there is a compiler, and the portable one."""
+    libraries = native.libraries_of(op)  # what calls the kernels, and the kernels
+    best = [library.name.rpartition(".")[2] for library in libraries[1:]]
+    return list(dict.fromkeys([*best, *(["portable"] if op not in _LONG else [])]))
 
 
-def every_set(op: str) -> list:
-    """Values of ``pytest.mark.parametrize``: all sets of this CPU, those of the battery marked so."""
+def by_set(op: str, cases: Iterable[Any] | None = None) -> list[Any]:
+    """Values of ``pytest.mark.parametrize``, those of other instruction sets marked as a battery.
+
+    Args:
+        cases: names of sets, or tuples that begin with one; None: all sets that there are kernels of ``op`` for.
+    """
     ordinary = ordinary_sets(op)
-    return [
-        pytest.param(isa, id=isa, marks=() if isa in ordinary else pytest.mark.battery)
-        for isa in native.supported_isas(op)
-    ]
+    values = list(isas_of(op) if cases is None else cases)
+    names = [value if isinstance(value, str) else value[0] for value in values]
+    marks = [() if name in ordinary else pytest.mark.battery for name in names]
+    ids = ["-".join(str(part).removeprefix("torch.") for part in ([v] if isinstance(v, str) else v)) for v in values]
+    return [pytest.param(value, id=name, marks=mark) for value, name, mark in zip(values, ids, marks, strict=True)]
 
 
-def sets_together(op: str) -> list:
-    """The same sets for tests that compare them with one reference: two values, each of several sets."""
-    ordinary, every = ordinary_sets(op), native.supported_isas(op)
-    return [
-        pytest.param(ordinary, id="ordinary"),
-        pytest.param(every, id="every set", marks=pytest.mark.battery),
-    ]
+def skip_without(kernels: native.Kernels | None, isa: str) -> native.Kernels:
+    """``kernels``, if there is a compiler and this machine has the set."""
+    if kernels is None or isa not in kernels.supported_isas():
+        pytest.skip(f"needs a C++ compiler and a CPU with {isa}")
+    return kernels

@@ -55,12 +55,16 @@ def language_put_in_place_once() -> None:
     interpreter._patch_lang = once
 
 
-def run(functions: Mapping[str, Callable[[], object]]) -> None:
-    """Run those that stdin names, a JSON list in one line; print the traceback of each by its name, "" for none."""
+def run(cases: Mapping[str, Callable[[], object] | tuple[Callable, tuple | dict]]) -> None:
+    """Run those that stdin names, a JSON list in one line; print the traceback of each by its name, "" for none.
 
-    def outcome(function: Callable[[], object]) -> str:
+    A case is a function, or a function and its arguments.
+    """
+
+    def outcome(case: Callable[[], object] | tuple[Callable, tuple | dict]) -> str:
+        function, given = case if isinstance(case, tuple) else (case, ())
         try:
-            function()
+            function(**given) if isinstance(given, dict) else function(*given)
         except Exception:
             return traceback.format_exc()
         return ""
@@ -69,7 +73,7 @@ def run(functions: Mapping[str, Callable[[], object]]) -> None:
     sums_without_an_order()
     language_put_in_place_once()
     names = json.loads(sys.stdin.readline())
-    print(json.dumps({name: outcome(functions[name]) for name in names}))
+    print(json.dumps({name: outcome(cases[name]) for name in names}))
 
 
 def serve() -> None:

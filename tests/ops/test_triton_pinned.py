@@ -97,8 +97,7 @@ def test_compiles_without_spills(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    recorded: list = []
-    monkeypatch.setattr(triton_pinned, kernel, ahead_of_time.Recorder(getattr(triton_pinned, kernel), recorded))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_pinned)
     memory = torch.empty(1 << 15, dtype=torch.uint8, device="meta")
     number = torch.empty(1, dtype=torch.int32, device="meta")
     if kernel == "take_kernel":
@@ -107,10 +106,8 @@ def test_compiles_without_spills(
     else:
         tokens = torch.empty(256, dtype=torch.int64, device="meta")
         triton_pinned.give(tokens, (tokens, tokens), number)
-    ((found, args, kwargs),) = recorded
-    binary = ahead_of_time.compiled(found, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    ahead_of_time.without_spills(launch, capability, tmp_path)
 
 
 @pytest.mark.parametrize("name", INTERPRETED)

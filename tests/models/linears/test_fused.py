@@ -93,26 +93,3 @@ def test_few_rows_on_a_gpu_are_fused(rows: int, dtype: torch.dtype, device: str,
         total, delta = added_linear(x, linear, x)
     assert (delta is None) == expected
     assert (total is x) != expected
-
-
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize(
-    ("nbytes", "rows", "asks"), [(0, 1, False), (1 << 20, 1, True), (1 << 20, MAX_ROWS + 1, False)]
-)
-def test_a_norm_of_few_rows_asks_for_the_weights_behind_it(
-    exact: bool, nbytes: int, rows: int, asks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list = []
-
-    def asking(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, weight: Tensor, nbytes: int) -> tuple:
-        asked.append((weight, nbytes))
-        return x, x
-
-    monkeypatch.setattr(fused, "norm_asking", asking)
-    monkeypatch.setattr(fused, "ASKED_BYTES", nbytes)
-    with FakeTensorMode():
-        x, weight, norm = (torch.empty(*s, dtype=torch.bfloat16, device="cuda") for s in ((rows, 16), (8, 16), (16,)))
-        dense = Dense(weight)
-        normed_linear(x, None, norm, EPS, Exact(dense) if exact else dense)
-        normed_linear(x, x, norm, EPS, Exact(dense) if exact else dense)
-    assert asked == [(weight, nbytes)] * (2 * asks)

@@ -7,6 +7,7 @@ import torch
 
 from compiled_llm.ops import native
 from tests.ops.attention.cpu_kernel import Attend, attend_on
+from tests.ops.instruction_sets import skip_without
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +20,13 @@ def kernels() -> native.Kernels:
 
 @pytest.fixture
 def attend(kernels: native.Kernels, request: pytest.FixtureRequest) -> Attend:
-    """As ``attend_on``; tests that are parametrised with ``on_every_set`` give it each instruction set."""
-    return attend_on(kernels, getattr(request, "param", None))
+    """As ``attend_on``; tests that are parametrised with ``every_set`` give it each instruction set."""
+    isa = getattr(request, "param", None)
+    if isa is not None:
+        skip_without(kernels, isa)
+    if isa == "amx_in_software" and "amx" in kernels.supported_isas():
+        pytest.skip("the same bits as the CPU's own AMX: test_software_tiles_are_those_of_the_cpu")
+    return attend_on(kernels, isa)
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
-from tests.ops.instruction_sets import every_set
+from tests.ops.instruction_sets import by_set
 
 Attend = Callable[..., Tensor]
-on_every_set = pytest.mark.parametrize("attend", every_set("attention_cpu"), indirect=True)
+every_set = pytest.mark.parametrize("attend", by_set("attention_cpu"), indirect=True)
 
 
 def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:

@@ -7,7 +7,8 @@ import torch
 
 from compiled_llm.ops import native
 from tests.ops.attention.attention_cases import alone, check, grid, make_case
-from tests.ops.attention.cpu_kernel import Attend, attend_on, on_every_set
+from tests.ops.attention.cpu_kernel import Attend, attend_on, every_set
+from tests.ops.instruction_sets import skip_without
 
 CASES = dict(grid())
 MIXED = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "num_heads": 8, "padding_query_lens": [1, 2]}
@@ -48,8 +49,7 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
 def test_software_tiles_are_those_of_the_cpu(kernels: native.Kernels, kv_dtype: torch.dtype | None) -> None:
     """Bit for bit, so what holds for the one holds for the other."""
-    if "amx" not in kernels.supported_isas():
-        pytest.skip("this machine has no AMX")
+    skip_without(kernels, "amx")
     case = make_case(**MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype)
     of_the_cpu, in_software = (attend_on(kernels, isa)(*case.args()) for isa in ("amx", "amx_in_software"))
     assert torch.equal(of_the_cpu, in_software)
@@ -57,7 +57,7 @@ def test_software_tiles_are_those_of_the_cpu(kernels: native.Kernels, kv_dtype: 
 
 # A window hides the beginning, so nothing is shared.
 @exact([{**options, "window": 0} for options in EXACT_OPTIONS])
-@on_every_set
+@every_set
 @pytest.mark.usefixtures("two_threads")
 def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
     """The first two requests share three partitions, the next two one and a half; the last, less than it pays for."""
@@ -76,7 +76,7 @@ def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
 
 @EXACT
 @pytest.mark.parametrize("group", [5, *(pytest.param(group, marks=pytest.mark.battery) for group in (1, 2))])
-@on_every_set
+@every_set
 def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> None:
     """A prompt in one step, in chunks, or token by token at its end: the same output for every token."""
     case = make_case([700], [0], num_heads=2 * group, head_dim=64, **options)

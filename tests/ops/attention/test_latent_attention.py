@@ -11,14 +11,15 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.attention.latent_attention import latent_attention, latent_attention_reference
-from tests.drawn import cases
+from compiled_llm.ops.kernel_build import isas_of
+from tests.drawn import drawn
 from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE
 from tests.ops.attention.cpu_kernel import reordered
 from tests.ops.attention.latent_cases import GRID, alone, check, make_case, one_chunk
-from tests.ops.instruction_sets import ordinary_sets
+from tests.ops.instruction_sets import ordinary_sets, skip_without
 
 Attend = Callable[..., Tensor]
-SETS = native.supported_isas("latent_attention_cpu")
+OP = "latent_attention_cpu"
 ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
 EXACT = pytest.mark.parametrize(
     ("dtype", "kv_dtype", "window"),
@@ -87,16 +88,19 @@ def test_kernel(attend: Attend, name: str, kv_dtype: str) -> None:
     check(make_case(**GRID[name], dtype=torch.bfloat16, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
 
 
-_SETS = {"-".join(map(str, given)): given for given in itertools.product(GRID, TOLERANCE, SETS, ALL_KV_DTYPES)}
+_SETS = {"-".join(map(str, given)): given for given in itertools.product(GRID, TOLERANCE, isas_of(OP), ALL_KV_DTYPES)}
 _SET_VALUES = {
-    key: (name, f"{dtype} {isa} {kv}")
-    for key, (name, dtype, isa, kv) in _SETS.items()
-    if isa in ordinary_sets("latent_attention_cpu")
+    key: (name, f"{dtype} {isa} {kv}") for key, (name, dtype, isa, kv) in _SETS.items() if isa in ordinary_sets(OP)
 }
+_SOME = drawn(_SET_VALUES, 30)
 
 
-@pytest.mark.parametrize(("name", "dtype", "isa", "kv_dtype"), cases(_SET_VALUES, 30, _SETS))
+@pytest.mark.parametrize(
+    ("name", "dtype", "isa", "kv_dtype"),
+    [pytest.param(*_SETS[key], id=key, marks=() if key in _SOME else pytest.mark.battery) for key in _SETS],
+)
 def test_every_instruction_set(kernels: native.Kernels, name: str, dtype: torch.dtype, isa: str, kv_dtype: str) -> None:
+    skip_without(kernels, isa)
     check(make_case(**GRID[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend_on(kernels, isa))
 
 

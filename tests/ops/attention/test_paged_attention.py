@@ -15,9 +15,10 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from compiled_llm.ops import native
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
-from tests.drawn import cases
+from compiled_llm.ops.kernel_build import isas_of
+from tests.drawn import cases, drawn, marked
 from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, check, grid, make_case
-from tests.ops.attention.cpu_kernel import Attend, on_every_set
+from tests.ops.attention.cpu_kernel import Attend, every_set
 from tests.ops.instruction_sets import ordinary_sets
 
 CASES = dict(grid())
@@ -85,38 +86,44 @@ def test_reference_is_attention(name: str) -> None:
     torch.testing.assert_close(paged_attention_reference(*case.args()).double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_kernel(attend: Attend, name: str, dtype: torch.dtype) -> None:
-    check(make_case(**CASES[name], dtype=dtype), attend)
+_KERNEL = {f"{name}-{dtype}": (name, dtype, None) for name in CASES for dtype in TOLERANCE}
+_KERNEL |= {
+    f"{name}-{kv}": (name, torch.bfloat16, KV_DTYPES[kv]) for name in CASES for kv in KV_DTYPES if "2000" not in name
+}
+_KERNEL_VALUES = {key: (name, f"{dtype} {kv_dtype}") for key, (name, dtype, kv_dtype) in _KERNEL.items()}
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("name", [name for name in CASES if "2000" not in name])
-def test_quantised_cache(attend: Attend, name: str, kv_dtype: str) -> None:
-    check(make_case(**CASES[name], dtype=torch.bfloat16, kv_dtype=KV_DTYPES[kv_dtype]), attend)
+@pytest.mark.parametrize(("name", "dtype", "kv_dtype"), cases(_KERNEL_VALUES, 120, _KERNEL))
+def test_kernel(attend: Attend, name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    check(make_case(**CASES[name], dtype=dtype, kv_dtype=kv_dtype), attend)
 
 
 _SETS = {
     "-".join(map(str, arguments)): arguments
-    for arguments in itertools.product(EVERY_SET, TOLERANCE, native.supported_isas("attention_cpu"), ALL_KV_DTYPES)
+    for arguments in itertools.product(EVERY_SET, TOLERANCE, isas_of("attention_cpu"), ALL_KV_DTYPES)
 }
-# Each shape, and each instruction set of the ordinary run with each pair of dtypes.
+# Each shape, and each instruction set with each pair of dtypes.
 _SET_VALUES = {
-    key: (name, f"{dtype} {kind} {kv}")
-    for key, (name, dtype, kind, kv) in _SETS.items()
-    if kind in ordinary_sets("attention_cpu")
+    key: (name, f"{dtype} {isa} {kv}")
+    for key, (name, dtype, isa, kv) in _SETS.items()
+    if isa in ordinary_sets("attention_cpu")
 }
+_SOME = drawn(_SET_VALUES, 40)
 
 
-@pytest.mark.parametrize(("name", "dtype", "attend", "kv_dtype"), cases(_SET_VALUES, 40, _SETS), indirect=["attend"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "attend", "kv_dtype"),
+    [pytest.param(*_SETS[key], id=key, marks=() if key in _SOME else pytest.mark.battery) for key in _SETS],
+    indirect=["attend"],
+)
 def test_every_instruction_set(attend: Attend, name: str, dtype: torch.dtype, kv_dtype: str) -> None:
     check(make_case(**CASES[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
 
 
-@pytest.mark.parametrize("seed", range(36))
-def test_random_shapes(attend: Attend, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize("seed", marked(map(str, range(36)), [*map(str, range(12))]))
+def test_random_shapes(attend: Attend, seed: str) -> None:
+    number = int(seed)
+    generator = torch.Generator().manual_seed(number)
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -129,15 +136,15 @@ def test_random_shapes(attend: Attend, seed: int) -> None:
         num_kv_heads=kv_heads,
         head_dim=8 * draw(1, 20),
         block_size=16 * draw(1, 3) if draw(0, 1) else draw(1, 33),
-        dtype=list(TOLERANCE)[seed % 3],
-        kv_dtype=list(ALL_KV_DTYPES.values())[seed // 3 % 3],
+        dtype=list(TOLERANCE)[number % 3],
+        kv_dtype=list(ALL_KV_DTYPES.values())[number // 3 % 3],
         window=draw(1, 700) if draw(0, 2) == 0 else 0,
         soft_cap=float(draw(1, 30)) if draw(0, 2) == 0 else 0.0,
         sinks=draw(0, 2) == 0,
         padding_query_lens=[1] * draw(0, 2),
         trailing_rows=draw(0, 3),
         fused_qkv=bool(draw(0, 1)),
-        seed=seed,
+        seed=number,
     )
     check(case, attend)
 
@@ -197,7 +204,7 @@ def test_rows_of_odd_data(attend: Attend, kv_dtype: str) -> None:
         assert scale[block, :, offset].isnan().sum() == 1
 
 
-@on_every_set
+@every_set
 def test_numbers_at_the_edges(attend: Attend) -> None:
     case = make_case([70], [0], head_dim=16, sm_scale=1.0)
     overflowing, nan, huge_cap = case.k.clone(), case.k.clone(), replace(case, soft_cap=1e6)

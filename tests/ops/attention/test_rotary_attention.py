@@ -170,10 +170,7 @@ def test_compiles_without_spills(
     tmp_path: Path,
 ) -> None:
     """``new``: values are "plain" or "normed", or there are "none", nor keys: the cache has another layer's."""
-    recorded: list = []
-    monkeypatch.setattr(
-        triton_attention, "write_kernel", ahead_of_time.Recorder(triton_attention.write_kernel, recorded)
-    )
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_attention)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -187,10 +184,8 @@ def test_compiles_without_spills(
     turn, k, v = triton_attention.to_turn(qkv, cos_sin, norm, k_norm, v_norm, None, 32, 8, head_dim, EPS)
     assert (k is None) == (v is None) == (new == "none")
     triton_attention.write_new_rows(k, v, *caches, *scales, empty(32), empty(33), turn.q, empty(32 * 8), turn)
-    [(kernel, args, kwargs)] = recorded
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    ahead_of_time.without_spills(launch, capability, tmp_path)
 
 
 # ---- on the CPU, and what is refused --------------------------------------------------------------------------------

@@ -212,13 +212,11 @@ MORE: dict[str, tuple[Callable, dict]] = {
 }
 
 
-def run_interpreted() -> None:
-    def run(**kwargs) -> None:
-        check(make_case(**kwargs), OP)
+def agrees_with_the_reference(**kwargs) -> None:
+    check(make_case(**kwargs), OP)
 
-    torch.manual_seed(0)
-    functions = {name: (run, kwargs) for name, kwargs in interpreted_cases()} | MORE
-    interpreted.run({name: functools.partial(function, **given) for name, (function, given) in functions.items()})
+
+INTERPRETED = {name: (agrees_with_the_reference, kwargs) for name, kwargs in interpreted_cases()} | MORE
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
@@ -236,10 +234,7 @@ def launches(
     max_query_len: int = 512,
 ) -> list[tuple["triton.JITFunction", tuple, dict]]:
     """What a step, mixed by default, launches on a GPU of that capability, from tensors without storage."""
-    recorded: list = []
-    for name in ("write_kernel", "split_kernel", "prefill_kernel"):
-        monkeypatch.setattr(triton_attention, name, ahead_of_time.Recorder(getattr(triton_attention, name), recorded))
-    monkeypatch.setattr(triton_attention, "device_facts", lambda device: triton_attention.Device("", capability, 132))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_attention)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -392,7 +387,6 @@ def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) 
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
 
 
-_NAMES = [*(name for name, _ in interpreted_cases()), *MORE]
 # The others: battery.
 ORDINARY = {
     *("bfloat16-decode-gqa4-h128", "bfloat16-mixed-gqa7-h64", "bfloat16-many-splits", "bfloat16-prompt17-block16"),
@@ -407,10 +401,11 @@ ORDINARY = {
 }
 
 
-@pytest.mark.parametrize("name", marked(_NAMES, ORDINARY))
+@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    torch.manual_seed(0)
+    interpreted.run(INTERPRETED)

@@ -260,10 +260,7 @@ def launch(
     window: int = 0,
 ) -> tuple:
     """What a decode launches, from tensors without storage. ``new``: its values are "plain" or "normed", or "none"."""
-    recorded: list = []
-    for name in ("decode_kernel", "alone_kernel"):
-        monkeypatch.setattr(triton_decode, name, ahead_of_time.Recorder(getattr(triton_decode, name), recorded))
-    monkeypatch.setattr(triton_decode, "device_facts", lambda device: triton_attention.Device("", capability, 132))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_decode)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -5,7 +5,6 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
-import functools
 import re
 import subprocess
 from collections.abc import Callable, Sequence
@@ -129,11 +128,6 @@ CASES: dict[str, tuple[Callable, dict]] = {
 }
 
 
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, **given) for name, (function, given) in CASES.items()}
-    interpreted.run(functions)
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 
@@ -141,14 +135,7 @@ def launches(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], requests: int, tokens: int, head_dim: int, **options
 ) -> list[tuple["triton.JITFunction", tuple, dict]]:
     """What a step of so many requests and tokens launches, from tensors without storage; at least one has 17 rows."""
-    recorded: list = []
-    for module, name in (
-        (triton_attention, "write_kernel"),
-        (triton_exact, "exact_attention_kernel"),
-        (triton_exact, "exact_merge_kernel"),
-    ):
-        monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
-    monkeypatch.setattr(triton_exact, "device_facts", lambda device: triton_attention.Device("", capability, 132))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_attention, triton_exact)
     dtype, kv_dtype, features = (options.get(name) for name in ("dtype", "kv_dtype", "features"))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -262,4 +249,4 @@ def test_on_a_gpu_chunks_change_no_bit(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(CASES)

@@ -23,7 +23,6 @@ from tests.ops.attention.latent_cases import CACHES, GRID, OF_TOKENS, LatentCase
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.attention import triton_latent  # noqa: E402
-from compiled_llm.ops.attention.triton_attention import Device  # noqa: E402
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
 from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
@@ -255,13 +254,7 @@ def launches(
     kv_dtype: torch.dtype | None,
 ) -> list[tuple]:  # fmt: skip
     """What a decode of 8 requests or a chunk of 512 tokens launches, from tensors without storage."""
-    recorded: list = []
-    for name in (
-        "latent_write_kernel", "latent_attention_kernel", "latent_attention_merge_kernel",
-        "latent_decode_attention_kernel",
-    ):  # fmt: skip
-        monkeypatch.setattr(triton_latent, name, ahead_of_time.Recorder(getattr(triton_latent, name), recorded))
-    monkeypatch.setattr(triton_latent, "device_facts", lambda device: Device("", capability, 132))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_latent)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

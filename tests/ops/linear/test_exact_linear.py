@@ -100,11 +100,6 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 }
 
 
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 ROWS = (1, 16, 32, 64, 100, 2048)
@@ -121,10 +116,7 @@ def launch(
     shape: tuple[int, int] = (6144, 4096),
 ) -> tuple["triton.JITFunction", tuple, dict]:
     """What so many rows launch on a GPU of that capability, from tensors without storage."""
-    recorded: list = []
-    recorder = ahead_of_time.Recorder(triton_linear.exact_linear_kernel, recorded)
-    monkeypatch.setattr(triton_linear, "exact_linear_kernel", recorder)
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_linear)
     x, weight, bias = (
         torch.empty(*sizes, dtype=dtype, device="meta") for sizes in ((rows, shape[1]), shape, shape[:1])
     )
@@ -234,7 +226,7 @@ X, W, B = arguments(2, 4, 8, torch.float32, True)
         ((X.t(), W, B), "last stride 1"),
         ((X, W[:, :4], B), r"weight must be a contiguous \[N, 8\]"),
         ((X, W.t().contiguous().t(), B), "weight must be a contiguous"),
-        ((X, W.half(), B), "weight must be torch.float32 on cpu, got torch.float16"),
+        ((X, W.half(), B), r"weight must be a contiguous \[4, 8\] of torch.float32 on cpu, got .* of torch.float16"),
         ((X, W, X[0]), r"bias must be a contiguous \[4\]"),
     ],
 )
@@ -290,4 +282,4 @@ def test_on_a_gpu_all_its_tiles_give_the_same_bits() -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

@@ -14,7 +14,7 @@ from compiled_llm.ops.linear.head_linear import head_linear, head_linear_referen
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.linear import triton_head_linear, triton_linear  # noqa: E402
+from compiled_llm.ops.linear import triton_head_linear  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -69,18 +69,13 @@ def test_compiles_without_spills(
     capability: tuple[int, int], rows: int, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of DeepSeek-V3's heads, both ways."""
-    recorded: list = []
-    kernel = ahead_of_time.Recorder(triton_head_linear.head_linear_kernel, recorded)
-    monkeypatch.setattr(triton_head_linear, "head_linear_kernel", kernel)
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_head_linear)
     for inputs, outputs in ((128, 512), (512, 128)):
         x = torch.empty(rows, 128, inputs, dtype=torch.bfloat16, device="meta")
         triton_head_linear.head_linear(x, x.new_empty(128, outputs, inputs))
     monkeypatch.undo()
     for launch in recorded:
-        binary = ahead_of_time.compiled(*launch, capability)
-        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-        assert usage["STACK"] + usage["LOCAL"] == 0
+        ahead_of_time.without_spills(launch, capability, tmp_path)
 
 
 def test_the_op() -> None:

@@ -1,6 +1,5 @@
 """The linear layer on quantised weights: every instruction set against float64, batch invariance, registration."""
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,10 +8,11 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
+from compiled_llm.ops.kernel_build import isas_of
 from compiled_llm.ops.linear import quantized_linear as linear
 from compiled_llm.ops.linear import quantized_weight as weights
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat
-from tests.ops.instruction_sets import every_set, ordinary_sets
+from tests.ops.instruction_sets import by_set, ordinary_sets, skip_without
 
 BFLOAT16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
 DTYPES = [BFLOAT16, FLOAT32, FLOAT16]
@@ -31,9 +31,11 @@ FORMATS = [
 ]
 
 
-# Each set of the ordinary run, and each dtype; the battery has all of them together.
+OP = "quantized_linear_cpu"
+BEST = ordinary_sets(OP)[0]
+# Each set, and each dtype; the battery has all of them together.
 SOME = [FORMATS[1], FORMATS[3], FORMATS[7], FORMATS[9], FORMATS[10]]
-SAMPLE = list(zip(itertools.cycle(ordinary_sets("quantized_linear_cpu")), DTYPES, strict=False))
+SAMPLE = [(BEST, BFLOAT16), (BEST, FLOAT32), ("avx512", FLOAT32), ("avx2", FLOAT16), ("portable", FLOAT16)]
 
 
 @pytest.fixture(scope="module")
@@ -117,14 +119,16 @@ def test_grouped_op_and_reference() -> None:
         assert_close(out[first:end], of, own, of.bias, 2**-8)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), SAMPLE)
+@pytest.mark.parametrize("kernel", by_set(OP, SAMPLE))
 @pytest.mark.parametrize(
     "form", [pytest.param(form, id=str(form), marks=() if form in SOME else pytest.mark.battery) for form in FORMATS]
 )
 def test_matches_float_and_is_independent_of_the_batch(
-    kernels: native.Kernels, form: WeightFormat, isa: str, dtype: torch.dtype
+    kernels: native.Kernels, form: WeightFormat, kernel: tuple[str, torch.dtype]
 ) -> None:
     """Odd sizes, a last group that is short, several chunks, tiles past whole blocks; a row alone and in company."""
+    isa, dtype = kernel
+    skip_without(kernels, isa)
     for n, k in ((1, 1), (81, 1100)):
         of = problem(70, n, k, form, dtype)
         torch.set_num_threads(1)
@@ -137,8 +141,9 @@ def test_matches_float_and_is_independent_of_the_batch(
             assert torch.equal(kernels.run("quantized_linear", of.x[-rows:], *args, isa=isa), alone[-rows:])
 
 
-@pytest.mark.parametrize("isa", every_set("quantized_linear_cpu"))
+@pytest.mark.parametrize("isa", by_set(OP, ["avx512_bf16", "avx512"]))
 def test_blocks_of_rows(kernels: native.Kernels, isa: str) -> None:
+    skip_without(kernels, isa)
     of = problem(300, 200, 640, WeightFormat("int4", 32, zeros=True), BFLOAT16)
     args = of.args(of.x, None)[1:]
     expected = torch.cat([kernels.run("quantized_linear", part, *args, isa=isa) for part in of.x.split(1)])
@@ -149,9 +154,10 @@ def test_blocks_of_rows(kernels: native.Kernels, isa: str) -> None:
 
 @pytest.mark.battery
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", native.supported_isas("quantized_linear_cpu"))
+@pytest.mark.parametrize("isa", isas_of(OP))
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_every_number_of_rows(kernels: native.Kernels, form: WeightFormat, isa: str, dtype: torch.dtype) -> None:
+    skip_without(kernels, isa)
     of = problem(300, 81, 300, form, dtype)
     args = of.args(of.x, of.bias)[1:]
     alone = torch.cat([kernels.run("quantized_linear", row, *args, isa=isa) for row in of.x.split(1)])
@@ -198,13 +204,6 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: native.Kernel
     actual, others = linear.quantized_linear(x, *args), [0, 1, 2, 3, 4, 6, 7, 8]
     assert torch.equal(actual[others], linear.quantized_linear(of.x, *args)[others])
     assert actual[5].isnan().all()
-
-
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda name: None)
-    of = problem(3, 50, 72, FORMATS[3], BFLOAT16)
-    args = of.args(of.x, of.bias)
-    assert torch.equal(linear._without_kernels(*args), linear.quantized_linear_reference(*args))
 
 
 def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:

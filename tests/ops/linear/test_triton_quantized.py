@@ -3,7 +3,6 @@
 As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
 """
 
-import functools
 import itertools
 import re
 import subprocess
@@ -32,7 +31,6 @@ triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.linear import (  # noqa: E402
     quantized_tiles,
-    triton_linear,
     triton_quantize_rows,
     triton_quantized,
     triton_quantized_a8,
@@ -232,11 +230,6 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 }
 
 
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024}  # of a program; 99 KB on the GPUs between 8.0 and 9.0
@@ -246,14 +239,8 @@ def launches(
     monkeypatch: pytest.MonkeyPatch, form: WeightFormat, a8: bool, rows: int, capability: tuple[int, int]
 ) -> list:
     """What a layer of 4096 inputs and 6144 outputs launches, from tensors without storage."""
-    recorded: list = []
-    for module, name in (
-        (triton_quantized, "quantized_linear_kernel"),
-        (triton_quantized_a8, "quantized_linear_a8_kernel"),
-        (triton_quantize_rows, "quantize_rows_kernel"),
-    ):
-        monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    modules = triton_quantized, triton_quantized_a8, triton_quantize_rows
+    recorded = ahead_of_time.recorded(monkeypatch, capability, *modules)
     meta = torch.device("meta")
     weight = empty_quantized_gpu(form, 6144, 4096, meta)
     x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=meta)
@@ -373,4 +360,4 @@ def test_on_a_gpu(form: WeightFormat) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

@@ -4,7 +4,6 @@ interpreter; and compiled ahead of time.
 As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
 """
 
-import functools
 import itertools
 import re
 import subprocess
@@ -145,11 +144,6 @@ OFTEN = (
 )  # fmt: skip
 
 
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
@@ -171,15 +165,8 @@ SOME = {
 
 def launches(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str, name: str, rows: int) -> list:
     """Of tensors without storage."""
-    recorded: list = []
-    for module, kernel in (
-        (triton_linear, "exact_linear_kernel"),
-        (triton_quantized, "quantized_linear_kernel"),
-        (triton_quantized_a8, "quantized_linear_a8_kernel"),
-        (triton_quantize_rows, "quantize_rows_kernel"),
-    ):
-        monkeypatch.setattr(module, kernel, ahead_of_time.Recorder(getattr(module, kernel), recorded))
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    modules = triton_linear, triton_quantized, triton_quantized_a8, triton_quantize_rows
+    recorded = ahead_of_time.recorded(monkeypatch, capability, *modules)
     outputs, inputs, around = SHAPES[name]
     activation = "silu" if "activation" in around else ""
 
@@ -288,4 +275,4 @@ def test_on_a_gpu(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

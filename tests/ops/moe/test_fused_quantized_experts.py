@@ -21,7 +21,7 @@ from compiled_llm.ops.moe.routing import routed_rows_reference
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.linear import triton_linear, triton_quantize_rows  # noqa: E402
+from compiled_llm.ops.linear import triton_quantize_rows  # noqa: E402
 from compiled_llm.ops.moe import triton_quantized_grouped as grouped  # noqa: E402
 from compiled_llm.ops.moe import triton_routing  # noqa: E402
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
@@ -148,12 +148,7 @@ def test_compiles_without_spills(
     layer: str, name: str, a8: bool, tokens: int, capability: tuple[int, int], child: subprocess.Popen,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    recorded: list = []
-    for module, kernel in (
-        (grouped, "grouped_kernel"), (grouped, "grouped_a8_kernel"), (triton_quantize_rows, "quantize_rows_kernel"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, kernel, ahead_of_time.Recorder(getattr(module, kernel), recorded))
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, grouped, triton_quantize_rows)
     outputs, inputs, experts, top_k, activation = LAYERS[layer]
     meta = functools.partial(torch.empty, device="meta")
     weight = empty_quantized_gpu(FORMS[name], outputs, inputs, torch.device("meta"), experts)
@@ -168,11 +163,8 @@ def test_compiles_without_spills(
         counters = meta(2**17, dtype=torch.int32)
         grouped.summed_quantized_experts(x, *weight, None, rows, starts, *form, *added, counters)
     monkeypatch.undo()
-    kernel, args, kwargs = recorded[-1]
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    print(f"| {layer} {name} a8 {a8} {tokens} {capability} | {len(recorded)} | {usage['REG']} | {usage['STACK']} |")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    binary, registers = ahead_of_time.without_spills(recorded[-1], capability, tmp_path)
+    print(f"| {layer} {name} a8 {a8} {tokens} {capability} | {len(recorded)} | {registers} |")
     assert binary.metadata.shared <= (227 if capability[0] > 8 else 99) * 1024
 
 

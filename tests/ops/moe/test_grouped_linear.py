@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.moe import grouped_linear as grouped
+from tests.ops.instruction_sets import by_set, skip_without
 from tests.ops.linear.test_packed_linear import KERNELS, assert_rounded_once
 
 EXPERTS, N, K = 6, 50, 65
@@ -39,10 +40,10 @@ def packed_of(weight: Tensor) -> Tensor:
     return grouped.pack_weights(list(weight))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", by_set("linear_cpu", KERNELS))
 def test_each_expert_computes_its_own_rows(kernel: tuple[str, torch.dtype]) -> None:
-    kernels, (isa, dtype) = native.load("linear_cpu"), kernel
-    assert kernels is not None
+    isa, dtype = kernel
+    kernels = skip_without(native.load("linear_cpu"), isa)
     for n, k in ((N, K), (96, 64), (33, 700)):
         x, weight, bias, rows = problem(dtype, n, k)
         packed, starts = packed_of(weight), starts_of(COUNTS)
@@ -60,10 +61,10 @@ def test_each_expert_computes_its_own_rows(kernel: tuple[str, torch.dtype]) -> N
                         assert_rounded_once(out[first:end], x[rows[first:end]], weight[e], own)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", by_set("linear_cpu", KERNELS))
 def test_a_row_has_the_bits_of_a_single_layer_in_any_company(kernel: tuple[str, torch.dtype]) -> None:
-    kernels, (isa, dtype) = native.load("linear_cpu"), kernel
-    assert kernels is not None
+    isa, dtype = kernel
+    kernels = skip_without(native.load("linear_cpu"), isa)
     x, weight, bias, _ = problem(dtype, 100, 700)
     packed = packed_of(weight)
     alone = [kernels.run("packed_linear", x, packed[e], bias[e], 100, isa=isa) for e in range(EXPERTS)]

@@ -3,7 +3,6 @@
 As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
 """
 
-import functools
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -123,10 +122,6 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 }
 
 
-def run_interpreted() -> None:
-    interpreted.run({name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()})
-
-
 @pytest.mark.parametrize(
     ("capability", "tokens", "experts"),
     [
@@ -144,21 +139,15 @@ def test_nothing_spills(
     name: str, capability: tuple[int, int], tokens: int, experts: int, child: subprocess.Popen,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    recorded: list = []
-    for kernel in ("route_few_kernel", "route_kernel", "rows_kernel"):
-        function = getattr(triton_expert_rows, kernel)
-        monkeypatch.setattr(triton_expert_rows, kernel, ahead_of_time.Recorder(function, recorded))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_expert_rows)
     given = arguments(name, 1, 24, dtype=torch.bfloat16)
     bias = None if given[1] is None else torch.empty(experts, device="meta")
     logits = torch.empty(tokens, experts, dtype=torch.bfloat16, device="meta")
     triton_expert_rows.routed_rows(logits, bias, *given[2:])
     monkeypatch.undo()
     assert len(recorded) == (1 if tokens <= 32 else 2)
-    for kernel, args, kwargs in recorded:
-        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-        print(f"{kernel.__name__}: {usage['REG']} registers, {binary.metadata.shared} bytes")
-        assert usage["STACK"] == usage["LOCAL"] == 0
+    for launch in recorded:
+        binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
         assert "fma.rn.f32" not in binary.asm["ptx"], "a product that is rounded with a sum has other bits"
 
 
@@ -208,4 +197,4 @@ def test_on_a_gpu(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

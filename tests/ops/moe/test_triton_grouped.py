@@ -109,11 +109,6 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 }
 
 
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 
@@ -123,20 +118,14 @@ def test_compiles_without_spills(
     capability: tuple[int, int], tokens: int, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In the sizes of Qwen3-30B-A3B: 128 experts, of which a token uses 8."""
-    recorded: list = []
-    monkeypatch.setattr(
-        triton_grouped, "grouped_kernel", ahead_of_time.Recorder(triton_grouped.grouped_kernel, recorded)
-    )
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_grouped)
     meta = functools.partial(torch.empty, device="meta")
     x, weight = meta(tokens, 2048, dtype=torch.bfloat16), meta(128, 1536, 2048, dtype=torch.bfloat16)
     rows, starts = meta(tokens * 8, dtype=torch.int32), meta(129, dtype=torch.int32)
     triton_grouped.grouped_linear(x, weight, None, rows, starts)
-    ((kernel, args, kwargs),) = recorded
     monkeypatch.undo()
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
     assert ("wgmma" if capability == (9, 0) else "mma.sync") in binary.asm["ptx"]
 
 
@@ -164,11 +153,7 @@ def test_nothing_spills_with_gates_and_sums(
     name: str, tokens: int, capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    recorded: list = []
-    for kernel in ("grouped_kernel", "grouped_sum_kernel"):
-        function = getattr(triton_grouped, kernel)
-        monkeypatch.setattr(triton_grouped, kernel, ahead_of_time.Recorder(function, recorded))
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_grouped)
     meta = functools.partial(torch.empty, device="meta")
     outputs, inputs, experts, top_k, activation = LAYERS[name]
     wide, many = outputs * (2 if activation else 1), tokens * top_k
@@ -182,11 +167,8 @@ def test_nothing_spills_with_gates_and_sums(
         rows, weights = meta(many, dtype=torch.int32), meta(tokens, top_k)
         triton_grouped.grouped_linear_sum(x, weight, None, rows, starts, places, weights, None, residual, counters)
     monkeypatch.undo()
-    ((kernel, args, kwargs),) = recorded
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    print(f"{usage['REG']} registers, {binary.metadata.shared} bytes")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    ahead_of_time.without_spills(launch, capability, tmp_path)
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------
@@ -228,4 +210,4 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

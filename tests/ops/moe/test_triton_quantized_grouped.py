@@ -13,7 +13,7 @@ from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.linear import triton_linear, triton_quantize_rows  # noqa: E402
+from compiled_llm.ops.linear import triton_quantize_rows  # noqa: E402
 from compiled_llm.ops.moe import triton_quantized_grouped  # noqa: E402
 from tests.ops import ahead_of_time  # noqa: E402
 
@@ -61,14 +61,7 @@ def test_compiles_without_spills(
     tmp_path: Path,
 ) -> None:
     """In the sizes of Qwen3-30B-A3B: 128 experts, of which a token uses 8."""
-    recorded: list = []
-    for module, name in (
-        (triton_quantized_grouped, "grouped_kernel"),
-        (triton_quantized_grouped, "grouped_a8_kernel"),
-        (triton_quantize_rows, "quantize_rows_kernel"),
-    ):
-        monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
-    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_quantized_grouped, triton_quantize_rows)
     x = torch.empty(tokens, 2048, dtype=torch.bfloat16, device=META)
     rows = torch.empty(tokens * 8, dtype=torch.int32, device=META)
     weight = empty_quantized_gpu(form, 1536, 2048, META, 128)
@@ -78,11 +71,8 @@ def test_compiles_without_spills(
     else:
         triton_quantized_grouped.grouped_quantized_linear(x, *weight, None, *constants)
     monkeypatch.undo()
-    kernel, args, kwargs = recorded[-1]
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    print(f"| {capability}, {form}, a8 {a8}, {tokens} tokens | {usage['REG']} | {binary.metadata.shared // 1024} |")
-    assert max(usage["STACK"], usage["LOCAL"]) == 0
+    binary, registers = ahead_of_time.without_spills(recorded[-1], capability, tmp_path)
+    print(f"| {capability}, {form}, a8 {a8}, {tokens} tokens | {registers} | {binary.metadata.shared // 1024} |")
     assert ("wgmma" if capability == (9, 0) else "mma.sync") in binary.asm["ptx"]
 
 

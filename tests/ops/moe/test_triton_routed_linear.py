@@ -3,7 +3,6 @@
 As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
 """
 
-import functools
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -139,10 +138,6 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 }
 
 
-def run_interpreted() -> None:
-    interpreted.run({name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()})
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 LAYERS = {"qwen3-moe": (128, 2048), "mixtral": (8, 4096), "gpt-oss": (32, 2880), "glm4-moe": (160, 5120)}
@@ -166,19 +161,14 @@ def test_nothing_spills(
     name: str, capability: tuple[int, int], rows: int, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    recorded: list = []
-    recorder = ahead_of_time.Recorder(triton_routed_linear.routed_linear_kernel, recorded)
-    monkeypatch.setattr(triton_routed_linear, "routed_linear_kernel", recorder)
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_routed_linear)
     experts, inputs = LAYERS[name]
     given = arguments(name, 1, experts, inputs)
     given[0] = given[1] = torch.empty(rows, inputs, dtype=torch.bfloat16)
     triton_routed_linear.routed_linear(*given)
     monkeypatch.undo()
-    ((kernel, args, kwargs),) = recorded
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    print(f"{usage['REG']} registers, {binary.metadata.shared} bytes")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
     assert binary.metadata.shared <= 99 * 1024
     products = "fma.rn.f32" if given[4].dtype == torch.float32 else "mma.sync"
     assert products in binary.asm["ptx"]
@@ -236,4 +226,4 @@ def test_on_a_gpu(name: str) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

@@ -40,10 +40,6 @@ def has_the_bits_of_the_reference(dtype: torch.dtype, device: str = "cpu") -> No
 INTERPRETED = {str(dtype)[6:]: (has_the_bits_of_the_reference, (dtype,)) for dtype in DTYPES}
 
 
-def run_interpreted() -> None:
-    interpreted.run({name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()})
-
-
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
@@ -54,20 +50,13 @@ def test_compiles_without_spills(
     capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In the sizes of Qwen3-30B-A3B."""
-    recorded: list = []
-    monkeypatch.setattr(
-        triton_routing,
-        "weighted_sum_kernel",
-        ahead_of_time.Recorder(triton_routing.weighted_sum_kernel, recorded),
-    )
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_routing)
     meta = functools.partial(torch.empty, device="meta")
     y, weights = meta(32 * 8, 2048, dtype=torch.bfloat16), meta(32, 8)
     triton_routing.weighted_sum(y, meta(32, 8, dtype=torch.int32), weights)
-    ((kernel, args, kwargs),) = recorded
     monkeypatch.undo()
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    (launch,) = recorded
+    binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
     assert "fma.rn.f32" not in binary.asm["ptx"], "a product that is rounded with the sum has other bits"
 
 
@@ -78,4 +67,4 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

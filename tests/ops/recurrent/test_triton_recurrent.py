@@ -149,11 +149,6 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 }
 
 
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
-
-
 # ---- launched as one binary -----------------------------------------------------------------------------------------
 
 
@@ -289,4 +284,4 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

@@ -82,6 +82,25 @@ CASES: dict[str, Case] = {
     "log_sum_exp": ("log_sum_exp", lambda t, r, n: (numbers(r, n, t, 5.0),)),
 }
 
+# The ops that GPUs alone have, in the same form.
+GPU_CASES: dict[str, Case] = {
+    "norms of queries and of keys": (
+        "qk_norm",
+        lambda t, r, n: (numbers(r, 2 * n, t), weight(n, torch.float32), weight(n // 2, torch.float32), 1e-5),
+    ),
+    "sum of norms": (
+        "sum_of_norms",
+        lambda t, r, n: (numbers(r, n, t), weight(n, t), numbers(r, n, t, 3.0).flip(1), weight(n, t), None, None, 1e-5),
+    ),
+    "norm of a scaled sum": (
+        "sum_of_norms",
+        lambda t, r, n: (
+            *(numbers(r, n, t), None, numbers(r, n, t, 3.0).flip(1), weight(n, torch.float32)),
+            *(torch.tensor([0.37]), weight(n, torch.float32).flip(0), 1e-5),
+        ),
+    ),
+}
+
 
 def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)

@@ -11,38 +11,39 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from compiled_llm.ops import native
 from compiled_llm.ops.rowwise import reference, rowwise
-from tests.ops.instruction_sets import every_set
-from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, check, cut, numbers, outputs, weight, widened
+from tests.ops.instruction_sets import by_set, skip_without
+from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, GPU_CASES, check, cut, numbers, outputs, weight, widened
 
-KERNELS = native.load("rowwise_cpu")
+ISAS = by_set("rowwise_cpu")
 PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
 
 
-@pytest.mark.parametrize("isa", every_set("rowwise_cpu"))
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "arguments"), PARAMS)
 def test_every_instruction_set_computes_what_the_reference_does(
     name: str, arguments: Callable, dtype: torch.dtype, isa: str
 ) -> None:
+    kernels = skip_without(native.load("rowwise_cpu"), isa)
     for size in (2, 24, 64, 1030):
         given = arguments(dtype, 5, size)
-        got = outputs(KERNELS.run(name, *given, isa=isa))
+        got = outputs(kernels.run(name, *given, isa=isa))
         want = getattr(reference, f"{name}_reference")(*(map(widened, given) if dtype == torch.float32 else given))
         check(got, outputs(want), dtype, is_gelu="gelu" in given or "gelu_tanh" in given)
 
 
-@pytest.mark.parametrize("isa", every_set("rowwise_cpu"))
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "arguments"), PARAMS)
 def test_a_row_has_the_same_bits_alone_and_in_any_company(
     name: str, arguments: Callable, dtype: torch.dtype, isa: str
 ) -> None:
-    rows, size = 67, 200
+    kernels, rows, size = skip_without(native.load("rowwise_cpu"), isa), 67, 200
     given = arguments(dtype, rows, size)
-    whole = outputs(KERNELS.run(name, *given, isa=isa))
+    whole = outputs(kernels.run(name, *given, isa=isa))
 
     for part in (slice(0, 1), slice(3, 4), slice(66, 67), slice(0, 8), slice(5, 38)):
-        alone = outputs(KERNELS.run(name, *[cut(x, part) for x in given], isa=isa))
+        alone = outputs(kernels.run(name, *[cut(x, part) for x in given], isa=isa))
         for some, every in zip(alone, whole, strict=True):
             assert torch.equal(some, every[part])
 
@@ -62,10 +63,25 @@ def test_threads_change_no_bit(name: str, arguments: Callable) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "arguments"), PARAMS)
+@pytest.mark.parametrize(("name", "arguments"), (CASES | GPU_CASES).values(), ids=CASES | GPU_CASES)
 def test_ops_are_registered_as_torch_expects(name: str, arguments: Callable, dtype: torch.dtype) -> None:
     op = getattr(torch.ops.compiled_llm, name)
     torch.library.opcheck(op, arguments(dtype, 3, 32), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_cpu_has_an_op_for_each_part_of_what_a_gpu_has_at_once() -> None:
+    x, y, norm = numbers(3, 64, torch.float32), numbers(3, 64, torch.float32, 3.0).flip(1), weight(64, torch.float32)
+    norms = norm[:32], norm[32:48]
+    torch.testing.assert_close(rowwise.qk_norm(x, *norms, 1e-5), reference.qk_norm_reference(x, *norms, 1e-5))
+    for x_norm, y_norm, scale in ((norm, norm, None), (None, norm, torch.tensor([0.37])), (None, None, None)):
+        total, out = reference.sum_of_norms_reference(x, x_norm, y, y_norm, scale, norm, 1e-5)
+        torch.testing.assert_close(rowwise.sum_of_norms(x, x_norm, y, y_norm, 1e-5, scale), total)
+        if x_norm is None:
+            torch.testing.assert_close(rowwise.norm_of_sum(x, y, y_norm, norm, 1e-5, scale), (total, out))
+    kept, indices = torch.zeros(4, 64), torch.tensor([2, 0, 2])
+    assert torch.equal(rowwise.keep_rows(x, indices, kept), x[indices])
+    assert torch.equal(kept, torch.cat([x, torch.zeros(1, 64)]))
+    torch.library.opcheck(torch.ops.compiled_llm.keep_rows, (x, indices, kept), test_utils=("test_schema",))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,7 +5,6 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
-import functools
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,19 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.rowwise import reference
-from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, HEADS, KV_HEADS, check, cut, outputs, widened
+from tests.ops.rowwise.rowwise_cases import (
+    CASES,
+    DTYPES,
+    GPU_CASES,
+    HEADS,
+    KV_HEADS,
+    check,
+    cut,
+    numbers,
+    outputs,
+    weight,
+    widened,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -23,36 +34,24 @@ from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
 from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
-KERNELS = (
-    "norm_kernel",
-    "layer_norm_kernel",
-    "gated_norm_kernel",
-    "rope_kernel",
-    "gated_kernel",
-    "clamped_swiglu_kernel",
-    "activation_kernel",
-    "soft_cap_kernel",
-    "scaled_sum_kernel",
-    "sigmoid_gate_kernel",
-    "log_sum_exp_kernel",
-)
+ALL_CASES = CASES | GPU_CASES
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
 
 
 def agrees_with_the_reference(name: str, arguments: Callable, dtype: torch.dtype, device: str = "cpu") -> None:
-    for size in (2, 24, 64, 1030, 8200):  # the last takes two blocks of a norm, and three of log_sum_exp
-        if name == "rope" and size > 512:
-            continue
-        given = [x.to(device) if isinstance(x, Tensor) else x for x in arguments(dtype, 5, size)]
+    # Of 8200 elements a norm takes two blocks, and log_sum_exp three; of 1030 what adds nothing up takes two pieces.
+    adds_up = "norm" in name or name == "log_sum_exp"
+    for size in (2, 24, 64) if name == "rope" else (2, 64, 8200) if adds_up else (24, 1030):
+        given = [x.to(device) if isinstance(x, Tensor) else x for x in arguments(dtype, 3, size)]
         got = outputs(getattr(triton_rowwise, name)(*given))
         want = getattr(reference, f"{name}_reference")(*(map(widened, given) if dtype == torch.float32 else given))
         check(got, outputs(want), dtype, is_gelu="gelu" in given or "gelu_tanh" in given)
 
 
 def a_row_has_the_same_bits_in_any_company(
-    name: str, arguments: Callable, dtype: torch.dtype, device: str = "cpu", rows: int = 7, sizes: tuple = (200,)
+    name: str, arguments: Callable, dtype: torch.dtype, device: str = "cpu", rows: int = 4, sizes: tuple = (200,)
 ) -> None:
     for size in sizes:
         given = [x.to(device) if isinstance(x, Tensor) else x for x in arguments(dtype, rows, size)]
@@ -65,6 +64,31 @@ def a_row_has_the_same_bits_in_any_company(
 def no_rows_are_no_launch(name: str, arguments: Callable, dtype: torch.dtype) -> None:
     for out in outputs(getattr(triton_rowwise, name)(*arguments(dtype, 0, 64))):
         assert out.shape[0] == 0
+
+
+def keeps_and_gives(run: Callable, dtype: torch.dtype, size: int) -> None:
+    """Of more rows than there are, and of none; the other rows that are kept stay."""
+    x = torch.randn(5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    for rows in ([0, 4, 4, 2, 0, 1, 3], [3], []):
+        indices, kept = torch.tensor(rows, dtype=torch.int32), torch.full((6, size), 7.0, dtype=dtype)
+        assert torch.equal(run(x, indices, kept), x[indices.long()])
+        assert torch.equal(kept, torch.cat([x, torch.full_like(x[:1], 7.0)]))
+
+
+def sums_of_norms_have_the_bits_of_single_ops(norm: torch.dtype) -> None:
+    """So that an exact engine may have either."""
+    op, size = triton_rowwise, 1300
+    x, y, y_norm, sum_norm = (
+        numbers(5, size, torch.bfloat16),
+        numbers(5, size, torch.bfloat16, 3.0),
+        *[weight(size, norm)] * 2,
+    )
+    total, out = op.sum_of_norms(x, None, y, y_norm, torch.tensor([0.37]), sum_norm, 1e-5)
+    expected = op.scaled_sum(x, op.rms_norm(y, y_norm, 1e-5), torch.tensor([0.37]))
+    assert torch.equal(total, expected)
+    assert torch.equal(out, op.rms_norm(expected, sum_norm, 1e-5))
+    together = op.sum_of_norms(x, None, y, y_norm, None, sum_norm, 1e-5)
+    assert all(map(torch.equal, together, op.add_rms_norm(x, op.rms_norm(y, y_norm, 1e-5), sum_norm, 1e-5)))
 
 
 def extremes(device: str = "cpu") -> None:
@@ -91,48 +115,34 @@ def extremes(device: str = "cpu") -> None:
     assert torch.equal(total, beyond + beyond)
 
 
-def asking_changes_no_number() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, delta, asked = (torch.randn(rows, 200, generator=generator).bfloat16() for rows in (3, 3, 70))
-    given = x, delta, torch.ones(200, dtype=torch.bfloat16), 1e-5
-    plain = triton_rowwise.add_rms_norm(*given)
-    assert all(map(torch.equal, plain, triton_rowwise.add_rms_norm_asking(*given, asked, 1 << 14)))
-
-
 INTERPRETED: dict[str, tuple[Callable, tuple]] = {
-    "asking": (asking_changes_no_number, ()),
     **{
         f"{title}-{str(dtype)[6:]}-{function.__name__}": (function, (*case, dtype))
-        for title, case in CASES.items()
+        for title, case in ALL_CASES.items()
         for dtype in DTYPES
         for function in (agrees_with_the_reference, a_row_has_the_same_bits_in_any_company, no_rows_are_no_launch)
     },
     "extremes": (extremes, ()),
+    "keep rows": (keeps_and_gives, (triton_rowwise.keep_rows, torch.bfloat16, 4100)),
+    "sums of norms by bits": (sums_of_norms_have_the_bits_of_single_ops, (torch.float32,)),
 }
-
-
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
 
 
 # ---- launched as one binary -----------------------------------------------------------------------------------------
 
 
 def recorded_launches(monkeypatch: pytest.MonkeyPatch, name: str, given: list) -> list[tuple]:
-    launches: list[tuple] = []
-    for kernel in KERNELS:
-        monkeypatch.setattr(triton_rowwise, kernel, ahead_of_time.Recorder(getattr(triton_rowwise, kernel), launches))
+    launches = ahead_of_time.recorded(monkeypatch, None, triton_rowwise)
     getattr(triton_rowwise, name)(*given)
     monkeypatch.undo()
     return launches
 
 
 @pytest.mark.parametrize("size", [64, 200])
-@pytest.mark.parametrize("title", CASES)
+@pytest.mark.parametrize("title", ALL_CASES)
 def test_rows_of_a_length_run_one_binary(title: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many they are and wherever they lie: the layout of a sum follows from what Triton specialises by."""
-    name, arguments = CASES[title]
+    name, arguments = ALL_CASES[title]
     seen = set()
     for rows in (1, 2, 16, 33):
         given = arguments(torch.bfloat16, rows + 1, size)
@@ -145,7 +155,7 @@ def test_rows_of_a_length_run_one_binary(title: str, size: int, monkeypatch: pyt
 # ---- registered -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "arguments"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("name", "arguments"), ALL_CASES.values(), ids=ALL_CASES)
 def test_a_gpu_runs_the_triton_kernel(name: str, arguments: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch would call for tensors of a GPU, called with those of a CPU."""
     calls = []
@@ -192,6 +202,10 @@ def compiled_cases(dtype: torch.dtype, norm_dtype: torch.dtype) -> Iterator[tupl
     for gates in (D, 1):
         yield "sigmoid_gated", [x(8, D), x(8, gates)]
     yield "log_sum_exp", [x(8, V)]
+    yield "qk_norm", [x(8, 7168), _empty(5120, dtype=norm_dtype), _empty(1024, dtype=norm_dtype), 1e-6]
+    norm = _empty(2816, dtype=norm_dtype)
+    yield "sum_of_norms", [x(8, 2816), norm, x(8, 2816), norm, _empty(1, dtype=torch.float32), norm, 1e-6]
+    yield "keep_rows", [x(8, D), _empty(8, dtype=torch.int32), x(8, D)]
 
 
 @pytest.mark.parametrize(
@@ -212,11 +226,9 @@ def test_compiles_without_spills(
     tmp_path: Path,
 ) -> None:
     for name, given in compiled_cases(dtype, norm_dtype):
-        ((kernel, args, kwargs),) = recorded_launches(monkeypatch, name, given)
-        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-        print(f"{name}: {usage['REG']} registers, {binary.metadata.shared} bytes of shared memory")
-        assert usage["STACK"] == usage["LOCAL"] == 0, name
+        (launch,) = recorded_launches(monkeypatch, name, given)
+        binary, registers = ahead_of_time.without_spills(launch, capability, tmp_path)
+        print(f"{name}: {registers} registers, {binary.metadata.shared} bytes of shared memory")
         assert ".fma" not in binary.asm["ptx"], (
             f"{name}: a fused operation rounds once where the reference rounds twice"
         )
@@ -245,13 +257,24 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.gated_rms_norm(ONES, ONES, ONES[0].half(), 1e-6, 4, True), "weight must be of torch.float32"),
     (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
     (lambda op: op.scaled_sum(ONES, torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
-    (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be \[1\] float32"),
+    (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be a contiguous \[1\] of torch.float32"),
     (
         lambda op: op.sigmoid_gated(ONES, ONES[:1]),
         r"gate must be \[2, 8\] or \[2, 1\] of torch.float32 on cpu, got \[1",
     ),
     (lambda op: op.sigmoid_gated(ONES, ONES.half()), "of torch.float16"),
     (lambda op: op.log_sum_exp(torch.ones(2, 0)), "must have columns"),
+    (lambda op: op.qk_norm(ONES, ONES[0, :5], ONES[0, :3], 1e-6), r"2 \* len\(k_norm\) columns, 11, got 8"),
+    (lambda op: op.qk_norm(ONES, ONES[0, :4], ONES[0, :2].half(), 1e-6), r"a weight must be a contiguous \[2\]"),
+    (lambda op: op.sum_of_norms(ONES, None, ONES[:1], None, None, None, 1e-6), r"y must be \[2, 8\]"),
+    (lambda op: op.sum_of_norms(ONES, None, ONES, ONES[0].half(), None, None, 1e-6), r"y_norm must be a .*\[8\]"),
+    (lambda op: op.sum_of_norms(ONES, None, ONES, None, ONES[0], None, 1e-6), r"scale must be a contiguous \[1\]"),
+    (
+        lambda op: op.keep_rows(ONES, torch.tensor([0]), ONES[:1]),
+        r"kept a contiguous \[2, 8\] or longer .* got \[1, 8\]",
+    ),
+    (lambda op: op.keep_rows(ONES, torch.tensor([0]), ONES.half()), "got .* of torch.float16"),
+    (lambda op: op.keep_rows(ONES, torch.tensor([0.0]), ONES), r"indices must be a contiguous \[R\] of int32 or int64"),
 ]
 
 
@@ -268,10 +291,10 @@ def test_refuses_by_name(call: Callable, message: str) -> None:
 ORDINARY = [name for at, name in enumerate(INTERPRETED) if (at // 9 + at) % 3 == at // 3 % 3]
 
 
-@pytest.mark.parametrize("name", marked(INTERPRETED, {*ORDINARY, "extremes", "asking"}))
+@pytest.mark.parametrize("name", marked(INTERPRETED, {*ORDINARY, "extremes", "keep rows", "sums of norms by bits"}))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)

@@ -5,7 +5,6 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
-import functools
 import math
 import subprocess
 from collections.abc import Callable
@@ -165,11 +164,6 @@ INTERPRETED: dict[str, tuple[Callable, dict]] = {
 }
 
 
-def run_interpreted() -> None:
-    functions = {name: functools.partial(function, **given) for name, (function, given) in INTERPRETED.items()}
-    interpreted.run(functions)
-
-
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 KERNELS = ["maxima", *["narrow"] * triton_sampling.LEVELS.value, "gather", "limit", "sums", "draw"]
@@ -289,4 +283,4 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    run_interpreted()
+    interpreted.run(INTERPRETED)
