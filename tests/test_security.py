@@ -84,10 +84,18 @@ def names_in(tree: ast.AST) -> Iterator[str]:
                 full_names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                 yield f"{node.module}.{alias.name}"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute):
-            first, *rest = ast.unparse(node).split(".")
-            if first in full_names:
-                yield ".".join([full_names[first], *rest])
+        first, *rest = dotted(node)
+        if first in full_names:
+            yield ".".join([full_names[first], *rest])
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """The parts of a name or of attributes of one; [""] for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(parts)] if isinstance(node, ast.Name) else [""]
 
 
 def strings_in(tree: ast.AST) -> Iterator[str]:
