@@ -128,7 +128,7 @@ class Kernels:
     """The kernels of an op: its ops run on the best instruction set that this CPU has."""
 
     def __init__(self, op: str, library: ctypes.CDLL, best: ctypes.CDLL) -> None:
-        self._op, self._library, self._isas = op, library, supported_isas(op)
+        self._op, self._library, self._isas = op, library, _isas(op)
         self._kernels: dict[str, int] = {}  # of the sets that ``run`` was asked for: where they lie
         library.use_kernels.argtypes = ctypes.c_void_p, ctypes.c_bool
         library.use_kernels(_kernels_of(best), True)
@@ -189,12 +189,11 @@ def is_available(op: str) -> bool:
 
 def libraries_of(op: str) -> list[Library]:
     """What ``load`` needs on this machine; nothing if it has no compiler and the package brought no libraries."""
-    isas = supported_isas(op)
+    isas = _isas(op)
     return [op_library(op), kernel_library(op, isas[0])] if isas else []
 
 
-def supported_isas(op: str) -> list[str]:
-    """The sets that an op has kernels for and that this CPU has, best first; empty without a compiler."""
+def _isas(op: str) -> list[str]:
     level = _level()
     if level is None:
         return []

@@ -29,13 +29,10 @@ def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def cases(values: Mapping[str, Collection[str]], count: int, arguments: Mapping[str, tuple[Any, ...]]) -> list[Any]:
-    """Arguments of ``pytest.mark.parametrize`` for all cases, those that are not drawn marked as a battery.
-
-    Cases without ``values`` are never drawn.
-    """
+    """Arguments of ``pytest.mark.parametrize`` for all cases, those that are not drawn marked as a battery."""
     ordinary = drawn(values, count)
-    marks = {name: () if name in ordinary else pytest.mark.battery for name in arguments}
-    return [pytest.param(*arguments[name], id=name, marks=marks[name]) for name in arguments]
+    marks = {name: () if name in ordinary else pytest.mark.battery for name in values}
+    return [pytest.param(*arguments[name], id=name, marks=marks[name]) for name in values]
 
 
 def marked(names: Iterable[str], ordinary: Collection[str]) -> list[Any]:

@@ -43,6 +43,7 @@ def files_in(wheel: Path) -> set[str]:
     return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
+@pytest.mark.battery  # the next one builds such a wheel with libraries beside
 def test_the_wheel_is_complete_and_holds_nothing_else(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path, CXX="no-such-compiler")
     assert wheel.name.endswith("-py3-none-any.whl")

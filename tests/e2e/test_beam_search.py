@@ -11,6 +11,7 @@ import transformers
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
+from tests.drawn import marked
 from tests.e2e.test_failures import STAGES, Fault, break_once
 from tests.families import checkpoint
 
@@ -153,7 +154,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+ORDINARY = ("no cache, chunks", "more beams than seats", "overlapping", "a small pool with swapping")
+
+
+@pytest.mark.parametrize("name", marked(ENGINES, ORDINARY))
 def test_equal_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with CompiledEngine(
         **EAGER, **{"max_model_len": 128, "num_kv_blocks": 300, "token_bucket_sizes": (32,), **ENGINES[name]}
@@ -178,7 +182,7 @@ def test_equal_to_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert (stats.num_swap_preemptions > 0) == ("swapping" in name)
 
 
-@pytest.mark.parametrize("num_eos", [1, 2])
+@pytest.mark.parametrize("num_eos", [pytest.param(1, marks=pytest.mark.battery), 2])
 def test_end_of_text_is_reached(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, num_eos: int) -> None:
     """Tokens that the beams are full of are made to end the text."""
     assert engine.tokenizer is not None

@@ -15,7 +15,7 @@ from compiled_llm.models.inputs import KVCache, LayerCache
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import family
-from tests.e2e.test_published_moe import differences, outputs_of
+from tests.e2e.test_published import differences, outputs_of
 from tests.families import CONFIGS, checkpoint, strengthened, transformers_model
 from tests.models.test_forward import BLOCK_SIZE, step_input
 

@@ -9,7 +9,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.weights import experts, linear_layers
 from tests import mxfp4
-from tests.compiling.test_function import TWO_BUCKETS, engine_and_codes
+from tests.compiling.test_function import ENGINE, TWO_BUCKETS, check_one_graph, engine_and_codes
 from tests.families import checkpoint
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, list(range(100, 131))]
@@ -46,6 +46,13 @@ def test_the_same_alone_in_chunks_preempted_and_behind_a_prefix(quantization: st
     assert together == alone == chunked == preempted == twice[:4] == twice[4:]
 
 
+def test_one_graph() -> None:
+    arguments = {**ENGINE, "enforce_eager": True, "bucket_sizes": (4,), "token_bucket_sizes": (8,)}
+    with CompiledEngine(str(checkpoint("qwen3")), **arguments, quantization="int4_w4a8") as engine:
+        check_one_graph(engine)
+
+
+@pytest.mark.battery
 def test_compiled_once_and_nothing_more() -> None:
     engine, codes = engine_and_codes(checkpoint("qwen3"), TWO_BUCKETS, False, quantization="int4_w4a8")
     engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(max_tokens=5), use_tqdm=False)

@@ -16,6 +16,7 @@ from compiled_llm.constraints import grammars as structured_outputs
 from compiled_llm.constraints.grammars import GrammarState
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
+from tests.drawn import marked
 from tests.families import COMPILED_SIZES
 
 PROMPT = "def read(path):\n    with"
@@ -365,7 +366,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", marked(SETTINGS, ("swapped", "recomputed in chunks, cached", "steps ahead")))
 def test_chunks_and_preemptions_change_nothing(alone: list[RequestOutput], name: str) -> None:
     with CompiledEngine(
         enforce_eager=True, bucket_sizes=(1, 4), max_model_len=64, **ARGUMENTS, **SETTINGS[name]

@@ -61,7 +61,7 @@ def test_a_window_has_a_pool_of_its_own_that_is_smaller(directory: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.battery),
         {"num_kv_blocks": 40},
         {"num_kv_blocks": 44, "swap_space_bytes": 2**22, "preemption_mode": "swap"},
         {"async_scheduling": True},

@@ -1,7 +1,7 @@
 """Which instruction sets the C++ kernels are tested on.
 
-The ordinary run has the best one of this machine and the portable one, so that no others are built. A battery has all
-that this machine has.
+The ordinary run has the best one of this machine and the portable one, so that no others are built; two ops, whose
+portable kernels take half a minute to build, have the best one alone. A battery has all that this machine has.
 """
 
 from collections.abc import Iterable
@@ -12,12 +12,14 @@ import pytest
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import isas_of
 
+_LONG = ("rowwise_cpu", "recurrent_cpu")
+
 
 def ordinary_sets(op: str) -> list[str]:
     """Those of the ordinary run: the best for the kernels of ``op``, if there is a compiler, and the portable one."""
     libraries = native.libraries_of(op)  # what calls the kernels, and the kernels
     best = [library.name.rpartition(".")[2] for library in libraries[1:]]
-    return list(dict.fromkeys([*best, "portable"]))
+    return list(dict.fromkeys([*best, *(["portable"] if op not in _LONG else [])]))
 
 
 def by_set(op: str, cases: Iterable[Any] | None = None) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Published mixtures of experts, scaled down, in a whole engine: buckets, preemptions, windows, quantised caches."""
+"""Published mixtures of experts and Gemma 4, scaled down, in a whole engine.
+
+With buckets, preemptions, windows and quantised caches.
+"""
 
 import itertools
 import sys
@@ -12,14 +15,20 @@ from torch import Tensor
 from transformers.masking_utils import eager_mask
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm.models.wrappers import language_model
+from tests.models.published_gemma4 import GEMMA4
 from tests.models.published_moe import MOE
 from tests.models.scaled_down import scaled_down
 from tests.models.test_published import checkpoint_of
 
-IN_CI = {("Qwen3-235B-A22B", "int8"), *((x, "auto") for x in ("Mixtral-8x22B-v0.1", "GLM-4.5-Air", "gpt-oss-20b"))}
+PUBLISHED = {name: moe[0] for name, moe in MOE.items()} | {name: language_model(GEMMA4[name]) for name in GEMMA4}
+ORDINARY = {
+    *((name, "auto") for name in ("Mixtral-8x22B-v0.1", "GLM-4.5-Air", "gpt-oss-20b", "gemma-4-26B-A4B-it")),
+    *((name, "int8") for name in ("Qwen3-235B-A22B", "gemma-4-E2B-it")),
+}
 CASES = [
-    pytest.param(*case, marks=() if case in IN_CI else pytest.mark.battery)
-    for case in itertools.product(MOE, ("auto", "int8"))
+    pytest.param(*case, marks=() if case in ORDINARY else pytest.mark.battery)
+    for case in itertools.product(PUBLISHED, ("auto", "int8"))
 ]
 PROMPT_LENGTHS = (61, 90, 47, 70, 55)  # above the window of 40
 NUM_TOKENS = 40
@@ -65,7 +74,7 @@ def quantised_attention(
     return eager(module, query, held(key), held(value), mask, **arguments)
 
 
-def check_tokens(content: dict[str, Any], kv_cache_dtype: str, directory: Path, typical: float = 0.01) -> None:
+def check_tokens(content: dict[str, Any], kv_cache_dtype: str, directory: Path, typical: float) -> None:
     """A model with random weights under ``content`` serves what transformers does; int8 but for ``typical`` nats."""
     transformers.AttentionInterface.register("int8", quantised_attention)
     transformers.AttentionMaskInterface.register("int8", eager_mask)
@@ -87,4 +96,6 @@ def check_tokens(content: dict[str, Any], kv_cache_dtype: str, directory: Path, 
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_tokens_are_those_of_transformers(name: str, kv_cache_dtype: str, tmp_path: Path) -> None:
-    check_tokens(scaled_down(MOE[name][0]), kv_cache_dtype, tmp_path)
+    # Gemma 4's scores are not scaled, so roundings of the int8 kernel's 16 bits matter more; int8 itself is 0.06 nats.
+    typical = 0.03 if name in GEMMA4 else 0.01
+    check_tokens(scaled_down(PUBLISHED[name]), kv_cache_dtype, tmp_path, typical)
