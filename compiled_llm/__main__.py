@@ -1,12 +1,12 @@
 """``compiled-llm COMMAND``, and ``python -m compiled_llm COMMAND``: runs a file of ``compiled_llm/commands/``."""
 
-import importlib
 import shlex
 import sys
 from collections.abc import Sequence
 
 from compiled_llm.api.names import did_you_mean
 from compiled_llm.api.readable import shown
+from compiled_llm.commands import commands_of, module_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,9 +21,9 @@ def run(program: str, package: str, given: list[str]) -> int:
         program: the words of the command line before ``given``, for messages.
         package: a package with the table ``COMMANDS``.
     """
-    commands = importlib.import_module(package).COMMANDS
+    commands = commands_of(package)
     if given and given[0] in commands:
-        name, module = f"{program} {given[0]}", importlib.import_module(f"{package}.{given[0]}")
+        name, module = f"{program} {given[0]}", module_of(package, given[0])
         if hasattr(module, "COMMANDS"):  # a group of commands
             return run(name, module.__name__, given[1:])
         return module.main(name, given[1:])

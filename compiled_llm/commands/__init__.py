@@ -8,6 +8,9 @@
 package of such files with a table ``COMMANDS`` of its own. What is more than flags and printing lies in another room.
 """
 
+import importlib
+from types import ModuleType
+
 # Name -> what it does, in a line of ``compiled-llm --help``, the most used first.
 COMMANDS = {
     "generate": "complete a text, and print the answer as it comes",
@@ -17,3 +20,13 @@ COMMANDS = {
     "version": "versions, processor, GPU and the directory of what was compiled",
     "completion": "a script that completes commands and flags in bash, zsh or fish",
 }
+
+
+def commands_of(package: str) -> dict[str, str]:
+    """The table of a group of commands."""
+    return importlib.import_module(package).COMMANDS
+
+
+def module_of(package: str, name: str) -> ModuleType:
+    """The file of the command ``name`` of ``package``, or the package of a group of commands."""
+    return importlib.import_module(f"{package}.{name.replace('-', '_')}")

@@ -6,10 +6,10 @@
 Exit status: 0, or 2 for bad arguments.
 """
 
-import importlib
 from collections.abc import Iterator, Sequence
 
 from compiled_llm.api.command_line import FlagParser
+from compiled_llm.commands import commands_of, module_of
 from compiled_llm.terminal.shell_completion import SHELLS, Command, completion_script
 
 
@@ -28,10 +28,10 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
 def all_commands(package: str, words: tuple[str, ...] = ()) -> Iterator[Command]:
     """What may follow ``words`` on the command line, and what may follow each command of ``package``."""
-    commands = importlib.import_module(package).COMMANDS
+    commands = commands_of(package)
     yield Command(words, commands)
     for name in commands:
-        module = importlib.import_module(f"{package}.{name}")
+        module = module_of(package, name)
         if hasattr(module, "COMMANDS"):
             yield from all_commands(module.__name__, (*words, name))
         else:

@@ -1,6 +1,5 @@
 """All commands alike: short help that comes at once, completion, errors of three lines."""
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,12 +8,12 @@ import pytest
 
 from compiled_llm.__main__ import main
 from compiled_llm.api.command_line import FlagParser
-from compiled_llm.commands import COMMANDS
+from compiled_llm.commands import COMMANDS, commands_of, module_of
 
 
 def parsers(package: str = "compiled_llm.commands", words: tuple[str, ...] = ()) -> Iterator[FlagParser]:
-    for name in importlib.import_module(package).COMMANDS:
-        module = importlib.import_module(f"{package}.{name}")
+    for name in commands_of(package):
+        module = module_of(package, name)
         if hasattr(module, "COMMANDS"):
             yield from parsers(module.__name__, (*words, name))
         else:
