@@ -14,7 +14,7 @@ from tests.families import checkpoint
 SIZES = {"bucket_sizes": (1, 2), "token_bucket_sizes": (64,), "max_model_len": 128}
 
 
-@pytest.mark.parametrize("family", ["qwen3-next", "gemma3"])
+@pytest.mark.parametrize("family", ["lfm2", "gemma3"])
 def test_bytes_are_those_of_the_engine(family: str) -> None:
     directory = checkpoint(family)
     config = EngineConfig(model=str(directory), enforce_eager=True, progress="off", num_kv_blocks=40, **SIZES)
@@ -38,10 +38,16 @@ def test_the_longest_request_is_what_the_memory_allows(monkeypatch: pytest.Monke
         room(2**20)
     with pytest.raises(ValueError, match="are free for the KV pool, and a request of max_model_len=128"):
         room(8_800_000)
-    free = next(size for size in range(9_000_000, 40_000_000, 1_000_000) if "of the model's" in room(size))
+    free = 11_000_000
     longest = int(room(free).split("up to ")[1].split(",")[0])
     assert 0 < longest < 1024
     room(free, longest)
+
+
+def test_flags_of_the_engine_change_the_rows() -> None:
+    rows = dict(look_at(EngineConfig(quantization="int8", kv_cache_dtype="int8")))
+    assert rows["weights"].startswith("bfloat16, rounded to int8: ")
+    assert rows["KV cache"].startswith("int8, 1088 bytes a token")
 
 
 def test_what_is_not_served_is_named(tmp_path: Path) -> None:
