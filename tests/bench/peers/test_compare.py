@@ -71,8 +71,8 @@ def start(fake: Path, tmp_path: Path) -> Any:
         return workers[-1]
 
     yield start
-    for worker in workers:
-        worker.close()
+    for one in workers:
+        one.close()
 
 
 def run(*arguments: str) -> int:
