@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from compiled_llm.commands import module_of
+from compiled_llm.commands.bench import BENCHES
 from tests.docs.commands import SCRIPTS, command_options, is_expensive, not_run, options_of, parse_command, words_of
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, inline_code, name_of, statements
 
@@ -107,7 +109,8 @@ def test_commands_in_the_text_would_start(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def known_options() -> set[str]:
-    return command_options().union(*map(options_of, SCRIPTS))
+    benches = (module_of("compiled_llm.bench", name).parser(name)._option_string_actions for name in BENCHES)
+    return command_options().union(*map(options_of, SCRIPTS), *benches)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
