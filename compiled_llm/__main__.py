@@ -4,8 +4,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.names import did_you_mean
+from compiled_llm.api.readable import shown
 from compiled_llm.commands import commands_of, module_of
 
 
@@ -27,16 +27,15 @@ def run(program: str, package: str, given: list[str]) -> int:
         if hasattr(module, "COMMANDS"):  # a group of commands
             return run(name, module.__name__, given[1:])
         return module.main(name, given[1:])
-    if given in (["-h"], ["--help"], ["--help=all"]):
-        print(f"usage: {program} COMMAND [FLAG ...]\n")
-        for name, text in commands.items():
-            print(f"  {name:12}{text}")
-        print(f"\n{program} COMMAND --help shows the flags of a command.")
-        return 0
+    if given in ([], ["-h"], ["--help"], ["--help=all"]):
+        lines = [f"  {name:12}{text}" for name, text in commands.items()]
+        usage = [f"usage: {program} COMMAND [FLAG ...]", "", *lines, "", f"{program} COMMAND --help: its flags"]
+        print("\n".join(usage), file=sys.stdout if given else sys.stderr)
+        return 0 if given else 2
     from compiled_llm.api.command_line import print_argument_error
 
-    hint = did_you_mean(given[0], commands) if given else ""
-    said = f"{shown(given[0])}{hint and ': ' + hint}" if given else "none"
+    hint = did_you_mean(given[0], commands)
+    said = f"{shown(given[0])}{hint and ': ' + hint}"
     allowed = ", ".join(commands)
     print_argument_error(program, f"the command must be one of {allowed}, given {said}", shlex.join(given)[:200])
     return 2

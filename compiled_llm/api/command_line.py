@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.flag_help import short_help
+from compiled_llm.api.flag_help import short_help, usage
 from compiled_llm.api.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, did_you_mean, name_hint
 from compiled_llm.api.sampling_params import SamplingParams
 
@@ -55,9 +55,8 @@ class FlagParser(argparse.ArgumentParser):
         self._given = list(sys.argv[1:] if args is None else args)
         flags = [word for word in itertools.takewhile("--".__ne__, self._given) if re.match(r"--[^\s=]+(=|$)", word)]
         unknown = [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
-        if unknown and not {"--help", "--help=all"}.intersection(
-            flags
-        ):  # before argparse says what is missing, as where one is misspelt
+        wants_help = "--help" in flags or "--help=all" in flags
+        if unknown and not wants_help:  # before argparse says what is missing, as where one is misspelt
             self._refuse(unknown)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -75,7 +74,7 @@ class FlagParser(argparse.ArgumentParser):
         Args:
             check: gets the arguments, and may complete them.
             arguments: the words to parse; None: those of the command line.
-            least: smallest value of the arguments of these names, and of each value in a list; None is no value.
+            least: by the name of an argument its smallest value, or that of each value in a list; None is no value.
         """
         args = self.parse_args(arguments)
         with self.ending_errors():
@@ -137,6 +136,7 @@ class _Help(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, **{**options, **more})
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.usage = usage(parser)  # a line, where argparse would name every flag
         print(parser.format_help() if values == "all" else short_help(parser, parser.seldom), end="")
         parser.exit()
 
@@ -154,7 +154,7 @@ def _cut(text: str) -> str:
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
-    """``ValueError`` unless each value of the arguments of these names, lists or numbers, is as large as given here."""
+    """``ValueError`` unless each value of the named arguments, lists or numbers, is at least as large as given here."""
     for name, low in least.items():
         given = getattr(args, name)
         if given is not None and not min(given if isinstance(given, tuple | list) else [given]) >= low:
@@ -181,9 +181,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), /, **defaults: Any) -> None:
-    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name.
+    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of that name.
 
-    A flag that is not given leaves no attribute: ``sampling_arguments`` are those that were. ``defaults`` are shown.
+    A flag that is not given leaves no attribute: ``sampling_arguments`` has the given ones. ``defaults`` are shown.
 
     Args:
         without: parameters that would have no effect in a program, and get no flag.

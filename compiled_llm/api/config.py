@@ -1,6 +1,6 @@
 """EngineConfig: every argument of the engine, validated once. EngineLimits: sizes that follow from it and the model.
 
-No torch here: the scheduler reads these too.
+No torch here: the scheduler reads the arguments too.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ class EngineConfig:
         quantization_group_size: inputs with one scale in "int4" and "int4_w4a8": 32, 64 or 128. None: 32.
         quantization_skip: names of layers that stay in the model's dtype, such as ``model.layers.0`` or ``down_proj``;
             ``*`` stands for anything. Routers of experts always do.
-        quantization_head: with ``quantization``: the same for the head, which makes the logits, and for the embedding
+        quantization_head: with ``quantization``: how the head is rounded, which makes the logits, and the embedding
             where the two are one; "auto": in 8 bits where the layers are in 4, else as the layers; "none": not at all.
-        quantization_embedding: with ``quantization``: the same for an embedding that is not the head as well, of
+        quantization_embedding: with ``quantization``: how an embedding is rounded that is not the head as well, of
             which a step reads single rows; "none": not at all.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``. None: on a CPU 1, 8
@@ -85,9 +85,10 @@ class EngineConfig:
         async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
             step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
         cuda_graphs: who records the CUDA graphs on a GPU: "manual", the engine itself, a graph for each bucket;
-            "programmatic", likewise, with kernels that may start while the one before still runs (H100 or B200, CUDA
-            12.3 or later); "pinned", likewise, and graphs read and write memory of the host; "trees", torch's CUDA
-            graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
+            "programmatic", as "manual", with kernels that may start while the one before still runs (H100 or B200, CUDA
+            12.3 or later); "pinned", as "manual", and graphs read and write memory of the host; "trees", torch's CUDA
+            graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs: there others than "auto" are
+            refused.
         compile_workers: processes that compile side by side what is not kept on disk. None: one for each core, on a
             CPU if the model is deep enough that it pays; 0: the engine's own process, on a GPU at each start.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
@@ -281,7 +282,7 @@ _INTEGERS = {
     "block_size": (1, 1024),
     "seed": (0, 2**63 - 1),
 }
-_SMALLEST_TOKEN_BUCKET = 16  # of those that are not asked for
+_SMALLEST_TOKEN_BUCKET = 16  # where the sizes are not given
 
 
 class StepDefaults(NamedTuple):
@@ -289,7 +290,7 @@ class StepDefaults(NamedTuple):
 
     Attributes:
         batched_tokens: most tokens in a step.
-        beside_decodes: the same of a step in which requests decode. Each of them waits for all of it.
+        beside_decodes: most tokens in a step in which requests decode. Each of them waits for the whole step.
         decode_buckets: batch sizes of decodes.
         token_buckets: sizes of the other steps, as shares of the largest.
     """

@@ -13,7 +13,7 @@ _LEAST_TEXT = 16  # characters of a text that is cut
 def short_help(parser: argparse.ArgumentParser, seldom: Collection[str]) -> str:
     """Usage, description and the flags that are not among ``seldom``; the last line says how many were left out."""
     width = min(max(shutil.get_terminal_size().columns, _LEAST_WIDTH), _MOST_WIDTH)
-    lines = [usage(parser), "", *(parser.description or "").splitlines()]
+    lines = [f"usage: {usage(parser)}", "", *(parser.description or "").splitlines()]
     left = 0
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if "--help" not in action.option_strings]
@@ -26,10 +26,10 @@ def short_help(parser: argparse.ArgumentParser, seldom: Collection[str]) -> str:
 
 
 def usage(parser: argparse.ArgumentParser) -> str:
-    """``usage: program [TEXT] [FLAG ...]``: a line, however many flags there are."""
+    """``program [TEXT] [FLAG ...]``: a line, however many flags there are."""
     words = [_invocation(action) for action in parser._actions if not action.option_strings]
     required = [_invocation(action) for action in parser._actions if action.option_strings and action.required]
-    return " ".join([f"usage: {parser.prog}", *words, *required, "[FLAG ...]"])
+    return " ".join([parser.prog, *words, *required, "[FLAG ...]"])
 
 
 def first_clause(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

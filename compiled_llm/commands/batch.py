@@ -23,10 +23,9 @@ import sys
 from collections.abc import Sequence
 
 from compiled_llm.api.command_line import errors_end
-from compiled_llm.offline.file_checks import check_files, check_writable
+from compiled_llm.offline.files import check_files, check_writable, manifest_path
 from compiled_llm.offline.flags import flag_parser as parser
 from compiled_llm.offline.flags import parse_arguments
-from compiled_llm.offline.manifest import manifest_path
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import run_program
 

@@ -70,7 +70,7 @@ def _chat(args: argparse.Namespace, stdout: GuardedStream) -> int:
     config = engine_config(args)
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
     from compiled_llm.engine.engine import CompiledEngine
-    from compiled_llm.offline.run_sampling import run_sampling
+    from compiled_llm.offline.serving import run_sampling
     from compiled_llm.terminal.chat import Chat
     from compiled_llm.terminal.conversation import Conversation
 

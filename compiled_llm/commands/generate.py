@@ -60,7 +60,7 @@ def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> 
         config = dataclasses.replace(config, progress="off")
     from compiled_llm.api.sampling_params import SamplingParams
     from compiled_llm.engine.engine import CompiledEngine
-    from compiled_llm.offline.run_sampling import run_sampling
+    from compiled_llm.offline.serving import run_sampling
     from compiled_llm.terminal.answer import Answer
 
     sampling, _ = run_sampling(config, sampling_arguments(args))

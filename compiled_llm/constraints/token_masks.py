@@ -17,7 +17,7 @@ class TokenMask:
     """The mask of one generation, token after token.
 
     Args:
-        allowed_token_ids: nothing but these; None: all of the vocabulary.
+        allowed_token_ids: the only tokens that may be generated; None: all of the vocabulary.
         bad_words: token sequences that are never completed.
         min_tokens: how many tokens come before any of ``stop_token_ids``.
         grammar: what it allows; ``accept`` and ``words`` pass it the tokens.
@@ -49,7 +49,7 @@ class TokenMask:
         self._num_accepted = 0
 
     def copy(self, grammar: GrammarState | None) -> "TokenMask":
-        """The same for another generation, with its own state of the grammar. The words are shared."""
+        """A mask for another generation, with its own state of the grammar. The words are shared."""
         other = copy.copy(self)
         other._grammar, other._num_accepted = grammar, 0
         return other

@@ -7,17 +7,18 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 
+from compiled_llm.api.argument_checks import UnservableError
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.api.structured_outputs import StructuredOutputsParams
-from compiled_llm.api.unservable import UnservableError
 from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState
 from compiled_llm.constraints.token_masks import TokenMask, allows_any
 from compiled_llm.engine.completions import Completion, UserRequest
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.request import Request
 from compiled_llm.step.logits_transforms import LogitsTransform, field_rows
+from compiled_llm.text.output_text import OutputText
 from compiled_llm.text.prompts import (
     Capacity,
     EncodedPrompt,
@@ -27,7 +28,7 @@ from compiled_llm.text.prompts import (
     encode_prompt,
     encode_scored,
 )
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.text.tokenizer import Tokenizer
 
 _MAX_BAD_WORD_CHARACTERS = 65_536  # of all words of a request together
 _MIN_GRAMMARS = 32  # that are kept compiled

@@ -14,12 +14,13 @@ import math
 import time
 from collections.abc import Sequence
 
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.scheduling.request import Request
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.text.output_text import OutputText
+from compiled_llm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.constraints.token_masks import TokenMask
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.step_result import LogprobRow
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.text.output_text import OutputText
+from compiled_llm.text.tokenizer import Tokenizer
 
 Logprobs = dict[int, Logprob]
 # Tokens whose text nobody sees before the end are decoded so many at a time.

@@ -7,8 +7,8 @@ from tqdm import tqdm
 
 from compiled_llm.api.argument_checks import integer
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.outputs import EngineStats, RequestOutput, ScoreOutput
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.checkpoint.model_files import DEMO_MODEL as DEMO_MODEL
 from compiled_llm.checkpoint.model_files import checkpoint_directory

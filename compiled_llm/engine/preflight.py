@@ -25,7 +25,7 @@ from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of, with_stream
 from compiled_llm.step import kv_cache
 from compiled_llm.text.tokenizer import Tokenizer
-from compiled_llm.text.tokenizer_probes import probe_texts
+from compiled_llm.text.tokenizer_parts import probe_texts
 from compiled_llm.worker import exactness
 from compiled_llm.worker.device import resolve_device, use_device
 from compiled_llm.worker.memory import (
@@ -52,7 +52,7 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     Raises:
         ValueError: the model cannot be served with ``config``: the engine's own error.
     """
-    directory = checkpoint_directory(config)
+    directory = checkpoint_directory(config, with_weights=False)
     yield "model", config.model or "the bundled model"
     made, notes = _with_notes(lambda: model_config(directory, config.model_impl, config.dtype))
     made = with_stream(made, config.stream)
@@ -80,7 +80,9 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     weight_bytes = num_bytes(description.weights)
     published = f", {described(json.loads(made.published))}" if made.published else ""
     yield "weights", f"{kv_cache.dtype_name(dtype)}{published}: {weight_bytes / _MIB:,.1f} MiB in memory"
-    if config.load_format != "dummy":
+    if config.model is not None and not Path(config.model).expanduser().is_dir() and not _has_weights(directory):
+        yield "files", "the weights were not downloaded from the hub, and their headers not read"
+    elif config.load_format != "dummy":
         stored, notes = _with_notes(lambda: checked_tensors(directory, served, description))
         files = {tensor.path for tensor in stored.values()}
         size = sum(path.stat().st_size for path in files) / _MIB
@@ -119,6 +121,10 @@ def _with_notes(call: Callable[[], T]) -> tuple[T, list[tuple[str, str]]]:
         warnings.simplefilter("always")
         result = call()
     return result, [("note", str(warning.message)) for warning in caught]
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
 
 
 def _of_tokenizer(directory: Path, made: ModelConfig, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:

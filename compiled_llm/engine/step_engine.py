@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from compiled_llm.api.argument_checks import integer
+from compiled_llm.api.argument_checks import UnservableError, integer
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.unservable import UnservableError
 from compiled_llm.checkpoint.generation_config import (
     default_sampling_params,
     listed,

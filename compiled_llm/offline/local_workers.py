@@ -74,7 +74,7 @@ class LocalProcesses:
     """Worker processes on this machine, as ``workers.WorkerProcesses``.
 
     Args:
-        cpus: for each worker the cores that it is to use; None: those of this process.
+        cpus: for each worker the cores that it is to use; None: all cores of this process.
         gpus: for each worker the name of its GPU, as CUDA_VISIBLE_DEVICES has it; empty: they use cores.
     """
 

@@ -281,7 +281,7 @@ def make_trace(
 
 
 def _products(device: torch.device) -> dict[str, str]:
-    """Of a GPU, by what the products of its steps were chosen."""
+    """What the products of a GPU's steps were chosen by; empty for a CPU."""
     if device.type != "cuda":
         return {}
     return {"products": product_choices.said_of(product_choices.gpu_name(device.index or 0))}

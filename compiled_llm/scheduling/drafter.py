@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
 
 
 class Drafter(Protocol):

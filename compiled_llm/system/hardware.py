@@ -54,7 +54,7 @@ def _without_root(argument: str) -> str:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What decides how fast ``device`` reads memory and multiplies: plain JSON values, the same in every process."""
+    """What decides how fast ``device`` reads memory and multiplies: plain JSON values, equal in every process."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         driver = Path("/proc/driver/nvidia/version")

@@ -1,5 +1,6 @@
 """Answer: the continuations of one request, printed one after the other while they come."""
 
+import time
 from collections.abc import Callable
 
 from compiled_llm.api.outputs import RequestMetrics, RequestOutput
@@ -27,10 +28,11 @@ class Answer:
         self.ends: dict[int, tuple[str, int | str | None]] = {}
         self.num_tokens = self.num_prompt_tokens = self.num_cached_tokens = 0
         self._metrics: RequestMetrics | None = None
+        self._last_time = 0.0  # when the last output came, on the clock of the metrics
 
     def take(self, output: RequestOutput) -> None:
         """Add an output of kind "delta", and print what may be printed."""
-        self._metrics = output.metrics
+        self._metrics, self._last_time = output.metrics, time.monotonic()
         self.num_prompt_tokens, self.num_cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
         for completion in output.outputs:
             self.texts[completion.index] += completion.text
@@ -66,9 +68,9 @@ class Answer:
     def summary(self) -> str:
         """Tokens, seconds and tokens a second, in a line."""
         metrics = self._metrics
-        if metrics is None or metrics.first_token_time is None or metrics.finished_time is None:
-            return f"{self.num_tokens} tokens"
-        seconds = metrics.finished_time - metrics.arrival_time
+        if metrics is None or metrics.first_token_time is None:
+            return "no token"
+        seconds = (metrics.finished_time or self._last_time) - metrics.arrival_time
         first = metrics.first_token_time - metrics.arrival_time
         cached = f", {self.num_cached_tokens} of them cached" if self.num_cached_tokens else ""
         return (

@@ -58,7 +58,7 @@ class Chat:
         name, _, argument = line[1:].partition(" ")
         if name not in COMMANDS:
             hint = did_you_mean(f"/{name}", (f"/{each}" for each in COMMANDS))
-            raise ValueError(f"there is no command /{name:.100}{hint and ': ' + hint} (/help lists them)")
+            raise ValueError(f"there is no command /{name:.100}: {hint or '/help lists them'}")
         command, argument = COMMANDS[name], argument.strip()
         if not argument and command.argument and not command.argument.startswith("["):
             raise ValueError(f"/{name} needs {command.argument}")
