@@ -210,14 +210,14 @@ def gpu_case(layer: Layer, tokens: int, args: argparse.Namespace) -> Case:
     }
     if not after:
         name = f"linear_{layer.outputs}_{layer.inputs}_{tokens}"
-        compiled = compile_at_first_call(own_copy(F_linear, name), cuda_graphs=False)
+        compiled = compile_at_first_call(own_copy(plain_linear, name), cuda_graphs=False)
         ways["inductor"] = lambda copy: compiled(x, weights[copy % copies])
     first = around._replace(residual=None if residual is None else residual[:CHECKED_ROWS].float())
     want = surrounded(lambda x: F.linear(x, weight.float()), x[:CHECKED_ROWS].float(), *first)
     return Case(ways, dict.fromkeys(ways, weight.nbytes), want, layer.flops(tokens), copies)
 
 
-def F_linear(x: Tensor, weight: Tensor) -> Tensor:
+def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
@@ -225,15 +225,15 @@ def quantized_case(layer: Layer, kind: str, tokens: int, args: argparse.Namespac
     """An op on quantised weights beside the layer in ``--dtype`` as the engine has it."""
     device, scheme = args.device, SCHEMES[kind]
     form, dtype = scheme.form, TORCH_DTYPES[args.dtype]
-    packed, rows, plain = _quantized(layer, kind, device)
-    plain = plain.to(dtype)
+    packed, rows, exactly = _quantized(layer, kind, device)
+    plain = exactly.to(dtype)
     used = layer.used or 1
     routes = [routed(tokens, layer, device) for _ in range(layer.experts // used)] if layer.experts else []
     num = len(routes) or copies_of(form.nbytes(layer.outputs, layer.inputs))
     copies = [packed] if layer.experts else [_copy(packed) for _ in range(num)]
     num_plain = len(routes) or copies_of(plain.nbytes)
     plains = [plain] if layer.experts else [plain.clone() for _ in range(num_plain)]
-    if device == "cpu":
+    if device == "cpu" and not routes:
         plains = [pack_weight(weight) for weight in plains]
     x = torch.randn(tokens * (used if layer.own_rows else 1), layer.inputs, device=device).to(dtype)
 
@@ -258,7 +258,7 @@ def quantized_case(layer: Layer, kind: str, tokens: int, args: argparse.Namespac
     read = int((routes[0][1].diff() > 0).sum()) if routes else 1  # matrices
     nbytes = dict.fromkeys(ways, read * form.nbytes(layer.outputs, layer.inputs))
     nbytes["linear"] = read * layer.outputs * layer.inputs * dtype.itemsize
-    want = right(layer, x, plain, routes[0] if routes else None, scheme.activations or "")
+    want = right(layer, x, exactly, routes[0] if routes else None, scheme.activations or "")
     return Case(ways, nbytes, want, layer.flops(tokens), max(num, num_plain))
 
 
@@ -290,9 +290,11 @@ def _quantized(layer: Layer, kind: str, device: str) -> tuple[QuantizedWeight, Q
     """A layer's packed weights, the rows of the last matrix, and all of it dequantised, float32."""
     form, sizes = SCHEMES[kind].form, (layer.outputs, layer.inputs)
     on_gpu = device == "cuda" or interprets()
-    packed: Any = empty_quantized(form, *sizes, torch.device(device))
+    packed: Any
     if on_gpu:
         packed = empty_quantized_gpu(form, *sizes, torch.device(device), layer.experts or None)
+    else:
+        packed = empty_quantized(form, *sizes, torch.device(device))
     plain = torch.empty(layer.experts or 1, *sizes, device=device)
     for expert in range(layer.experts or 1):
         rows = quantize(torch.randn(sizes, device=device) / layer.inputs**0.5, form)

@@ -15,7 +15,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from compiled_llm.api.command_line import FlagParser
-from compiled_llm.commands import commands_of, module_of
 from tests.docs.markdown import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -75,18 +74,6 @@ def options_of(script: str) -> set[str]:
     if "__main__" in text and any(name in text for name in ("parse_arg", "parse_checked", "commands.")):
         with contextlib.suppress(SystemExit):  # arguments that it requires are not given
             _until_parsed(path, [], lambda parser: options.update(parser._option_string_actions))
-    return options
-
-
-def command_options(package: str = "compiled_llm.commands") -> set[str]:
-    """The flags of all commands of ``compiled-llm``."""
-    options: set[str] = set()
-    for name in commands_of(package):
-        module = module_of(package, name)
-        if hasattr(module, "COMMANDS"):
-            options |= command_options(module.__name__)
-        else:
-            options |= module.parser(name)._option_string_actions.keys()
     return options
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import SCRIPTS, command_options, is_expensive, not_run, options_of, parse_command, words_of
+from compiled_llm.commands import module_of
+from compiled_llm.commands.bench import BENCHES
+from compiled_llm.commands.completion import all_commands
+from tests.docs.commands import SCRIPTS, is_expensive, not_run, options_of, parse_command, words_of
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, inline_code, name_of, statements
 
 DEMO_MODEL = ROOT / "compiled_llm" / "demo_model"
@@ -107,7 +110,9 @@ def test_commands_in_the_text_would_start(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def known_options() -> set[str]:
-    return command_options().union(*map(options_of, SCRIPTS))
+    of_commands = (flag.names for command in all_commands("compiled_llm.commands") for flag in command.flags)
+    benches = (module_of("compiled_llm.bench", name).parser(name)._option_string_actions for name in BENCHES)
+    return set().union(*map(options_of, SCRIPTS), *of_commands, *benches)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

@@ -296,13 +296,17 @@ def parser(program: str) -> FlagParser:
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs every finally, so that no stopped process remains
     least = {"repeats": 1, "more_rounds": 0, "slow_repeats": 1, "timeout": 0, "output_len": 1, "most_regret": 0}
     args = parser(program).parse_checked(check_arguments, arguments, **least)
-    with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as temporary:
-        workdir = args.workdir or Path(temporary)
-        workdir.mkdir(parents=True, exist_ok=True)
-        return check.run(args, workdir) if args.check else compare(args, workdir)
+    # It runs every finally, so that no stopped process remains.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as temporary:
+            workdir = args.workdir or Path(temporary)
+            workdir.mkdir(parents=True, exist_ok=True)
+            return check.run(args, workdir) if args.check else compare(args, workdir)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
