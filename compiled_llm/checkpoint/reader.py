@@ -177,9 +177,6 @@ def _is_finite(tensor: Tensor) -> bool:
 # -- Quantised layers
 
 
-PIECE_BYTES = 1 << 20
-
-
 class QuantizedLayer:
     """One layer ``name``, ``[out_features, in_features]``, kept as ``scheme`` says in ``stored``; or one of a stack."""
 

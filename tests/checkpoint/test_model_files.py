@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from compiled_llm import EngineConfig
-from compiled_llm.checkpoint import hub
+from compiled_llm.checkpoint import model_files
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
 from tests.families import checkpoint
 
@@ -147,11 +147,11 @@ def test_what_the_hub_says_is_told_with_the_revision(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ValueError, match=r"tokenizer='us/words', revision='v1' is no directory here, .* 401 .* gated"):
-        hub.model_directory("us/words", "v1", "tokenizer")
+        model_files.model_directory("us/words", "v1", "tokenizer")
     with pytest.raises(ValueError, match="model='us/model' is no directory here, nor to be had as a hub id: 401"):
-        hub.model_directory("us/model")
+        model_files.model_directory("us/model")
 
 
 def test_a_directory_has_no_revisions(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"revision must be None for a directory, .* given 'v1'"):
-        hub.model_directory(str(tmp_path), "v1")
+        model_files.model_directory(str(tmp_path), "v1")

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from compiled_llm.checkpoint import loader, quantized_reader
+from compiled_llm.checkpoint import loader, reader
 from compiled_llm.checkpoint.quantization import published
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
 from compiled_llm.models.config_file import read_config
@@ -76,7 +76,7 @@ def test_codes_are_those_of_the_file(tmp_path: Path, kind: LinearKind, monkeypat
     mxfp4.write_checkpoint(tmp_path)
     stored = mxfp4.tensors_of(mxfp4.CONFIG)
     for piece_bytes in (1, 3200, 1 << 20):
-        monkeypatch.setattr(quantized_reader, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(reader, "PIECE_BYTES", piece_bytes)
         for number, layer in enumerate(load(tmp_path, torch.bfloat16, kind).layers):
             for name, experts in (("gate_up_proj", layer.mlp.gate_up), ("down_proj", layer.mlp.down)):
                 assert isinstance(experts, QuantizedExperts)

@@ -23,7 +23,7 @@ from compiled_llm.checkpoint import loader, quantization
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.weights import tensors
-from tests.checkpoint.test_quantized_reader import logits, rounded, write
+from tests.checkpoint.test_reader import logits, rounded, write
 from tests.models.quantized import test_compressed_tensors as ct
 from tests.models.quantized import test_gptq as gptq
 
