@@ -37,6 +37,7 @@ _OWN_LIBRARY = "a library of this package, or one built from its sources into th
 ALLOWED = {
     ("compiled_llm/__init__.py", "import_module"): _OWN_MODULE,
     ("compiled_llm/offline/reading.py", "import_module"): _OWN_MODULE,
+    ("ops/library.py", "import_module"): _OWN_MODULE,
     ("models/registry.py", "import_module"): _OWN_MODULE,
     (
         "compiled_llm/step/logits_transforms.py",
