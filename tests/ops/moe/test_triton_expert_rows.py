@@ -143,7 +143,8 @@ def test_nothing_spills(
     given = arguments(name, 1, 24, dtype=torch.bfloat16)
     bias = None if given[1] is None else torch.empty(experts, device="meta")
     logits = torch.empty(tokens, experts, dtype=torch.bfloat16, device="meta")
-    triton_expert_rows.routed_rows(logits, bias, *given[2:])
+    others = [x.to("meta") if isinstance(x, Tensor) else x for x in given[2:]]
+    triton_expert_rows.routed_rows(logits, bias, *others)
     monkeypatch.undo()
     assert len(recorded) == (1 if tokens <= 32 else 2)
     for launch in recorded:
