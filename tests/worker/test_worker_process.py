@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from compiled_llm import CompiledEngine, LogitsTransform, SamplingParams
+from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.engine.failures import RequestsFailedWarning
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -116,11 +116,8 @@ def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
     with pytest.raises(ValueError, match="kv_cache_memory_bytes must be from"):
         CompiledEngine(worker="process", enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
 
-    class Local(LogitsTransform):
-        name, fields = "local", {}
-
     with pytest.raises(ValueError, match="must go to another process with worker='process'"):
-        CompiledEngine(worker="process", logits_transforms=[Local()])
+        CompiledEngine(worker="process", logits_transforms=[lambda logits: logits])
 
 
 def test_requests_of_a_dead_process_end_with_its_exit_code_and_the_end_is_final() -> None:
