@@ -115,7 +115,6 @@ def test_an_error_of_a_step_has_its_text_and_the_worker_goes_on(engine: Compiled
 def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
     with pytest.raises(ValueError, match="kv_cache_memory_bytes must be from"):
         CompiledEngine(worker="process", enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
-
     with pytest.raises(ValueError, match="must go to another process with worker='process'"):
         CompiledEngine(worker="process", logits_transforms=[lambda logits: logits])
 
