@@ -43,7 +43,7 @@ def engine() -> Iterator[CompiledEngine]:
 @pytest.fixture(scope="module")
 def remote() -> Iterator[CompiledEngine]:
     """The same engine with its model in another process."""
-    with CompiledEngine(worker="process", **ARGUMENTS) as remote:
+    with CompiledEngine(model_process=True, **ARGUMENTS) as remote:
         yield remote
     assert remote.runner._process.exitcode == 0
     assert remote.compile_report().graphs == 0, "what was known of it stays"
@@ -97,7 +97,7 @@ def test_the_reports_are_those_of_the_other_process(engine: CompiledEngine, remo
     assert "steps" in str(remote.report(measure_limits=False))
     with remote.runner.uncompiled():
         assert content(serve(remote)) == content(serve(engine))
-    with pytest.raises(ValueError, match="profile_steps must be 0 with worker='process'"):
+    with pytest.raises(ValueError, match="profile_steps must be 0 with model_process=True"):
         remote.reset_report(profile_steps=1)
 
 
@@ -114,14 +114,14 @@ def test_an_error_of_a_step_has_its_text_and_the_worker_goes_on(engine: Compiled
 
 def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
     with pytest.raises(ValueError, match="kv_cache_memory_bytes must be from"):
-        CompiledEngine(worker="process", enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
-    with pytest.raises(ValueError, match="must go to another process with worker='process'"):
-        CompiledEngine(worker="process", logits_transforms=[lambda logits: logits])
+        CompiledEngine(model_process=True, enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
+    with pytest.raises(ValueError, match="must go to another process with model_process=True"):
+        CompiledEngine(model_process=True, logits_transforms=[lambda logits: logits])
 
 
 def test_requests_of_a_dead_process_end_with_its_exit_code_and_the_end_is_final() -> None:
     sizes = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 32, "num_kv_blocks": 4}
-    engine = CompiledEngine(worker="process", **sizes)
+    engine = CompiledEngine(model_process=True, **sizes)
     process = engine.runner
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.warns(RequestsFailedWarning):
