@@ -104,9 +104,9 @@ class EngineConfig:
         exact: require that a request's numbers are the same to the bit in any company, bucket and chunking. On a CPU
             with the C++ kernels they are without it. On a GPU it selects linear layers and attention with one order
             of operations, which take longer. Refused by name where it cannot hold.
-        worker: where the model runs: "inline", in the engine's own process; "process", in one of its own, so that the
-            scheduler, grammars and detokenising have the engine's process to themselves. It is started by "spawn", so a
-            script that makes such an engine needs ``if __name__ == "__main__":``.
+        model_process: run the model in a process of its own, so that the scheduler and detokenising have the engine's
+            process to themselves. It is started by "spawn": a script that makes such an engine needs
+            ``if __name__ == "__main__":``.
         enforce_eager: run the same functions without compiling, for debugging.
         progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
             stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
@@ -159,7 +159,7 @@ class EngineConfig:
     max_grammar_bytes: int = 2**29
     logits_transforms: tuple[Any, ...] = ()
     exact: bool = False
-    worker: Literal["inline", "process"] = "inline"
+    model_process: bool = False
     enforce_eager: bool = False
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     seed: int = 0

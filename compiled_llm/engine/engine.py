@@ -358,8 +358,8 @@ class CompiledEngine(StepEngine):
             self.runner.profiler = profiler
         elif profile_steps:
             raise ValueError(
-                f"profile_steps must be 0 with worker={self.config.worker!r} (the profiler has to be in the process "
-                f"that runs the steps), given {profile_steps}: use worker='inline'"
+                f"profile_steps must be 0 with model_process=True (the profiler has to be in the process that runs the "
+                f"steps), given {profile_steps}"
             )
         with self._interrupts:
             self._core.reset_log(StepLog(profiler.pauses if profiler else None, windows_of(self.model_config)))

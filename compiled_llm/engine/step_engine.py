@@ -70,7 +70,7 @@ class StepEngine:
             for line in (*self.tokenizer.notes, *note):
                 progress.line(line)
         self.runner: ModelRunner | WorkerProcess
-        if config.worker == "process":
+        if config.model_process:
             self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens)
         else:
             self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)

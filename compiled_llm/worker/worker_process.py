@@ -111,7 +111,7 @@ class WorkerProcess(Worker):
             pickle.dumps((config, model_config))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                "engine arguments must go to another process with worker='process': give logits_transforms that a "
+                "engine arguments must go to another process with model_process=True: give logits_transforms that a "
                 f"module has by name ({error})"
             ) from error
         context = multiprocessing.get_context("spawn")

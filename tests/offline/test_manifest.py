@@ -36,7 +36,7 @@ CHANGING_NO_TOKEN = {
     *("kv_cache_memory_bytes", "num_state_slots", "gpu_memory_utilization", "swap_space_bytes", "preemption_mode"),
     *("scheduling_policy", "target_itl_ms", "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"),
     *("cuda_graphs", "compile_workers", "num_threads", "max_logprobs", "max_queued_requests", "max_request_id_length"),
-    *("max_grammar_seconds", "max_grammar_bytes", "worker", "enforce_eager", "progress", "check_invariants"),
+    *("max_grammar_seconds", "max_grammar_bytes", "model_process", "enforce_eager", "progress", "check_invariants"),
 }
 
 

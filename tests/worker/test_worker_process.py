@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from compiled_llm import CompiledEngine, LogitsTransform, SamplingParams
+from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.engine.failures import RequestsFailedWarning
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -43,7 +43,7 @@ def engine() -> Iterator[CompiledEngine]:
 @pytest.fixture(scope="module")
 def remote() -> Iterator[CompiledEngine]:
     """The same engine with its model in another process."""
-    with CompiledEngine(worker="process", **ARGUMENTS) as remote:
+    with CompiledEngine(model_process=True, **ARGUMENTS) as remote:
         yield remote
     assert remote.runner._process.exitcode == 0
     assert remote.compile_report().graphs == 0, "what was known of it stays"
@@ -52,6 +52,10 @@ def remote() -> Iterator[CompiledEngine]:
 
 def serve(engine: CompiledEngine) -> list[RequestOutput]:
     return engine.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False)
+
+
+def brief(engine: CompiledEngine) -> list[object]:
+    return content(engine.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False))
 
 
 def content(outputs: list[RequestOutput]) -> list[object]:
@@ -96,36 +100,32 @@ def test_the_reports_are_those_of_the_other_process(engine: CompiledEngine, remo
     assert remote.memory_report().bytes_of("weights") == engine.memory_report().bytes_of("weights")
     assert "steps" in str(remote.report(measure_limits=False))
     with remote.runner.uncompiled():
-        assert content(serve(remote)) == content(serve(engine))
-    with pytest.raises(ValueError, match="profile_steps must be 0 with worker='process'"):
+        assert brief(remote) == brief(engine)
+    with pytest.raises(ValueError, match="profile_steps must be 0 with model_process=True"):
         remote.reset_report(profile_steps=1)
 
 
 def test_an_error_of_a_step_has_its_text_and_the_worker_goes_on(engine: CompiledEngine, remote: CompiledEngine) -> None:
-    expected, process = content(serve(engine)), remote.runner
+    expected, process = brief(engine), remote.runner
     unknown = process.launch(SchedulerOutput(request_ids=("nobody",), num_scheduled_tokens=(1,), token_ids=(5,)))
     process.launch(SchedulerOutput(released_request_ids=("nobody",)))  # its error is dropped with it
     assert process.times.num_padding_tokens >= 0, "an answer comes after the results, which stay to be collected"
     with pytest.raises(RuntimeError, match="KeyError: 'nobody'") as error:
         process.collect(unknown)
     assert "request_rows.py" in error.value.__notes__[0]
-    assert content(serve(remote)) == expected
+    assert brief(remote) == expected
 
 
 def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
     with pytest.raises(ValueError, match="kv_cache_memory_bytes must be from"):
-        CompiledEngine(worker="process", enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
-
-    class Local(LogitsTransform):
-        name, fields = "local", {}
-
-    with pytest.raises(ValueError, match="must go to another process with worker='process'"):
-        CompiledEngine(worker="process", logits_transforms=[Local()])
+        CompiledEngine(model_process=True, enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
+    with pytest.raises(ValueError, match="must go to another process with model_process=True"):
+        CompiledEngine(model_process=True, logits_transforms=[lambda logits: logits])
 
 
 def test_requests_of_a_dead_process_end_with_its_exit_code_and_the_end_is_final() -> None:
     sizes = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 32, "num_kv_blocks": 4}
-    engine = CompiledEngine(worker="process", **sizes)
+    engine = CompiledEngine(model_process=True, **sizes)
     process = engine.runner
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.warns(RequestsFailedWarning):
