@@ -48,6 +48,7 @@ PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | W
 # Families of which fewer than three configs are published, and what there is.
 FEWER = {
     "MinistralForCausalLM": 1,  # of layers with and without a window
+    "SeedOssForCausalLM": 1,  # the base models have the config of Instruct
     "SmolLM3ForCausalLM": 1,  # 3B, whose base differs in nothing that is computed
     "Gemma4UnifiedForCausalLM": 1,  # 12B
     "Lfm2MoeForCausalLM": 1,  # of 24B-A2B no copy was at hand
