@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.models.wrappers import language_model
+from compiled_llm.models.architecture_name import language_model
 from tests.e2e.test_published_moe import check_tokens
 from tests.models.published_gemma4 import GEMMA4
 from tests.models.scaled_down import scaled_down
