@@ -19,9 +19,9 @@ from compiled_llm.models.registry import family, layers_of
 from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs, windows_of
 from compiled_llm.step.kv_cache import allocate, bytes_per_layer, bytes_per_slot
+from tests.checkpoint import test_quantized_reader as published
 from tests.families import CONFIGS, HYBRID_CONFIGS, checkpoint, transformers_model
 from tests.models.quantized.test_gptq import AWQ, GPTQ
-from tests.worker import test_quantized_reader as published
 
 KV_BYTES = 1000  # of all layers
 
