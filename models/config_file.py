@@ -10,19 +10,30 @@ import math
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.models.architecture_name import with_architecture
+from compiled_llm.models.architecture_name import is_wrapper, language_model, with_architecture
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.config_class import check_types, class_parameters, filled, rope_names
-from compiled_llm.models.config_fields import by_own_names, ignored_fields
-from compiled_llm.models.config_sizes import MOST, check_given_sizes, check_size, eos_token_ids
-from compiled_llm.models.config_values import check_own_types, stated_dtype
+from compiled_llm.models.config_fields import (
+    by_own_names,
+    check_types,
+    class_parameters,
+    filled,
+    ignored_fields,
+    rope_names,
+)
+from compiled_llm.models.config_values import (
+    MOST,
+    check_given_sizes,
+    check_own_types,
+    check_size,
+    eos_token_ids,
+    stated_dtype,
+)
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.quantized import plan
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
-from compiled_llm.models.rope_fields import checked_ropes
-from compiled_llm.models.wrappers import is_wrapper, language_model
+from compiled_llm.models.rope_config import checked_ropes
 from compiled_llm.ops.user_warnings import warn
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models import glm4_moe, llama
-from compiled_llm.models.config_sizes import check_size
+from compiled_llm.models.config_values import check_size
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.glm4_moe import Glm4MoeConfig
 from compiled_llm.models.inputs import KVCache, StepInput

@@ -20,8 +20,7 @@ from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_route
 from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
-from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
-from compiled_llm.models.rope_fields import check_without_scaling
+from compiled_llm.models.rope_config import Rope, check_without_scaling, read_ropes_by_layer_type
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rms_norm, scaled_sum, soft_cap, sum_of_norms
 from compiled_llm.ops.attention.heads import turned_heads

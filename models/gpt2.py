@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.config_sizes import check_size
+from compiled_llm.models.config_values import check_size
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention

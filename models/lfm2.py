@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compiled_llm.models import llama
 from compiled_llm.models.config import FULL, ModelConfig
-from compiled_llm.models.config_sizes import check_size
+from compiled_llm.models.config_values import check_size
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention

@@ -11,8 +11,7 @@ from compiled_llm.models.config import FULL, SLIDING, WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.layers.attention import windowed_layers
 from compiled_llm.models.olmo2 import Olmo2Config
-from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
-from compiled_llm.models.rope_fields import check_by_layer_type
+from compiled_llm.models.rope_config import Rope, check_by_layer_type, read_ropes_by_layer_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from compiled_llm.models import qwen3_5, qwen3_next
-from compiled_llm.models.config_sizes import check_size
+from compiled_llm.models.config_values import check_size
 from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.qwen3_next import Qwen3NextConfig

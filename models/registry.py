@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "NemotronHForCausalLM": ("nemotron_h", "Nemotron-H, Nemotron Nano 2 and Nemotron 3"),
     "Phi3ForCausalLM": ("phi3", "Phi-3, Phi-3.5 and Phi-4"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
+    "SeedOssForCausalLM": ("seed_oss", "Seed-OSS"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
     "Qwen3NextForCausalLM": ("qwen3_next", "Qwen3-Next"),
     "Qwen3_5ForCausalLM": ("qwen3_5", "Qwen3.5, dense"),

@@ -1,7 +1,7 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +17,13 @@ from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, Put, PutQuantized, StoredLinear
 from compiled_llm.models.linears.published import in_order_of
+from compiled_llm.models.quantized.mxfp4 import StackedMxfp4
 from compiled_llm.models.quantized.scheme import Scheme
-from compiled_llm.models.reader import Reader, Wanted
+from compiled_llm.models.reader import Reader, Stack, Wanted
 from compiled_llm.models.rope_config import Rope
-from compiled_llm.models.stacked_take import StackedTake
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
+
+_COLUMNS = 64  # of a matrix that are transposed at a time, in the caches
 
 
 class ModelWeights(Protocol):
@@ -215,7 +217,7 @@ class Source:
         wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, whole=transposed)
         biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
         parts = [[StoredLinear(f"{name}.{e}", out_features, in_features, bias)] for e in range(num_experts)]
-        return self._linears.take_experts(StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
+        return self._linears.take_experts(_StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
 
     def heads(self, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
         """Layers of single heads, see ``LinearKind.take_heads``."""
@@ -317,6 +319,68 @@ class _PartsTake:
         besides = self._source.quantized(part, scheme, lambda first, rows: pieces.append((first, rows)))
         put(0, in_order_of(pieces, part.arrange(torch.arange(part.out_features))))
         return besides
+
+
+class _StackedTake:
+    """What experts take of the one tensor ``wanted`` and the ``biases`` of all. Names of parts end in the number.
+
+    Matrices that lie transposed come as a whole.
+    """
+
+    def __init__(self, reader: Reader, wanted: Wanted, biases: Tensor | None, in_turn: int) -> None:
+        self.dtype, self.device = reader.dtype, reader.device
+        self._reader, self._wanted, self._biases, self._in_turn = reader, wanted, biases, in_turn
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert self._biases is not None
+        bias = self._biases[int(name.removesuffix(".bias").rpartition(".")[2])]
+        return bias if bias.is_meta else bias.view(-1, self._in_turn).t().flatten()
+
+    def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
+        return scheme.form
+
+    def quantized(self, part: StoredLinear, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        if not isinstance(scheme, StackedMxfp4):
+            raise ValueError(
+                f"config.json: quantization_config quantises {self._wanted.name}, experts that lie in one tensor, "
+                "which is read with quant_method 'mxfp4' alone. Load a checkpoint that has these experts plainly"
+            )
+        stack = Stack(int(part.name.rpartition(".")[2]), self._wanted.shape[0])
+
+        def put_in_order(first: int, rows: QuantizedRows) -> None:
+            for row, own in _in_turn(first, part.out_features, self._in_turn):
+                if len(codes := rows.codes[own]):
+                    put(row, QuantizedRows(codes, rows.scales[own]))
+
+        name, sizes = self._wanted.name, (part.out_features, part.in_features)
+        return self._reader.quantized(name, scheme, *sizes, put_in_order, stack)
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        """``shapes`` are those of all experts, in their order."""
+        assert len(shapes) == self._wanted.shape[0]
+        out_features = next(iter(shapes.values()))[0]
+
+        def put_in_order(start: int, rows: Tensor) -> None:
+            expert, first = divmod(start, out_features)
+            for row, own in _in_turn(first, out_features, self._in_turn):
+                if len(of_part := rows[own]):
+                    put(expert * out_features + row, of_part.contiguous())
+
+        def put_columns(start: int, rows: Tensor) -> None:
+            begin = start // len(rows) * out_features
+            for column in range(0, out_features, _COLUMNS):
+                # torch transposes what lies together eight times as fast.
+                columns = rows[:, column : column + _COLUMNS].contiguous().t().contiguous()
+                put_in_order(begin + column, columns)
+
+        self._reader.rows([self._wanted], put_columns if self._wanted.whole else put_in_order)
+
+
+def _in_turn(first: int, out_features: int, parts: int) -> Iterator[tuple[int, slice]]:
+    """For rows of a matrix from ``first`` on: which of them each part has, and where the first of these belongs."""
+    for part in range(parts):
+        skipped = (part - first) % parts
+        yield part * (out_features // parts) + (first + skipped) // parts, slice(skipped, None, parts)
 
 
 def _wanted(

@@ -83,6 +83,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**_SMALL, **_heads(2, 2, 64), "vocab_size": 307, "attention_bias": True, "mlp_bias": True},
     ),
+    "seed-oss": (
+        "SeedOssForCausalLM",
+        {**_SMALL, **_heads(7, 1, 24), "vocab_size": 307, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "seed-oss-tied": (
+        "SeedOssForCausalLM",
+        {**_SMALL, **_heads(4, 2, 24), "vocab_size": 307, "attention_bias": False, "tie_word_embeddings": True},
+    ),
     "mistral": ("MistralForCausalLM", {**_SMALL, **_heads(7, 1, 24), "vocab_size": 307, "sliding_window": 6}),
     "ministral3": (
         "Ministral3ForCausalLM",

@@ -15,7 +15,7 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.models.files import read_optional_json
 from compiled_llm.ops.user_warnings import warn
 
-# Field of the file -> sampling parameter. Its end-of-text ids are the model's (models/config_sizes.py).
+# Field of the file -> sampling parameter. Its end-of-text ids are the model's (models/config_values.py).
 _PARAMETERS = {
     "temperature": "temperature",
     "top_p": "top_p",

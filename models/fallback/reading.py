@@ -12,15 +12,14 @@ from typing import Any
 import torch
 
 from compiled_llm.models.config import FULL, SLIDING
-from compiled_llm.models.config_class import beside_defaults, check_types, filled
-from compiled_llm.models.config_sizes import check_given_sizes, check_size, eos_token_ids
-from compiled_llm.models.config_values import stated_dtype
+from compiled_llm.models.config_fields import beside_defaults, check_types, filled
+from compiled_llm.models.config_values import check_given_sizes, check_size, eos_token_ids, stated_dtype
 from compiled_llm.models.fallback.attention import Unsupported
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.fallback.module import make_module
 from compiled_llm.models.fallback.recording import recorded
 from compiled_llm.models.registry import SUPPORTED
-from compiled_llm.models.rope_fields import checked_ropes
+from compiled_llm.models.rope_config import checked_ropes
 
 # Fields that ask for something that lies around transformers' modelling code -> values that ask for nothing.
 _OFF: dict[str, tuple[Any, ...]] = {

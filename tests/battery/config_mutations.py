@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.config_class import class_parameters, rope_names
+from compiled_llm.models.config_fields import class_parameters, rope_names
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import family

@@ -3,6 +3,7 @@
 Of most no copy was at hand: they are put together from what others quote of them.
 """
 
+import math
 from typing import Any
 
 _LFM2: dict[str, Any] = {
@@ -319,4 +320,93 @@ WRAPPED_HYBRID: dict[str, dict[str, Any]] = {
         | {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024, "linear_num_value_heads": 64}
         | {"num_experts": 512, "num_experts_per_tok": 10}
     ),
+}
+
+# NVIDIA's Nemotron-H, Nemotron Nano 2 and Nemotron 3.
+_8B: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_head_dim": 128,
+    "bos_token_id": 1,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "eos_token_id": 2,
+    "expand": 2,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "initializer_range": 0.02,
+    "intermediate_size": 21504,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 8,
+    "num_logits_to_keep": 1,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "rms_norm_eps": 1e-05,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, math.inf],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.48.0.dev0",
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131072,
+}
+_NANO_9B = {name: value for name, value in _8B.items() if name not in ("attention_head_dim", "time_step_limit")} | {
+    "head_dim": 128,
+    "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "intermediate_size": 15680,
+    "mamba_head_dim": 80,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 56,
+}
+_NANO_30B = {name: value for name, value in _NANO_9B.items() if name != "rms_norm_eps"} | {
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+}
+_IGNORED = ["num_hidden_layers", "rms_norm_eps"]
+NEMOTRON: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Nemotron-H-8B-Base-8K": (_8B, ["attention_head_dim", *_IGNORED]),
+    "NVIDIA-Nemotron-Nano-9B-v2": (_NANO_9B, _IGNORED),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (_NANO_30B, ["norm_eps", "num_hidden_layers"]),
 }

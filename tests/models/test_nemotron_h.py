@@ -17,7 +17,7 @@ from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.nemotron_h import NemotronHConfig
 from tests.families import HYBRID_CONFIGS, strengthened
-from tests.models.published_nemotron import NEMOTRON
+from tests.models.published_hybrid import NEMOTRON
 from tests.models.test_forward import empty_cache, step_input
 
 SMALL = {"architectures": ["NemotronHForCausalLM"], **HYBRID_CONFIGS["nemotron-h-moe"][1]}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.quantization import published
+from compiled_llm.models.architecture_name import language_model
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.layers.attention import for_queries
@@ -27,7 +28,6 @@ from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import ARCHITECTURES, family
 from compiled_llm.models.weights import tensors
-from compiled_llm.models.wrappers import language_model
 from tests import mxfp4
 from tests.drawn import marked
 from tests.families import logits_of, strengthened
@@ -35,10 +35,9 @@ from tests.models.published_configs import SUPPORTED
 from tests.models.published_dense import DENSE, WRAPPED_DENSE
 from tests.models.published_further import FURTHER
 from tests.models.published_gemma4 import GEMMA4
-from tests.models.published_hybrid import HYBRID, WRAPPED_HYBRID
+from tests.models.published_hybrid import HYBRID, NEMOTRON, WRAPPED_HYBRID
 from tests.models.published_latent import LATENT
 from tests.models.published_moe import MOE
-from tests.models.published_nemotron import NEMOTRON
 from tests.models.published_norms import NORMS, WRAPPED
 from tests.models.scaled_down import scaled_down
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
@@ -48,6 +47,7 @@ PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | W
 # Families of which fewer than three configs are published, and what there is.
 FEWER = {
     "MinistralForCausalLM": 1,  # of layers with and without a window
+    "SeedOssForCausalLM": 1,  # the base models have the config of Instruct
     "SmolLM3ForCausalLM": 1,  # 3B, whose base differs in nothing that is computed
     "Gemma4UnifiedForCausalLM": 1,  # 12B
     "Lfm2MoeForCausalLM": 1,  # of 24B-A2B no copy was at hand

@@ -110,7 +110,7 @@ def test_both_layouts_of_transformers_are_the_same_model(model_type: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param("llama", marks=pytest.mark.battery), "qwen3", "starcoder2", "deepseek_v3"]
+    "model_type", [pytest.param("llama", marks=pytest.mark.battery), "qwen3", "seed_oss", "starcoder2", "deepseek_v3"]
 )
 def test_it_agrees_with_our_own_files(model_type: str, tmp_path: Path) -> None:
     save(model_type, tmp_path)
