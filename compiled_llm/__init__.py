@@ -6,6 +6,8 @@ Names are imported when first asked for, so that ``import compiled_llm.ops`` loa
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from compiled_llm.api.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from compiled_llm.api.config import EngineConfig as EngineConfig
     from compiled_llm.api.outputs import CompletionOutput as CompletionOutput
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from compiled_llm.text.prompts import EncodedPrompt as EncodedPrompt
     from compiled_llm.worker.memory import MemoryLedger as MemoryLedger
     from compiled_llm.worker.memory import MemoryRow as MemoryRow
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AsyncCompiledEngine": "engine.async_engine",

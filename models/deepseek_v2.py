@@ -9,10 +9,10 @@ from typing import Any
 from compiled_llm.models import deepseek_v3, glm4_moe, llama
 from compiled_llm.models.deepseek_v3 import DeepseekConfig
 from compiled_llm.models.family import Family
-from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.linears.mixture import Router
-from compiled_llm.models.llama import Weights
+from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.rope_config import Rope, read_latent_rope
 from compiled_llm.models.weights import Source
 
@@ -38,7 +38,7 @@ class DeepseekV2Config(DeepseekConfig):
         return Router(self.num_experts_per_tok, "softmax", self.routed_scaling_factor, *groups, in_float32=True)
 
 
-def take_mlp(config: Any, source: Source, name: str) -> MlpWeights | glm4_moe.SharedMoeWeights:
+def take_mlp(config: Any, source: Source, name: str) -> MlpWeights | MoeWeights:
     """As DeepSeek-V3's, whose choice of experts has a bias besides."""
     return glm4_moe.take_mlp(config, source, name, has_choice_bias=False)
 

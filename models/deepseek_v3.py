@@ -11,16 +11,18 @@ from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.glm4_moe import Glm4MoeConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
 from compiled_llm.models.layers.latent_attention import (
     LatentSizes,
-    latent_attended,
+    latent_attention,
     latent_spec,
     take_latent_attention,
 )
+from compiled_llm.models.layers.mlp import mlp
+from compiled_llm.models.layers.moe import MoeWeights, experts
+from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.heads import HeadRows
-from compiled_llm.models.llama import Experts, TakeMlp, Weights
+from compiled_llm.models.llama import LayerWeights, TakeMlp, Weights
 from compiled_llm.models.rope_config import Rope, read_latent_rope
 from compiled_llm.models.weights import Source
 
@@ -66,35 +68,18 @@ def layers(config: DeepseekConfig) -> Layers:
     return (latent_spec(config, LatentSizes.of(config)),) * config.num_layers
 
 
-def forward(
-    weights: Weights,
-    step: StepInput,
-    kv_cache: KVCache,
-    config: Any,
-    layers: Layers,
-    max_query_len: int,
-    experts: Experts = glm4_moe.experts,
-) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``.
-
-    A family with other experts passes what computes a layer that has some.
-    """
-    where = HeadRows.of(step.positions, config.num_heads)
-
-    def attention(*args: Any) -> Tensor:
-        return latent_attended(*args, where=where)
-
-    def mixed(x: Tensor, delta: Tensor | None, norm: Any, eps: float, mlp: Any) -> tuple[Tensor, Tensor | None]:
-        return experts(x, delta, norm, eps, mlp, step, config)
-
-    return decoder_layers(
-        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
-        query_scale=F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None,
-        experts=mixed,
-        attention=attention,
-    )  # fmt: skip
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: Layers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    heads = HeadRows.of(step.positions, config.num_heads)
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    query_scale = F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None  # Mistral 4
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        x += latent_attention(normed, w.attention, cos_sin, spec, cache, step, heads, query_scale)
+        normed = x.normed(w.mlp_norm)
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
+    return x.tensor()
 
 
 def read_ropes(config: Any) -> tuple[Rope, ...]:

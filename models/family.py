@@ -11,7 +11,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, Spec
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import LinearKind, Part, Put, PutQuantized
+from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized, StoredLinear
 from compiled_llm.models.quantized.plan import GENERAL
 from compiled_llm.models.quantized.scheme import Scheme, StoredPart, usual_dtypes
 from compiled_llm.models.reader import Stack, Wanted
@@ -41,9 +41,8 @@ class Family(Generic[C, W]):
             and that neither has is refused, unless it has the class's default.
         take: (config, source) -> weights. Asks ``source`` for every tensor of a checkpoint, by its name and shape.
         layers: config -> each layer's attention, or its state.
-        forward: (weights, step, KV cache, config, layers, max_query_len) -> what the head takes, ``[T, D]``. Writes the
-            step's keys and values to the cache. Pure besides, and traced as a whole; ``max_query_len`` is an upper
-            bound of the tokens of a request in the step.
+        forward: (weights, step, KV cache, config, layers) -> what the head takes, ``[T, D]``. Writes the step's keys
+            and values to the cache. Pure besides, and traced as a whole.
         head: (weights, rows of what ``forward`` gave ``[R, D]``, config) -> logits ``[R, V]``. Pure.
         requires: field of ``config.json`` -> the values that the functions above are right for. The first is named in
             messages. Fields of ``config`` are not looked up here: it checks its own.
@@ -64,7 +63,7 @@ class Family(Generic[C, W]):
     config: type[C]
     take: Callable[[C, Source], W]
     layers: Callable[[C], MixedLayers]
-    forward: Callable[[W, StepInput, KVCache, C, Any, int], Tensor]
+    forward: Callable[[W, StepInput, KVCache, C, Any], Tensor]
     head: Callable[[W, Tensor, C], Tensor]
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     read_ropes: Callable[[Any], tuple[Rope, ...]] = one_rope
@@ -153,5 +152,5 @@ class Description(Generic[W]):
     may_repeat: dict[str, str]
     unused: dict[str, str]
     other_names: dict[str, str]
-    stacks: dict[str, Sequence[Sequence[Part]]]
+    stacks: dict[str, Sequence[Sequence[StoredLinear]]]
     weights: W

@@ -6,6 +6,7 @@ Windows in some layers, soft caps of scores and logits, norms by ``1 + w`` befor
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from compiled_llm.models import llama
 from compiled_llm.models.config import WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, windowed_layers
-from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention, windowed_layers
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
@@ -37,6 +39,17 @@ class Gemma2Config(WindowedConfig):
                 continue
             if not 0 < value < math.inf:
                 raise ValueError(f"config.json: {name} must be a positive number, given {value}")
+
+
+class LayerWeights(NamedTuple):
+    """Norms, ``[D]`` each, before each block and after it."""
+
+    input_norm: Tensor  # of what attention gets
+    attention: AttentionWeights
+    attention_norm: Tensor  # of what attention gave
+    mlp_norm: Tensor  # of what the MLP gets
+    mlp: MlpWeights
+    output_norm: Tensor  # of what the MLP gave
 
 
 def take_layer(config: Gemma2Config, source: Source, name: str) -> LayerWeights:
@@ -79,17 +92,16 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return round(value / unit) * unit
 
 
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma2Config, layers: Layers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma2Config, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    x = weights.embedding.rows(step.input_ids)
-    return decoder_layers(
-        x * rounded(config.hidden_size**0.5, x.dtype), weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        angles=[rope_cos_sin(step.positions, table) for table in weights.ropes],
-        activation="gelu_tanh",
-    )  # fmt: skip
+    embeddings = weights.embedding.rows(step.input_ids)
+    x = Residual(embeddings * rounded(config.hidden_size**0.5, embeddings.dtype), config.rms_norm_eps)
+    angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]  # of two, the last is for windows
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        cos_sin = angles[-1 if spec.window else 0]
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step).normed(w.attention_norm)
+        x += mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh").normed(w.output_norm)
+    return x.tensor()
 
 
 def head(weights: Weights, rows: Tensor, config: Gemma2Config) -> Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 
 from compiled_llm.models import gemma2
 from compiled_llm.models.config import FULL, SLIDING
-from compiled_llm.models.gemma2 import Gemma2Config
-from compiled_llm.models.layers.decoder import LayerWeights
+from compiled_llm.models.gemma2 import Gemma2Config, LayerWeights
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
 from compiled_llm.models.rope_fields import check_by_layer_type

@@ -15,12 +15,11 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.gemma2 import rounded
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attend, attended
-from compiled_llm.models.layers.mlp import MlpWeights, mlp_block
-from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, mixture_of_experts
-from compiled_llm.models.layers.norm import added
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, experts
+from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
 from compiled_llm.models.rope_fields import check_without_scaling
 from compiled_llm.models.weights import Source
@@ -182,8 +181,8 @@ def _take_attention(config: Gemma4Config, source: Source, name: str, layer: int)
             source.leave(f"{name}.{unused}", _UNUSED)
     bias = config.attention_bias
     return AttentionWeights(
-        qkv=source.linear(*(Part(f"{name}.{x}_proj", size, d, bias) for x, size in sizes.items())),
-        o=source.linear(Part(f"{name}.o_proj", d, q_size, bias)),
+        qkv=source.linear(*(StoredLinear(f"{name}.{x}_proj", size, d, bias) for x, size in sizes.items())),
+        o=source.linear(StoredLinear(f"{name}.o_proj", d, q_size, bias)),
         q_norm=_norm(source, f"{name}.q_norm", spec.head_dim),
         k_norm=None if shares else _norm(source, f"{name}.k_norm", spec.head_dim),
         v_norm=None if shares else source.ones(spec.head_dim),
@@ -193,8 +192,8 @@ def _take_attention(config: Gemma4Config, source: Source, name: str, layer: int)
 def _take_mlp(config: Gemma4Config, source: Source, name: str, layer: int) -> MlpWeights:
     is_wide = config.use_double_wide_mlp and config.cache_shared_by(layer) is not None
     d, inner = config.hidden_size, config.intermediate_size * (2 if is_wide else 1)
-    gate_up = source.linear(*(Part(f"{name}.{x}_proj", inner, d) for x in ("gate", "up")))
-    return MlpWeights(gate_up, source.linear(Part(f"{name}.down_proj", d, inner)))
+    gate_up = source.linear(*(StoredLinear(f"{name}.{x}_proj", inner, d) for x in ("gate", "up")))
+    return MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.down_proj", d, inner)))
 
 
 def _take_moe(config: Gemma4Config, source: Source, name: str) -> MoeBesideMlp | None:
@@ -221,8 +220,8 @@ def _take_layer(config: Gemma4Config, source: Source, name: str, layer: int) -> 
     per_layer = None
     if p:
         per_layer = PerLayerWeights(
-            gate=source.linear(Part(f"{name}.per_layer_input_gate", p, d)),
-            projection=source.linear(Part(f"{name}.per_layer_projection", d, p)),
+            gate=source.linear(StoredLinear(f"{name}.per_layer_input_gate", p, d)),
+            projection=source.linear(StoredLinear(f"{name}.per_layer_projection", d, p)),
             norm=_norm(source, f"{name}.post_per_layer_input_norm", d),
         )
     return LayerWeights(
@@ -247,10 +246,10 @@ def take(config: Gemma4Config, source: Source) -> Weights:
     table = inputs = None
     if p:
         size = config.num_layers * p
-        part = Part("model.embed_tokens_per_layer", config.vocab_size_per_layer_input, size)
+        part = StoredLinear("model.embed_tokens_per_layer", config.vocab_size_per_layer_input, size)
         table = source.table(part)
         inputs = PerLayerInputs(
-            projection=source.linear(Part("model.per_layer_model_projection", size, d)),
+            projection=source.linear(StoredLinear("model.per_layer_model_projection", size, d)),
             norm=_norm(source, "model.per_layer_projection_norm", p),
             scale=source.ones(1) * 2.0**-0.5,
         )
@@ -266,35 +265,37 @@ def take(config: Gemma4Config, source: Source) -> Weights:
     )
 
 
-def _attended(
-    qkv: Tensor,
+KeysValues = tuple[Tensor, Tensor] | None
+
+
+def _attention(
+    x: Normed,
     w: AttentionWeights,
     cos_sin: Tensor,
+    spec: AttentionSpec,
     cache: LayerCache,
     step: StepInput,
-    spec: AttentionSpec,
-    eps: float,
-    max_query_len: int,
-    shared: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """What ``w.o`` takes, after ``w.qkv`` gave ``qkv``; and keys and values: ``shared``, or the layer's own.
+    shared: KeysValues,
+) -> tuple[BlockOutput, KeysValues]:
+    """As ``attention``; and keys and values: ``shared``, or the layer's own.
 
     A CPU's op writes before it reads, so it is given them again. On a GPU nobody needs them who reads the cache: None.
     """
+    qkv = x.linear(w.qkv)
     if qkv.is_cuda:
-        return attended(qkv, w, cos_sin, cache, step, spec, eps, max_query_len), None
+        return BlockOutput(attended(qkv, w, cos_sin, spec, cache, step, x.eps), w.o), None
     norms = w.q_norm, w.k_norm, w.v_norm
-    q, k, v = turned_heads(qkv, cos_sin, *norms, None, spec.num_heads, spec.num_kv_heads, eps)
+    q, k, v = turned_heads(qkv, cos_sin, *norms, None, spec.num_heads, spec.num_kv_heads, x.eps)
     shared = (k, v) if k is not None and v is not None else shared
     assert shared is not None
-    return attend(q, *shared, cache, step, spec, max_query_len), shared
+    return BlockOutput(attend(q, *shared, spec, cache, step), w.o), shared
 
 
-def _with_experts(x: Tensor, out: Tensor, moe: MoeBesideMlp, step: StepInput, config: Gemma4Config) -> Tensor:
-    """What the MLP gave, ``out``, and what the experts make of ``x``; each ``[T, D]``, normed and added up."""
-    eps = config.rms_norm_eps
-    mixed = mixture_of_experts(x, moe.norm, eps, moe.experts, step, config.router, Gate("gelu_tanh"))
-    return sum_of_norms(out, moe.mlp_output_norm, mixed, moe.output_norm, eps)
+def _with_experts(x: Residual, out: BlockOutput, moe: MoeBesideMlp, step: StepInput, router: Router) -> Tensor:
+    """What the MLP gave, ``out``, and what the experts make of ``x``, normed and added up, ``[T, D]``."""
+    beside = out.tensor()
+    mixed = experts(x.normed(moe.norm), moe.experts, router, step, Gate("gelu_tanh")).tensor()
+    return sum_of_norms(beside, moe.mlp_output_norm, mixed, moe.output_norm, x.eps)
 
 
 def _per_layer_inputs(weights: Weights, x: Tensor, step: StepInput, config: Gemma4Config) -> Tensor | None:
@@ -307,41 +308,31 @@ def _per_layer_inputs(weights: Weights, x: Tensor, step: StepInput, config: Gemm
     return scaled_sum(normed, table.rows(step.input_ids) * rounded(p**0.5, x.dtype), w.scale)
 
 
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma4Config, layers: Layers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma4Config, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    eps, p = config.rms_norm_eps, config.hidden_size_per_layer_input
-    x = weights.embedding.rows(step.input_ids)
-    x = x * rounded(config.hidden_size**0.5, x.dtype)
-    inputs = _per_layer_inputs(weights, x, step, config)
+    embeddings, p = weights.embedding.rows(step.input_ids), config.hidden_size_per_layer_input
+    embeddings = embeddings * rounded(config.hidden_size**0.5, embeddings.dtype)
+    inputs = _per_layer_inputs(weights, embeddings, step, config)
     angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]
-    keys_values: list[tuple[Tensor, Tensor] | None] = []
-    # What is still to be added to x: its norm; and then what the sum is multiplied by.
-    delta: Tensor | None = None
-    delta_norm: Tensor | None = None
-    scale: Tensor | None = None
-    for i, (w, cache, spec) in enumerate(zip(weights.layers, kv_cache, layers, strict=True)):
-        cos_sin = angles[-1 if spec.window else 0]
-        shared = None if spec.shares_cache_of is None else keys_values[spec.shares_cache_of]
-        x, qkv = normed_linear(x, delta, w.input_norm, eps, w.attention.qkv, delta_norm=delta_norm, scale=scale)
-        out, own = _attended(qkv, w.attention, cos_sin, cache, step, spec, eps, max_query_len, shared)
+    keys_values: list[KeysValues] = []
+    x = Residual(embeddings, config.rms_norm_eps)
+    for i, (w, spec, cache) in enumerate(zip(weights.layers, layers, kv_cache, strict=True)):
+        cos_sin, shares = angles[-1 if spec.window else 0], spec.shares_cache_of
+        shared = None if shares is None else keys_values[shares]
+        out, own = _attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step, shared)
         keys_values.append(own)
-        x, delta = added_linear(x, w.attention.o, out, w.attention_norm)
-        x, delta = mlp_block(
-            x, delta, w.mlp_norm, eps, w.mlp, "gelu_tanh", delta_norm=w.attention_norm, output_norm=w.output_norm
-        )
-        assert delta is not None, "left to its norm"
-        if w.moe is not None:
-            delta = _with_experts(x, delta, w.moe, step, config)
-        delta_norm, scale = w.output_norm, w.scalar
+        x += out.normed(w.attention_norm)
+        out = mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh")
+        if w.moe is None:
+            x += out.normed(w.output_norm)
+        else:
+            x.add(_with_experts(x, out, w.moe, step, config.router), w.output_norm)
         if w.per_layer is not None and inputs is not None:
-            x, gated = normed_linear(
-                x, delta, None, eps, w.per_layer.gate, "gelu_tanh", gated=False, delta_norm=delta_norm,
-                factor=inputs[:, i * p : (i + 1) * p],
-            )  # fmt: skip
-            delta, delta_norm = activated_linear(gated, w.per_layer.projection), w.per_layer.norm
-    return added(x, delta, eps, delta_norm, scale)
+            gate, factor = w.per_layer.gate, inputs[:, i * p : (i + 1) * p]
+            gated = x.normed(None).linear(gate, "gelu_tanh", gated=False, factor=factor)
+            x += BlockOutput(gated, w.per_layer.projection).normed(w.per_layer.norm)
+        x.multiply(w.scalar)
+    return x.tensor()
 
 
 def head(weights: Weights, rows: Tensor, config: Gemma4Config) -> Tensor:

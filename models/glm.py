@@ -9,10 +9,9 @@ from typing import Any
 from compiled_llm.models import llama
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import LlamaConfig, Weights
+from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
@@ -25,8 +24,8 @@ def take_attention(source: Source, name: str, config: LlamaConfig) -> AttentionW
 def take_mlp(source: Source, name: str, config: ModelConfig) -> MlpWeights:
     """The MLP, whose gate and up are one tensor."""
     d, intermediate = config.hidden_size, config.intermediate_size
-    gate_up = source.linear(Part(f"{name}.gate_up_proj", 2 * intermediate, d))
-    return MlpWeights(gate_up, source.linear(Part(f"{name}.down_proj", d, intermediate)))
+    gate_up = source.linear(StoredLinear(f"{name}.gate_up_proj", 2 * intermediate, d))
+    return MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.down_proj", d, intermediate)))
 
 
 def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:

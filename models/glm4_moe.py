@@ -4,7 +4,7 @@ The router is DeepSeek-V3's (arXiv:2412.19437): sigmoids in float32, a bias for 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,17 +12,19 @@ from torch import Tensor
 from compiled_llm.models import llama
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.attention import attention
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
 from compiled_llm.models.layers.moe import (
     MoeWeights,
     Router,
     Shared,
     check_grouped_router,
-    experts_block,
+    experts,
     grouped_router,
 )
-from compiled_llm.models.layers.rope import head_arrangement
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
@@ -52,12 +54,6 @@ class Glm4MoeConfig(LlamaConfig):
         return grouped_router(self)
 
 
-class SharedMoeWeights(NamedTuple):
-    routed: MoeWeights
-    shared: MlpWeights  # that all tokens use
-    one: Tensor  # [1] float32
-
-
 def has_experts(config: Glm4MoeConfig, name: str) -> bool:
     """Whether the layer whose tensors' names begin with ``name`` has some."""
     return int(name.rsplit(".", 1)[1]) >= config.first_k_dense_replace
@@ -65,7 +61,7 @@ def has_experts(config: Glm4MoeConfig, name: str) -> bool:
 
 def take_mlp(
     config: Glm4MoeConfig, source: Source, name: str, *, has_choice_bias: bool = True
-) -> MlpWeights | SharedMoeWeights:
+) -> MlpWeights | MoeWeights:
     """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
     if not has_experts(config, name):
         return source.mlp(f"{name}.mlp", config)
@@ -85,13 +81,13 @@ def take_mlp(
     return beside_shared(config, source, name, routed)
 
 
-def beside_shared(config: Glm4MoeConfig, source: Source, name: str, routed: MoeWeights) -> SharedMoeWeights:
+def beside_shared(config: Glm4MoeConfig, source: Source, name: str, routed: MoeWeights) -> MoeWeights:
     """``routed`` and the MLP that all tokens use."""
     d, size = config.hidden_size, config.moe_intermediate_size * config.n_shared_experts
     shared = f"{name}.mlp.shared_experts"
-    gate_up = source.linear(*(Part(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
-    down = source.linear(Part(f"{shared}.down_proj", d, size))
-    return SharedMoeWeights(routed, MlpWeights(gate_up, down), source.ones(1))
+    gate_up = source.linear(*(StoredLinear(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
+    down = source.linear(StoredLinear(f"{shared}.down_proj", d, size))
+    return routed._replace(shared=Shared(MlpWeights(gate_up, down), source.ones(1)))
 
 
 def take_layer(config: Any, source: Source, name: str) -> LayerWeights:
@@ -119,18 +115,15 @@ def take(config: Glm4MoeConfig, source: Source) -> Weights:
     return llama.take(config, source, take_layer)
 
 
-def experts(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: SharedMoeWeights, step: StepInput, config: Any
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's experts, and the MLP that every token has."""
-    return experts_block(x, delta, norm, eps, w.routed, step, config.router, shared=Shared(w.shared, w.one))
-
-
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Glm4MoeConfig, layers: Layers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Glm4MoeConfig, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        normed = x.normed(w.mlp_norm)
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
+    return x.tensor()
 
 
 def read_ropes(config: Any) -> tuple[Rope, ...]:

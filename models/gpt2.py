@@ -10,11 +10,11 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
-from compiled_llm.models.layers.mlp import PlainMlpWeights
-from compiled_llm.models.layers.norm import LayerNorm
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp
+from compiled_llm.models.layers.residual import LayerNorm, Residual
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
+from compiled_llm.models.llama import LayerWeights
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.weights import Source
 
@@ -39,7 +39,7 @@ def _take_layer(config: GPT2Config, source: Source, name: str) -> LayerWeights:
     d, intermediate = config.hidden_size, config.intermediate_size
 
     def linear(part: str, out_features: int, in_features: int) -> Linear:
-        return source.linear(Part(f"{name}.{part}", out_features, in_features, bias=True, transposed=True))
+        return source.linear(StoredLinear(f"{name}.{part}", out_features, in_features, bias=True, transposed=True))
 
     return LayerWeights(
         input_norm=source.layer_norm(f"{name}.ln_1", d),
@@ -73,17 +73,14 @@ def layers(config: GPT2Config) -> Layers:
     return tuple(dataclasses.replace(spec, scale=scale / (i + 1 if by_layer else 1)) for i in range(config.num_layers))
 
 
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: GPT2Config, layers: Layers, max_query_len: int
-) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return decoder_layers(
-        weights.embedding.rows(step.input_ids) + F.embedding(step.positions, weights.positions),
-        weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        activation="gelu_tanh",
-        final_norm=weights.final_norm,
-    )  # fmt: skip
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GPT2Config, layers: Layers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``, normalised; the step's keys and values go to ``kv_cache``."""
+    embeddings = weights.embedding.rows(step.input_ids) + F.embedding(step.positions, weights.positions)
+    x = Residual(embeddings, config.rms_norm_eps)
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, None, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp, "gelu_tanh")
+    return x.normed(weights.final_norm).tensor()
 
 
 def head(weights: Weights, rows: Tensor, config: GPT2Config) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
-from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_activation
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp, plain_activation
+from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
-from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import Weights
+from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
@@ -42,18 +42,18 @@ def _take_attention(config: GPTNeoXConfig, source: Source, name: str) -> Attenti
         q, k, v = (part.flatten(0, 1) for part in rows.unflatten(0, (n, 3, h)).unbind(1))
         return torch.cat([turn(q), turn(k), v])
 
-    qkv = source.linear(Part(f"{name}.query_key_value", 3 * d, d, bias, arrange=arrange))
-    return AttentionWeights(qkv, source.linear(Part(f"{name}.dense", d, d, bias)))
+    qkv = source.linear(StoredLinear(f"{name}.query_key_value", 3 * d, d, bias, arrange=arrange))
+    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.dense", d, d, bias)))
 
 
 def _take_layer(config: GPTNeoXConfig, source: Source, name: str) -> LayerWeights:
     d, intermediate = config.hidden_size, config.intermediate_size
-    up = source.linear(Part(f"{name}.mlp.dense_h_to_4h", intermediate, d, bias=True))
+    up = source.linear(StoredLinear(f"{name}.mlp.dense_h_to_4h", intermediate, d, bias=True))
     return LayerWeights(
         input_norm=source.layer_norm(f"{name}.input_layernorm", d),
         attention=_take_attention(config, source, f"{name}.attention"),
         mlp_norm=source.layer_norm(f"{name}.post_attention_layernorm", d),
-        mlp=PlainMlpWeights(up, source.linear(Part(f"{name}.mlp.dense_4h_to_h", d, intermediate, bias=True))),
+        mlp=PlainMlpWeights(up, source.linear(StoredLinear(f"{name}.mlp.dense_4h_to_h", d, intermediate, bias=True))),
     )
 
 
@@ -78,19 +78,21 @@ def layers(config: GPTNeoXConfig) -> Layers:
     return (spec,) * config.num_layers
 
 
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: GPTNeoXConfig, layers: Layers, max_query_len: int
-) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return decoder_layers(
-        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
-        activation=plain_activation(config.hidden_act),
-        parallel=config.use_parallel_residual,
-        # Two additions in a row would be rounded once where they are compiled; the norm's is an op of its own.
-        final_norm=weights.final_norm,
-    )  # fmt: skip
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GPTNeoXConfig, layers: Layers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``, normalised; the step's keys and values go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    activation = plain_activation(config.hidden_act)
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        attended = attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        if config.use_parallel_residual:  # attention and MLP read the same
+            beside = attended.tensor()
+            x += mlp(x.normed(w.mlp_norm), w.mlp, activation).plus(beside)
+        else:
+            x += attended
+            x += mlp(x.normed(w.mlp_norm), w.mlp, activation)
+    # Two additions in a row would be rounded once where they are compiled; the norm's is an op of its own.
+    return x.normed(weights.final_norm).tensor()
 
 
 def head(weights: Weights, rows: Tensor, config: ModelConfig) -> Tensor:

@@ -15,9 +15,11 @@ from compiled_llm.models import llama
 from compiled_llm.models.config import WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import windowed_layers
-from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, experts_block
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.layers.attention import attention, windowed_layers
+from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, experts
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
@@ -48,7 +50,7 @@ def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
     experts = f"{name}.mlp.experts"
     stacked = functools.partial(source.stacked_experts, top_k=top_k)
     return MoeWeights(
-        router=source.linear(Part(f"{name}.mlp.router", num_experts, d, bias=True)),
+        router=source.linear(StoredLinear(f"{name}.mlp.router", num_experts, d, bias=True)),
         gate_up=stacked(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, in_turn=2),
         down=stacked(f"{experts}.down_proj", num_experts, d, inner),
         used=source.used_experts(),
@@ -72,20 +74,16 @@ def layers(config: GptOssConfig) -> Layers:
     return windowed_layers(config, llama.layers(config)[0])
 
 
-def experts(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MoeWeights, step: StepInput, config: Any
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's experts, whose weights add up to 1."""
-    router = Router(config.num_experts_per_tok, "softmax_of_chosen")
-    gate = Gate("clamped_swiglu", config.swiglu_alpha, config.swiglu_limit)
-    return experts_block(x, delta, norm, eps, w, step, router, gate)
-
-
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: GptOssConfig, layers: Layers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GptOssConfig, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    router = Router(config.num_experts_per_tok, "softmax_of_chosen")  # the weights add up to 1
+    gate = Gate("clamped_swiglu", config.swiglu_alpha, config.swiglu_limit)
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += experts(x.normed(w.mlp_norm), w.mlp, router, step, gate)
+    return x.tensor()
 
 
 FAMILY = Family(

@@ -9,7 +9,9 @@ from torch import Tensor
 from compiled_llm.models import llama
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.decoder import decoder_layers
+from compiled_llm.models.layers.attention import attention
+from compiled_llm.models.layers.mlp import mlp
+from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.llama import LlamaConfig, Weights
 
@@ -34,19 +36,16 @@ def layers(config: GraniteConfig) -> Layers:
     return tuple(dataclasses.replace(spec, scale=config.attention_multiplier) for spec in llama.layers(config))
 
 
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: GraniteConfig, layers: Layers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: GraniteConfig, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``, normalised; the step's keys and values go to ``kv_cache``."""
-    return decoder_layers(
-        weights.embedding.rows(step.input_ids) * config.embedding_multiplier,
-        weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
-        multiplier=config.residual_multiplier,
-        # Taken here: the op rounds what was multiplied before it adds it, in compiled code as well.
-        final_norm=weights.final_norm,
-    )  # fmt: skip
+    embeddings, multiplier = weights.embedding.rows(step.input_ids), config.residual_multiplier
+    x = Residual(embeddings * config.embedding_multiplier, config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step) * multiplier
+        x += mlp(x.normed(w.mlp_norm), w.mlp) * multiplier
+    # Normalised here: the op rounds what was multiplied before it adds it, in compiled code as well.
+    return x.normed(weights.final_norm).tensor()
 
 
 def head(weights: Weights, rows: Tensor, config: GraniteConfig) -> Tensor:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -12,14 +12,15 @@ from compiled_llm.models.config import FULL
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.granite import GraniteConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec
-from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
-from compiled_llm.models.layers.mamba import MambaSizes, take_mamba
-from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights, Router, Shared, check_router, experts_block
+from compiled_llm.models.layers.attention import AttentionSpec, attention
+from compiled_llm.models.layers.mamba import MambaSizes, mamba, take_mamba
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.moe import MoeWeights, Router, Shared, check_router, experts
+from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import Weights
+from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.weights import Source
 
 LINEAR = "linear_attention"
@@ -68,16 +69,11 @@ class GraniteHybridConfig(GraniteConfig):
         )
 
 
-class GraniteMoeWeights(NamedTuple):
-    routed: MoeWeights
-    shared: Shared
-
-
-def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeights | GraniteMoeWeights:
+def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeights | MoeWeights:
     """The MLP that all tokens use, of the layer whose tensors' names begin with ``name``, and its experts."""
     d, inner = config.hidden_size, config.shared_intermediate_size
-    gate_up = source.linear(Part(f"{name}.shared_mlp.input_linear", 2 * inner, d))
-    shared = MlpWeights(gate_up, source.linear(Part(f"{name}.shared_mlp.output_linear", d, inner)))
+    gate_up = source.linear(StoredLinear(f"{name}.shared_mlp.input_linear", 2 * inner, d))
+    shared = MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.shared_mlp.output_linear", d, inner)))
     if not config.num_local_experts:
         return shared
     inner, name = config.intermediate_size, f"{name}.block_sparse_moe"
@@ -92,13 +88,13 @@ def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeigh
     }
     for own, other in others.items():
         source.may_be_called(f"{name}.{own}.weight", f"{name}.{other}")
-    routed = MoeWeights(
-        router=source.linear(Part(f"{name}.router.layer", config.num_local_experts, d)),
+    return MoeWeights(
+        router=source.linear(StoredLinear(f"{name}.router.layer", config.num_local_experts, d)),
         gate_up=stacked(f"{name}.input_linear.weight", out_features=2 * inner, in_features=d),
         down=stacked(f"{name}.output_linear.weight", out_features=d, in_features=inner),
         used=source.used_experts(),
+        shared=Shared(shared, source.ones(1) * config.residual_multiplier),
     )
-    return GraniteMoeWeights(routed, Shared(shared, source.ones(1) * config.residual_multiplier))
 
 
 def take_layer(config: GraniteHybridConfig, source: Source, name: str) -> LayerWeights:
@@ -134,28 +130,22 @@ def layers(config: GraniteHybridConfig) -> MixedLayers:
     return tuple(state if kind == LINEAR else attention for kind in config.layer_types)
 
 
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers) -> Tensor:
     """What ``head`` takes, ``[T, D]``, normalised; keys, values and states go to ``kv_cache``."""
-
-    def mixed(
-        x: Tensor, delta: Tensor | None, norm: Any, eps: float, w: GraniteMoeWeights
-    ) -> tuple[Tensor, Tensor | None]:
-        router = Router(config.num_experts_per_tok, "softmax_of_chosen")
-        return experts_block(
-            x, delta, norm, eps, w.routed, step, router, shared=w.shared, multiplier=config.residual_multiplier
-        )
-
-    return decoder_layers(
-        weights.embedding.rows(step.input_ids) * config.embedding_multiplier,
-        weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
-        multiplier=config.residual_multiplier,
-        experts=mixed,
-        final_norm=weights.final_norm,
-    )  # fmt: skip
+    embeddings, multiplier = weights.embedding.rows(step.input_ids), config.residual_multiplier
+    x = Residual(embeddings * config.embedding_multiplier, config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    router = Router(config.num_experts_per_tok, "softmax_of_chosen")
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        if isinstance(spec, StateSpec):
+            x += mamba(normed, w.attention, spec, cache, step) * multiplier
+        else:
+            x += attention(normed, w.attention, cos_sin, spec, cache, step) * multiplier
+        normed = x.normed(w.mlp_norm)
+        out = experts(normed, w.mlp, router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
+        x += out * multiplier
+    return x.normed(weights.final_norm).tensor()
 
 
 _NO_LIMITS = ([0.0, math.inf], (0.0, math.inf))  # of time steps

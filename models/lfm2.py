@@ -10,13 +10,15 @@ from compiled_llm.models import llama
 from compiled_llm.models.config import FULL, ModelConfig
 from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.family import Family, MixedLayers
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.short_convolution import ShortConvolutionWeights
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.layers.short_convolution import ShortConvolutionWeights, gated_convolution
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import TakeMlp, Weights
+from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.llama import LayerWeights, TakeMlp, Weights
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
@@ -43,8 +45,8 @@ class Lfm2Config(ModelConfig):
 def take_mlp(config: Lfm2Config, source: Source, name: str) -> MlpWeights:
     """The MLP of the layer whose tensors' names begin with ``name``."""
     d, inner, name = config.hidden_size, config.intermediate_size, f"{name}.feed_forward"
-    gate_up = source.linear(*(Part(f"{name}.{w}", inner, d) for w in ("w1", "w3")))
-    return MlpWeights(gate_up, source.linear(Part(f"{name}.w2", d, inner)))
+    gate_up = source.linear(*(StoredLinear(f"{name}.{w}", inner, d) for w in ("w1", "w3")))
+    return MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.w2", d, inner)))
 
 
 def take_layer(config: Any, source: Source, name: str, take_mlp: TakeMlp = take_mlp) -> LayerWeights:
@@ -63,8 +65,8 @@ def take_convolution(config: Lfm2Config, source: Source, name: str) -> ShortConv
     """That of the layer whose tensors' names begin with ``name``."""
     d, width, bias = config.hidden_size, config.conv_L_cache, config.conv_bias
     return ShortConvolutionWeights(
-        qkv=source.linear(Part(f"{name}.conv.in_proj", 3 * d, d, bias)),
-        o=source.linear(Part(f"{name}.conv.out_proj", d, d, bias)),
+        qkv=source.linear(StoredLinear(f"{name}.conv.in_proj", 3 * d, d, bias)),
+        o=source.linear(StoredLinear(f"{name}.conv.out_proj", d, d, bias)),
         weight=source.tensor(f"{name}.conv.conv.weight", (d, 1, width)).view(d, width),
         bias=source.tensor(f"{name}.conv.conv.bias", (d,)) if bias else None,
     )
@@ -75,8 +77,8 @@ def take_attention(config: Lfm2Config, source: Source, name: str) -> AttentionWe
     d, h, name = config.hidden_size, config.head_dim, f"{name}.self_attn"
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     return AttentionWeights(
-        qkv=source.linear(*(Part(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
-        o=source.linear(Part(f"{name}.out_proj", d, config.num_heads * h)),
+        qkv=source.linear(*(StoredLinear(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
+        o=source.linear(StoredLinear(f"{name}.out_proj", d, config.num_heads * h)),
         q_norm=source.norm(f"{name}.q_layernorm", h),
         k_norm=source.norm(f"{name}.k_layernorm", h),
     )
@@ -96,6 +98,20 @@ def layers(config: Lfm2Config) -> MixedLayers:
     attention = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5)
     state = StateSpec((config.conv_L_cache - 1, config.hidden_size))
     return tuple(state if kind == CONVOLUTION else attention for kind in config.layer_types)
+
+
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Lfm2Config, layers: MixedLayers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        if isinstance(spec, StateSpec):
+            x += gated_convolution(normed, w.attention, spec, cache, step)
+        else:
+            x += attention(normed, w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp)
+    return x.tensor()
 
 
 def sizes(config: Any) -> dict[str, Any]:
@@ -120,7 +136,7 @@ FAMILY = Family(
     Lfm2Config,
     take,
     layers,
-    llama.forward,
+    forward,
     llama.head,
     old_fields=(
         "norm_eps",

@@ -4,14 +4,20 @@ import dataclasses
 import math
 
 import torch
+from torch import Tensor
 
-from compiled_llm.models import lfm2, llama, qwen3_moe
-from compiled_llm.models.family import Family
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router
+from compiled_llm.models import lfm2, llama
+from compiled_llm.models.family import Family, MixedLayers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import attention
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.layers.short_convolution import gated_convolution
+from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.lfm2 import Lfm2Config
-from compiled_llm.models.llama import Weights
+from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.weights import Source
 
 
@@ -66,12 +72,27 @@ def take(config: Lfm2MoeConfig, source: Source) -> Weights:
     return lfm2.take(config, source, take_layer)
 
 
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Lfm2MoeConfig, layers: MixedLayers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        if isinstance(spec, StateSpec):
+            x += gated_convolution(normed, w.attention, spec, cache, step)
+        else:
+            x += attention(normed, w.attention, cos_sin, spec, cache, step)
+        normed = x.normed(w.mlp_norm)
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
+    return x.tensor()
+
+
 FAMILY = Family(
     "Lfm2MoeConfig",
     Lfm2MoeConfig,
     take,
     lfm2.layers,
-    qwen3_moe.forward,
+    forward,
     llama.head,
     requires={"norm_topk_prob": (True,)},
     old_fields=("norm_eps", "head_dim", "tie_embedding"),

@@ -7,18 +7,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.family import Family, Layers, MixedLayers
+from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, attended
-from compiled_llm.models.layers.decoder import Attention, LayerWeights, decoder_layers
-from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.norm import Norm
+from compiled_llm.models.layers.attention import AttentionSpec, attention
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.residual import Norm, Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.fused import normed_linear
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
 
@@ -29,19 +26,22 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool = False
 
 
+class LayerWeights(NamedTuple):
+    input_norm: Norm  # [D], of what attention gets
+    attention: Any  # AttentionWeights, or those of what a layer has in the place of attention
+    mlp_norm: Norm  # [D], of what the MLP gets
+    mlp: Any  # MlpWeights; in other families PlainMlpWeights, or MoeWeights
+
+
 class Weights(NamedTuple):
     embedding: Linear  # [V, D]
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[Any, ...]  # LayerWeights, or a family's own
     final_norm: Norm  # [D]
     head: Linear  # [V, D]
-    # [max_position_embeddings, H] float32 each. Of two, the last is that of layers with a window, or of Ministral 3
-    # [max_position_embeddings, 1], which scales queries.
-    ropes: tuple[Tensor, ...]
+    ropes: tuple[Tensor, ...]  # [max_position_embeddings, H] float32 each; a family's own may be more
 
 
 TakeMlp = Callable[[Any, Source, str], Any]
-# (x, delta, norm, eps, weights, step, config): as of ``experts_block``
-Experts = Callable[[Tensor, Tensor | None, Any, float, Any, StepInput, Any], tuple[Tensor, Tensor | None]]
 
 
 def take_mlp(config: LlamaConfig, source: Source, name: str) -> MlpWeights:
@@ -62,7 +62,7 @@ def take_layer(config: LlamaConfig, source: Source, name: str, take_mlp: TakeMlp
 def take(
     config: Any,
     source: Source,
-    take_layer: Callable[[Any, Source, str], LayerWeights] = take_layer,
+    take_layer: Callable[[Any, Source, str], Any] = take_layer,
     take_norm: Callable[[Source, str, int], Norm] = Source.norm,
 ) -> Weights:
     """The weights. A family with other layers passes its own ``take_layer``, or what takes the final norm."""
@@ -84,38 +84,19 @@ def layers(config: LlamaConfig) -> Layers:
     return (spec,) * config.num_layers
 
 
-def forward(
-    weights: Weights,
-    step: StepInput,
-    kv_cache: KVCache,
-    config: Any,
-    layers: MixedLayers,
-    max_query_len: int,
-    experts: Experts | None = None,
-    attention: Attention = attended,
-) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``.
-
-    A family with experts passes what computes a layer that has some, and one with another attention that.
-    """
-
-    def mixed(x: Tensor, delta: Tensor | None, norm: Any, eps: float, mlp: Any) -> tuple[Tensor, Tensor | None]:
-        assert experts is not None
-        return experts(x, delta, norm, eps, mlp, step, config)
-
-    return decoder_layers(
-        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
-        query_scale=F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None,
-        experts=None if experts is None else mixed,
-        attention=attention,
-    )  # fmt: skip
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: ModelConfig, layers: Layers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp)
+    return x.tensor()
 
 
 def head(weights: Weights, rows: Tensor, config: ModelConfig) -> Tensor:
     """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
-    return normed_linear(rows, None, weights.final_norm, config.rms_norm_eps, weights.head)[1]
+    return Residual(rows, config.rms_norm_eps).normed(weights.final_norm).linear(weights.head)
 
 
 FAMILY = Family("LlamaConfig", LlamaConfig, take, layers, forward, head, requires={"hidden_act": ("silu", "swish")})

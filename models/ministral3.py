@@ -6,11 +6,16 @@ The scale keeps attention sharp in long texts (Nakanishi, 2025, arXiv:2501.19399
 import dataclasses
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models import llama, mistral
-from compiled_llm.models.family import Family
-from compiled_llm.models.layers.rope import query_scale_table
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import attention
+from compiled_llm.models.layers.mlp import mlp
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import query_scale_table, rope_cos_sin
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.mistral import MistralConfig
 from compiled_llm.models.rope_config import Rope, read_query_scale, read_rope
@@ -31,12 +36,23 @@ def read_ropes(config: Any) -> tuple[Rope, ...]:
     return (dataclasses.replace(read_rope(rest, config.max_position_embeddings), query_beta=beta),)
 
 
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: MistralConfig, layers: Layers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    query_scale = F.embedding(step.positions, weights.ropes[1])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step, query_scale)
+        x += mlp(x.normed(w.mlp_norm), w.mlp)
+    return x.tensor()
+
+
 FAMILY = Family(
     "Ministral3Config",
     MistralConfig,
     take,
     mistral.layers,
-    llama.forward,
+    forward,
     llama.head,
     requires=llama.FAMILY.requires,
     read_ropes=read_ropes,

@@ -11,11 +11,11 @@ from torch import Tensor
 from compiled_llm.models import deepseek_v3, glm4_moe, llama
 from compiled_llm.models.deepseek_v3 import DeepseekConfig
 from compiled_llm.models.family import Family
-from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.layers.rope import query_scale_table
 from compiled_llm.models.linears.mixture import Router
-from compiled_llm.models.llama import Weights
+from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.rope_config import Rope, read_latent_rope, read_query_scale
 from compiled_llm.models.weights import Source
 
@@ -36,7 +36,7 @@ class Mistral4Config(DeepseekConfig):
         return Router(self.num_experts_per_tok, "softmax_of_chosen", self.routed_scaling_factor)
 
 
-def take_mlp(config: Any, source: Source, name: str) -> MlpWeights | glm4_moe.SharedMoeWeights:
+def take_mlp(config: Any, source: Source, name: str) -> MlpWeights | MoeWeights:
     """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
     if not glm4_moe.has_experts(config, name):
         return source.mlp(f"{name}.mlp", config)

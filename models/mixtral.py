@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 from torch import Tensor
 
 from compiled_llm.models import llama, mistral
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts_block
+from compiled_llm.models.layers.attention import attention
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.mistral import MistralConfig
 from compiled_llm.models.weights import Source
@@ -45,19 +47,15 @@ def take(config: MixtralConfig, source: Source) -> Weights:
     return llama.take(config, source, functools.partial(llama.take_layer, take_mlp=take_mlp))
 
 
-def experts(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MoeWeights, step: StepInput, config: Any
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's experts, whose weights add up to 1."""
-    router = Router(config.num_experts_per_tok, "softmax_of_chosen")
-    return experts_block(x, delta, norm, eps, w, step, router)
-
-
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: MixtralConfig, layers: Layers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: MixtralConfig, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    router = Router(config.num_experts_per_tok, "softmax_of_chosen")  # the weights add up to 1
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += experts(x.normed(w.mlp_norm), w.mlp, router, step)
+    return x.tensor()
 
 
 FAMILY = Family(

@@ -14,10 +14,9 @@ from compiled_llm.models import llama
 from compiled_llm.models.config import FULL, ModelConfig
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
-from compiled_llm.models.layers.mamba import MambaSizes, MambaWeights, take_mamba
-from compiled_llm.models.layers.mlp import PlainMlpWeights
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mamba import MambaSizes, MambaWeights, mamba, take_mamba
+from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp
 from compiled_llm.models.layers.moe import (
     Gate,
     Latent,
@@ -25,10 +24,12 @@ from compiled_llm.models.layers.moe import (
     Router,
     Shared,
     check_grouped_router,
-    experts_block,
+    experts,
     grouped_router,
 )
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.weights import Source
@@ -106,9 +107,11 @@ class NemotronHConfig(ModelConfig):
         return grouped_router(self)
 
 
-class MixtureWeights(NamedTuple):
-    routed: MoeWeights
-    shared: Shared
+class LayerWeights(NamedTuple):
+    input_norm: Tensor  # [D] float32, of what mixes tokens
+    attention: AttentionWeights | MambaWeights
+    mlp_norm: Tensor | None = None  # [D] float32
+    mlp: PlainMlpWeights | MoeWeights | None = None  # None: the layer has none
 
 
 def take_attention(config: NemotronHConfig, source: Source, name: str) -> AttentionWeights:
@@ -116,8 +119,8 @@ def take_attention(config: NemotronHConfig, source: Source, name: str) -> Attent
     d, h = config.hidden_size, config.head_dim
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     return AttentionWeights(
-        qkv=source.linear(*(Part(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
-        o=source.linear(Part(f"{name}.o_proj", d, config.num_heads * h)),
+        qkv=source.linear(*(StoredLinear(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
+        o=source.linear(StoredLinear(f"{name}.o_proj", d, config.num_heads * h)),
     )
 
 
@@ -131,32 +134,36 @@ def take_mlp(config: NemotronHConfig, source: Source, name: str, inner: int | No
     """The same of an MLP of ``inner`` elements, by default ``intermediate_size``."""
     d, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
     return PlainMlpWeights(
-        up=source.linear(Part(f"{name}.up_proj", inner, d, bias)),
-        down=source.linear(Part(f"{name}.down_proj", d, inner, bias)),
+        up=source.linear(StoredLinear(f"{name}.up_proj", inner, d, bias)),
+        down=source.linear(StoredLinear(f"{name}.down_proj", d, inner, bias)),
     )
 
 
-def take_experts(config: NemotronHConfig, source: Source, name: str) -> MixtureWeights:
+def take_experts(config: NemotronHConfig, source: Source, name: str) -> MoeWeights:
     """The same of experts, and of the MLP that all tokens use."""
     d, inner, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
     size, latent = config.moe_latent_size or d, None
     if config.moe_latent_size is not None:
         latent = Latent(
-            source.linear(Part(f"{name}.fc1_latent_proj", size, d, config.mlp_bias)),
-            source.linear(Part(f"{name}.fc2_latent_proj", d, size, config.mlp_bias)),
+            source.linear(StoredLinear(f"{name}.fc1_latent_proj", size, d, config.mlp_bias)),
+            source.linear(StoredLinear(f"{name}.fc2_latent_proj", d, size, config.mlp_bias)),
         )
     count = config.n_routed_experts
     each = [f"{name}.experts.{e}" for e in range(count)]
     routed = MoeWeights(
-        router=source.linear(Part(f"{name}.gate", count, d), dtype=torch.float32),
-        gate_up=source.experts([[Part(f"{e}.up_proj", inner, size)] for e in each], top_k, f"{name}.experts.up_proj"),
-        down=source.experts([[Part(f"{e}.down_proj", size, inner)] for e in each], top_k, f"{name}.experts.down_proj"),
+        router=source.linear(StoredLinear(f"{name}.gate", count, d), dtype=torch.float32),
+        gate_up=source.experts(
+            [[StoredLinear(f"{e}.up_proj", inner, size)] for e in each], top_k, f"{name}.experts.up_proj"
+        ),
+        down=source.experts(
+            [[StoredLinear(f"{e}.down_proj", size, inner)] for e in each], top_k, f"{name}.experts.down_proj"
+        ),
         used=source.used_experts(),
         choice_bias=source.tensor(f"{name}.gate.e_score_correction_bias", (count,), dtype=torch.float32),
         latent=latent,
     )
     shared = take_mlp(config, source, f"{name}.shared_experts", config.moe_shared_expert_intermediate_size)
-    return MixtureWeights(routed, Shared(shared, source.ones(1)))
+    return routed._replace(shared=Shared(shared, source.ones(1)))
 
 
 _TAKE = {MAMBA: take_state, FULL: take_attention, MLP: take_mlp, EXPERTS: take_experts}
@@ -177,7 +184,7 @@ def take(config: NemotronHConfig, source: Source) -> Weights:
     return Weights(
         embedding=embedding,
         layers=tuple(
-            LayerWeights(norm(first), mixer(first), *((None, None) if mlp is None else (norm(mlp), mixer(mlp))))
+            LayerWeights(norm(first), mixer(first), *(() if mlp is None else (norm(mlp), mixer(mlp))))
             for first, mlp in config.blocks
         ),
         final_norm=source.norm("backbone.norm_f", config.hidden_size, in_float32=True),
@@ -196,22 +203,21 @@ def layers(config: NemotronHConfig) -> MixedLayers:
     return tuple(state if kind == MAMBA else attention for kind in kinds)
 
 
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
-
-    def mixed(
-        x: Tensor, delta: Tensor | None, norm: Any, eps: float, w: MixtureWeights
-    ) -> tuple[Tensor, Tensor | None]:
-        return experts_block(x, delta, norm, eps, w.routed, step, config.router, RELU2, w.shared)
-
-    return decoder_layers(
-        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        activation=RELU2.activation,
-        experts=mixed,
-    )  # fmt: skip
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        if isinstance(spec, StateSpec):
+            x += mamba(normed, w.attention, spec, cache, step)
+        else:
+            x += attention(normed, w.attention, None, spec, cache, step)
+        normed = x.normed(w.mlp_norm)
+        if isinstance(w.mlp, MoeWeights):
+            x += experts(normed, w.mlp, config.router, step, RELU2)
+        elif w.mlp is not None:
+            x += mlp(normed, w.mlp, RELU2.activation)
+    return x.tensor()
 
 
 def no_ropes(config: Any) -> tuple[Rope, ...]:

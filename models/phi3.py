@@ -13,10 +13,9 @@ from compiled_llm.models import llama, mistral
 from compiled_llm.models.family import Family
 from compiled_llm.models.glm import take_mlp
 from compiled_llm.models.layers.attention import AttentionWeights
-from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.rope import head_arrangement
-from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import LlamaConfig, Weights
+from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.mistral import MistralConfig
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
@@ -32,8 +31,8 @@ def _arrangement(config: LlamaConfig) -> Callable[[Tensor], Tensor] | None:
 
 def _take_attention(source: Source, name: str, config: LlamaConfig) -> AttentionWeights:
     d, h, heads = config.hidden_size, config.head_dim, config.num_heads + 2 * config.num_kv_heads
-    qkv = source.linear(Part(f"{name}.qkv_proj", heads * h, d, arrange=_arrangement(config)))
-    return AttentionWeights(qkv, source.linear(Part(f"{name}.o_proj", d, config.num_heads * h)))
+    qkv = source.linear(StoredLinear(f"{name}.qkv_proj", heads * h, d, arrange=_arrangement(config)))
+    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.o_proj", d, config.num_heads * h)))
 
 
 def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:

@@ -6,8 +6,7 @@ from compiled_llm.models import llama
 from compiled_llm.models.config import WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.layers.attention import windowed_layers
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.llama import LlamaConfig, Weights
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
 

@@ -2,8 +2,7 @@
 
 from compiled_llm.models import llama, qwen2
 from compiled_llm.models.family import Family
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.llama import LlamaConfig, TakeMlp, Weights
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, TakeMlp, Weights
 from compiled_llm.models.qwen2 import Qwen2Config
 from compiled_llm.models.weights import Source
 

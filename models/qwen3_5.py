@@ -15,12 +15,14 @@ from compiled_llm.models.config import FULL
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.layers.delta_net import DeltaNetWeights
-from compiled_llm.models.layers.gated_attention import gated_attended, take_gated_attention
+from compiled_llm.models.layers.delta_net import DeltaNetWeights, delta_net
+from compiled_llm.models.layers.gated_attention import gated_attention, take_gated_attention
+from compiled_llm.models.layers.mlp import mlp
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Linear, Part
-from compiled_llm.models.llama import Experts, LlamaConfig, TakeMlp, Weights
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, TakeMlp, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
@@ -76,7 +78,7 @@ def take_projections(config: Qwen35Config, source: Source, name: str) -> Linear:
     """``DeltaNetWeights.qkv`` of the layer whose tensors' names begin with ``name``."""
     heads = config.linear_num_value_heads
     sizes = {"qkv": config.convolved_size, "z": config.value_size, "b": heads, "a": heads}
-    return source.linear(*(Part(f"{name}.in_proj_{x}", size, config.hidden_size) for x, size in sizes.items()))
+    return source.linear(*(StoredLinear(f"{name}.in_proj_{x}", size, config.hidden_size) for x, size in sizes.items()))
 
 
 def take_delta_net(
@@ -86,7 +88,7 @@ def take_delta_net(
     heads, channels, width = config.linear_num_value_heads, config.convolved_size, config.linear_conv_kernel_dim
     return DeltaNetWeights(
         qkv=take_projections(config, source, name),
-        o=source.linear(Part(f"{name}.out_proj", config.hidden_size, config.value_size)),
+        o=source.linear(StoredLinear(f"{name}.out_proj", config.hidden_size, config.value_size)),
         convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, width)).view(channels, width),
         norm=source.norm(f"{name}.norm", config.linear_value_head_dim),
         A_log=source.tensor(f"{name}.A_log", (heads,), dtype=torch.float32),
@@ -128,17 +130,18 @@ def layers(config: Qwen35Config) -> MixedLayers:
     return tuple(state if kind == LINEAR else attention for kind in config.layer_types)
 
 
-def forward(
-    weights: Weights,
-    step: StepInput,
-    kv_cache: KVCache,
-    config: Any,
-    layers: MixedLayers,
-    max_query_len: int,
-    experts: Experts | None = None,
-) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; keys, values and states go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts, gated_attended)
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        if isinstance(spec, StateSpec):
+            x += delta_net(normed, w.attention, spec, cache, step)
+        else:
+            x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp)
+    return x.tensor()
 
 
 def read_ropes(config: Any) -> tuple[Rope, ...]:

@@ -5,20 +5,20 @@ from typing import Any
 
 from compiled_llm.models import qwen3_5, qwen3_next
 from compiled_llm.models.config_sizes import check_size
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.llama import Weights
-from compiled_llm.models.qwen3_next import GatedMoeWeights, Qwen3NextConfig
+from compiled_llm.models.layers.moe import MoeWeights
+from compiled_llm.models.llama import LayerWeights, Weights
+from compiled_llm.models.qwen3_next import Qwen3NextConfig
 from compiled_llm.models.weights import Source
 
 
-def take_mlp(config: Qwen3NextConfig, source: Source, name: str) -> GatedMoeWeights:
+def take_mlp(config: Qwen3NextConfig, source: Source, name: str) -> MoeWeights:
     """The experts of the layer whose tensors' names begin with ``name``; no layer has a plain MLP."""
     name = f"{name}.mlp"
     routed = source.mixture(
         f"{name}.gate", f"{name}.experts", config, config.num_experts, config.num_experts_per_tok,
         config.moe_intermediate_size,
     )  # fmt: skip
-    return GatedMoeWeights(routed, qwen3_next.take_shared(config, source, name))
+    return routed._replace(shared=qwen3_next.take_shared(config, source, name))
 
 
 def take_layer(config: Qwen3NextConfig, source: Source, name: str) -> LayerWeights:

@@ -7,10 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from compiled_llm.models import llama, qwen3
-from compiled_llm.models.family import Family, MixedLayers
+from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts_block
+from compiled_llm.models.layers.attention import attention
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.llama import LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
@@ -59,18 +62,15 @@ def take(config: Qwen3MoeConfig, source: Source) -> Weights:
     return llama.take(config, source, functools.partial(qwen3.take_layer, take_mlp=take_mlp))
 
 
-def experts(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MoeWeights, step: StepInput, config: Any
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's experts."""
-    return experts_block(x, delta, norm, eps, w, step, config.router)
-
-
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        normed = x.normed(w.mlp_norm)
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
+    return x.tensor()
 
 
 FAMILY = Family(

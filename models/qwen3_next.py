@@ -5,7 +5,7 @@ Layers of Qwen3.5, with projections of DeltaNet that lie by key head in two tens
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,15 @@ from torch import Tensor
 from compiled_llm.models import llama, qwen3_5, qwen3_moe
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights, Shared, experts_block
-from compiled_llm.models.linears.protocol import Linear, Part
-from compiled_llm.models.llama import Weights
+from compiled_llm.models.layers.delta_net import delta_net
+from compiled_llm.models.layers.gated_attention import gated_attention
+from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models.layers.moe import MoeWeights, Shared, experts
+from compiled_llm.models.layers.residual import Residual
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
+from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.qwen3_5 import Qwen35Config
 from compiled_llm.models.qwen3_moe import Qwen3MoeConfig
 from compiled_llm.models.weights import Source
@@ -37,11 +41,6 @@ class Qwen3NextConfig(Qwen35Config, Qwen3MoeConfig):
             )
 
 
-class GatedMoeWeights(NamedTuple):
-    routed: MoeWeights
-    shared: Shared
-
-
 def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Linear:
     """As Qwen3.5's, of tensors that have each key head's rows together, with those of its value heads."""
     key_heads, dk = config.linear_num_key_heads, config.linear_key_head_dim
@@ -55,7 +54,7 @@ def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Line
     sizes = {"qkvz": (dk, dk, values, values), "ba": (group, group)}
     return source.linear(
         *(
-            Part(
+            StoredLinear(
                 f"{name}.in_proj_{x}",
                 key_heads * sum(each),
                 config.hidden_size,
@@ -69,18 +68,18 @@ def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Line
 def take_shared(config: Qwen3NextConfig, source: Source, name: str) -> Shared:
     """The MLP that all tokens use, and its gate; names begin with ``name``."""
     d, inner = config.hidden_size, config.shared_expert_intermediate_size
-    gate_up = source.linear(*(Part(f"{name}.shared_expert.{x}_proj", inner, d) for x in ("gate", "up")))
-    down = source.linear(Part(f"{name}.shared_expert.down_proj", d, inner))
-    gate = source.linear(Part(f"{name}.shared_expert_gate", 1, d))
+    gate_up = source.linear(*(StoredLinear(f"{name}.shared_expert.{x}_proj", inner, d) for x in ("gate", "up")))
+    down = source.linear(StoredLinear(f"{name}.shared_expert.down_proj", d, inner))
+    gate = source.linear(StoredLinear(f"{name}.shared_expert_gate", 1, d))
     return Shared(MlpWeights(gate_up, down), source.ones(1), gate)
 
 
-def take_mlp(config: Qwen3NextConfig, source: Source, name: str) -> MlpWeights | GatedMoeWeights:
+def take_mlp(config: Qwen3NextConfig, source: Source, name: str) -> MlpWeights | MoeWeights:
     """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
     routed = qwen3_moe.take_mlp(config, source, name)
     if isinstance(routed, MlpWeights):
         return routed
-    return GatedMoeWeights(routed, take_shared(config, source, f"{name}.mlp"))
+    return routed._replace(shared=take_shared(config, source, f"{name}.mlp"))
 
 
 def take_layer(config: Qwen3NextConfig, source: Source, name: str) -> LayerWeights:
@@ -93,18 +92,19 @@ def take(config: Qwen3NextConfig, source: Source) -> Weights:
     return qwen3_5.take(config, source, take_layer)
 
 
-def experts(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: GatedMoeWeights, step: StepInput, config: Any
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's experts, and the MLP that every token has."""
-    return experts_block(x, delta, norm, eps, w.routed, step, config.router, shared=w.shared)
-
-
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
-) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; keys, values and states go to ``kv_cache``."""
-    return qwen3_5.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        normed = x.normed(w.input_norm)
+        if isinstance(spec, StateSpec):
+            x += delta_net(normed, w.attention, spec, cache, step)
+        else:
+            x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
+        normed = x.normed(w.mlp_norm)
+        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
+    return x.tensor()
 
 
 FAMILY = Family(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from compiled_llm.models.linears.protocol import Part, Put, PutQuantized
+from compiled_llm.models.linears.protocol import Put, PutQuantized, StoredLinear
 from compiled_llm.models.quantized.mxfp4 import StackedMxfp4
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Stack, Wanted
@@ -28,10 +28,10 @@ class StackedTake:
         bias = self._biases[int(name.removesuffix(".bias").rpartition(".")[2])]
         return bias if bias.is_meta else bias.view(-1, self._in_turn).t().flatten()
 
-    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+    def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         return scheme.form
 
-    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+    def quantized(self, part: StoredLinear, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         if not isinstance(scheme, StackedMxfp4):
             raise ValueError(
                 f"config.json: quantization_config quantises {self._wanted.name}, experts that lie in one tensor, "

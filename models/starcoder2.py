@@ -9,12 +9,12 @@ from compiled_llm.models import llama
 from compiled_llm.models.config import ModelConfig, check_window
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec
-from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
-from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_activation
+from compiled_llm.models.layers.attention import AttentionSpec, attention
+from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp, plain_activation
+from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import Weights
+from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.weights import Source
 
 
@@ -38,8 +38,8 @@ def _take_layer(config: Starcoder2Config, source: Source, name: str) -> LayerWei
         attention=source.attention(f"{name}.self_attn", config, bias=bias),
         mlp_norm=source.layer_norm(f"{name}.post_attention_layernorm", d),
         mlp=PlainMlpWeights(
-            up=source.linear(Part(f"{name}.mlp.c_fc", intermediate, d, bias)),
-            down=source.linear(Part(f"{name}.mlp.c_proj", d, intermediate, bias)),
+            up=source.linear(StoredLinear(f"{name}.mlp.c_fc", intermediate, d, bias)),
+            down=source.linear(StoredLinear(f"{name}.mlp.c_proj", d, intermediate, bias)),
         ),
     )
 
@@ -55,16 +55,15 @@ def layers(config: Starcoder2Config) -> Layers:
     return (AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale, window),) * config.num_layers
 
 
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Starcoder2Config, layers: Layers, max_query_len: int
-) -> Tensor:
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Starcoder2Config, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return decoder_layers(
-        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
-        eps=config.rms_norm_eps,
-        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
-        activation=plain_activation(config.hidden_act),
-    )  # fmt: skip
+    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    activation = plain_activation(config.hidden_act)
+    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
+        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
+        x += mlp(x.normed(w.mlp_norm), w.mlp, activation)
+    return x.tensor()
 
 
 def sizes(config: Any) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights
-from compiled_llm.models.layers.norm import LayerNorm
+from compiled_llm.models.layers.residual import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put, PutQuantized
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, Put, PutQuantized, StoredLinear
 from compiled_llm.models.linears.published import in_order_of
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Wanted
@@ -65,7 +65,7 @@ class Source:
         self.may_repeat: dict[str, str] = {}
         self.unused: dict[str, str] = {}
         self.other_names: dict[str, str] = {}
-        self.stacks: dict[str, Sequence[Sequence[Part]]] = {}
+        self.stacks: dict[str, Sequence[Sequence[StoredLinear]]] = {}
         self._used_experts: UsedExperts | None = None
 
     @property
@@ -98,11 +98,11 @@ class Source:
         """The rows of the matrices of these names, one below the other; see ``Take.rows``."""
         self._reader.rows([_wanted(name, shape, dtype=dtype) for name, shape in shapes.items()], put)
 
-    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+    def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         """As ``Take.kept``."""
         return self._reader.kept(part.name, scheme, part.out_features, part.in_features)
 
-    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+    def quantized(self, part: StoredLinear, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """As ``Take.quantized``, the rows as the checkpoint has them."""
         return self._reader.quantized(part.name, scheme, part.out_features, part.in_features, put)
 
@@ -123,7 +123,7 @@ class Source:
         """Says that checkpoints may have the tensor ``name`` under the name ``other``."""
         self.other_names[other] = name
 
-    def may_be_stacked(self, name: str, experts: Sequence[Sequence[Part]]) -> None:
+    def may_be_stacked(self, name: str, experts: Sequence[Sequence[StoredLinear]]) -> None:
         """Says that checkpoints may have one tensor ``name`` in the place of the weights of ``experts``.
 
         It is ``[num_experts, out_features, in_features]``, the rows of an expert's parts one below the other: as
@@ -139,16 +139,18 @@ class Source:
         """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
         return 1 + self.tensor(f"{name}.weight", (size,)).float()
 
-    def linear(self, *parts: Part, dtype: torch.dtype | None = None) -> Linear:
+    def linear(self, *parts: StoredLinear, dtype: torch.dtype | None = None) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input; in ``dtype``, or the model's."""
         return self._linears.take(_PartsTake(self, parts, dtype), parts)
 
-    def table(self, part: Part) -> Linear:
+    def table(self, part: StoredLinear) -> Linear:
         """A table of which a step reads single rows."""
         part = part._replace(role="embedding")
         return self._linears.take_table(_PartsTake(self, [part]), part)
 
-    def experts(self, experts: Sequence[Sequence[Part]], top_k: int, stacked: str | None = None) -> Experts:
+    def experts(
+        self, experts: Sequence[Sequence[StoredLinear]], top_k: int, stacked: str | None = None
+    ) -> GroupedLinear:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts.
 
         Their weights may be one tensor ``stacked``, if it is given; see ``may_be_stacked``.
@@ -180,11 +182,11 @@ class Source:
         """
         d, each, stacked = config.hidden_size, [f"{experts}.{e}" for e in range(num_experts)], stacked or experts
         gate, up, down = names
-        gate_up = [[Part(f"{e}.{x}", inner, d) for x in (gate, up)] for e in each]
+        gate_up = [[StoredLinear(f"{e}.{x}", inner, d) for x in (gate, up)] for e in each]
         return MoeWeights(
-            router=self.linear(Part(router, num_experts, d), dtype=router_dtype),
+            router=self.linear(StoredLinear(router, num_experts, d), dtype=router_dtype),
             gate_up=self.experts(gate_up, top_k, f"{stacked}.gate_up_proj"),
-            down=self.experts([[Part(f"{e}.{down}", d, inner)] for e in each], top_k, f"{stacked}.down_proj"),
+            down=self.experts([[StoredLinear(f"{e}.{down}", d, inner)] for e in each], top_k, f"{stacked}.down_proj"),
             used=self.used_experts(),
         )
 
@@ -199,7 +201,7 @@ class Source:
         in_turn: int = 1,
         transposed: bool = True,
         bias: bool = True,
-    ) -> Experts:
+    ) -> GroupedLinear:
         """The layers of experts that lie in one tensor, ``name``.
 
         It is ``[num_experts, in_features, out_features]`` where ``transposed``, else the last two are in turn, as they
@@ -212,10 +214,10 @@ class Source:
         sizes = (in_features, out_features) if transposed else (out_features, in_features)
         wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, whole=transposed)
         biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
-        parts = [[Part(f"{name}.{e}", out_features, in_features, bias)] for e in range(num_experts)]
+        parts = [[StoredLinear(f"{name}.{e}", out_features, in_features, bias)] for e in range(num_experts)]
         return self._linears.take_experts(StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
 
-    def heads(self, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+    def heads(self, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
         """Layers of single heads, see ``LinearKind.take_heads``."""
         return self._linears.take_heads(_PartsTake(self, [part]), part, num_heads, first)
 
@@ -237,17 +239,19 @@ class Source:
         """
         d, h, q_size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-        parts = {x: Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()}
+        parts = {x: StoredLinear(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()}
         for x in "qk":
             parts[x] = parts[x]._replace(arrange=head_arrangement(config.ropes[0], h))
         qkv = self.linear(*parts.values())
-        return AttentionWeights(qkv, self.linear(Part(f"{name}.o_proj", d, q_size, bias if o_bias is None else o_bias)))
+        return AttentionWeights(
+            qkv, self.linear(StoredLinear(f"{name}.o_proj", d, q_size, bias if o_bias is None else o_bias))
+        )
 
     def mlp(self, name: str, config: ModelConfig, *, bias: bool = False) -> MlpWeights:
         """A layer's gated MLP as most checkpoints name it: gate and up in one, and down."""
         d, intermediate = config.hidden_size, config.intermediate_size
-        gate_up = self.linear(*(Part(f"{name}.{x}_proj", intermediate, d, bias) for x in ("gate", "up")))
-        return MlpWeights(gate_up, self.linear(Part(f"{name}.down_proj", d, intermediate, bias)))
+        gate_up = self.linear(*(StoredLinear(f"{name}.{x}_proj", intermediate, d, bias) for x in ("gate", "up")))
+        return MlpWeights(gate_up, self.linear(StoredLinear(f"{name}.down_proj", d, intermediate, bias)))
 
     def embedding_and_head(
         self, embedding: str, head: str, vocab_size: int, hidden_size: int, *, tied: bool
@@ -255,10 +259,10 @@ class Source:
         """The embedding and the head, both ``[V, D]``; one object where they are ``tied``."""
         if tied:
             self.may_repeat[f"{head}.weight"] = f"{embedding}.weight"
-            both = self.linear(Part(embedding, vocab_size, hidden_size, role="head", also=head))
+            both = self.linear(StoredLinear(embedding, vocab_size, hidden_size, role="head", also=head))
             return both, both
-        table = self.table(Part(embedding, vocab_size, hidden_size))
-        return table, self.linear(Part(head, vocab_size, hidden_size, role="head"))
+        table = self.table(StoredLinear(embedding, vocab_size, hidden_size))
+        return table, self.linear(StoredLinear(head, vocab_size, hidden_size, role="head"))
 
     def rope(self, rope: Rope, head_dim: int, length: int) -> Tensor:
         """The table of ``rope``, see ``rope_table``."""
@@ -268,7 +272,7 @@ class Source:
 class _PartsTake:
     """What ``parts`` take from ``source``: their tensors in the order and direction that the model takes them in."""
 
-    def __init__(self, source: Source, parts: Sequence[Part], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, source: Source, parts: Sequence[StoredLinear], dtype: torch.dtype | None = None) -> None:
         self.dtype, self.device = dtype or source.dtype, source.device
         self._source = source
         self._parts = {f"{part.name}.{which}": part for part in parts for which in ("weight", "bias")}
@@ -300,10 +304,10 @@ class _PartsTake:
                 put(start, tensor)
             start += shape[0]
 
-    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+    def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         return self._source.kept(part, scheme)
 
-    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+    def quantized(self, part: StoredLinear, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """Rows that are to be changed in order are decoded as a whole first."""
         if part.transposed:
             raise ValueError(f"quantised weights are not read for {part.name}, which checkpoints keep transposed")
@@ -343,16 +347,16 @@ def linears(weights: Any) -> list[Linear]:
     return list({id(linear): linear for linear in found}.values())
 
 
-def experts(weights: Any) -> list[Experts]:
+def experts(weights: Any) -> list[GroupedLinear]:
     """The layers of all mixtures of experts in a weights tuple."""
     if not isinstance(weights, tuple):
         return []
-    if isinstance(weights, Experts):
+    if isinstance(weights, GroupedLinear):
         return [weights]
     return [found for item in weights for found in experts(item)]
 
 
-def linear_layers(weights: Any) -> list[Linear | Experts]:
+def linear_layers(weights: Any) -> list[Linear | GroupedLinear]:
     """All linear layers of a weights tuple, those of experts included."""
     return [*linears(weights), *experts(weights)]
 
@@ -372,6 +376,6 @@ def bytes_to_read(weights: Any) -> int:
     """
     if isinstance(weights, Tensor | Linear):
         return weights.nbytes
-    if isinstance(weights, Experts | UsedExperts):
+    if isinstance(weights, GroupedLinear | UsedExperts):
         return 0
     return sum(map(bytes_to_read, weights)) if isinstance(weights, tuple) else 0

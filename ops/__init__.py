@@ -5,6 +5,7 @@ Only torch is needed to import it. Triton is imported when a kernel first runs o
 when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 """
 
+from compiled_llm.ops.attention.arguments import AttentionKind, Keys, Turn
 from compiled_llm.ops.attention.decode_attention import decode_attention, rotary_decode_attention
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan
 from compiled_llm.ops.attention.latent_attention import latent_attention
@@ -16,11 +17,14 @@ from compiled_llm.ops.attention.rotary_latent_attention import (
     rotary_latent_decode_attention,
 )
 from compiled_llm.ops.linear.exact_linear import exact_linear
-from compiled_llm.ops.linear.fused_quantized_linear import fused_quantized_linear, fused_quantized_linear_a8
 from compiled_llm.ops.linear.head_linear import head_linear
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
-from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
-from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
+from compiled_llm.ops.linear.quantized_linear import fused_quantized_linear, grouped_quantized_linear, quantized_linear
+from compiled_llm.ops.linear.quantized_linear_a8 import (
+    fused_quantized_linear_a8,
+    grouped_quantized_linear_a8,
+    quantized_linear_a8,
+)
 from compiled_llm.ops.moe.fused_quantized_experts import gated_quantized_experts, summed_quantized_experts
 from compiled_llm.ops.moe.grouped_linear import (
     grouped_gated_linear,
@@ -57,8 +61,11 @@ from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_
 
 __all__ = [
     "TILE",
+    "AttentionKind",
     "DecodePlan",
+    "Keys",
     "StateRows",
+    "Turn",
     "activation",
     "add_layer_norm",
     "add_rms_norm",

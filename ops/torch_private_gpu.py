@@ -260,7 +260,7 @@ def generated_kernel(name: str, source: str, path: Path) -> GeneratedKernel:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The same for tensors that share memory, fake ones too."""
+    """A number that tensors which share memory have in common, fake ones too."""
     return tensor.untyped_storage()._cdata
 
 

@@ -27,8 +27,8 @@ def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE") -> None:
     """Refuse a file or directory if others could have put code there, which this process would run.
 
     Each directory on the way must belong to this user, to root or to the owner of ``/``, and nobody else may write to
-    it unless it is sticky, as ``/tmp`` is. The same holds for ``path`` and for everything below it, where sticky ones
-    are refused, too. In a directory that nobody else may enter only the owners are checked: a umask may let groups
+    it unless it is sticky, as ``/tmp`` is. ``path`` and everything below it must be so too, but may not be
+    sticky. In a directory that nobody else may enter only the owners are checked: a umask may let groups
     write to what torch makes there.
 
     Args:

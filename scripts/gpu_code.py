@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench.own_checkout import ROOT
+from own_checkout import ROOT
 
 from compiled_llm.api.command_line import FlagParser
 from compiled_llm.ops import native

@@ -21,8 +21,9 @@ class Part(NamedTuple):
 _PARALLEL = "-n 12" if importlib.util.find_spec("xdist") else ""
 _PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
 
-_LATENCY = "scripts/bench/bench_latency.py --device cuda --output-json {json}"
-_THROUGHPUT = "scripts/bench/bench_throughput.py --device cuda --output-json {json}"
+_BENCH = "-m compiled_llm bench"
+_LATENCY = f"{_BENCH} latency --device cuda --output-json {{json}}"
+_THROUGHPUT = f"{_BENCH} throughput --device cuda --output-json {{json}}"
 _W2 = "--shape qwen3-0.6b --workload W2"
 _BUCKETS = "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048"
 _ATTENTION_TESTS = "tests/ops/attention/test_attention_gpu.py tests/ops/attention/test_triton_latent.py"
@@ -37,9 +38,21 @@ _EXACT_TESTS = (
 )
 _PHASES = f"{_LATENCY} --input-len 2048 --batch-size 8 --num-iters 3"
 _PHASE_BUCKETS = "--bucket-sizes 8 --token-bucket-sizes 2048"
+_QUANTIZED_SIZES = "6144x4096 24576x4096 4096x12288 1536x2048x128x8"  # of Qwen3-8B and of Qwen3-30B-A3B
+_PRODUCTS = f"{_BENCH} products --device cuda"
+_QUANTIZED = (
+    f"{_PRODUCTS} --kind int8 int8_w8a8 int4 int4_w4a8 fp8 mxfp4 --size {_QUANTIZED_SIZES} "
+    "--rows 1 8 32 512 2048 --seconds 0.2 --json {json}"
+)
+_AROUND = "--around --rows 1 32 64 128 256 2048 --seconds 0.2 --limit 45"
+_PROBE = (
+    "--turned --heads 32 --decode 1x1025 32x1025 1x64 1x384 1x8193 1x32769 8x1025 256x1025 32x8193 1x32769,31x1025 "
+    "--prefill 2048+0 8192+0 2048+6144 --skip gather sdpa flex hf-paged --seconds 1 --limit 38"
+)
+_START = f"{_BENCH} start --device cuda --dtype bfloat16 --max-model-len 8192 --load-format dummy --folder {{folder}}"
 _DECODES = f"{_LATENCY} --input-len 32 --output-len 128 --num-iters 5 --token-bucket-sizes 512"
 
-_KERNELS = "scripts/bench/bench_kernels.py --device cuda"
+_KERNELS = f"{_BENCH} kernels --device cuda"
 _SHAPES = {"0.6b": "qwen3-0.6b", "8b": "llama-3.1-8b"}
 _GIB = {"0.6b": 4, "8b": 19}  # of GPU memory, for an engine with a small KV pool
 _PROMPTS = "--prompts 2048 8192"
@@ -69,18 +82,20 @@ PARTS = {
         for name, batch_size, what, flags, gib in _STEPS
     },
     **{
-        f"products-{name}": Part(
-            60, f"scripts/bench/bench_products.py --shape {shape} --seconds 0.05 --json {{json}}", 4
-        )
+        f"products-{name}{what}": Part(60, f"{_PRODUCTS} --shape {shape} {flags} --json {{json}}", 8)
         for name, shape in _SHAPES.items()
+        for what, flags in (("", "--seconds 0.05 --limit 50"), ("-around", _AROUND))
     },
-    "probe-attention": Part(
-        55, "scripts/bench/probe_attention.py --compile-seconds 120 --seconds 38 --output {folder}", 8
-    ),
-    "probe-linear": Part(60, "scripts/bench/probe_linear.py --compile-seconds 120 --seconds 48 --output {folder}", 8),
-    "gpt-fast": Part(40, "scripts/bench/bench_gpt_fast.py --checkout .gpt-fast --json {json}", 18),
-    "start": Part(110, "scripts/bench/probe_start.py --output {folder}"),
-    "host": Part(70, "scripts/bench/bench_host.py --device cuda --layers 8 --steps 150 --output {folder}"),
+    "probe-attention": Part(55, f"{_BENCH} attention --device cuda {_PROBE} --json {{json}}", 14),
+    "gpt-fast": Part(40, f"{_BENCH} gpt-fast --checkout .gpt-fast --json {{json}}", 18),
+    **{
+        f"start{what}": Part(seconds, f"{_START} --shape {shape} {flags} --seconds {seconds - 10} --json {{json}}")
+        for what, seconds, shape, flags in (
+            ("", 110, "llama-3.1-8b", "--warm-runs 1 --profile"),
+            ("-few", 60, "qwen3-0.6b", "--warm-runs 1 --bucket-sizes 1 --token-bucket-sizes 128"),
+        )
+    },
+    "host": Part(70, f"{_BENCH} host --device cuda --layers 8 --steps 150 --output {{folder}}"),
     "code": Part(45, "scripts/gpu_code.py --output {folder}"),
     "e2e": Part(420, f"{_PYTEST} {_GPU_TESTS}"),
     **{
@@ -92,7 +107,7 @@ PARTS = {
         for mode in ("trees", "manual", "programmatic")
         if (mode, batch_size) not in (("trees", 8), ("programmatic", 256))
     },
-    "exact": Part(240, "scripts/check_exact.py --device cuda --quick --json {json}"),
+    "exact": Part(240, "-m compiled_llm exact --device cuda --quick --json {json}"),
     "exact-ops": Part(300, f"{_PYTEST} {_EXACT_TESTS}"),
     **{
         f"exact-{batch_size}": Part(120, f"{_DECODES} --exact --bucket-sizes {batch_size} --batch-size {batch_size}")
@@ -102,11 +117,11 @@ PARTS = {
     "latency": Part(240, f"{_THROUGHPUT} --shape qwen3-8b --workload W1 --bucket-sizes 1 --token-bucket-sizes 128"),
     "throughput": Part(240, f"{_THROUGHPUT} {_W2} {_BUCKETS}"),
     "transformers": Part(120, f"{_THROUGHPUT} --backend hf {_W2} --hf-max-batch-size 32"),
-    "attention": Part(240, "scripts/bench/bench_attention.py --device cuda --seconds 1 --json {json}"),
-    "sampling": Part(240, "scripts/bench/bench_sampling.py --batch-size 32 --json {json}"),
+    "attention": Part(240, f"{_BENCH} attention --device cuda --seconds 1 --json {{json}}"),
+    "sampling": Part(240, f"{_BENCH} sampling --batch-size 32 --json {{json}}"),
     "serve": Part(
         240,
-        f"scripts/bench/bench_serve.py --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20",
+        f"{_BENCH} serve --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20",
     ),
     "report": Part(120, f"scripts/serve_offline.py --device cuda {_BUCKETS} --quiet --report {{folder}}"),
     "phases-compiled-llm": Part(150, f"{_PHASES} {_PHASE_BUCKETS}"),
@@ -116,9 +131,9 @@ PARTS = {
         for name, flag in (("on", "enable-prefix-caching"), ("off", "no-enable-prefix-caching"))
     },
     "quantised": Part(300, f"{_PYTEST} -m gpu tests/ops/linear/test_triton_quantized.py"),
-    "quantised-speed": Part(480, "scripts/bench/bench_quantized.py --json {json}"),
+    "quantised-speed": Part(480, _QUANTIZED),
     "kernels": Part(500, f"{_PYTEST} {_PARALLEL} -m gpu {_ATTENTION_TESTS}"),
-    "tune": Part(540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
-    "tune-linear": Part(540, "scripts/tune_linear.py --seconds 480"),
-    "tune-products": Part(360, "scripts/tune_linear.py --kind bfloat16 --seconds 300"),
+    "tune": Part(540, "-m compiled_llm tune attention --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
+    "tune-linear": Part(540, "-m compiled_llm tune linear --seconds 480"),
+    "tune-products": Part(360, "-m compiled_llm tune linear --kind bfloat16 --seconds 300"),
 }

@@ -16,17 +16,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import bench.own_checkout
+import own_checkout
 import torch
-from bench.workloads import SHAPES
 from gpu_step_page import FOLDER, MEASURED
 from gpu_step_tables import commit
-from inspect_gpu_step import with_bucket
 from tqdm import tqdm
 
 from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.gpu_step.fake_step import generate_step, pretend
+from compiled_llm.checkpoint.shapes import SHAPES
+from compiled_llm.gpu_step.fake_step import generate_step, pretend, with_bucket
 from compiled_llm.gpu_step.gpus import GPUS
 from compiled_llm.gpu_step.inspection import Inspection, compile_step, first_layers, inspect
 from compiled_llm.gpu_step.measured import Measured, match

@@ -106,7 +106,7 @@ What a step should take, from the code that a GPU would run, on a machine withou
 writes this page. It generates the code of each step as the engine does for an H100, compiles its Triton kernels for it
 (an H200 runs the same code), counts bytes, operations and instructions, and estimates from them;
 [`results/gpu-estimates`](results/gpu-estimates) has the results, of commit {_commits(now)}.
-`scripts/inspect_gpu_step.py` shows every launch of one such step, and with `--measured` the times of a GPU beside them.
+`compiled-llm report gpu-step` shows every launch of one such step; `--measured` adds the times of a GPU.
 Kernels that spill registers: {", ".join(spilled) or "none"}.
 
 A launch takes {START_SECONDS * 1e6:.1f} us to start and to end, and {COLD_SECONDS * 1e9:.1f} ns for each instruction of

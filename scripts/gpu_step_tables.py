@@ -24,16 +24,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.own_checkout import ROOT
-from bench.workloads import SHAPES
+from own_checkout import ROOT
 from gpu_step_page import BUCKETS, FOLDER, KV_DTYPES, MEASURED, MODELS, NOW, PAGE, page, read_lines
-from inspect_gpu_step import with_bucket
 from tqdm import tqdm
 
 from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint.quantization import linears_of
-from compiled_llm.gpu_step.fake_step import DEVICE, generate_step, pretend
+from compiled_llm.checkpoint.shapes import SHAPES
+from compiled_llm.gpu_step.fake_step import DEVICE, generate_step, pretend, with_bucket
 from compiled_llm.gpu_step.gpus import GPUS, Gpu
 from compiled_llm.gpu_step.inspection import (
     CompiledStep,
@@ -54,9 +53,9 @@ CONTEXTS = (1024, 8192, 32768)
 GPU_NAMES = ("h100", "h200")
 _LAYERS = 2  # that are generated
 _MEMORY_SHARE = 0.9  # of a GPU's memory that weights and KV cache may take
-# What decides the lines: these folders, and the scripts.
+# What decides the lines: these folders and files.
 _SOURCES = ("models", "ops", *(f"compiled_llm/{room}" for room in ("step", "compiling", "worker", "gpu_step")))
-_SCRIPTS = ("gpu_step_tables.py", "inspect_gpu_step.py", "bench/workloads.py")
+_FILES = ("scripts/gpu_step_tables.py", "compiled_llm/checkpoint/shapes.py")
 
 
 class Case(NamedTuple):
@@ -148,7 +147,7 @@ def digest() -> str:
     """Of all that decides what is generated and estimated."""
     hashed = hashlib.sha256()
     files = [path for folder in _SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json")]
-    for path in sorted(files + [ROOT / "scripts" / name for name in _SCRIPTS]):
+    for path in sorted(files + [ROOT / name for name in _FILES]):
         hashed.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "triton")]
     hashed.update(repr((versions, CONTEXTS, GPU_NAMES, _LAYERS)).encode())

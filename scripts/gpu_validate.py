@@ -16,15 +16,17 @@ Parts, short ones that decide what is worth doing first:
 - ``kernels-<shape>-<batch size>``: a decode step, every kernel of it, and the gaps between them; of one request also
   prompts of 2,048 and 8,192 tokens; ``-programmatic``: with launches that begin before the one before has ended;
   ``-exact``: with ``exact=True``; ``-few``: with fewer layers, as these have.
-- ``products-<shape>``: every linear layer at 1 to 256 rows, by each way to compute it.
-- ``probe-attention`` and ``probe-linear``: the engine's ops of a decode and of prompts beside SDPA and cuBLAS.
-- ``start``: cold and warm starts with all buckets; ``host``: the host's time of a step, and how long the GPU idles.
+- ``products-<shape>``: every linear layer at 1 to 256 rows, by each way to compute it; ``-around``: with the gate or
+  residual that follows it, and a layer's four behind each other.
+- ``probe-attention``: the engine's op of a decode and of prompts beside two backends of SDPA.
+- ``start``: cold and warm starts with all buckets; ``start-few``: with one of each kind.
+- ``host``: the host's time of a step, and how long the GPU idles.
 - ``code``: Inductor's programs and the machine code of the kernels so far, for the archive.
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with all kinds of
   CUDA graphs.
 - ``trees-1``, ``manual-1``, to 256 (batch sizes): CUDA graph trees, graphs captured by hand; ``programmatic-1``, ``-8``
   and ``-32``: these with launches that start while the one before still runs.
-- ``exact``: ``check_exact.py``, the matrix of buckets, chunks and company; ``exact-ops``: its ops by themselves;
+- ``exact``: ``compiled-llm exact``, the matrix of buckets, chunks and company; ``exact-ops``: its ops by themselves;
   ``exact-1``, ``exact-32`` and ``exact-phases``: what it costs, beside ``trees-1``, ``trees-32`` and
   ``phases-compiled-llm``.
 - ``latency`` and ``throughput``: the engine on random weights of real shapes; ``transformers``: the requests of
@@ -41,8 +43,8 @@ Parts, short ones that decide what is worth doing first:
 - ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,
   files to commit. Name ``code`` after them, and the archive has them too.
 
-Parts from ``smoke`` to ``probe-linear`` begin together: they load and compile side by side, as far as cores and GPU
-memory go, and then measure one after the other (``bench/turns.py``). All others run one by one.
+Parts from ``smoke`` to ``gpt-fast`` begin together: they load and compile side by side, as far as cores and GPU
+memory go, and then measure one after the other (``bench/program_turns.py``). All others run one by one.
 
 Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
 it ends, so an interrupted run keeps its results, and ``--resume`` continues it, from the archive where ``--output`` is
@@ -67,12 +69,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.own_checkout import ROOT
-from bench.tables import text_table
-from bench.turns import VARIABLE, go_file, ready_file, wait_for_turn
+from own_checkout import ROOT
 from gpu_parts import PARTS
 
 from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.tables import text_table
+from compiled_llm.bench.program_turns import VARIABLE, go_file, ready_file, wait_for_turn
 from compiled_llm.report import machine_limits
 from compiled_llm.system import hardware as machine
 from compiled_llm.system.resources import granted_cores

@@ -13,7 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import bench.own_checkout
+import own_checkout
 import rooms
 
 from compiled_llm import EngineConfig, SamplingParams, StructuredOutputsParams

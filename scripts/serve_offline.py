@@ -8,7 +8,7 @@ See ``compiled_llm/commands/batch.py`` and docs/offline.md.
 
 import sys
 
-import bench.own_checkout
+import own_checkout
 
 from compiled_llm.commands.batch import main
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench.own_checkout
+import own_checkout
 
 from compiled_llm.api.command_line import (
     FlagParser,

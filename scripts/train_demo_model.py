@@ -13,17 +13,15 @@ GOMP_SPINCOUNT=1000 (waiting threads then sleep soon, instead of spinning): with
 """
 
 import argparse
-import ast
 import hashlib
 import json
 import math
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import bench.own_checkout
+import own_checkout
 import numpy as np
 import tokenizers
 import torch
@@ -33,12 +31,10 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from compiled_llm.api.command_line import FlagParser
+from compiled_llm.quantizing.texts import read_source_files, split_files
 from compiled_llm.system import hardware as machine
 
 END_OF_TEXT = "<|endoftext|>"
-# Other people's code; the `test` package, which is not installed everywhere and would be most of the text; tables.
-LEFT_OUT = ("site-packages/", "dist-packages/", "test/", "lib2to3/tests/data/", "encodings/", "pydoc_data/")
-HELD_OUT_ONE_IN = 32
 WINDOWS_PER_BATCH = 3  # of context_length tokens each
 MATRIX_LEARNING_RATE = 0.02  # the peak, for Muon
 OTHER_LEARNING_RATE = 0.004  # the peak, for AdamW
@@ -85,36 +81,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if not holds:
             parser.error(f"--{name.replace('_', '-')} must be {rule}, got {getattr(args, name)}")
     return args
-
-
-def read_source_files(max_files: int | None) -> dict[str, str]:
-    """The standard library's source, path below the library's folder -> text, in the order of a hash of the path."""
-    library = Path(sysconfig.get_path("stdlib"))
-    paths = [path.relative_to(library).as_posix() for path in library.rglob("*.py")]
-    files: dict[str, str] = {}
-    for path in sorted((path for path in paths if not path.startswith(LEFT_OUT)), key=path_hash):
-        try:
-            text = (library / path).read_bytes().decode("utf-8")
-            ast.parse(text)
-        except (SyntaxError, ValueError):
-            continue
-        is_stub, is_table = len(text) < 200, sum(map(str.isdigit, text)) > 0.12 * len(text)
-        if not is_stub and not is_table:
-            files[path] = text
-        if len(files) == max_files:
-            break
-    return files
-
-
-def path_hash(path: str) -> int:
-    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
-
-
-def split_files(files: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """(train, held out). A file's side depends on nothing but its path, so it is the same on every machine."""
-    held_out = {path: text for path, text in files.items() if path_hash(path) % HELD_OUT_ONE_IN == 0}
-    held_out = held_out or dict(list(files.items())[:1])  # none: a very small try
-    return {path: text for path, text in files.items() if path not in held_out}, held_out
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm.scheduling.request import RequestId
 
 Work = list[tuple[str | list[int], SamplingParams]]
 KINDS = ("right", "wrong", "half right")
@@ -21,23 +22,23 @@ class RecordedDrafter:
 
     Attributes:
         kind: one of ``KINDS``: how much of a proposal is right.
-        answers: request id of the scheduler -> prompt and output.
+        answers: of each continuation: prompt and output.
     """
 
     def __init__(self, num_tokens: int, vocab_size: int) -> None:
         self.num_tokens, self.vocab_size = num_tokens, vocab_size
         self.kind = "right"
-        self.answers: dict[str, list[int]] = {}
+        self.answers: dict[RequestId, list[int]] = {}
         self._rng = random.Random(num_tokens)
 
     def record(self, outputs: dict[str, RequestOutput]) -> None:
         self.answers = {
-            f"{name}\0{completion.index}" if completion.index else name: output.prompt_token_ids + completion.token_ids
+            RequestId(name, completion.index): output.prompt_token_ids + completion.token_ids
             for name, output in outputs.items()
             for completion in output.outputs
         }
 
-    def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+    def propose(self, request_id: RequestId, token_ids: Sequence[int]) -> list[int]:
         answer, start = self.answers[request_id], len(token_ids)
         assert list(token_ids) == answer[:start], "what was accepted is not what plain decoding gives"
         # Past the end of the answer, which stop strings and stop tokens cut, anything may be proposed.

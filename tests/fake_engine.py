@@ -10,6 +10,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,13 @@ from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.prefix_cache import PrefixCache
-from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
-from compiled_llm.scheduling.state_pool import StatePool
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.state_pool import StatePool, StateSlots
+from compiled_llm.scheduling.window_places import WindowPlaces
 from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
+from compiled_llm.scheduling.worker import LogprobColumns, StepResult
 
 VOCABULARY = 1000
 LIMITS = EngineLimits(
@@ -51,7 +53,7 @@ class FakeDrafter:
         self.num_tokens = num_tokens
         self.num_right = num_right
 
-    def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+    def propose(self, request_id: RequestId, token_ids: Sequence[int]) -> list[int]:
         tokens, right = expected_tokens(list(token_ids), self.num_tokens), self.num_right()
         return [*tokens[:right], *((token + 1) % VOCABULARY for token in tokens[right:])]
 
@@ -97,11 +99,16 @@ def make_scheduler(
     return Scheduler(
         limits,
         pool,
-        prefix_cache=PrefixCache(pool, limits.block_size, enabled=prefix_caching),
+        prefix_caching=prefix_caching,
         swap_pool=BlockPool(num_swap_blocks, states=StatePool(num_swap_slots)),
         drafter=checked,
         **(arguments or {}),
     )
+
+
+def cache_over(pool: BlockPool, block_size: int, **arguments: Any) -> PrefixCache:
+    """A prefix cache without a scheduler."""
+    return PrefixCache(pool, WindowPlaces(pool), StateSlots(pool.states, block_size, True), block_size, **arguments)
 
 
 def make_request(
@@ -120,7 +127,7 @@ def make_request(
     """
     token_ids = [hash_of(f"{name}/{i}") for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(
-        request_id=name,
+        request_id=RequestId(name),
         prompt_token_ids=token_ids,
         sampling_params=SamplingParams(max_tokens=max(1, max_tokens)),
         seed=0,
@@ -129,7 +136,8 @@ def make_request(
         arrival_time=0.0,
         priority=priority,
         cache_salt=cache_salt,
-        most_cached_tokens=most_cached_tokens,
+        scored_token_ids=() if most_cached_tokens is None else token_ids,
+        num_scored=0 if most_cached_tokens is None else most_cached_tokens + 1,
         keeps_blocks=keeps_blocks,
     )
 
@@ -193,10 +201,10 @@ class FakeWindow:
 
     def __init__(self, pool: WindowPool) -> None:
         self.window, self.size, self.stream = pool.window, pool.block_size, pool.stream
-        self.num_dropped: dict[str, int] = {}  # by request: where its sink tokens stand
+        self.num_dropped: dict[RequestId, int] = {}  # by request: where its sink tokens stand
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[int, dict[int, int]] = {}
-        self.tables: dict[str, dict[int, int]] = {}  # index -> place, as the last update has it
+        self.tables: dict[RequestId, dict[int, int]] = {}  # index -> place, as the last update has it
         self.written: deque[set[tuple[int, int]]] = deque()
 
     def update(self, output: SchedulerOutput, told: WindowOutput) -> None:
@@ -225,7 +233,7 @@ class FakeWindow:
             assert SINK_BLOCK not in places
             self.tables[request_id] |= dict(enumerate(places, start))
 
-    def write(self, request_id: str, start: int, contexts: list[int]) -> None:
+    def write(self, request_id: RequestId, start: int, contexts: list[int]) -> None:
         for position in range(start, len(contexts)):
             slot = self._slot(request_id, position)
             assert slot not in self.fresh, "two tokens are written to one slot of a window"
@@ -233,13 +241,13 @@ class FakeWindow:
             self.written[-1].add(slot)
             self.slots[slot] = contexts[position]
 
-    def compute_sinks(self, request_id: str, tokens: list[int], num_dropped: int) -> None:
+    def compute_sinks(self, request_id: RequestId, tokens: list[int], num_dropped: int) -> None:
         assert self.stream is not None
         assert len(tokens) == self.stream.sink_tokens
         self.num_dropped[request_id] = num_dropped
         self.write(request_id, 0, contexts_of(tokens))
 
-    def check(self, request_id: str, start: int, contexts: list[int]) -> None:
+    def check(self, request_id: RequestId, start: int, contexts: list[int]) -> None:
         seen = range(max(0, start - self.window + 1), len(contexts))
         if self.stream is not None:
             sinks, dropped = self.stream.sink_tokens, self.stream.num_dropped(start)
@@ -255,7 +263,7 @@ class FakeWindow:
         self.written.clear()
         self.host.clear()
 
-    def _slot(self, request_id: str, position: int) -> tuple[int, int]:
+    def _slot(self, request_id: RequestId, position: int) -> tuple[int, int]:
         return self.tables[request_id][position // self.size], position % self.size
 
     def _overwrite(self, place: int, content: dict[int, int]) -> None:
@@ -273,7 +281,7 @@ class FakeStates:
         self.host: dict[int, tuple[int, int]] = {}
         self.written: deque[set[int]] = deque()
 
-    def update(self, output: SchedulerOutput, contexts: dict[str, list[int]]) -> None:
+    def update(self, output: SchedulerOutput, contexts: dict[RequestId, list[int]]) -> None:
         """``contexts``: at each position of each request of the step."""
         told = output.states
         assert len({host for _, host in told.swapped_out}) == len(told.swapped_out)
@@ -319,7 +327,7 @@ class FakeRunner:
         self.windows = [FakeWindow(window) for window in windows]
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[int, dict[int, int]] = {}
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[RequestId, list[int]] = {}
         self.sampled: list[int] = []
         self.written: deque[set[tuple[int, int]]] = deque()  # slots, by each step whose results are not in
 
@@ -392,7 +400,8 @@ class FakeRunner:
             sampled += [Context.next_token(context) for context in rows]
             found += [token if num_samples else -1 for token in sampled[-len(rows) :]]
         self.sampled = sampled
-        return pickle.loads(pickle.dumps(result_of(found)))
+        num_targets = sum(len(token_ids) for _, _, token_ids in output.prompt_targets)
+        return pickle.loads(pickle.dumps(result_of(found, num_targets)))
 
     def forget(self) -> None:
         """The steps in flight are lost: nobody knows what stands in the slots that they wrote to, or on the host."""
@@ -405,13 +414,13 @@ class FakeRunner:
         if self.states is not None:
             self.states.forget()
 
-    def _contexts(self, step: list[tuple[str, int, list[int]]]) -> dict[str, list[int]]:
+    def _contexts(self, step: list[tuple[RequestId, int, list[int]]]) -> dict[RequestId, list[int]]:
         """The context at each position of each request of the step, from what was computed before and its new tokens.
 
         What was computed before may be what another request of this very step computes: those are known first.
         """
         size = self.limits.block_size
-        contexts: dict[str, list[int]] = {}
+        contexts: dict[RequestId, list[int]] = {}
         fresh: dict[tuple[int, int], int] = {}
         todo = deque(step)
         for _ in range(len(step) ** 2 + 1):
@@ -456,9 +465,10 @@ class FakeRunner:
             self.slots |= {(target, i): self.slots[source, i] for i in range(size) if (source, i) in self.slots}
 
 
-def result_of(sampled_token_ids: Iterable[int]) -> StepResult:
-    """Of a step whose time is of no interest."""
-    return StepResult(Bucket("decode", 1, 1), tuple(sampled_token_ids))
+def result_of(sampled_token_ids: Iterable[int], num_targets: int = 0) -> StepResult:
+    """Of a step whose time is of no interest, and which scored so many tokens of prompts."""
+    scores = LogprobColumns(*((value,) * num_targets for value in (-1.0, 1, (), ()))) if num_targets else None
+    return StepResult(Bucket("decode", 1, 1), tuple(sampled_token_ids), prompt_logprobs=scores)
 
 
 class FakeEngine:
@@ -543,10 +553,26 @@ def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
     return requests
 
 
+def make_engine(num_blocks: int, *, overlap: bool = False, **arguments: Any) -> tuple[Scheduler, FakeEngine]:
+    """A scheduler of these arguments of ``make_scheduler``, and the loop around it."""
+    scheduler = make_scheduler(num_blocks, **arguments)
+    return scheduler, FakeEngine(scheduler, overlap=overlap)
+
+
+def add_request(scheduler: Scheduler, *arguments: Any, **named: Any) -> Request:
+    """Make a request by ``make_request``, and add it."""
+    return add(scheduler, make_request(*arguments, **named))[0]
+
+
+def names_of(output: SchedulerOutput) -> list[str]:
+    """Of the requests of a step."""
+    return [request_id.name for request_id in output.request_ids]
+
+
 def work_of(output: SchedulerOutput | None) -> dict[str, int]:
-    """Request id -> tokens in the step."""
+    """Name of a request -> its tokens in the step."""
     assert output is not None
-    return dict(zip(output.request_ids, output.num_scheduled_tokens, strict=True))
+    return dict(zip(names_of(output), output.num_scheduled_tokens, strict=True))
 
 
 def computed_tokens(engine: FakeEngine) -> int:
@@ -557,7 +583,8 @@ def finishing_order(engine: FakeEngine, requests: list[Request]) -> list[str]:
     finished: list[str] = []
     while engine.scheduler.has_unfinished_requests():
         engine.step()
-        finished += [r.request_id for r in requests if r.status is Status.FINISHED and r.request_id not in finished]
+        ended = [request.request_id.name for request in requests if request.status is Status.FINISHED]
+        finished += [name for name in ended if name not in finished]
     return finished
 
 

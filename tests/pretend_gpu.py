@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from compiled_llm.checkpoint import reader as checkpoint_reader
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.ops.attention.arguments import Keys, Turn
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.attention.rotary_latent_attention import rotary_latent_attention
 
@@ -103,11 +105,11 @@ class PretendGpu(TorchDispatchMode):
         if self.serving:
             self._check(name, args, kwargs, to_gpu)
         arguments = tree_map(_inner, args)
-        in_one = {"rotary_attention": rotary_attention, "rotary_latent_attention": rotary_latent_attention}
+        in_one = {"rotary_attention": _rotary, "rotary_latent_attention": _rotary_latent}
         as_several = in_one.get(name.removeprefix("compiled_llm::").removesuffix("_exact"))  # ops of a CPU
         if as_several is not None:
             names = [argument.name for argument in function._schema.arguments]
-            output = as_several(**dict(zip(names, arguments, strict=True)), exact=name.endswith("_exact"))
+            output = as_several(dict(zip(names, arguments, strict=True)) | {"exact": name.endswith("_exact")})
         else:
             output = function(*arguments, **tree_map(_inner, kwargs))
         if name in ("aten::_to_copy", "aten::clone") and not to_gpu:
@@ -203,6 +205,25 @@ class _InThisThread:
 
     def shutdown(self, **how: bool) -> None:
         pass
+
+
+def _rotary(given: dict[str, Any]) -> Tensor:
+    turn, keys = (part(**{name: given[name] for name in part._fields}) for part in (Turn, Keys))
+    return rotary_attention(given["qkv"], turn, keys, _kind(given), given["sinks"])
+
+
+def _rotary_latent(given: dict[str, Any]) -> Tensor:
+    own = ("q_latent", "q_turned", "k_turned", "latent", "cos_sin", "norm", "query_scale", "eps")
+    keys = Keys(**{name: given[name] for name in Keys._fields})
+    return rotary_latent_attention(*(given[name] for name in own), keys, _kind(given))
+
+
+def _kind(given: dict[str, Any]) -> AttentionSpec:
+    """The arguments of an op that are a layer's own."""
+    return AttentionSpec(
+        given.get("num_heads", 0), 0, 0, given["sm_scale"], given["window"], soft_cap=given.get("soft_cap", 0.0),
+        exact=given["exact"], max_query_len=given["max_query_len"],
+    )  # fmt: skip
 
 
 def _inner(value: Any) -> Any:

@@ -5,8 +5,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.names import value_hint
+from compiled_llm.api.readable import shown
 
 
 def check_fields(owner: Any, whole: Mapping[str, tuple[int, int]], ranges: Mapping[str, tuple[float, float]]) -> None:
@@ -83,3 +83,11 @@ def names(name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(item, str) or not item:
             raise ValueError(f"{name} must be a list of names as non-empty str, given {shown(item)} in it")
     return items
+
+
+class UnservableError(ValueError):
+    """What every such request needs is missing or wrong: a tokenizer, a chat template, an end-of-text token.
+
+    Methods that serve lists of prompts raise it. Any other ``ValueError`` of a prompt or its parameters ends that
+    request alone.
+    """

@@ -1,6 +1,7 @@
 """Command-line flags for the fields of EngineConfig and SamplingParams: same names with dashes, same defaults.
 
-``FlagParser`` is the parser of all programs: flags are written out, and a bad argument ends in three lines.
+``FlagParser`` is the parser of all programs: flags are written out, ``--help`` shows the most used ones, and a bad
+argument ends in three lines.
 """
 
 import argparse
@@ -14,27 +15,39 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.flag_help import short_help, usage
 from compiled_llm.api.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, did_you_mean, name_hint
 from compiled_llm.api.sampling_params import SamplingParams
 
 _MAX_SHOWN = 200  # characters of the command line in an error
+# The arguments that ``--help`` shows, in its order; ``--help=all`` shows the others, too.
+_MOST_USED = (
+    *("model", "device", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "bucket_sizes", "enforce_eager"),
+    *("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "sampling_seed"),
+)
 
 
 class FlagParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that takes no abbreviations, and whose errors are three lines: what, where, what to do.
 
+    ``--help`` has a line for each flag, group by group, in the order in which they were added: the most used first.
+
     Attributes:
         elsewhere: flags of other libraries, as the names of arguments -> what to do here.
+        seldom: flags that ``--help`` leaves to ``--help=all``.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **options})
+        super().__init__(*args, **{"allow_abbrev": False, **options, "add_help": False})
+        self._positionals.title, self._optionals.title = "arguments", "flags"
         self.elsewhere: dict[str, str] = {}
+        self.seldom: set[str] = set()
+        self.add_argument("-h", "--help", action=_Help, help="show the most used flags; --help=all: every flag")
         self._has_engine_arguments = False
         self._given: list[str] = []  # the arguments that are parsed
 
@@ -42,21 +55,28 @@ class FlagParser(argparse.ArgumentParser):
         self._given = list(sys.argv[1:] if args is None else args)
         flags = [word for word in itertools.takewhile("--".__ne__, self._given) if re.match(r"--[^\s=]+(=|$)", word)]
         unknown = [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
-        if unknown and "--help" not in flags:  # before argparse says what is missing, as where one is misspelt
+        wants_help = "--help" in flags or "--help=all" in flags
+        if unknown and not wants_help:  # before argparse says what is missing, as where one is misspelt
             self._refuse(unknown)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
         return parsed
 
-    def parse_checked(self, check: Callable[[Any], object] | None = None, **least: float) -> Any:
+    def parse_checked(
+        self,
+        check: Callable[[Any], object] | None = None,
+        arguments: Sequence[str] | None = None,
+        **least: float,
+    ) -> Any:
         """The arguments. A ``ValueError`` of ``check`` ends the program as other bad arguments do, with status 2.
 
         Args:
             check: gets the arguments, and may complete them.
-            least: smallest value of the arguments of these names, and of each value in a list; None is no value.
+            arguments: the words to parse; None: those of the command line.
+            least: by the name of an argument its smallest value, or that of each value in a list; None is no value.
         """
-        args = self.parse_args()
+        args = self.parse_args(arguments)
         with self.ending_errors():
             check_least(args, **least)
             if check is not None:
@@ -108,6 +128,19 @@ class FlagParser(argparse.ArgumentParser):
         self.error(f"unknown flag {flag}{hint and ': ' + hint}")
 
 
+class _Help(argparse.Action):
+    """``--help``: the most used flags in a line each; ``--help=all``: every flag with all that is said of it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        more = {"nargs": "?", "choices": ("all",), "default": argparse.SUPPRESS}
+        super().__init__(option_strings, argparse.SUPPRESS, **{**options, **more})
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.usage = usage(parser)  # a line, where argparse would name every flag
+        print(parser.format_help() if values == "all" else short_help(parser, parser.seldom), end="")
+        parser.exit()
+
+
 def print_argument_error(program: str, message: str, given: str) -> None:
     """What is wrong, where, and what to do, a line each on stderr. ``given``: the words that are wrong."""
     script = Path(sys.argv[0])
@@ -121,7 +154,7 @@ def _cut(text: str) -> str:
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
-    """``ValueError`` unless each value of the arguments of these names, lists or numbers, is as large as given here."""
+    """``ValueError`` unless each value of the named arguments, lists or numbers, is at least as large as given here."""
     for name, low in least.items():
         given = getattr(args, name)
         if given is not None and not min(given if isinstance(given, tuple | list) else [given]) >= low:
@@ -140,19 +173,22 @@ def errors_end(
         raise SystemExit(status) from error
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag for every engine argument."""
-    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS)
-    if isinstance(parser, FlagParser):
+def add_engine_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
+    """A flag for every engine argument, or for those of these ``names`` alone."""
+    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS, names=names)
+    if isinstance(parser, FlagParser) and not names:
         parser._has_engine_arguments = True
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name.
+def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[str] = (), /, **defaults: Any) -> None:
+    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of that name.
 
-    A flag that is not given leaves no attribute: ``sampling_arguments`` are those that were. ``defaults`` are shown.
+    A flag that is not given leaves no attribute: ``sampling_arguments`` has the given ones. ``defaults`` are shown.
+
+    Args:
+        without: parameters that would have no effect in a program, and get no flag.
     """
-    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, default=argparse.SUPPRESS)
+    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, without=without, default=argparse.SUPPRESS)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -171,6 +207,29 @@ def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams
     return SamplingParams(**{**defaults, **sampling_arguments(args)})
 
 
+def sampling_value(name: str, text: str, without: Collection[str] = ()) -> Any:
+    """The value that ``text`` gives to a sampling parameter, as it would after its flag.
+
+    Raises:
+        ValueError: there is no such parameter, it is one of ``without``, or the text is no value of its type.
+    """
+    hints = {name: hint for name, hint in typing.get_type_hints(SamplingParams).items() if name not in without}
+    field = name.replace("-", "_")
+    if field not in hints:
+        hint = name_hint(field, list(hints), SAMPLING_PARAMETERS)
+        raise ValueError(f"there is no sampling parameter {name!r:.100}{hint and ': ' + hint}")
+    parser = FlagParser(prog="", exit_on_error=False)
+    action = parser.add_argument("--value", **_options(hints[field]))
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{field} must be true or false, given {text!r:.100}")
+        return text.lower() == "true"
+    try:
+        return vars(parser.parse_known_args([f"--value={text}"])[0])["value"]
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{field}: {error.message}") from error
+
+
 def _flag_name(cls: type, name: str) -> str:
     of_both = name in {field.name for field in dataclasses.fields(EngineConfig)}
     return f"sampling_{name}" if cls is SamplingParams and of_both else name
@@ -182,12 +241,17 @@ def _add(
     cls: type,
     elsewhere: Mapping[str, str],
     shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    names: Sequence[str] = (),
+    without: Collection[str] = (),
     **common: Any,
 ) -> None:
     group = parser.add_argument_group(title)
     hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
-    for field in dataclasses.fields(cls):
-        name = _flag_name(cls, field.name)
+    chosen = [field for field in dataclasses.fields(cls) if field.name in (names or hints)]
+    fields = {_flag_name(cls, field.name): field for field in chosen if field.name not in without}
+    most_used = [name for name in names or _MOST_USED if name in fields]
+    for name in dict.fromkeys([*most_used, *fields]):
+        field = fields[name]
         default = shown_defaults.get(field.name, field.default)
         text = docs.get(field.name, "").replace("%", "%%")
         shown = ",".join(map(str, default)) or None if isinstance(default, tuple) else default
@@ -197,6 +261,7 @@ def _add(
         group.add_argument("--" + name.replace("_", "-"), **{"default": default, **options, **common})
     if isinstance(parser, FlagParser):
         parser.elsewhere |= elsewhere
+        parser.seldom |= {"--" + name.replace("_", "-") for name in fields if name not in most_used}
 
 
 def _options(hint: Any) -> dict[str, Any]:

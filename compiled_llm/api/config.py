@@ -1,6 +1,6 @@
 """EngineConfig: every argument of the engine, validated once. EngineLimits: sizes that follow from it and the model.
 
-No torch here: the scheduler reads these too.
+No torch here: the scheduler reads the arguments too.
 """
 
 import dataclasses
@@ -30,22 +30,22 @@ class EngineConfig:
         tokenizer: directory or hub id, if not the model's own.
         tokenizer_revision: branch, tag or commit of the hub's ``tokenizer``. None: its main branch.
         split_special_tokens: what the sampling parameter of that name is where a request does not give it.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
+        dtype: of weights and activations: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        device: where the model runs: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
         load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
         model_impl: whose code computes the model: "native", a file of this engine for its family; "transformers",
             transformers' own modelling code with this engine's attention and linear layers, see docs/models.md; "auto":
             the first where there is one, else the second.
-        quantization: what the weights of linear layers are rounded to as they are loaded, see docs/quantization.md:
-            "int8" (a scale for each output), "int4" (a scale for each group of inputs), "fp8" (e4m3, a scale for each
-            output) or "mxfp4" (a power of two for each 32 inputs), with activations in the model's dtype; "int8_w8a8"
-            and "int4_w4a8" round activations to int8 too, a token at a time, which is faster. None: the checkpoint's.
+        quantization: round weights of linear layers at load: "int8" (a scale for each output), "int4" (a scale for each
+            group of inputs), "fp8" (e4m3, a scale for each output) or "mxfp4" (a power of two for each 32 inputs), with
+            activations in the model's dtype; "int8_w8a8" and "int4_w4a8" round activations to int8 too, a token at a
+            time, which is faster. None: the checkpoint's. See docs/quantization.md.
         quantization_group_size: inputs with one scale in "int4" and "int4_w4a8": 32, 64 or 128. None: 32.
         quantization_skip: names of layers that stay in the model's dtype, such as ``model.layers.0`` or ``down_proj``;
             ``*`` stands for anything. Routers of experts always do.
-        quantization_head: with ``quantization``: the same for the head, which makes the logits, and for the embedding
+        quantization_head: with ``quantization``: how the head is rounded, which makes the logits, and the embedding
             where the two are one; "auto": in 8 bits where the layers are in 4, else as the layers; "none": not at all.
-        quantization_embedding: with ``quantization``: the same for an embedding that is not the head as well, of
+        quantization_embedding: with ``quantization``: how an embedding is rounded that is not the head as well, of
             which a step reads single rows; "none": not at all.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``. None: on a CPU 1, 8
@@ -63,9 +63,9 @@ class EngineConfig:
         gpu_memory_utilization: the share of the memory that the engine may use, where the KV pool's size is not given:
             on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free after loading. The
             pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
-        kv_cache_dtype: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9), which
-            keep a float32 scale for each token and KV head beside the codes. scripts/kv_report.py measures what they
-            cost in quality.
+        kv_cache_dtype: of keys and values in the cache: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from
+            compute capability 8.9), which keep a float32 scale for each token and KV head beside the codes.
+            "compiled-llm report kv-cache" measures what they cost in quality.
         kv_cache_skip_layers: layers, counted from 0, whose cache stays in the model's dtype while the others are
             quantised.
         sliding_window: most keys that a token sees, itself included, in layers that see all or more: requests may then
@@ -85,9 +85,10 @@ class EngineConfig:
         async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
             step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
         cuda_graphs: who records the CUDA graphs on a GPU: "manual", the engine itself, a graph for each bucket;
-            "programmatic", likewise, with kernels that may start while the one before still runs (H100 or B200, CUDA
-            12.3 or later); "pinned", likewise, and graphs read and write memory of the host; "trees", torch's CUDA
-            graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs, so there these are refused.
+            "programmatic", as "manual", with kernels that may start while the one before still runs (H100 or B200, CUDA
+            12.3 or later); "pinned", as "manual", and graphs read and write memory of the host; "trees", torch's CUDA
+            graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs: there others than "auto" are
+            refused.
         compile_workers: processes that compile side by side what is not kept on disk. None: one for each core, on a
             CPU if the model is deep enough that it pays; 0: the engine's own process, on a GPU at each start.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
@@ -103,6 +104,9 @@ class EngineConfig:
         exact: require that a request's numbers are the same to the bit in any company, bucket and chunking. On a CPU
             with the C++ kernels they are without it. On a GPU it selects linear layers and attention with one order
             of operations, which take longer. Refused by name where it cannot hold.
+        worker: where the model runs: "inline", in the engine's own process; "process", in one of its own, so that the
+            scheduler, grammars and detokenising have the engine's process to themselves. It is started by "spawn", so a
+            script that makes such an engine needs ``if __name__ == "__main__":``.
         enforce_eager: run the same functions without compiling, for debugging.
         progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
             stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
@@ -155,6 +159,7 @@ class EngineConfig:
     max_grammar_bytes: int = 2**29
     logits_transforms: tuple[Any, ...] = ()
     exact: bool = False
+    worker: Literal["inline", "process"] = "inline"
     enforce_eager: bool = False
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     seed: int = 0
@@ -281,7 +286,7 @@ _INTEGERS = {
     "block_size": (1, 1024),
     "seed": (0, 2**63 - 1),
 }
-_SMALLEST_TOKEN_BUCKET = 16  # of those that are not asked for
+_SMALLEST_TOKEN_BUCKET = 16  # where the sizes are not given
 
 
 class StepDefaults(NamedTuple):
@@ -289,7 +294,7 @@ class StepDefaults(NamedTuple):
 
     Attributes:
         batched_tokens: most tokens in a step.
-        beside_decodes: the same of a step in which requests decode. Each of them waits for all of it.
+        beside_decodes: most tokens in a step in which requests decode. Each of them waits for the whole step.
         decode_buckets: batch sizes of decodes.
         token_buckets: sizes of the other steps, as shares of the largest.
     """

@@ -49,8 +49,9 @@ class CompletionOutput:
 
     Attributes:
         index: which of the ``n``.
-        cumulative_logprob: the sum over its tokens; None unless ``logprobs`` was asked for.
-        logprobs: for each token, by token id: its own ``Logprob`` and those of the most likely tokens; None likewise.
+        cumulative_logprob: the sum over its tokens; None unless ``logprobs`` were asked for.
+        logprobs: for each token, by token id: its own ``Logprob`` and those of the most likely tokens; None unless
+            they were asked for.
         text: decoded output so far, without the stop string unless asked for.
         token_ids: generated tokens, an ending token included.
         finish_reason: "stop" (end-of-text, a stop string or id), "length", "abort", "error"; None while it runs.
@@ -93,11 +94,11 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOutput:
-    """How likely given tokens are: those from ``start`` on, each after all tokens before it.
+    """How likely the given tokens from ``start`` on are, each after all tokens before it.
 
     Attributes:
         prompt: the text with its continuation; None when token ids were given.
-        token_ids: all tokens, those that are not scored as well.
+        token_ids: all tokens, scored or not.
         start: index of the first token that is scored; at least 1, since the first token of all follows nothing.
         logprobs: for each scored token the natural logarithm of its probability. They are the model's own: of its
             logits, without temperature and whatever else changes them for sampling.
@@ -138,25 +139,26 @@ class EngineStats:
 
     Attributes:
         num_padding_tokens: rows of the buckets that held no token, over all steps.
-        num_preemptions: those that threw blocks away (recompute) and those that copied them to the host (swap).
+        num_preemptions: preemptions that threw blocks away (recompute) or copied them to the host (swap).
         num_recomputed_tokens: tokens computed again after a preemption.
         num_swapped_out_tokens, num_swapped_in_tokens: tokens whose keys and values went to the host, and came back.
-        num_draft_tokens, num_accepted_draft_tokens: tokens of a drafter that steps computed, and those of them that the
+        num_draft_tokens, num_accepted_draft_tokens: tokens of a drafter that steps computed, and how many of them the
             requests got.
-        prefix_queried_tokens, prefix_hit_tokens: tokens of requests when they were first admitted, and those of them
-            that the prefix cache held or that another request was about to compute.
+        prefix_queried_tokens, prefix_hit_tokens: tokens of requests when they were first admitted, and how many of them
+            the prefix cache held or another request was about to compute.
         num_not_finite_failures, num_out_of_memory_failures, num_exception_failures: continuations that ended with an
             error because their logits were not finite, or because a step ran out of memory or raised another exception
             and they were found to be the cause.
         num_unexplained_faults: steps that failed, after which no request was found to be the cause.
         num_evictions: cached blocks whose memory was needed.
-        used_blocks, cached_blocks: of ``num_kv_blocks``, those in use, and those free but still findable.
+        used_blocks, cached_blocks: of ``num_kv_blocks``, blocks in use, and free blocks that can still be found.
         peak_used_blocks: most KV blocks in use at once.
         used_swap_blocks: of ``num_swap_blocks`` in host memory.
-        used_slots, cached_slots: of ``num_state_slots``, those in use, and those that hold snapshots alone.
+        used_slots, cached_slots: of ``num_state_slots``, slots in use, and slots that hold snapshots alone.
         num_snapshot_evictions: snapshots whose slot was needed.
-        schedule_seconds, prepare_seconds, output_seconds: host time in the scheduler, in filling the steps' buffers,
-            and in detokenising. With ``async_scheduling`` the device works meanwhile.
+        schedule_seconds, prepare_seconds, output_seconds: host time in the scheduler (waiting for the masks of grammars
+            included), in filling the steps' buffers, and in detokenising. With ``async_scheduling`` the device works
+            meanwhile.
         execute_seconds: launching steps and waiting for their tokens; ``launch_seconds`` of it is launching, which is 0
             on a CPU, where host and device are one.
     """

@@ -1,12 +1,46 @@
-"""``repr`` of the objects that a user prints: what is as by default is left out, and long values are cut."""
+"""How values are shown to people: in error messages, and in the ``repr`` of the objects that a user prints."""
 
 import dataclasses
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+_MAX_CHARACTERS = 200
+
+
+class _Brief(reprlib.Repr):
+    """``repr`` that looks at the first items and characters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = _MAX_CHARACTERS
+        self.maxtuple = self.maxlist = self.maxdict = self.maxset = self.maxfrozenset = self.maxdeque = 20
+
+    def repr_str(self, x: Any, level: int) -> str:
+        return repr(x) if len(x) <= _MAX_CHARACTERS else f"{x[:_MAX_CHARACTERS]!r}..."
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of more than 4300 digits, and takes long for shorter ones.
+        return repr(x) if x.bit_length() <= 512 else f"an integer of {x.bit_length()} bits"
+
+    repr_bytes = repr_bytearray = repr_str
+
+
+_BRIEF = _Brief()
+
+
+def shown(value: Any) -> str:
+    """``repr(value)``, cut after some 200 characters; never takes longer for a larger value."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= _MAX_CHARACTERS + 5 else f"{text[:_MAX_CHARACTERS]}..."
+
+
+# -- repr of the objects that a user prints
+
+
 _MAX_TEXT = 200  # characters of a text
 _MAX_ITEMS = 16  # of a list or a dict of plain values
-_MAX_NESTED = 4  # of those whose items are lists, dicts or objects
+_MAX_NESTED = 4  # of a list or a dict of lists, dicts or objects
 
 
 def readable_repr(instance: Any) -> str:
@@ -15,12 +49,12 @@ def readable_repr(instance: Any) -> str:
     Fields with the value of their default are left out. Of a long text the beginning is shown, of a long list the first
     items, each with how much there is.
     """
-    shown = (
+    fields = (
         f"{field.name}={_brief(getattr(instance, field.name))}"
         for field in dataclasses.fields(instance)
         if field.repr and not _is_default(field, getattr(instance, field.name))
     )
-    return f"{type(instance).__name__}({', '.join(shown)})"
+    return f"{type(instance).__name__}({', '.join(fields)})"
 
 
 def table(title: str, rows: Mapping[str, str]) -> str:
@@ -63,5 +97,5 @@ def _most(values: Iterable[Any]) -> int:
 
 def _joined(texts: Iterable[str], count: int, most: int) -> str:
     # One item beyond the most is shorter than the words that say so.
-    shown = [text for _, text in zip(range(count if count <= most + 1 else most), texts, strict=False)]
-    return ", ".join(shown if len(shown) == count else [*shown, f"... {count:,} in all"])
+    first = [text for _, text in zip(range(count if count <= most + 1 else most), texts, strict=False)]
+    return ", ".join(first if len(first) == count else [*first, f"... {count:,} in all"])

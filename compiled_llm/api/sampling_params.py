@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from compiled_llm.api.argument_checks import check_fields, integer, number
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.names import SAMPLING_PARAMETERS, refuse_unknown_names
+from compiled_llm.api.readable import shown
 from compiled_llm.api.structured_outputs import StructuredOutputsParams
 
 _MAX_STOPS = 64

@@ -15,7 +15,7 @@ class Stream:
 
     Attributes:
         sink_tokens: its first tokens; whole blocks.
-        window: most tokens after these, the last ones; whole blocks where there are sink tokens.
+        window: most tokens after the sink tokens, the last ones; whole blocks where there are sink tokens.
         unit: so many leave the cache at once; whole blocks.
     """
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.names import refuse_unknown_names
+from compiled_llm.api.readable import shown
 
 _MAX_CHARACTERS = 65_536
 _MAX_WHITESPACE_PATTERN = 256

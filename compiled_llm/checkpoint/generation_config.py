@@ -1,11 +1,11 @@
 """How a checkpoint suggests to sample: its ``generation_config.json``, checked like what a user gives.
 
-Each field of the file is one of these:
+Each field of the file is of one of four kinds:
 
-    served       a sampling parameter does the same: ``suggested_sampling`` has it
+    served       a sampling parameter does what it does: ``suggested_sampling`` has it
     off          its value asks for nothing
     no effect    it changes no token here, whatever its value
-    not served   all others, also those that transformers does not know: the start names them (``warn_of_unserved``)
+    not served   all others, also fields that transformers does not know: the start names them (``warn_of_unserved``)
 """
 
 from pathlib import Path
@@ -75,7 +75,7 @@ _NO_EFFECT = {
     "output_scores",
     "pad_token_id",
     "prefill_chunk_size",
-    "prompt_lookup_num_tokens",  # guessed tokens, which are those that would have come
+    "prompt_lookup_num_tokens",  # guessed tokens, which are the ones that would have come
     "remove_invalid_values",  # logits that are no numbers end a request
     "renormalize_logits",  # which changes no probability
     "return_dict_in_generate",
@@ -114,7 +114,7 @@ def warn_of_unserved(directory: Path, max_model_len: int) -> None:
 
 
 def default_sampling_params(suggested: dict[str, Any]) -> SamplingParams:
-    """``suggested`` as parameters; the others have their usual defaults.
+    """``suggested`` as parameters; all others have their usual defaults.
 
     Raises:
         ValueError: a value is out of range.
@@ -126,7 +126,7 @@ def default_sampling_params(suggested: dict[str, Any]) -> SamplingParams:
 
 
 def with_room(arguments: dict[str, Any], max_tokens: int | None) -> dict[str, Any]:
-    """``arguments`` of ``SamplingParams``, with a default of ``max_tokens``, or of ``min_tokens`` if these are more."""
+    """``arguments`` of ``SamplingParams``, with ``max_tokens`` as default, or ``min_tokens`` where that is more."""
     least = arguments.get("min_tokens")
     if isinstance(least, int) and max_tokens is not None:
         max_tokens = max(max_tokens, least)
@@ -143,7 +143,7 @@ def _fields(directory: Path) -> dict[str, Any]:
 
 
 def _served(fields: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``fields`` that are sampling parameters, as their values are."""
+    """The ``fields`` that are sampling parameters, with their values."""
     served = {name: fields[name] for name in _PARAMETERS if not _is_off(name, fields.get(name))}
     if fields.get("do_sample") is False:
         served["temperature"] = 0

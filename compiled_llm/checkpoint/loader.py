@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.checkpoint.reader import CheckpointReader, OnBytes
-from compiled_llm.checkpoint.stored_layout import difference, in_family_layout
+from compiled_llm.checkpoint.stored_layout import difference, in_family_layout, parts_of
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, have_same_bytes, listed, locate
-from compiled_llm.checkpoint.tensor_names import parts_of
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Description
 from compiled_llm.models.linears.dense import Dense
@@ -38,18 +37,28 @@ def load_weights(
 ) -> Any:
     """The weights of ``directory`` in ``dtype`` on ``device``, its linear layers of the kind ``linears``.
 
-    Tensors are read in pieces on several threads, each piece straight into its layer. Those that belong to other parts
-    than the language model are left, and a warning names the parts.
+    Tensors are read in pieces on several threads, each piece straight into its layer. Tensors of other parts than the
+    language model are left, and a warning names the parts.
 
     Raises:
-        ValueError: a file is missing, cut off or not safetensors, its tensors are not those of ``config``, or one holds
+        ValueError: a file is missing, cut off or not safetensors, its tensors do not match ``config``, or one holds
             NaN or infinite values.
     """
     description = family_of(config).describe(config, dtype, linears)
-    stored = in_family_layout(locate(directory), description)
-    _check(directory, config, description, stored)
+    stored = checked_tensors(directory, config, description)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
         return family_of(config).take(config, Source(reader, linears))
+
+
+def checked_tensors(directory: Path, config: ModelConfig, description: Description[Any]) -> dict[str, StoredTensor]:
+    """Where the tensors of ``directory`` are, by the names of ``description``, as the headers of its files tell.
+
+    Raises:
+        ValueError: as ``load_weights``, but for values, which are not read.
+    """
+    stored = in_family_layout(locate(directory), description)
+    _check(directory, config, description, stored)
+    return stored
 
 
 def dummy_weights(
@@ -115,7 +124,7 @@ class RandomReader:
         return order, torch.ones(1, device=self.device) / 16 if scheme.static_activations else None
 
     def _values(self, wanted: Wanted, shape: tuple[int, ...]) -> Tensor:
-        """The generator's next ones."""
+        """The generator's next values."""
         values = torch.empty(shape, dtype=wanted.dtype or self.dtype, device=self.device)
         values.normal_(generator=self._generator).mul_(wanted.std)
         self._on_bytes(wanted.name, values.numel() * self.dtype.itemsize)
@@ -125,7 +134,7 @@ class RandomReader:
 def _check(
     directory: Path, config: ModelConfig, description: Description[Any], stored: dict[str, StoredTensor]
 ) -> None:
-    """``CheckpointError`` unless the tensors are those that the config implies. Warns of those that are left."""
+    """``CheckpointError`` unless the tensors are what the config implies. Warns of tensors that are left."""
     model, problems = family_of(config), []
     wanted = description.stored
     missing = [name for name, one in wanted.items() if name not in stored and one.required]
@@ -163,7 +172,7 @@ def _check(
 
 
 def _check_repeated(name: str, original: str, wanted: StoredPart, stored: dict[str, StoredTensor]) -> list[str]:
-    # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are the same.
+    # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are equal.
     if original not in stored or difference(stored[original], wanted):
         return []  # which is a problem of its own
     is_like = stored[name][2:4] == stored[original][2:4]

@@ -1,11 +1,11 @@
-"""The files that the arguments of an engine name: those of the model, and the tokenizer."""
+"""The files that the arguments of an engine name, the model's and the tokenizer's: in a directory, or from the hub."""
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.checkpoint.hub import model_directory
 from compiled_llm.checkpoint.kept_values import kept
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
@@ -16,17 +16,22 @@ from compiled_llm.text.tokenizer_parts import read_parts
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
-def checkpoint_directory(config: EngineConfig) -> Path:
+def checkpoint_directory(config: EngineConfig, with_weights: bool = True) -> Path:
     """Where the files of the model lie; a hub's model is downloaded unless it was before.
+
+    Args:
+        with_weights: False downloads the small files alone.
 
     Raises:
         ValueError: there is no such model.
     """
-    return DEMO_MODEL if config.model is None else model_directory(config.model, config.revision)
+    if config.model is None:
+        return DEMO_MODEL
+    return model_directory(config.model, config.revision, with_weights=with_weights)
 
 
 def model_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") -> ModelConfig:
-    """``read_config`` of the same arguments, from disk where an earlier start read the same files with the same."""
+    """What ``read_config`` returns for these arguments, kept on disk as long as the files do not change."""
     files = [directory / "config.json", directory / "generation_config.json"]
     return kept(f"config-{model_impl}-{dtype}", files, lambda: read_config(directory, model_impl, dtype))
 
@@ -55,3 +60,64 @@ def with_end_of_text(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelCo
         f"config.json and generation_config.json name no end-of-text token: the tokenizer's, {name!r}, ends an output"
     )
     return dataclasses.replace(config, eos_token_ids=(token_id,)), [line]
+
+
+# -- Directories, and Hugging Face's hub
+
+
+# Configs, weights and chat templates, of which a hub's model may hold copies in other formats.
+_SMALL_FILES, _WEIGHTS = ("*.json", "*.jinja"), ("*.safetensors",)
+_COPIES = ("*/*.json", "*/*.safetensors", "consolidated*")
+
+
+def model_directory(model: str, revision: str | None = None, name: str = "model", with_weights: bool = True) -> Path:
+    """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone.
+
+    The hub is asked with the access token of the environment variable HF_TOKEN, or of ``hf auth login``.
+
+    Args:
+        revision: branch, tag or commit of a hub id; None: the main branch.
+        name: of the argument, for messages.
+        with_weights: False: of a hub's model, only what is not weights.
+
+    Raises:
+        ValueError: it is neither, a directory is given a revision, or the hub does not give it; the message says what
+            to do.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision must be None for a directory, such as {model!r}, given {revision!r}")
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise ValueError(f"{name}={model!r} is neither a directory nor a hub id ('organisation/name')")
+    from huggingface_hub import snapshot_download
+
+    wanted = [*_SMALL_FILES, *(_WEIGHTS if with_weights else ())]
+    try:
+        found = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=list(_COPIES))
+    except Exception as error:  # of the network, the hub or the disk
+        at = "" if revision is None else f", revision={revision!r}"
+        raise ValueError(
+            f"{name}={model!r}{at} is no directory here, nor to be had as a hub id: {_reason(error, model)}"
+        ) from error
+    return Path(found)
+
+
+def _reason(error: Exception, model: str) -> str:
+    """Why the hub did not give ``model``, and what to do."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):  # before what it is a kind of
+        return "its owners give it to accounts that accepted their terms: do so on its page, and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such model, or it is private: check the id, or set HF_TOKEN to an access token"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has that model, and no such branch, tag or commit of it"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        return (
+            f"{why}, and {constants.HF_HUB_CACHE} has no copy of it: where there is a network, run `hf download "
+            f"{model}` and copy what it makes, or give a directory. {str(error).splitlines()[0]:.300}"
+        )
+    return str(error)

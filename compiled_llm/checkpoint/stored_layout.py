@@ -1,20 +1,21 @@
-"""Checkpoints that hold a family's tensors in another way: under other names, or those of all experts in one."""
+"""Checkpoints that hold a family's tensors in another way: under other names, or all experts in one tensor."""
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from compiled_llm.checkpoint.stored_tensors import DTYPES, CheckpointError, StoredTensor, listed
-from compiled_llm.checkpoint.tensor_names import by_family_names
 from compiled_llm.models.family import Description
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.quantized.scheme import StoredPart
 
 
 def in_family_layout(stored: dict[str, StoredTensor], description: Description[Any]) -> dict[str, StoredTensor]:
-    """``stored`` with the family's tensors as ``description`` has them, the others as they are.
+    """``stored`` with the family's tensors as ``description`` has them; all others stay as they are.
 
     Raises:
-        CheckpointError: a tensor that holds the weights of all experts has another shape than these, or they are
+        CheckpointError: a tensor that holds the weights of all experts has another shape than they imply, or they are
             quantised.
     """
     d = description
@@ -45,14 +46,14 @@ def in_family_layout(stored: dict[str, StoredTensor], description: Description[A
 
 
 def difference(tensor: StoredTensor, wanted: StoredPart) -> str | None:
-    """What ``tensor`` is, and what it should be; None where the two are the same."""
+    """What ``tensor`` is, and what it should be; None where it is what it should be."""
     if tensor.shape not in wanted.shapes:
         return f"{tensor.shape!s:.100}, config.json implies {' or '.join(map(str, wanted.shapes))}"
     kinds = [name for name, dtype in DTYPES.items() if dtype in wanted.dtypes]
     return None if tensor.dtype in kinds else f"{tensor.dtype}; allowed: {', '.join(kinds)}"
 
 
-def _taken_apart(stack: StoredTensor, experts: Sequence[Sequence[Part]]) -> dict[str, StoredTensor]:
+def _taken_apart(stack: StoredTensor, experts: Sequence[Sequence[StoredLinear]]) -> dict[str, StoredTensor]:
     """Name -> place of each expert's parts, whose rows follow one another in the file."""
     found, offset = {}, stack.offset
     for parts in experts:
@@ -63,5 +64,102 @@ def _taken_apart(stack: StoredTensor, experts: Sequence[Sequence[Part]]) -> dict
     return found
 
 
-def _weight(part: Part) -> str:
+def _weight(part: StoredLinear) -> str:
     return f"{part.name}.weight"
+
+
+# -- Names
+
+
+T = TypeVar("T")
+
+# Parts of models that hold a language model besides: what sees and hears, further heads, layers that guess tokens.
+_OTHER_PARTS = {
+    "audio_encoder",
+    "audio_model",
+    "audio_tower",
+    "code2wav",
+    "connector",
+    "embed_audio",
+    "embed_vision",
+    "image_newline",
+    "mm_projector",
+    "mtp",
+    "mtp_layers",
+    "multi_modal_projector",
+    "patch_merger",
+    "talker",
+    "token2wav",
+    "v_head",
+    "vision_embed_tokens",
+    "vision_embedder",
+    "vision_encoder",
+    "vision_language_adapter",
+    "vision_model",
+    "vision_projection",
+    "vision_tower",
+    "visual",
+}
+# What only layers have that guess the token after the next. They follow the last layer in number.
+_GUESSING = ("eh_proj", "enorm", "hnorm", "shared_head")
+_LAYER = re.compile(r"(.*\blayers\.([0-9]{1,6}))\.(.+)")
+
+
+def by_family_names(stored: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    """``stored`` with the tensors of a family under the family's names; all others stay as they are.
+
+    Args:
+        stored: by the names in the checkpoint.
+        names: of the family, such as ``model.layers.0.mlp.up_proj.weight`` and ``lm_head.weight``.
+    """
+    root = _root(names)
+    ways = _ways(root) if root else [lambda name: name]
+    way = max(ways, key=lambda way: sum(way(name) in stored for name in names))  # of equals, the first
+    renamed = dict(stored)
+    for name in names:
+        found = way(name)
+        if name not in stored and found in stored:
+            renamed[name] = renamed.pop(found)
+    return renamed
+
+
+def _root(names: Iterable[str]) -> str:
+    """The first part of the names of a family's layers, such as ``model``."""
+    roots = Counter(name.partition(".")[0] for name in names if re.search(r"\.\d+\.", name))
+    return roots.most_common(1)[0][0] if roots else ""
+
+
+def _ways(root: str) -> list[Callable[[str], str]]:
+    """How names differ from a family's: ``root.X`` and, such as the head, ``Y``."""
+
+    def within(prefix: str) -> Callable[[str], str]:
+        """``root.X`` -> ``prefixX``; ``Y`` stays."""
+        return lambda name: prefix + name.removeprefix(f"{root}.") if name.startswith(f"{root}.") else name
+
+    return [
+        lambda name: name,
+        lambda name: f"language_model.{name}",  # a whole model in another
+        within(f"{root}.language_model."),  # its body in another's, as transformers writes it since 4.52
+        within(f"{root}.text_model."),
+        within("model."),  # as transformers names the body of every family
+        within(""),  # a body alone
+        within("language_model."),  # a body alone in another's
+    ]
+
+
+def parts_of(names: Collection[str], num_layers: int) -> dict[str, str | None]:
+    """Name -> of which part besides a language model of ``num_layers`` a tensor is; None: of none that is known."""
+    layers = {name: found for name in names if (found := _LAYER.match(name)) and int(found[2]) >= num_layers}
+    guessing = {found[1] for found in layers.values() if found[3].startswith(_GUESSING)}
+    parts = {name: _other_part(name) for name in names}
+    return parts | {name: found[1] for name, found in layers.items() if parts[name] is None and found[1] in guessing}
+
+
+def _other_part(name: str) -> str | None:
+    """The part that a tensor's name tells before the number of a layer."""
+    for part in name.split("."):
+        if part in _OTHER_PARTS or part.startswith("mtp_"):
+            return part
+        if part.isdigit():
+            break
+    return None

@@ -35,7 +35,7 @@ class StoredTensor(NamedTuple):
     """A tensor in a file.
 
     Attributes:
-        dtype: as safetensors calls it; ``DTYPES`` has those that can be read.
+        dtype: as safetensors calls it; ``DTYPES`` has the dtypes that can be read.
         offset: of its first byte in the file; its elements follow in row-major order.
     """
 
@@ -62,7 +62,7 @@ class StoredTensor(NamedTuple):
         return tensor
 
     def read_into(self, content: np.ndarray, start: int, file: int) -> None:
-        """Fill ``content``, an array of bytes, with those of the tensor from its byte ``start`` on.
+        """Fill ``content``, an array of bytes, with the tensor's bytes from ``start`` on.
 
         Args:
             file: descriptor of the open file. Any number of threads may read it.
@@ -82,7 +82,7 @@ class StoredTensor(NamedTuple):
 
 
 def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of one shape and dtype are the same. Raises as ``read_into``."""
+    """Whether two tensors of one shape and dtype are equal. Raises what ``read_into`` raises."""
     step = 1 << 20
     a, b = np.empty(step, dtype=np.uint8), np.empty(step, dtype=np.uint8)
     with open_file(one.path) as file, open_file(other.path) as other_file:
@@ -99,7 +99,7 @@ def locate(directory: Path) -> dict[str, StoredTensor]:
     """Name -> place of every tensor of a checkpoint.
 
     A tensor that several files hold is the one that the index names. Without an index nothing says which one is meant:
-    then they must be the same. Either way a warning tells.
+    then they must be equal. Either way a warning tells.
 
     Raises:
         ValueError: a file is missing, damaged or no safetensors file, or the index does not describe its files.
@@ -166,7 +166,7 @@ def _locate_by_index(index_path: Path) -> dict[str, StoredTensor]:
 def _warn_of_repeated(
     directory: Path, found: dict[str, StoredTensor], repeated: list[StoredTensor], differing: list[StoredTensor]
 ) -> None:
-    """``repeated`` are there besides those ``found``, and ``differing`` are not the same as these."""
+    """``repeated`` lie in other files than the tensors ``found`` by their names, and ``differing`` differ from them."""
     if repeated:
         places = ((one, found[one.name].path.name, "another" if one in differing else "as") for one in repeated)
         said = (f"{one.name} of {taken} ({how} in {one.path.name})" for one, taken, how in places)

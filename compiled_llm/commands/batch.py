@@ -19,55 +19,43 @@ Exit status: 0 when every row has a result, 1 when some have an error or somethi
 141 when stdout was closed and there is no ``--output``. See docs/offline.md.
 """
 
-import contextlib
-import signal
 import sys
 from collections.abc import Sequence
 
 from compiled_llm.api.command_line import errors_end
-from compiled_llm.offline.file_checks import check_files, check_writable
+from compiled_llm.offline.files import check_files, check_writable, manifest_path
+from compiled_llm.offline.flags import flag_parser as parser
 from compiled_llm.offline.flags import parse_arguments
-from compiled_llm.offline.manifest import manifest_path
-from compiled_llm.offline.process import GuardedStream, StopSignals
+from compiled_llm.system.process import GuardedStream, StopSignals
+from compiled_llm.system.program import run_program
+
+__all__ = ["main", "parser"]
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    with (
-        contextlib.redirect_stdout(GuardedStream(sys.stdout)) as stdout,
-        contextlib.redirect_stderr(GuardedStream(sys.stderr)),
-    ):
-        try:
-            with StopSignals() as signals:
-                args = parse_arguments(program, arguments)
-                if args.mode_text is not None and not args.quiet:
-                    print(args.mode_text)
-                with errors_end(program):
-                    manifest = None if args.output is None else manifest_path(args.output)
-                    written = {"--output": args.output, "the manifest of --output": manifest, "--trace": args.trace}
-                    check_files(args.input or (), written, args.report)
-                    if args.trace is not None:
-                        check_writable("--trace", args.trace)
-                from compiled_llm.offline.run import run  # it loads torch, which takes seconds
-                from compiled_llm.offline.serving import EngineFaultsError
 
-                try:
-                    status = run(program, args, stdout, signals)
-                except EngineFaultsError as error:
-                    print(f"{program}: error: {error}", file=sys.stderr)
-                    return 1
-        except KeyboardInterrupt as interrupt:
-            number = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
-            print(f"{program}: stopped by {number.name}", file=sys.stderr)
-            return 128 + number
-        except OSError as error:
+    def run_batch(stdout: GuardedStream, signals: StopSignals) -> int:
+        args = parse_arguments(program, arguments)
+        if args.mode_text is not None and not args.quiet:
+            print(args.mode_text)
+        with errors_end(program):
+            manifest = None if args.output is None else manifest_path(args.output)
+            written = {"--output": args.output, "the manifest of --output": manifest, "--trace": args.trace}
+            check_files(args.input or (), written, args.report)
+            if args.trace is not None:
+                check_writable("--trace", args.trace)
+        from compiled_llm.offline.run import run  # it loads torch, which takes seconds
+        from compiled_llm.offline.serving import EngineFaultsError
+
+        try:
+            status = run(program, args, stdout, signals)
+        except EngineFaultsError as error:
             print(f"{program}: error: {error}", file=sys.stderr)
-            return 1
-        finally:
-            stdout.flush()  # here, where its failure is dealt with
-        if isinstance(stdout.failure, BrokenPipeError):  # as with `| head`: no error, if the rows are in a file
-            return status if args.output is not None else 128 + signal.SIGPIPE
-        if stdout.failure is not None:
-            print(f"{program}: error: stdout: {stdout.failure.strerror}", file=sys.stderr)
-            return 1
-    return status
+            status = 1
+        stdout.flush()
+        if args.output is not None and isinstance(stdout.failure, BrokenPipeError):  # the rows are in a file
+            stdout.failure = None
+        return status
+
+    return run_program(program, run_batch)

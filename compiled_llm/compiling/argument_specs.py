@@ -68,7 +68,7 @@ class SameTensor(NamedTuple):
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """The spec of one tensor; dynamic sizes are those that ``mark_dynamic_size`` marked."""
+    """The spec of one tensor; dynamic are the sizes that ``mark_dynamic_size`` marked."""
     dynamic = dynamic_sizes(tensor)
     shape = tuple(dynamic.get(dimension, size) for dimension, size in enumerate(tensor.shape))
     return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, str(tensor.device), static_address_kind(tensor))

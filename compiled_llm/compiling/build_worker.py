@@ -1,10 +1,15 @@
 """A process that compiles what another one sends (parallel.py): ``python -m compiled_llm.compiling.build_worker``.
 
-With a ``GpuTarget`` as its argument it compiles for that GPU, which it does not touch.
+With a ``GpuTarget`` as its argument it compiles for that GPU, which it does not touch: Inductor's code and all kernels.
+Tensors are fake then, the GPU is known by its properties alone, and Triton compiles without a driver. So as many
+processes as there are cores compile side by side, and none of them takes memory of the GPU. A compiled function is then
+called once on fake tensors: what its ops and Inductor's own code would launch is compiled into Triton's cache, from
+which the process with the GPU loads it.
 """
 
 import contextlib
 import os
+import pickle
 import sys
 import threading
 import time
@@ -12,13 +17,23 @@ from typing import Any
 
 import torch
 
+from compiled_llm.compiling.argument_specs import examples_of
+from compiled_llm.compiling.build_processes import Built, Job, receive, send
 from compiled_llm.compiling.compiler import compile_ahead, to_bytes
-from compiled_llm.compiling.gpu_builds import build_for_gpu, pretend_to_have
+from compiled_llm.compiling.costs import CostMeter
 from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.keys import code_settings, differences
-from compiled_llm.compiling.messages import Built, Job, receive, send
-from compiled_llm.ops.torch_private import import_compiler
-from compiled_llm.ops.torch_private_builds import fake_tensors
+from compiled_llm.compiling.ready_code import load_ready, ready_code
+from compiled_llm.ops.programmatic_launch import programmatic_launches
+from compiled_llm.ops.torch_private import import_compiler, lower_as_ops
+from compiled_llm.ops.torch_private_builds import (
+    build_without_gpu,
+    builds_for_others,
+    compiled_kernel,
+    fake_tensors,
+    rehearse,
+)
+from compiled_llm.ops.torch_private_gpu import pretend_gpu
 
 
 def main() -> None:
@@ -60,6 +75,33 @@ def _compile(job: Job, settings: dict[str, Any], target: GpuTarget | None) -> Bu
         return Built(to_bytes(ahead), facts, "")
     except Exception as error:  # whatever it is: the other process then compiles for itself, and raises it
         return Built(b"", {}, f"{type(error).__name__}: {error}")
+
+
+def pretend_to_have(target: GpuTarget) -> None:
+    """From now on this process takes the GPU to be there, for good."""
+    pretend_gpu(target.properties)
+    build_without_gpu(target.properties.capability)
+
+
+def build_for_gpu(job: Job, target: GpuTarget) -> tuple[bytes, dict[str, Any]]:
+    """Compile a job of fake arguments: what ``compiler.from_bytes`` takes, and facts as ``compile_ahead`` gives them.
+
+    Raises:
+        ValueError: torch would do more around the code than to run it.
+    """
+    meter = CostMeter()
+    lower_as_ops("compiled_llm")
+    function = job.recipe()
+    with builds_for_others():
+        ahead, facts = compile_ahead(function, job.name, job.args)
+        code = ready_code(ahead)
+    if code is None:
+        raise ValueError(f"{job.name} is more than a graph: torch has to prepare its inputs or its outputs")
+    run = load_ready(code, function.__globals__, compiled_kernel)
+    with programmatic_launches(target.programmatic):
+        for sizes in job.sizes or ({},):
+            rehearse(run, examples_of(job.args, sizes))
+    return pickle.dumps((code, None)), facts | {"cost": list(meter.cost(libraries=0, header_seconds=0.0))}
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def import_bundle(path: Path) -> int:
     """
     root = _root()
     if not path.is_file():
-        raise ValueError(f"{path} must be a file, a bundle of compile_model.py")
+        raise ValueError(f"{path} must be a file, a bundle of compiled-llm compile")
     with _reading(path):
         _check_index(path)
         bundle = zipfile.ZipFile(path)
@@ -129,7 +129,7 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except _BROKEN as error:
-        raise ValueError(f"{path} is no bundle of compile_model.py, or is damaged: {error!r}") from error
+        raise ValueError(f"{path} is no bundle of compiled-llm compile, or is damaged: {error!r}") from error
 
 
 def _check_index(path: Path) -> None:
@@ -145,7 +145,9 @@ def _check_index(path: Path) -> None:
 def _check_manifest(path: Path, manifest: Any, bundle: zipfile.ZipFile) -> None:
     parts = [manifest.get(name) for name in ("machine", "files")] if isinstance(manifest, dict) else [None]
     if not all(isinstance(part, dict) for part in parts):
-        raise ValueError(f"{path} is no bundle of compile_model.py, or is damaged: its manifest is {manifest!r:.100}")
+        raise ValueError(
+            f"{path} is no bundle of compiled-llm compile, or is damaged: its manifest is {manifest!r:.100}"
+        )
     if manifest.get("format") != _FORMAT:
         raise ValueError(f"{path} must be of format {_FORMAT}, given {manifest.get('format')!r}: export it again")
     other = differences(manifest["machine"], machine_fields())

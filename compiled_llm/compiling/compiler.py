@@ -73,7 +73,7 @@ def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict
     """Compile for arguments like ``args``: an ``AOTCompiledFunction``, and facts about it as JSON values.
 
     Its ``fn`` is to be called, and ``to_bytes`` takes it. It is right for all dynamic sizes. Arguments on a GPU have to
-    be fake tensors, in a process that ``gpu_builds.py`` prepared.
+    be fake tensors, in a process that ``build_worker.py`` prepared.
     """
     before = compile_counts()
     examples = examples_of(args)

@@ -11,7 +11,7 @@ class Cost(NamedTuple):
     Attributes:
         own: of the process that compiles, which uses one core.
         cpp: of the C++ compilers that it starts; without headers, which are built once on a machine.
-        libraries: that these build: so many may run at the same time, once ``own`` is spent.
+        libraries: how many these build, all of them at once if there are cores, when ``own`` is spent.
     """
 
     own: float
@@ -30,7 +30,7 @@ class CostMeter:
         self._own, self._children = time.process_time(), _children_seconds()
 
     def cost(self, libraries: int, header_seconds: float) -> Cost:
-        """Until now. ``header_seconds``: of these, what building headers took."""
+        """What was spent until now, but for ``header_seconds``, which building headers took."""
         cpp = _children_seconds() - self._children - header_seconds
         return Cost(round(time.process_time() - self._own, 2), round(max(0.0, cpp), 2), libraries)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
 from compiled_llm.compiling.argument_specs import described_specs, settings
 from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.ops import native

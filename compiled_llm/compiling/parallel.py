@@ -4,12 +4,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from compiled_llm.compiling.build_processes import BuildProcesses
+from compiled_llm.compiling.build_processes import BuildProcesses, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.costs import Cost
 from compiled_llm.compiling.forecast import expected_cost, expected_start, finish_times
 from compiled_llm.compiling.keys import Fields
-from compiled_llm.compiling.messages import Job
 from compiled_llm.ops.user_warnings import at_callers_line, warn
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.system.resources import granted_cores
@@ -32,7 +31,7 @@ def build_missing(
 
     Args:
         num_workers: how many processes; None for one on each core where that is faster, 0 to leave all to this process.
-        processes: those that were started ahead; all have ended when this returns.
+        processes: that were started ahead; all have ended when this returns.
         needs_process: whether this process could not keep what it compiles itself, as that for a GPU.
 
     Returns what is left to this process: name -> what it should cost, None where that is not known.

@@ -1,7 +1,7 @@
-"""Grammars in processes of their own, so that one that needs too much time or memory ends alone.
+"""Grammars in processes of their own, so that a grammar that needs too much time or memory ends alone.
 
-``GrammarProcesses`` starts a process that reads the vocabulary (grammar_worker.py), and that one forks a process for
-each grammar. Only the last ``most`` of them are kept: a generation whose process was closed or killed goes over its
+``GrammarProcesses`` starts a process that reads the vocabulary (grammar_worker.py) and forks itself for each
+grammar. Only the last ``most`` of them are kept: a generation whose process was closed or killed goes over its
 tokens again in a new one. A generation fails if its process reached a limit, or if two ended while it was their turn.
 No torch here.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from compiled_llm.api.unservable import UnservableError
+from compiled_llm.api.argument_checks import UnservableError
 from compiled_llm.system.child_process import OUT_OF_MEMORY, Channel, ChildProcess, decoded, described_end, encoded
 
 # Messages that may be on their way to one process: more could fill the buffers of both directions.
@@ -76,8 +76,8 @@ class GrammarSource:
 
     Attributes:
         kind: "json", "regex" or "lark".
-        json_options: of "json": the library's, as (name, value).
-        limits: arguments of the library's ``LLParserLimits``, likewise.
+        json_options: of "json": the library's options, as (name, value).
+        limits: arguments of the library's ``LLParserLimits``, as (name, value).
         seconds: of processor time, to compile it.
         seconds_at_once, seconds_a_token: of processor time for what may follow, all generations together: so much at
             any time, and as much on average.
@@ -95,7 +95,7 @@ class GrammarSource:
 
 
 def bits(token_ids: Iterable[int], size: int) -> np.ndarray:
-    """int32 [ceil(size / 32)], with the bits of these tokens set."""
+    """int32 [ceil(size / 32)], with the bits of ``token_ids`` set."""
     found = np.zeros(-(-size // 32) * 32, np.uint8)
     found[list(token_ids)] = 1
     return np.packbits(found, bitorder="little").view("<i4").astype(np.int32)
@@ -337,9 +337,9 @@ class _Process:
                 self._receive()
 
     def close(self) -> None:
-        """Of any thread, also while another waits for an answer: it ends the waiting."""
+        """End the process. Any thread may call it, also while another waits for an answer, which ends the waiting."""
         self.is_open = False
-        if os.getpid() == self._owner:  # not in a fork of this process, whose sockets are the same
+        if os.getpid() == self._owner:  # not in a fork of this process, which has its sockets too
             with suppress(OSError):
                 self._channel.socket.shutdown(socket.SHUT_RDWR)
 

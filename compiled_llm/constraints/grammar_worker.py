@@ -221,10 +221,10 @@ class _State:
         self._restarted_at: int | None = None
 
     def accept(self, token_ids: Collection[int]) -> tuple[bytes, bool]:
-        """These tokens were generated. Returns which may follow, int32 [W], and whether none but eos tokens may.
+        """``token_ids`` were generated. Returns which may follow, int32 [W], and whether none but eos tokens may.
 
         Raises:
-            ValueError: these may not follow, none may though the text is not complete, or the library's limits are
+            ValueError: they may not follow, no token may though the text is not complete, or the library's limits are
                 reached.
         """
         for token_id in token_ids:

@@ -8,8 +8,8 @@ import importlib.util
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
+from compiled_llm.api.argument_checks import UnservableError
 from compiled_llm.api.structured_outputs import StructuredOutputsParams
-from compiled_llm.api.unservable import UnservableError
 from compiled_llm.constraints.grammar_processes import GrammarProcesses, GrammarSource, GrammarState, Vocabulary, bits
 
 if TYPE_CHECKING:

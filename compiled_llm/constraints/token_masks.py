@@ -17,7 +17,7 @@ class TokenMask:
     """The mask of one generation, token after token.
 
     Args:
-        allowed_token_ids: nothing but these; None: all of the vocabulary.
+        allowed_token_ids: the only tokens that may be generated; None: all of the vocabulary.
         bad_words: token sequences that are never completed.
         min_tokens: how many tokens come before any of ``stop_token_ids``.
         grammar: what it allows; ``accept`` and ``words`` pass it the tokens.
@@ -33,6 +33,7 @@ class TokenMask:
         stop_token_ids: Collection[int] = (),
         grammar: GrammarState | None = None,
     ) -> None:
+        self._vocab_size = vocab_size
         self._always = np.full(num_mask_words(vocab_size), 0xFFFFFFFF, dtype=np.uint32)
         if allowed_token_ids is not None:
             self._always = bits(allowed_token_ids, vocab_size).view(np.uint32)
@@ -49,7 +50,7 @@ class TokenMask:
         self._num_accepted = 0
 
     def copy(self, grammar: GrammarState | None) -> "TokenMask":
-        """The same for another generation, with its own state of the grammar. The words are shared."""
+        """A mask for another generation, with its own state of the grammar. The words are shared."""
         other = copy.copy(self)
         other._grammar, other._num_accepted = grammar, 0
         return other
@@ -71,8 +72,8 @@ class TokenMask:
                 self._grammar.accept(token_id)
             self._num_accepted = len(output_token_ids)
 
-    def words(self, output_token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
-        """int32 ``[ceil(V / 32)]``: bit v % 32 of word v // 32 says whether token v may follow.
+    def words(self, output_token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray | None:
+        """int32 ``[ceil(V / 32)]``: bit v % 32 of word v // 32 says whether token v may follow. None: no token may.
 
         Args:
             output_token_ids: the tokens known so far; all of them, if ``needs_last_token``.
@@ -91,7 +92,7 @@ class TokenMask:
         if banned:
             words = words.copy()
             _clear(words, banned)
-        return words.view(np.int32)
+        return words.view(np.int32) if allows_any(words, self._vocab_size) else None
 
 
 def allows_any(words: np.ndarray, vocab_size: int) -> bool:

@@ -1,23 +1,21 @@
 """Admission: a prompt and its parameters are checked against the model, and become a request to be served."""
 
 import dataclasses
-import functools
 import hashlib
-import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.argument_checks import UnservableError
+from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.structured_outputs import StructuredOutputsParams
-from compiled_llm.api.unservable import UnservableError
-from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState
-from compiled_llm.constraints.token_masks import TokenMask, allows_any
+from compiled_llm.constraints.mask_maker import MaskMaker
+from compiled_llm.constraints.token_masks import TokenMask
 from compiled_llm.engine.completions import Completion, UserRequest
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.request import Request, RequestId
 from compiled_llm.step.logits_transforms import LogitsTransform, field_rows
+from compiled_llm.text.output_text import OutputText
 from compiled_llm.text.prompts import (
     Capacity,
     EncodedPrompt,
@@ -27,10 +25,7 @@ from compiled_llm.text.prompts import (
     encode_prompt,
     encode_scored,
 )
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
-
-_MAX_BAD_WORD_CHARACTERS = 65_536  # of all words of a request together
-_MIN_GRAMMARS = 32  # that are kept compiled
+from compiled_llm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass
@@ -59,7 +54,7 @@ class PreparedRequest:
 
 
 class Admission:
-    """Makes requests for one model, in two parts. Any thread may ``prepare``, which may take long; the rest is quick.
+    """Makes requests for one model, in two parts. Any thread may ``prepare``, which may take long; ``admit`` is quick.
 
     Args:
         capacity: most tokens that a request can ever have.
@@ -71,25 +66,19 @@ class Admission:
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         transforms: Sequence[LogitsTransform],
+        limits: EngineLimits,
         capacity: int,
-        max_model_len: int,
-        max_num_seqs: int,
     ) -> None:
-        self._config = config
-        self._model_config = model_config
-        self._tokenizer = tokenizer
+        self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
         self._transforms = {transform.name: transform for transform in transforms}
-        limit = "max_model_len" if capacity == max_model_len else "size of the KV pool"
+        limit = "max_model_len" if capacity == limits.max_model_len else "size of the KV pool"
         self._capacity = Capacity(capacity, limit)
-        self._max_num_seqs = max_num_seqs
-        self._grammars: GrammarCompiler | None = None  # made for the first request that has a grammar
-        self._making_grammars = threading.Lock()
-        self._bad_words = functools.lru_cache(maxsize=32)(self._token_sequences)
+        eos_token_ids, vocab_size = model_config.eos_token_ids, model_config.vocab_size
+        self._masks = MaskMaker(config, tokenizer, vocab_size, eos_token_ids, limits.max_num_seqs)
 
     def close(self) -> None:
         """End the processes that follow grammars."""
-        if self._grammars is not None:
-            self._grammars.close()
+        self._masks.close()
 
     def prepare(self, prompt: Prompt | PreparedRequest, params: SamplingParams | None) -> PreparedRequest:
         """Check and encode a prompt, and compile what its parameters need.
@@ -109,40 +98,26 @@ class Admission:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
+        own = params.split_special_tokens
+        split = self._config.split_special_tokens if own is None else own
+        arguments = self._tokenizer, self._capacity
         if isinstance(prompt, ScoredPrompt):
-            return self._prepare_score(prompt, params)
-        split, keep = self._splits_special_tokens(params), params.truncate_prompt_tokens
-        encoded = encode_prompt(prompt, self._tokenizer, self._capacity, keep, split)
-        check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
+            encoded, score_start = encode_scored(prompt, *arguments, split)
+        else:
+            encoded, score_start = encode_prompt(prompt, *arguments, params.truncate_prompt_tokens, split), None
+        token_ids = encoded.token_ids
+        check_token_ids("prompt_token_ids", token_ids, self._model_config.vocab_size)
         self._check(params)
+        if score_start is not None:  # the last token is not computed, since nothing follows it
+            return PreparedRequest(encoded, params, frozenset(), len(token_ids) - 1, [None], [None], score_start)
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= frozenset(self._model_config.eos_token_ids)
         capacity = self._capacity.num_tokens
-        max_tokens = capacity if params.max_tokens is None else params.max_tokens
-        first = self._mask(params, stop_token_ids)
-        copies = [first and first.copy(self._start_grammar(params)) for _ in range(1, params.n)]
-        return PreparedRequest(
-            prompt=encoded,
-            params=params,
-            stop_token_ids=stop_token_ids,
-            max_num_tokens=min(len(encoded.token_ids) + max_tokens, capacity),
-            masks=[first, *copies],
-            texts=[self._text(encoded.token_ids, params) for _ in range(params.n)],
-        )
-
-    def _prepare_score(self, scored: ScoredPrompt, params: SamplingParams) -> PreparedRequest:
-        """The last token is not computed, since nothing follows it; all before it are the request's prompt."""
-        assert params.prompt_logprobs is not None
-        split = self._splits_special_tokens(params)
-        encoded, start = encode_scored(scored, self._tokenizer, self._capacity, split)
-        check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
-        self._check(params)
-        return PreparedRequest(encoded, params, frozenset(), len(encoded.token_ids) - 1, [None], [None], start)
-
-    def _splits_special_tokens(self, params: SamplingParams) -> bool:
-        own = params.split_special_tokens
-        return self._config.split_special_tokens if own is None else own
+        end = capacity if params.max_tokens is None else min(len(token_ids) + params.max_tokens, capacity)
+        masks = self._masks.masks(params, stop_token_ids, split)
+        texts = [self._text(token_ids, params) for _ in range(params.n)]
+        return PreparedRequest(encoded, params, stop_token_ids, end, masks, texts)
 
     def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> UserRequest:
         """The request with all its completions.
@@ -152,27 +127,30 @@ class Admission:
         """
         prepared.is_used = True
         params, (text, token_ids, cache_salt) = prepared.params, prepared.prompt
-        first_wanted = None if params.prompt_logprobs is None else prepared.score_start or 1
+        first_scored = None if params.prompt_logprobs is None else prepared.score_start or 1
         computed = token_ids if prepared.score_start is None else token_ids[:-1]
         seed = _derived(f"{self._config.seed}/{order}") if params.seed is None else params.seed
         completions = []
         for index, (mask, output_text) in enumerate(zip(prepared.masks, prepared.texts, strict=True)):
+            is_first = index == 0  # it computes the prompt for all
             request = Request(
-                request_id=request_id if index == 0 else f"{request_id}\0{index}",
+                request_id=RequestId(request_id, index),
                 prompt_token_ids=computed,
                 sampling_params=params,
-                seed=seed if index == 0 else _derived(f"{seed}/{index}"),
+                seed=seed if is_first else _derived(f"{seed}/{index}"),
                 stop_token_ids=prepared.stop_token_ids,
                 max_num_tokens=prepared.max_num_tokens,
                 arrival_time=time.monotonic(),
                 priority=priority,
                 cache_salt=cache_salt,
-                most_cached_tokens=first_wanted and first_wanted - 1,
+                mask=mask,
+                scored_token_ids=token_ids if first_scored and is_first else (),
+                num_scored=first_scored or 0,
                 waits_for_tokens=mask is not None and mask.needs_last_token,
-                keeps_blocks=index == 0 and params.n > 1,
+                keeps_blocks=is_first and params.n > 1,
             )
             completions.append(Completion(index, request, output_text, mask))
-        prompt_logprobs: list | None = None if first_wanted is None else [None] * first_wanted
+        prompt_logprobs: list | None = None if first_scored is None else [None] * first_scored
         return UserRequest(request_id, text, list(token_ids), params, completions, prompt_logprobs)
 
     def _check(self, params: SamplingParams) -> None:
@@ -203,66 +181,6 @@ class Admission:
         if self._tokenizer is None or not params.detokenize:
             return None
         return OutputText(self._tokenizer, token_ids, params)
-
-    def _mask(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenMask | None:
-        if not params.masks_tokens:
-            return None
-        vocab_size = self._model_config.vocab_size
-        grammar = self._start_grammar(params)
-        mask = TokenMask(
-            vocab_size,
-            allowed_token_ids=params.allowed_token_ids,
-            bad_words=self._bad_words(params.bad_words or (), self._splits_special_tokens(params)),
-            min_tokens=params.min_tokens,
-            stop_token_ids=stop_token_ids,
-            grammar=grammar,
-        )
-        if grammar is None and not allows_any(mask.words([], 0), vocab_size):
-            raise ValueError(
-                "allowed_token_ids, bad_words and min_tokens leave no token to begin with: allow one that is neither a "
-                "bad word nor ends the output"
-            )
-        return mask
-
-    def _start_grammar(self, params: SamplingParams) -> GrammarState | None:
-        if params.structured_outputs is None:
-            return None
-        assert isinstance(params.structured_outputs, StructuredOutputsParams)
-        assert self._tokenizer is not None
-        with self._making_grammars:
-            if self._grammars is None:
-                config = self._config
-                self._grammars = GrammarCompiler(
-                    self._tokenizer,
-                    self._model_config.vocab_size,
-                    self._model_config.eos_token_ids,
-                    max_seconds=config.max_grammar_seconds,
-                    max_bytes=config.max_grammar_bytes,
-                    most=max(_MIN_GRAMMARS, 2 * self._max_num_seqs),
-                )
-        return self._grammars.start(params.structured_outputs)
-
-    def _token_sequences(self, words: tuple[str, ...], split_special_tokens: bool) -> list[tuple[int, ...]]:
-        """How each word is spelled in tokens at the start of a text, and after a space where that is another way.
-
-        Special tokens in it are text, and special tokens too unless ``split_special_tokens``.
-        """
-        if not words:
-            return []
-        assert self._tokenizer is not None
-        length = sum(map(len, words))
-        if length > _MAX_BAD_WORD_CHARACTERS:
-            raise ValueError(
-                f"bad_words may have {_MAX_BAD_WORD_CHARACTERS} characters at most, all words together, given {length}"
-            )
-        texts = [text for word in words for text in (word, " " + word.lstrip())]
-        found = [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(texts, True)]
-        if () in found:
-            raise ValueError(f"bad_words must be strings that have tokens, given {shown(texts[found.index(())])}")
-        special = [] if split_special_tokens else list(filter(self._tokenizer.special_tokens_within, texts))
-        if special:
-            found += [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(special)]
-        return list(dict.fromkeys(found))
 
 
 def _derived(text: str) -> int:

@@ -14,12 +14,13 @@ import math
 import time
 from collections.abc import Sequence
 
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.admission import PreparedRequest
-from compiled_llm.scheduling.request import Request
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.scheduling.request import Request, RequestId
+from compiled_llm.text.output_text import OutputText
+from compiled_llm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,7 @@ class BeamGroup:
         token_ids = [*self._prompt_token_ids, *beam.token_ids]
         self._num_requests += 1
         return Request(
-            request_id=f"{self.request_id}\0{self._num_requests}",
+            request_id=RequestId(self.request_id, self._num_requests),
             prompt_token_ids=token_ids,
             sampling_params=self._params,
             seed=0,

@@ -10,8 +10,9 @@ from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, 
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.constraints.token_masks import TokenMask
 from compiled_llm.scheduling.request import Request, Status
-from compiled_llm.scheduling.step_result import LogprobRow
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.scheduling.worker import LogprobRow
+from compiled_llm.text.output_text import OutputText
+from compiled_llm.text.tokenizer import Tokenizer
 
 Logprobs = dict[int, Logprob]
 # Tokens whose text nobody sees before the end are decoded so many at a time.
@@ -26,7 +27,6 @@ class Completion:
         mask: None where every token may follow.
         logprobs: of the tokens that were read; None unless asked for.
         last_token_time: as ``StepLog.token_time`` gave it; None before the first token that the log sees.
-        failure: why it cannot go on, though its tokens could.
         num_read: output tokens whose text was read.
         read_at: with how many output tokens ``read_new_tokens`` is to be called, where nobody sees the text before.
     """
@@ -39,7 +39,6 @@ class Completion:
         self.logprobs: list[Logprobs] | None = None if request.sampling_params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self.last_token_time: float | None = None
-        self.failure: str | None = None
         self.num_read = 0
         self._may_end_anywhere = mask is not None or bool(request.sampling_params.stop)
         self.read_at: float = 0 if self._may_end_anywhere else _MOST_UNREAD if text is not None else math.inf
@@ -52,7 +51,7 @@ class Completion:
         return len(self.logprobs or ())
 
     def add_logprobs(self, logprobs: Logprobs) -> None:
-        """Those of the output's next token, which comes first in them."""
+        """Log-probabilities at the output's next token, which comes first in them."""
         assert self.logprobs is not None
         self.logprobs.append(logprobs)
         self.cumulative_logprob += next(iter(logprobs.values())).logprob
@@ -148,25 +147,8 @@ class UserRequest:
                 return False
         return True
 
-    @property
-    def most_cached_tokens(self) -> int | None:
-        """As that of ``Request``: the tokens before the first one whose log-probability is asked for and unknown."""
-        known = self.prompt_logprobs
-        return None if known is None or len(known) == len(self.prompt_token_ids) else len(known) - 1
-
-    def wanted_prompt_targets(self, start: int, count: int) -> tuple[int, list[int]]:
-        """For a step that computes ``count`` tokens from ``start`` on: (place, tokens) of ``prompt_targets``.
-
-        They are the prompt's tokens at ``start + 1..start + count`` whose log-probabilities are asked for and unknown.
-        """
-        known = self.prompt_logprobs
-        if known is None:
-            return 0, []
-        first = max(len(known), start + 1)
-        return first - start - 1, self.prompt_token_ids[first : start + count + 1]
-
     def add_prompt_logprobs(self, first: int, logprobs: Sequence[Logprobs]) -> None:
-        """Those of the prompt's tokens from ``first`` on; those that became known meanwhile stay."""
+        """Log-probabilities of the prompt's tokens from ``first`` on; what became known meanwhile stays."""
         assert self.prompt_logprobs is not None
         assert first <= len(self.prompt_logprobs), "log-probabilities of some tokens of the prompt were left out"
         self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - first :]
@@ -191,7 +173,7 @@ class UserRequest:
         )
 
     def _metrics(self, finished: bool) -> RequestMetrics:
-        """Those of now: the same object from step to step, as long as nothing of it changes."""
+        """The metrics of now: one object from step to step, as long as nothing of it changes."""
         first, *others = (completion.request for completion in self.completions)
         counts = first.num_preemptions, first.num_recomputed_tokens, first.num_swapped_tokens
         end = first.finished_time if finished else None

@@ -1,17 +1,13 @@
 """EngineCore: the loop below CompiledEngine. It takes the scheduler and the worker from one step to the next."""
 
-import math
 import time
 from collections import deque
 from typing import Any
 
-import numpy as np
-
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.constraints.token_masks import allows_any
 from compiled_llm.engine.beam_search import BeamGroup
 from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
-from compiled_llm.engine.faults import is_out_of_memory
+from compiled_llm.engine.failures import is_out_of_memory
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.roofline import windows_of
@@ -20,21 +16,14 @@ from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
-from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.state_pool import StatePool
-from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.scheduling.window_pool import WindowPool
-from compiled_llm.scheduling.worker import Worker, WorkerFacts
+from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts
 from compiled_llm.text.tokenizer import Tokenizer
 
-# Why a request ends whose log-probabilities are no numbers.
-_NOT_FINITE = (
-    'the model\'s logits are not finite (NaN or infinity): see whether dtype="float32" helps, and whether the '
-    "checkpoint is damaged"
-)
 _NONE: tuple[None, None] = None, None
 
 
@@ -65,10 +54,9 @@ class EngineCore:
         self.launched: deque[tuple[SchedulerOutput, Any]] = deque()
         self.counts = EngineCounts()
         self.log = StepLog(windows=windows_of(model_config))
-        self._completions: dict[str, tuple[UserRequest, Completion]] = {}  # by the id that the scheduler knows
-        self._told_more: set[str] = set()  # of these: those that have masks, or are asked about their prompts
-        self._beams: dict[str, BeamGroup] = {}  # likewise
-        self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed
+        self._completions: dict[Request, tuple[UserRequest, Completion]] = {}
+        self._beams: dict[Request, BeamGroup] = {}
+        self._advanced: deque[Request] = deque()  # requests that got a token or ended, and are still to be processed
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
@@ -78,9 +66,7 @@ class EngineCore:
         self._count(entry.completions[0].request)
         self.entries[entry.request_id] = entry
         for completion in entry.completions:
-            self._completions[completion.request.request_id] = entry, completion
-            if completion.mask is not None or entry.prompt_logprobs is not None:
-                self._told_more.add(completion.request.request_id)
+            self._completions[completion.request] = entry, completion
 
     def _count(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -120,8 +106,7 @@ class EngineCore:
         """A request has ended."""
         self.scheduler.end_forking(entry.requests[0])
         for request in entry.requests:
-            del self._completions[request.request_id]
-            self._told_more.discard(request.request_id)
+            del self._completions[request]
         del self.entries[entry.request_id]
         self.counts.num_finished += 1
 
@@ -143,25 +128,25 @@ class EngineCore:
     def add_beams(self, group: BeamGroup) -> None:
         """Queue a beam search. When it ``has_all`` after a step, ``advance_beams``."""
         request = group.start()
-        self._beams[request.request_id] = group
+        self._beams[request] = group
         self._count(request)
 
     def advance_beams(self, group: BeamGroup) -> bool:
         """Start the next beams of a group that ``has_all`` continuations. False when its search is over."""
         parents = group.requests
         for parent, child in group.advance():
-            self._beams[child.request_id] = group
+            self._beams[child] = group
             self.scheduler.fork(parent, child)
         for parent in parents:
             self.scheduler.end_forking(parent)
-            del self._beams[parent.request_id]
+            del self._beams[parent]
         return bool(group.requests)
 
     def end_beams(self, group: BeamGroup) -> None:
         for request in group.requests:
             self.scheduler.finish(request, "abort")
             self.scheduler.end_forking(request)
-            self._beams.pop(request.request_id, None)
+            self._beams.pop(request, None)
         self.counts.num_finished += 1
 
     # -- Inside
@@ -176,7 +161,6 @@ class EngineCore:
         self.counts.schedule_seconds += time.perf_counter() - started
         if self.config.check_invariants:
             check_step(self.scheduler, output)
-        output = self._with_masks_and_targets(output)
         try:
             if output.request_ids:
                 self.launched.append((output, self.worker.launch(output)))
@@ -188,11 +172,12 @@ class EngineCore:
             self._fail_steps(error)
             return
         started = time.perf_counter()
+        requests = self.scheduler.in_flight[0]
         advanced = self.scheduler.update(output, result)
         if result.logprobs is not None:
-            self._read_logprobs(output, result, advanced)
+            self._read_logprobs(requests, output, result, advanced)
         if result.prompt_logprobs is not None:
-            self._read_prompt_logprobs(output, result)
+            self._read_prompt_logprobs(requests, output, result)
         self.counts.schedule_seconds += time.perf_counter() - started
         if self.config.check_invariants:
             check_scheduler(self.scheduler)
@@ -205,83 +190,40 @@ class EngineCore:
             scheduler, pool = self.scheduler, self.scheduler.pool
             self.log.record_state(pool.num_used, pool.num_cached, len(scheduler.running), scheduler.num_waiting)
 
-    def _with_masks_and_targets(self, output: SchedulerOutput) -> SchedulerOutput:
-        """A scheduled step with what the scheduler does not know of: masks, and prompt tokens to give scores of."""
-        if not self._told_more:
-            return output
-        masks, targets, moved_sinks = [], [], dict(output.moved_sinks)
-        for index, request_id in enumerate(output.request_ids):
-            if request_id not in self._told_more:
-                continue
-            entry, completion = self._completions[request_id]
-            if completion.mask is not None and output.num_samples[index]:
-                words = self._mask_words(completion)
-                if words is not None:
-                    masks.append((index, words))
-            if index in moved_sinks:
-                continue  # the targets after these tokens were there before
-            if entry.prompt_logprobs is not None and completion is entry.completions[0]:
-                start, count = output.num_computed_tokens[index], output.num_scheduled_tokens[index]
-                place, wanted = entry.wanted_prompt_targets(start, count)
-                if wanted:
-                    targets.append((index, place, tuple(wanted)))
-        if not masks and not targets:
-            return output
-        return output._replace(masks=tuple(masks), prompt_targets=tuple(targets))
-
-    def _mask_words(self, completion: Completion) -> np.ndarray | None:
-        """The mask of its next token: int32 ``[ceil(V / 32)]``. None: it fails once the step is done."""
-        request, mask = completion.request, completion.mask
-        assert mask is not None
-        # The token to be chosen is counted in num_tokens already.
-        num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
-        try:
-            words = mask.words(request.output_token_ids, num_output_tokens)
-        except Exception as error:  # of a grammar's library: this request fails, and no other
-            completion.failure = f"{type(error).__name__}: {error}"
-            return None
-        if allows_any(words, self.model_config.vocab_size):
-            return words
-        completion.failure = "bad_words and allowed_token_ids leave no token to go on with"
-        return None
-
-    def _read_logprobs(self, output: SchedulerOutput, result: StepResult, advanced: list[Request]) -> None:
-        """Hand out the log-probabilities of the tokens that a step sampled."""
+    def _read_logprobs(
+        self, requests: list[Request], output: SchedulerOutput, result: StepResult, advanced: list[Request]
+    ) -> None:
+        """Hand out the log-probabilities of the tokens that a step of ``requests`` sampled."""
         assert result.logprobs is not None
-        first_row_of = dict(zip(output.request_ids, output.first_rows(), strict=True))
+        first_row_of = dict(zip(requests, output.first_rows(), strict=True))
         for request in advanced:
-            wanted, request_id = request.sampling_params.logprobs, request.request_id
+            wanted = request.sampling_params.logprobs
             if wanted is None or request.finish_reason == "error":
                 continue
-            row, has_text = first_row_of[request_id], request.sampling_params.detokenize
-            if request_id in self._completions:
-                completion = self._completions[request_id][1]
+            row, has_text = first_row_of[request], request.sampling_params.detokenize
+            if request in self._completions:
+                completion = self._completions[request][1]
                 for token_id in request.output_token_ids[completion.num_logprobs :]:
                     values = result.logprobs.row(row)
                     completion.add_logprobs(self._logprob_reader.read(values, token_id, wanted, has_text))
                     row += 1
-            elif request_id in self._beams:
+            elif request in self._beams:
                 _, _, top_logprobs, top_ids = result.logprobs.row(row)
-                self._beams[request_id].take(request, top_ids, top_logprobs)
+                self._beams[request].take(request, top_ids, top_logprobs)
 
-    def _read_prompt_logprobs(self, output: SchedulerOutput, result: StepResult) -> None:
-        """Hand out the log-probabilities of a step's ``prompt_targets``."""
+    def _read_prompt_logprobs(self, requests: list[Request], output: SchedulerOutput, result: StepResult) -> None:
+        """Hand out the log-probabilities of the ``prompt_targets`` of a step of ``requests``."""
         assert result.prompt_logprobs is not None
         rows = zip(*result.prompt_logprobs, strict=True)
         for index, place, targets in output.prompt_targets:
             found = [next(rows) for _ in targets]
-            entry = self._completions.get(output.request_ids[index], (None, None))[0]
+            entry = self._completions.get(requests[index], _NONE)[0]
             if entry is None or entry.params.prompt_logprobs is None:
                 continue
             count, has_text = entry.params.prompt_logprobs, entry.params.detokenize
             tokens = zip(found, targets, strict=True)
             read_all = [self._logprob_reader.read(row, token_id, count, has_text) for row, token_id in tokens]
             entry.add_prompt_logprobs(output.num_computed_tokens[index] + place + 1, read_all)
-            completion = entry.completions[0]
-            self.scheduler.allow_cache(completion.request, entry.most_cached_tokens)
-            if not completion.request.generates and any(math.isnan(row[0]) for row in found):
-                completion.failure = _NOT_FINITE
-                self.scheduler.counts.num_not_finite_failures += 1
 
     def _process_advanced(self) -> None:
         """Process the requests that got tokens or ended."""
@@ -290,10 +232,10 @@ class EngineCore:
         gaps = []
         while advanced:
             request = advanced.popleft()
-            entry, completion = completions.get(request.request_id, _NONE)
-            if entry is None or completion is None or completion.request is not request:  # a beam, or aborted meanwhile
-                if request.request_id in self._beams and request.finish_reason == "error":
-                    self._beams[request.request_id].failure = str(request.stop_reason)
+            entry, completion = completions.get(request, _NONE)
+            if entry is None or completion is None:  # a beam, or aborted meanwhile
+                if request in self._beams and request.finish_reason == "error":
+                    self._beams[request].failure = str(request.stop_reason)
                 continue
             if request.generates:
                 if completion.last_token_time is not None:
@@ -301,17 +243,17 @@ class EngineCore:
                 completion.last_token_time = now
             # Where nobody sees this token yet, it is read with later ones.
             is_due = len(request.output_token_ids) >= completion.read_at or not entry.waits_for_the_end
-            if is_due or request.status is Status.FINISHED or completion.failure is not None:
+            if is_due or request.status is Status.FINISHED or request.pending_error is not None:
                 self._process(request, entry, completion)
         self.log.gaps.extend(gaps)
         self.counts.output_seconds += time.perf_counter() - started
 
     def _process(self, request: Request, entry: UserRequest, completion: Completion) -> None:
         """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
-        if completion.failure is not None and request.finish_reason != "error":
+        if request.pending_error is not None and request.finish_reason != "error":
             if request.generates:
                 self._keep_output(completion, len(request.output_token_ids) - 1)  # the last was chosen without a mask
-            self.scheduler.end(request, "error", completion.failure)
+            self.scheduler.end(request, "error", request.pending_error)
         try:
             stop = completion.read_new_tokens()
             if stop is not None:
@@ -378,9 +320,8 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: CheckedDr
     return Scheduler(
         limits,
         pool,
-        prefix_cache=PrefixCache(
-            pool, limits.block_size, enabled=config.enable_prefix_caching, facts=facts.block_contents
-        ),
+        prefix_caching=config.enable_prefix_caching,
+        block_contents=facts.block_contents,
         swap_pool=BlockPool(facts.num_swap_blocks, states=StatePool(facts.num_swap_slots)),
         preemption_mode=config.preemption_mode,
         policy=config.scheduling_policy,

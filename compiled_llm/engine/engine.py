@@ -1,5 +1,6 @@
 """CompiledEngine: prompts in, outputs out."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,18 +8,19 @@ from tqdm import tqdm
 
 from compiled_llm.api.argument_checks import integer
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.outputs import EngineStats, RequestOutput, ScoreOutput
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.checkpoint.model_files import DEMO_MODEL as DEMO_MODEL
 from compiled_llm.checkpoint.model_files import checkpoint_directory
+from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
 from compiled_llm.engine.check import CheckReport, check
 from compiled_llm.engine.failures import warn_if_all_failed
 from compiled_llm.engine.scoring import score_output, scoring_params
 from compiled_llm.engine.step_engine import StepEngine
-from compiled_llm.models.registry import code_of
+from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork, windows_of
@@ -36,6 +38,7 @@ from compiled_llm.text.prompts import (
 )
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.profiler import StepProfiler
+from compiled_llm.worker.runner import ModelRunner
 
 
 class CompiledEngine(StepEngine):
@@ -60,7 +63,7 @@ class CompiledEngine(StepEngine):
         runner = self.runner
         cache_bytes = bytes_per_layer(self.model_config, runner.cache_dtypes)
         state_bytes = bytes_per_slot(self.model_config, runner.dtype)
-        self._work = ModelWork.of(self.model_config, runner.steps.weights, cache_bytes, state_bytes)
+        self._work = ModelWork.of(self.model_config, _weights_of(self), cache_bytes, state_bytes)
         self.reset_report()
 
     # -- Serving lists of prompts
@@ -351,7 +354,13 @@ class CompiledEngine(StepEngine):
         """
         integer("profile_steps", profile_steps, 0, 1000)
         profiler = StepProfiler(profile_steps, self.runner.device) if profile_steps else None
-        self.runner.profiler = profiler
+        if isinstance(self.runner, ModelRunner):
+            self.runner.profiler = profiler
+        elif profile_steps:
+            raise ValueError(
+                f"profile_steps must be 0 with worker={self.config.worker!r} (the profiler has to be in the process "
+                f"that runs the steps), given {profile_steps}: use worker='inline'"
+            )
         with self._interrupts:
             self._core.reset_log(StepLog(profiler.pauses if profiler else None, windows_of(self.model_config)))
         self._stats_before = self.stats()
@@ -387,6 +396,16 @@ class CompiledEngine(StepEngine):
             )
 
     def trace(self) -> dict[str, Any]:
-        """The shapes of all steps since the start or ``reset_report``, as ``scripts/tune_buckets.py`` reads them."""
+        """The shapes of all steps since the start or ``reset_report``, as ``compiled-llm tune buckets`` reads them."""
         model = self.config.model or "the bundled model"
         return make_trace(self._core.log, self.runner.limits, self.compile_report(), model, self.runner.device)
+
+
+def _weights_of(engine: StepEngine) -> Any:
+    """The weights that steps run with; of another process, what is known of them without their numbers."""
+    runner = engine.runner
+    if isinstance(runner, ModelRunner):
+        return runner.steps.weights
+    config = dataclasses.replace(engine.model_config, max_position_embeddings=runner.limits.max_model_len)
+    linears = linears_of(engine.config, engine.model_config, runner.device, runner.dtype)
+    return family_of(config).describe(config, runner.dtype, linears).weights

@@ -50,7 +50,7 @@ class EngineThread:
         # The only thing that other threads touch. It may be put to anywhere, by the garbage collector too.
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._preparing: dict[str, OutputReader] = {}  # of requests that the engine does not have yet
-        self._readers: dict[str, OutputReader] = {}  # of those that it has
+        self._readers: dict[str, OutputReader] = {}  # of requests that it has
         self._ids = itertools.count()
         self._reason: tuple[str, BaseException | None] | None = None  # why it has ended
         self._pools = {kind: ThreadPoolExecutor(count, f"compiled_llm {kind}") for kind, count in _THREADS.items()}

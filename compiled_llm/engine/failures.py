@@ -1,4 +1,4 @@
-"""A warning for calls whose requests all failed, since a program that prints the texts would print nothing."""
+"""What the engine says of requests that failed: a warning where all of a call did, and whether memory ran out."""
 
 from collections.abc import Sequence
 
@@ -23,3 +23,24 @@ def warn_if_all_failed(outputs: Sequence[RequestOutput]) -> None:
     if len(reasons) > _MAX_REASONS:
         reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} other reasons"]
     warn(f"{whole} of this call failed: {'; '.join(reasons)}", RequestsFailedWarning)
+
+
+# How memory that could not be had is told by Python, CUDA, torch's allocator for CPUs, C++ and the system.
+_OUT_OF_MEMORY = (
+    "memoryerror",
+    "outofmemoryerror",
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out: Python's, torch's on any device, or one of a worker process.
+
+    Only Python and torch's CUDA have types for it, and what comes from another process has lost its type.
+    """
+    text = f"{type(error).__name__}: {error}".lower()
+    return isinstance(error, MemoryError) or any(part in text for part in _OUT_OF_MEMORY)

@@ -32,7 +32,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._handlers: dict[int, Handler] = {}  # those that are replaced
+        self._handlers: dict[int, Handler] = {}  # the handlers that are replaced
         self._waiting: dict[int, tuple[Handler, float]] = {}  # signals that came: their handlers, and when
 
     def __enter__(self) -> "Interrupts":

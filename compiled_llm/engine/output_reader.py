@@ -11,7 +11,7 @@ from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.text.prompts import Prompt
 
-# Outputs of a request that wait to be read. For a slower reader the newest of these is replaced, or grows by a delta.
+# Outputs of a request that wait to be read. For a slower reader the newest unread one is replaced, or grows by a delta.
 _MAX_UNREAD = 16
 
 

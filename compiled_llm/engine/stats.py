@@ -7,12 +7,12 @@ from compiled_llm.api.outputs import EngineStats
 from compiled_llm.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from compiled_llm.worker.times import RunnerTimes
+    from compiled_llm.worker.runner import RunnerTimes
 
 
 @dataclasses.dataclass
 class EngineCounts:
-    """The engine's own counts since it was made; scheduler and runner have theirs. Names as in ``EngineStats``."""
+    """The engine's own counts since it was made. Scheduler and runner have more; all have names of ``EngineStats``."""
 
     num_requests: int = 0
     num_finished: int = 0
@@ -28,23 +28,13 @@ class EngineCounts:
     def stats(self, scheduler: Scheduler, times: "RunnerTimes") -> EngineStats:
         """All counts together, and the state now."""
         pool, prefix_cache, counts = scheduler.pool, scheduler.prefix_cache, scheduler.counts
-        own = dataclasses.asdict(self)
+        own = dataclasses.asdict(self) | dataclasses.asdict(counts) | dataclasses.asdict(times)
         own["num_output_tokens"] += counts.num_accepted_draft_tokens  # beyond one for each request and step
         return EngineStats(
             **own,
             num_waiting=scheduler.num_waiting,
             num_running=len(scheduler.running),
-            num_padding_tokens=times.num_padding_tokens,
             num_preemptions=scheduler.num_preemptions,
-            num_recompute_preemptions=counts.num_recompute_preemptions,
-            num_swap_preemptions=counts.num_swap_preemptions,
-            num_recomputed_tokens=counts.num_recomputed_tokens,
-            num_swapped_out_tokens=counts.num_swapped_out_tokens,
-            num_swapped_in_tokens=counts.num_swapped_in_tokens,
-            num_draft_tokens=counts.num_draft_tokens,
-            num_accepted_draft_tokens=counts.num_accepted_draft_tokens,
-            num_not_finite_failures=counts.num_not_finite_failures,
-            num_unexplained_faults=counts.num_unexplained_faults,
             prefix_queried_tokens=prefix_cache.num_queried_tokens,
             prefix_hit_tokens=prefix_cache.num_hit_tokens,
             num_evictions=pool.num_evictions,
@@ -58,7 +48,4 @@ class EngineCounts:
             used_slots=pool.states.num_used,
             cached_slots=pool.states.num_free - len(pool.states.empty_slots()),
             num_snapshot_evictions=pool.states.num_evictions,
-            prepare_seconds=times.prepare_seconds,
-            launch_seconds=times.launch_seconds,
-            execute_seconds=times.execute_seconds,
         )

@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from compiled_llm.api.argument_checks import integer
+from compiled_llm.api.argument_checks import UnservableError, integer
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.error_texts import shown
 from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.unservable import UnservableError
 from compiled_llm.checkpoint.generation_config import (
     default_sampling_params,
     listed,
@@ -33,6 +32,7 @@ from compiled_llm.system.progress import StartProgress
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
 from compiled_llm.worker.runner import ModelRunner
+from compiled_llm.worker.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,7 +69,11 @@ class StepEngine:
             self.model_config, note = with_end_of_text(self.model_config, self.tokenizer)
             for line in (*self.tokenizer.notes, *note):
                 progress.line(line)
-        self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
+        self.runner: ModelRunner | WorkerProcess
+        if config.worker == "process":
+            self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens)
+        else:
+            self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, drafter)
         self._closed = False
         self._own_process = OwnProcess()
@@ -79,9 +83,8 @@ class StepEngine:
             self.model_config,
             self.tokenizer,
             self.runner.transforms,
+            self.runner.limits,
             self.scheduler.request_capacity,
-            self.runner.limits.max_model_len,
-            self.runner.limits.max_num_seqs,
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._suggested_sampling = suggested_sampling(directory)
@@ -93,6 +96,13 @@ class StepEngine:
         self._dropped: deque[StreamReference] = deque()  # streams that were garbage collected
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
+
+    @property
+    def own_runner(self) -> ModelRunner:
+        """The model runner, for what reads its tensors or code. Raises ``ValueError`` if another process has it."""
+        if not isinstance(self.runner, ModelRunner):
+            raise ValueError('worker must be "inline" here, given "process": this reads what the runner holds')
+        return self.runner
 
     @property
     def scheduler(self) -> Scheduler:
@@ -160,10 +170,10 @@ class StepEngine:
         """Raise what ``add_request`` raises whatever the prompt is. ``preparing``: ids that will be added before it."""
         self._check_open()
         longest = self.config.max_request_id_length
-        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
+        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest
         if not is_name or request_id in self._core.entries or request_id in preparing:
             raise ValueError(
-                f"request_id must be a non-empty str without NUL of at most {longest} characters (the engine's "
+                f"request_id must be a non-empty str of at most {longest} characters (the engine's "
                 f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
             )
         self._check_room(1, len(preparing))
@@ -323,7 +333,7 @@ class StepEngine:
     def _for_each(
         self, prompts: Iterable[tuple[str, Any]], function: Callable[[str, Any], None], raise_on_error: bool
     ) -> dict[str, RequestOutput]:
-        """Call ``function`` with each (request id, prompt). Returns the outputs of those that it refuses, by id."""
+        """Call ``function`` with each (request id, prompt). Returns the outputs of prompts that it refuses, by id."""
         refused = {}
         for request_id, prompt in prompts:
             self._interrupts.take()

@@ -5,6 +5,7 @@ describes. So a model of any size takes little memory.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,6 +86,21 @@ def properties_of(gpu: Gpu) -> GpuProperties:
         gpu.name, *gpu.capability, gpu.num_sms, gpu.memory_bytes, gpu.l2_bytes, gpu.registers, gpu.threads,
         gpu.sm_bytes, gpu.block_bytes,
     )  # fmt: skip
+
+
+def with_bucket(engine: EngineConfig, model: ModelConfig, name: str) -> EngineConfig:
+    """``engine`` on a GPU, and with the bucket ``name`` among its own."""
+    match = re.fullmatch(r"(decode|tokens)_([1-9]\d*)", name)
+    if match is None:
+        raise ValueError(f"--bucket must be decode_<size> or tokens_<size>, given {name!r}")
+    engine = dataclasses.replace(engine, device="cuda", model=None)
+    limits = EngineLimits.resolve(engine, model.max_position_embeddings, STEP_DEFAULTS["cuda"])
+    if name in {bucket.name for bucket in buckets_of(limits)}:
+        return engine
+    size = int(match[2])
+    if match[1] == "decode":
+        return dataclasses.replace(engine, bucket_sizes=tuple(sorted({*(engine.bucket_sizes or ()), size})))
+    return dataclasses.replace(engine, token_bucket_sizes=tuple(sorted({*(engine.token_bucket_sizes or ()), size})))
 
 
 def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> FakeStep:

@@ -28,7 +28,7 @@ BESIDES = frozenset(
 )
 
 
-class Part(NamedTuple):
+class CodePart(NamedTuple):
     """Attributes:
 
     place: "main" for the main loop: of the innermost ones outside of ``BESIDES`` with most matrix products the
@@ -50,7 +50,7 @@ class Flow(NamedTuple):
 
     code: Code
     loop: Code | None
-    parts: tuple[Part, ...]
+    parts: tuple[CodePart, ...]
 
 
 class _Block(NamedTuple):
@@ -85,7 +85,7 @@ def read_flow(instructions: Sequence[Instruction]) -> Flow:
             place = "task"
         looped = place != "main" and any(main is None or not loops[main] <= loop for loop in around)
         keyed.setdefault((place, looped, functions[n], looping[n]), []).append(block)
-    parts = tuple(Part(*key, _code(instructions, of_part)) for key, of_part in keyed.items())
+    parts = tuple(CodePart(*key, _code(instructions, of_part)) for key, of_part in keyed.items())
     return Flow(code_of(instructions), None if main is None else bodies[main], parts)
 
 

@@ -1,6 +1,6 @@
 """Times that were measured on a GPU, beside the estimates of the same step's launches.
 
-``scripts/bench/bench_kernels.py --json`` writes what ran, in its order. The same order is estimated here. Both are
+``compiled-llm bench kernels --json`` writes what ran, in its order. The same order is estimated here. Both are
 aligned by what a launch is: a kernel of the project's by its name, one of Inductor's by its name without the number
 at its end (which depends on how many layers were generated), and all others by their kind, since libraries choose
 kernels of any name. What has no partner is not left out in silence.
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 
 
 def read_measured(path: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What bench_kernels wrote. ``asked``: values that it must have, as "shape", "batch_size" and "context".
+    """What ``bench kernels`` wrote. ``asked``: values that it must have, as "shape", "batch_size" and "context".
 
     Raises:
         ValueError: the file is something else, or of another step.
@@ -62,14 +62,14 @@ def read_measured(path: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--measured {path}: {error}") from None
     if not isinstance(result, dict) or result.get("benchmark") != "kernels" or "in_order" not in result:
-        raise ValueError(f"--measured {path}: not a result of bench_kernels.py --json")
+        raise ValueError(f"--measured {path}: not a result of compiled-llm bench kernels --json")
     others = [
         f"{name} {result.get(name)!r}, asked {value!r}" for name, value in asked.items() if result.get(name) != value
     ]
     if others:
         raise ValueError(f"--measured {path} is of another step: {'; '.join(others)}; measure or inspect the same")
     if "gpu" not in result.get("machine", {}):
-        raise ValueError(f"--measured {path}: it was measured on a CPU; run bench_kernels.py --device cuda")
+        raise ValueError(f"--measured {path}: it was measured on a CPU; run compiled-llm bench kernels --device cuda")
     return result
 
 

@@ -19,6 +19,14 @@ from compiled_llm.offline.modes import MODES, as_flags, faster_but_rounded, mode
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
 CHECKED_ROWS = 4
 ORDER_WINDOW = 16_384
+_SELDOM = {
+    "--retry-errors",
+    "--order-window",
+    "--max-faults",
+    "--report-profile-steps",
+    "--trace",
+    "--remeasure-limits",
+}
 _RANGES = {
     "report_profile_steps": (0, 1000),
     "order_window": (1, 10**6),
@@ -27,16 +35,23 @@ _RANGES = {
 }
 
 
+def flag_parser(program: str) -> FlagParser:
+    """The parser of the command's flags."""
+    parser = FlagParser(prog=program, description="Serve files of rows, and write a result for each.")
+    _add_arguments(parser)
+    parser.seldom |= _SELDOM
+    add_sampling_arguments(parser, **DEFAULT_SAMPLING)
+    add_engine_arguments(parser)
+    return parser
+
+
 def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, as far as they can be checked by themselves. A bad one ends the program with status 2.
 
     Returns:
         With ``mode_text``, which says what ``--mode`` stands for; None without one.
     """
-    parser = FlagParser(prog=program, description="Serve files of rows, and write a result for each.")
-    _add_arguments(parser)
-    add_engine_arguments(parser)
-    add_sampling_arguments(parser, **DEFAULT_SAMPLING)
+    parser = flag_parser(program)
     args = parser.parse_args(arguments)
     if args.mode is not None:
         args = _with_mode(parser, arguments, args)
@@ -93,10 +108,10 @@ def _device_type(device: str) -> Literal["cpu", "cuda"]:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command itself."""
-    add = parser.add_argument
-    add("--input", nargs="+", metavar="FILE", help="rows to serve, - for standard input (default: bundled prompts)")
+    add = parser.add_argument_group("rows").add_argument
+    add("--input", nargs="+", metavar="FILE", help="rows to serve, - for stdin (default: bundled prompts)")
     add("--output", type=Path, metavar="FILE.jsonl", help="write a JSON row for each row of the input")
-    add("--ordered", action="store_true", help="when all rows are there, put them in the order of the input")
+    add("--ordered", action="store_true", help="put the rows in the order of the input at the end")
     add("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")
     add("--retry-errors", action="store_true", help="with --resume, serve the rows again that ended as an error")
     add(
@@ -107,6 +122,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read so many rows ahead, and serve those that begin alike near each other; 1: the given order "
         f"(default: {ORDER_WINDOW})",
     )
+    add = parser.add_argument_group("run").add_argument
     add(
         "--max-faults",
         type=int,
@@ -119,30 +135,31 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="serve with N engines, each in a process of its own with its share of the cores, or a GPU (default: 1)",
+        help="serve with N engines: each in a process of its own with its share of the cores, or a GPU (default: 1)",
     )
     add(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="run the engines of --workers on the machines of the Ray cluster at HOST:PORT; without ADDRESS: that of "
+        help="run the engines of --workers on a Ray cluster: the one at HOST:PORT; without ADDRESS: that of "
         "RAY_ADDRESS, else a new one of this machine alone",
     )
     add(
         "--mode",
         choices=MODES,
-        help="sizes that go together, shown as flags at the start; flags that are given go before. Results stay as "
+        help="sizes that go together: shown as flags at the start; flags that are given go before. Results stay as "
         "without it",
     )
     parser.set_defaults(mode_text=None)
     add("--quiet", action="store_true", help="print the summary only")
-    add("--details", action="store_true", help="print also what was compiled, what takes memory, and a long summary")
+    add("--details", action="store_true", help="print also what was compiled, and a long summary")
     add("--report", type=Path, metavar="DIR", help="write a report of the run there, as HTML and JSON")
     profiled = "for the report, run N steps of each bucket a second time under torch's profiler (default: 4)"
     add("--report-profile-steps", type=int, metavar="N", help=profiled)
-    add("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for tune_buckets.py")
+    add("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for compiled-llm tune buckets")
     remeasure = "measure the machine's limits even if they are known"
     add("--remeasure-limits", action="store_true", help=remeasure)
-    check = f"compare compiled, uncompiled and transformers on the first {CHECKED_ROWS} rows of --input, or on our own"
+    check = f"""compare with transformers on a few rows: compiled steps, uncompiled steps and transformers on the first
+        {CHECKED_ROWS} rows of --input, or on our own"""
     add("--check", action="store_true", help=check)

@@ -1,12 +1,13 @@
-"""The manifest of a run: what decides its results, in a file beside the output. A resumed run must have the same.
+"""The manifest of a run: what decides its results, in a file beside the output. A resumed run must have an equal one.
 
-What changes no token is in it for information: the names of files, sizes of buckets, chunks and pools, since a request
-has the same tokens in any company, and the versions of packages.
+What changes no token is in it for information: the names of files, the versions of packages, and sizes of buckets,
+chunks and pools, since a request's tokens do not depend on the requests beside it.
 """
 
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.models.files import MAX_JSON_BYTES, read_json
-from compiled_llm.offline.output_file import sync_directory
-from compiled_llm.offline.process import naming
+from compiled_llm.checkpoint.model_files import checkpoint_directory, model_directory
+from compiled_llm.checkpoint.stored_tensors import locate
+from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, read_json
+from compiled_llm.offline.files import create_beside, naming, sync_directory
 from compiled_llm.offline.reading import STDIN, InputFile
-from compiled_llm.offline.side_files import create_beside
+from compiled_llm.text.tokenizer_files import files_of
 
 FORMAT = 1
 # Engine arguments that decide which tokens a row has. The model and the tokenizer are known by their digests.
@@ -30,11 +32,9 @@ DECIDING = (
 )
 _KEYS = {"format", "inputs", "engine", "sampling"}  # of a manifest, of whatever format
 _PACKAGES = ("compiled-llm", "torch", "transformers")
-_NAMED_INPUTS = 3  # of those that differ
-
-
-def manifest_path(output: Path) -> Path:
-    return output.with_name(f"{output.name}.manifest.json")
+_NAMED_INPUTS = 3  # of the inputs that differ
+_CONFIGS = ("config.json", "generation_config.json")
+_SAMPLE_BYTES = 4096  # of each tensor, for the digest of a model
 
 
 def make_manifest(
@@ -50,7 +50,7 @@ def make_manifest(
     Args:
         sampling: sampling parameters of the run.
         device: the kind that ``config.device`` comes to: "cpu" or "cuda".
-        digests: as ``model_digest.digests_of`` gives them.
+        digests: as ``digests_of`` gives them.
 
     Raises:
         OSError: a file cannot be read.
@@ -223,3 +223,69 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+# -- Digests
+
+
+def digests_of(config: EngineConfig) -> dict[str, str]:
+    """The ``model_digest`` and the ``tokenizer_digest`` of the files that a config names, as "model" and "tokenizer".
+
+    Raises:
+        ValueError, OSError: as these two raise them.
+    """
+    directory = checkpoint_directory(config)
+    return {
+        "model": model_digest(directory, config.load_format),
+        "tokenizer": tokenizer_digest(config, directory),
+    }
+
+
+def model_digest(directory: Path, load_format: str) -> str:
+    """SHA-256, in hex, of the configs; and of each tensor its name, dtype, shape and 4 KiB in the middle of its data.
+
+    So it tells checkpoints apart that differ in the training of any tensor, and not those that differ in a few values
+    of one. To read all the data would take as long as to load it.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
+        OSError: it cannot be read.
+    """
+    stored_tensors = [] if load_format == "dummy" else locate(directory).values()
+    tensors = sorted(stored_tensors, key=lambda tensor: (tensor.path, tensor.offset))
+    digest = hashlib.sha256()
+    for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
+        stored = list(group)
+        with open_file(path) as file:
+            ends = [tensor.offset for tensor in stored[1:]] + [file.seek(0, 2)]
+            for tensor, end in zip(stored, ends, strict=True):
+                digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
+                file.seek(tensor.offset + max(0, end - tensor.offset - _SAMPLE_BYTES) // 2)
+                digest.update(file.read(min(_SAMPLE_BYTES, end - tensor.offset)))
+    _add_files(digest, [path for name in _CONFIGS if (path := directory / name).is_file()])
+    return digest.hexdigest()
+
+
+def tokenizer_digest(config: EngineConfig, directory: Path) -> str:
+    """SHA-256, in hex, of all files of the tokenizer.
+
+    Args:
+        directory: of the model, which has them unless ``config`` names another.
+
+    Raises:
+        ValueError: there is no such directory, or a file is no regular one or too large.
+        OSError: one cannot be read.
+    """
+    if config.tokenizer is not None:
+        directory = model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer")
+    digest = hashlib.sha256()
+    _add_files(digest, sorted(path for path in files_of(directory) if path.is_file()))
+    return digest.hexdigest()
+
+
+def _add_files(digest: "hashlib._Hash", paths: Sequence[Path]) -> None:
+    for path in paths:
+        with open_file(path, MAX_TOKENIZER_BYTES) as file:
+            content = file.read()
+        digest.update(f"{path.name} {len(content)}\n".encode())
+        digest.update(content)

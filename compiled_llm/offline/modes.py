@@ -1,6 +1,6 @@
 """Modes by name: sizes that go together, for short answer times or for many tokens a second.
 
-A mode sets sizes alone, so the results are those without it. What rounds weights or the KV cache is asked for by name.
+A mode sets sizes alone, so it changes no result. What rounds weights or the KV cache is asked for by name.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def faster_but_rounded(mode: str, given: Mapping[str, Any]) -> str:
     """A line that names the flags which trade accuracy for more of what ``mode`` is for; empty where there are none.
 
     Args:
-        given: engine arguments; those that round already are not named.
+        given: engine arguments; a flag is not named if its argument rounds already.
     """
     defaults = {"quantization": None, "kv_cache_dtype": "auto"}
     left = {name: value for name, value in _FASTER_FLAGS.items() if given[name] == defaults[name]}

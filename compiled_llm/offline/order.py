@@ -1,4 +1,4 @@
-"""The order in which rows are served: those that begin alike one after the other, and long ones first at the end.
+"""The order in which rows are served: rows that begin alike one after the other, and at the end long ones first.
 
 Rows that share a prefix share its keys and values as long as the KV pool holds them. In a file of many prefixes in
 random order the pool may be full of others before one comes again. And a long row that is served last runs alone, in
@@ -21,7 +21,7 @@ _ID_BYTES = 40  # of a token id in memory: its number, its place in the list, it
 
 @dataclasses.dataclass
 class OrderGain:
-    """What the order brings: characters of prompts that are the same as at the start of the prompt before.
+    """What the order brings: characters that prompts share with the start of the prompt before.
 
     Attributes:
         characters: of all prompts.
@@ -48,7 +48,7 @@ def ordered_for_speed(rows: Iterator[Row], window: int, most_tokens: int | None,
     """The rows, window by window; more urgent ones first.
 
     Args:
-        window: rows that are read ahead. A row is served with those of its window, so none waits for ever.
+        window: rows that are read ahead. A row is served before the next window begins, so none waits for ever.
         most_tokens: ``max_tokens`` of rows that have none of their own; None: as many as fit.
         gain: is added to.
     """
@@ -81,9 +81,12 @@ def ordered_for_speed(rows: Iterator[Row], window: int, most_tokens: int | None,
 def _longest_first(
     rows: Sequence[Row], texts: Mapping[int, str], most_tokens: int | None, common: int = 0, levels: int = _MOST_LEVELS
 ) -> list[Row]:
-    """Rows in the order of their texts -> those that begin alike still together, but the longest ones first.
+    """The longest rows first, but rows that begin alike still together.
 
-    Of rows that all share their first ``common`` characters, some are alike in more: these stay together too.
+    Args:
+        rows: in the order of their texts.
+        common: the number of characters that all ``rows`` share at their start. Some share more: they stay together.
+        levels: of groups within groups that may follow.
     """
     groups = [[rows[0]]]
     for one, other in itertools.pairwise(rows):

@@ -11,18 +11,53 @@ import os
 import stat
 import sys
 import time
+from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from compiled_llm.offline.answers import LONGEST_START, index_of, is_error
-from compiled_llm.offline.in_order import lines_in_order
-from compiled_llm.offline.process import naming
-from compiled_llm.offline.row_set import RowSet
-from compiled_llm.offline.side_files import create_beside
+from compiled_llm.offline.files import create_beside, naming, sync_directory
+from compiled_llm.offline.formats import LONGEST_START, index_of, is_error
 
 SYNC_SECONDS = 5.0
 _STARTS = (b'{"index": ', b'{"id": "batch_req_')  # of all lines that a run writes
 _WRITTEN_BYTES = 2**20
+_CHUNK_BITS = 16  # 65,536 rows, in 8 KiB
+_CHUNK_MASK = (1 << _CHUNK_BITS) - 1
+
+
+class RowSet:
+    """A set of row numbers, a bit each: 10,000,000 take 1.3 MB, a few 8 KiB each at most, however large they are."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, bytearray] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, index: int) -> bool:
+        chunk = self._chunks.get(index >> _CHUNK_BITS)
+        return chunk is not None and bool(chunk[(index & _CHUNK_MASK) >> 3] & 1 << (index & 7))
+
+    def add(self, index: int) -> bool:
+        """Put it in; returns whether it is new."""
+        chunk = self._chunks.get(index >> _CHUNK_BITS)
+        if chunk is None:
+            chunk = self._chunks[index >> _CHUNK_BITS] = bytearray(1 << _CHUNK_BITS - 3)
+        place, bit = (index & _CHUNK_MASK) >> 3, 1 << (index & 7)
+        if chunk[place] & bit:
+            return False
+        chunk[place] |= bit
+        self._count += 1
+        return True
+
+    @property
+    def highest(self) -> int | None:
+        """The largest number; None of an empty set."""
+        if not self._chunks:
+            return None
+        last = max(self._chunks)
+        return (last << _CHUNK_BITS) + int.from_bytes(self._chunks[last], "little").bit_length() - 1
 
 
 class OutputFile:
@@ -37,7 +72,7 @@ class OutputFile:
 
     Attributes:
         done: rows that it has a line of.
-        num_failed: how many of these are errors.
+        num_failed: how many of the lines are errors.
         is_new: it was not there.
 
     Raises:
@@ -128,7 +163,7 @@ class OutputFile:
             OSError: the file cannot be written anew; it is left as it is.
         """
         if not self._is_in_order:
-            self._replace(lines_in_order(self._descriptor, self._lines(), len(self.done)))
+            self._replace(_lines_in_order(self._descriptor, self._lines(), len(self.done)))
 
     def describe(self) -> str:
         """For a run that ends before its rows do."""
@@ -207,7 +242,7 @@ class OutputFile:
         self._size += len(line)
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """Go on with a file that has these lines.
+        """Go on with a file that has ``lines`` alone.
 
         They are written to a file beside it, which takes its place when it is whole on disk. So at any moment one of
         the two has the name, and for a while the disk holds both.
@@ -233,12 +268,36 @@ class OutputFile:
 
 
 def _may_be_ours(start: bytes) -> bool:
-    """Whether these bytes may be the start of a line of a run; it may be cut off anywhere, and be empty.
+    """Whether ``start`` may be the start of a line of a run, cut off anywhere; it may be empty.
 
     What follows a line that was cut off when a machine went down may be zeros: a file system may know the size of a
     file before its content is on the disk.
     """
     return any(start.startswith(known[: len(start)]) for known in _STARTS)
+
+
+def _lines_in_order(descriptor: int, lines: Iterable[bytes], num_rows: int) -> Iterator[bytes]:
+    """The lines of an output file in the order of their rows, each read a second time from its place: 16 bytes a row.
+
+    Args:
+        descriptor: of the file.
+        lines: all its lines, from its start on.
+        num_rows: the file must have the rows from 0 to ``num_rows`` - 1.
+
+    Raises:
+        ValueError: it has other rows.
+        OSError: it cannot be read.
+    """
+    starts, sizes = array("q", bytes(8 * num_rows)), array("q", bytes(8 * num_rows))
+    start = 0
+    for line in lines:
+        index = index_of(line)
+        if index >= num_rows:
+            raise ValueError(f"row {index} is in the file, and one of the first {num_rows} rows is not")
+        starts[index], sizes[index] = start, len(line)
+        start += len(line)
+    for start, size in zip(starts, sizes, strict=True):
+        yield os.pread(descriptor, size, start)
 
 
 def _write_lines(descriptor: int, lines: Iterable[bytes]) -> None:
@@ -257,18 +316,6 @@ def _write_all(descriptor: int, content: bytes) -> None:
     written = 0
     while written < len(content):
         written += os.write(descriptor, content[written:])
-
-
-def sync_directory(directory: Path) -> None:
-    """Let the names of files in a directory survive that the machine goes down."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot: they keep names by themselves
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _take_lock(descriptor: int, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""An engine for Ray Data: answers beside the rows of a dataset, for those whose data goes through Ray Data anyway.
+"""An engine for Ray Data: answers beside the rows of a dataset, for data that goes through Ray Data anyway.
 
 ``compiled-llm batch --ray`` is the way to serve a file: one output, in which each row is written when it ends, with a
 manifest. ``scripts/serve_ray_data.py`` shows this one, with Ray Data's checkpoints.
@@ -11,14 +11,13 @@ from typing import Any
 import pyarrow  # type: ignore[import-untyped]
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
 from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.offline.formats import ROW_KEYS, row_of_object
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
-from compiled_llm.offline.row_formats import ROW_KEYS, row_of_object
-from compiled_llm.offline.rows import Row
-from compiled_llm.offline.run_sampling import run_sampling
-from compiled_llm.offline.serving import RowIterator, RowServer, check_faults
-from compiled_llm.offline.table_rows import table_rows
+from compiled_llm.offline.reading import table_rows
+from compiled_llm.offline.rows import Row, RowIterator
+from compiled_llm.offline.serving import RowServer, check_faults, run_sampling
 
 _INDEX = "index"
 _ADDED = ("answer", "error")
@@ -37,7 +36,7 @@ class RayDataEngine:
     - ``error``, a string: why the row has no result; null if it has one.
 
     Args:
-        sampling: arguments of ``SamplingParams``, over those that the checkpoint suggests; those of a row go before.
+        sampling: arguments of ``SamplingParams``, before what the checkpoint suggests; a row's own go before both.
         max_faults: as ``--max-faults``.
         **engine: arguments of ``CompiledEngine``.
 
@@ -74,7 +73,7 @@ class RayDataEngine:
         return batch
 
     def close(self) -> None:
-        """As ``CompiledEngine.close``."""
+        """Give back what the engine holds, as ``CompiledEngine.close`` does."""
         self._engine.close()
 
 

@@ -1,8 +1,8 @@
 """Workers on the machines of a Ray cluster: an actor each, which starts the worker's process beside it.
 
-The actor passes messages on, nothing else. So a worker is the same process as one on this machine, no port is opened
-but Ray's own, and an engine that crashes leaves an actor that says how. The driver keeps everything that must survive:
-any machine but its own may go at any time.
+The actor passes messages on, nothing else. So a worker's process is the one that local_workers.py starts, no port is
+opened but Ray's own, and an engine that crashes leaves an actor that says how. The driver keeps everything that must
+survive: any machine but its own may go at any time.
 """
 
 import argparse
@@ -83,7 +83,7 @@ class RayCluster:
         return max(1, min(num_workers, max(self._cores()) // cores_each))
 
     def _cores(self) -> list[int]:
-        """Of each machine that has some."""
+        """Cores of each machine that has some."""
         cores = [int(node["Resources"].get("CPU", 0)) for node in self.ray.nodes() if node["Alive"]]
         return [number for number in cores if number > 0] or [1]
 
@@ -149,7 +149,7 @@ class RayProcesses:
 
     def __init__(self, cluster: RayCluster, needs: Mapping[str, int]) -> None:
         self._ray, self._needs = cluster.ray, dict(needs)
-        # Messages to a worker keep their order, and do not wait for those from it.
+        # Messages to a worker keep their order, and do not wait for messages from it.
         groups = {"to": 1, "from": 1}
         self._host = self._ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)(_Host)
         self._actors: dict[int, Any] = {}

@@ -1,28 +1,31 @@
 """Files of rows, read as a stream: .jsonl, .txt and .parquet, each of the first two also as .gz and .zst.
 
-At most one line, or one batch of a Parquet file, is in memory at once, whatever the files hold.
+A compressed file that is cut off or damaged is an ``OSError``, never a shorter file. At most one line, or one batch of
+a Parquet file, is in memory at once, whatever the files hold.
 """
 
 import codecs
 import contextlib
 import dataclasses
+import gzip
 import importlib
+import io
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-from compiled_llm.offline.compressed import COMPRESSIONS, decompressed
-from compiled_llm.offline.process import naming
-from compiled_llm.offline.row_formats import row_of_object, row_of_text
+from compiled_llm.offline.files import naming
+from compiled_llm.offline.formats import row_of_object, row_of_text
 from compiled_llm.offline.rows import Row
-from compiled_llm.offline.table_rows import table_rows
 
 MOST_LINE_BYTES = 2**26
 _BUFFER_BYTES = 2**20
 _PARQUET_ROWS = 256  # of a batch
 _KINDS = (".jsonl", ".txt", ".parquet")
+_COMPRESSIONS = (".gz", ".zst")
 STDIN = "-"
 
 
@@ -55,7 +58,7 @@ class InputFile:
         if name == STDIN:
             return cls(name)
         path = Path(name)
-        compression = path.suffix if path.suffix in COMPRESSIONS else ""
+        compression = path.suffix if path.suffix in _COMPRESSIONS else ""
         kind = path.with_suffix("").suffix if compression else path.suffix
         if kind not in _KINDS or (kind == ".parquet" and compression):
             raise ValueError(
@@ -176,7 +179,7 @@ class RowReader:
         raw: BinaryIO = sys.stdin.buffer if file.name == STDIN else open(file.name, "rb", _BUFFER_BYTES)  # noqa: SIM115
         self._open_file = None if file.name == STDIN else raw
         try:
-            stream = decompressed(raw, file.compression)
+            stream = _decompressed(raw, file.compression)
             number = 0
             while line := stream.readline(MOST_LINE_BYTES + 1):
                 number += 1
@@ -189,6 +192,8 @@ class RowReader:
                 yield number, line.removesuffix(b"\n")
         except OSError as error:
             raise OSError(f"--input {file.name}: {error.strerror or error}") from error
+        except (EOFError, zlib.error) as error:  # of gzip
+            raise OSError(f"--input {file.name}: it cannot be decompressed: {error}") from error
         finally:
             self._open_file = None
             if file.name != STDIN:
@@ -207,22 +212,6 @@ class RowReader:
                         yield Row(self.num_rows, name, error=str(values))
                     else:
                         yield row_of_object(self.num_rows, name, values)
-
-
-@contextlib.contextmanager
-def _open_table(file: InputFile) -> Iterator[Any]:
-    """A ``pyarrow.parquet.ParquetFile``. ``OSError`` if it cannot be read, also later."""
-    parquet, pyarrow = importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow")
-    try:
-        with parquet.ParquetFile(file.name) as content:
-            yield content
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:  # the last one: a name of a column
-        raise OSError(f"--input {file.name}: {error}") from error
-
-
-def _num_table_rows(file: InputFile) -> int:
-    with _open_table(file) as content:
-        return content.metadata.num_rows
 
 
 def _is_row(line: bytes | None) -> bool:
@@ -253,3 +242,99 @@ def _skip_line(stream: BinaryIO) -> None:
     """Pass over the rest of a line."""
     while (rest := stream.readline(_BUFFER_BYTES)) and not rest.endswith(b"\n"):
         pass
+
+
+# -- Compressed files
+
+
+def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
+    """The content of a compressed file, as a stream; ``raw`` itself where ``compression`` is ""."""
+    if compression == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    return io.BufferedReader(_ZstdStream(raw), _BUFFER_BYTES) if compression == ".zst" else raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """Frame after frame. The library's own stream takes a frame that is cut off for the end of the file."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._library = importlib.import_module("zstandard")
+        self._raw = raw
+        self._frame: Any = None  # that is being read
+        self._compressed = b""
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            self._compressed = self._compressed or self._raw.read(_BUFFER_BYTES // 8)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise OSError("it cannot be decompressed: it is cut off")
+                return 0
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._content = memoryview(self._frame.decompress(self._compressed))
+            except self._library.ZstdError as error:
+                raise OSError(f"it cannot be decompressed: {error}") from error
+            self._compressed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+
+# -- Tables
+
+
+@contextlib.contextmanager
+def _open_table(file: InputFile) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile``. ``OSError`` if it cannot be read, also later."""
+    parquet, pyarrow = importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow")
+    try:
+        with parquet.ParquetFile(file.name) as content:
+            yield content
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:  # the last one: a name of a column
+        raise OSError(f"--input {file.name}: {error}") from error
+
+
+def _num_table_rows(file: InputFile) -> int:
+    with _open_table(file) as content:
+        return content.metadata.num_rows
+
+
+def table_rows(table: Any) -> Iterator[dict[str, Any] | ValueError]:
+    """For each row its values by the names of the columns, without nulls; or why it cannot be read.
+
+    Args:
+        table: a ``pyarrow.Table`` or a ``RecordBatch`` of one.
+    """
+    try:
+        rows = [_without_nulls(values) for values in table.to_pylist()]
+    except Exception:  # whatever one cell raises: a date that Python has not, text that is not UTF-8
+        yield from (_row_by_cells(table, index) for index in range(table.num_rows))
+    else:
+        yield from rows
+
+
+def _without_nulls(value: Any) -> Any:
+    """Objects without the keys whose value is null: columns that a row has no value of."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _row_by_cells(table: Any, index: int) -> dict[str, Any] | ValueError:
+    values = {}
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        try:
+            values[name] = _without_nulls(column[index].as_py())
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return ValueError(
+                f"{name:.100} must be a value of JSON, and its {column.type} cannot be read as one: {reason:.200}"
+            )
+    return _without_nulls(values)

@@ -12,35 +12,63 @@ from typing import Any
 from compiled_llm.api.command_line import engine_config, errors_end, sampling_arguments
 from compiled_llm.checkpoint.model_files import DEMO_MODEL, checkpoint_directory, has_tokenizer
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.offline.display import Display
-from compiled_llm.offline.file_checks import check_writable
+from compiled_llm.offline.display import Display, PrintedResults, print_summary, run_rows
+from compiled_llm.offline.files import check_writable, manifest_path
 from compiled_llm.offline.flags import CHECKED_ROWS
-from compiled_llm.offline.local_engine import LocalEngine
 from compiled_llm.offline.local_workers import LocalProcesses, local_settings, visible_gpus
-from compiled_llm.offline.manifest import (
-    check_manifest,
-    check_replaceable,
-    make_manifest,
-    manifest_path,
-    write_manifest,
-)
-from compiled_llm.offline.model_digest import digests_of
+from compiled_llm.offline.manifest import check_manifest, check_replaceable, digests_of, make_manifest, write_manifest
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.output_file import OutputFile
-from compiled_llm.offline.process import GuardedStream, StopSignals
-from compiled_llm.offline.progress import RunProgress
 from compiled_llm.offline.ray_workers import RayCluster, RayProcesses, ray_settings
 from compiled_llm.offline.reading import RowReader
-from compiled_llm.offline.results import Results
-from compiled_llm.offline.rows import Row
-from compiled_llm.offline.run_sampling import run_sampling
-from compiled_llm.offline.serving import check_faults
-from compiled_llm.offline.summary import print_summary, run_rows
+from compiled_llm.offline.rows import Row, RowIterator, RowResult, RunProgress
+from compiled_llm.offline.serving import LocalEngine, check_faults, run_sampling
 from compiled_llm.offline.workers import WorkerEngines
+from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.worker.device import resolve_device
 
 BUNDLED_PROMPTS = DEMO_MODEL / "prompts.jsonl"
 _OBSERVE_SECONDS = 0.25
+_NAMED_FAILURES = 20
+
+
+class Results:
+    """What becomes of results: lines of the output file, or text on stdout; and a count of each.
+
+    Args:
+        output: where the lines go; None: they are printed in the order of the input, if ``shown``.
+    """
+
+    def __init__(self, output: OutputFile | None, shown: bool, progress: RunProgress) -> None:
+        self._output, self.progress = output, progress
+        self._printed = PrintedResults() if shown and output is None else None
+
+    def add(self, result: RowResult) -> None:
+        """``OSError`` if it cannot be written."""
+        self.progress.add(result)
+        if self._output is not None:
+            self._output.write(result.index, result.line, result.error is not None)
+        if result.error is not None:
+            self._name_failure(result)
+        if self._printed is not None:
+            self._printed.add(result.index, None if result.error is not None else result.line)
+
+    def sync_if_due(self) -> None:
+        """Let ``OutputFile.sync_if_due`` look at its clock, also while no row ends."""
+        if self._output is not None:
+            self._output.sync_if_due()
+
+    def close(self) -> None:
+        """No more will come: print what waits for rows that have none."""
+        if self._printed is not None:
+            self._printed.end()
+
+    def _name_failure(self, result: RowResult) -> None:
+        """Say why a row failed, on stderr: of the first ones, or of all where there is no file that has the reasons."""
+        if self._output is None or self.progress.failed <= _NAMED_FAILURES:
+            print(f"{result.name} failed: {result.error}", file=sys.stderr)
+        elif self.progress.failed == _NAMED_FAILURES + 1:
+            print("More rows failed: --output has the reason of each", file=sys.stderr)
 
 
 def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: StopSignals) -> int:
@@ -126,9 +154,9 @@ def serve(
     stdout: GuardedStream,
     args: argparse.Namespace,
 ) -> None:
-    """Serve ``rows`` until they end, or until a signal comes and those that run have ended.
+    """Serve ``rows`` until they end, or until a signal comes and the rows that run have ended.
 
-    Without an output file a failure of ``stdout``, where the results go then, does the same.
+    Without an output file the results go to ``stdout``: then its failure stops the run as a signal does.
 
     Raises:
         EngineFaultsError: faults of a kind ended more rows than ``--max-faults`` allows.
@@ -141,7 +169,7 @@ def serve(
 
     display = Display(sys.stderr, shown=args.progress != "off")
     with signals.gracefully(), contextlib.closing(results), display:
-        for result in engine.serve(rows, is_stopped):
+        for result in engine.serve(RowIterator(rows, is_stopped)):
             if result is not None:
                 results.add(result)
             if result is not None and result.error is not None:
@@ -202,7 +230,7 @@ def start_engines(
         "arguments": args.arguments,
         "sampling": sampling,
         "directory": os.getcwd(),
-        "digests": {} if cluster is None else digests,  # on this machine they are the same
+        "digests": {} if cluster is None else digests,  # other machines may have another model at its path
     }
     if cluster is not None:
         settings = ray_settings(args, cluster, common)

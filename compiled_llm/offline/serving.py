@@ -1,18 +1,32 @@
-"""The loop of an offline run: rows from a source go through an engine, and each ends as a result or as an error."""
+"""Serving with one engine of this process: rows from a source go through it; each ends as a result or as an error."""
 
+import argparse
 import dataclasses
 import hashlib
+import json
+import os
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import psutil
+
+from compiled_llm.api.command_line import engine_config
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.checkpoint.generation_config import default_sampling_params, listed, suggested_sampling, with_room
+from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.offline.answers import answer_line, error_line
-from compiled_llm.offline.progress import RowResult
-from compiled_llm.offline.rows import Row
-from compiled_llm.offline.token_texts import TokenTexts
+from compiled_llm.offline.display import detailed_rows, engine_rows, one_of_many
+from compiled_llm.offline.flags import DEFAULT_SAMPLING
+from compiled_llm.offline.formats import answer_line, error_line
+from compiled_llm.offline.openai_batch import TokenTexts
+from compiled_llm.offline.rows import Row, RowResult, RowSource, RunProgress
+from compiled_llm.report import machine_limits
+from compiled_llm.report.report import RunReport
 from compiled_llm.text.prompts import Prompt
 
 QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler
@@ -22,46 +36,11 @@ class EngineFaultsError(Exception):
     """The engine failed more often than is allowed."""
 
 
-class RowSource(Protocol):
-    """Where rows come from.
-
-    Attributes:
-        ended: no row will come any more.
-        stopped: rows that have not begun are to be dropped, those that run to be finished.
-    """
-
-    @property
-    def ended(self) -> bool: ...
-
-    @property
-    def stopped(self) -> bool: ...
-
-    def take(self, wait: bool) -> Row | None:
-        """The next row. None: there is none now; with ``wait``, which waits for one, there will be none any more."""
-
-
-class RowIterator:
-    """The rows of an iterator as a source. ``is_stopped`` is asked before each row."""
-
-    def __init__(self, rows: Iterator[Row], is_stopped: Callable[[], bool] = lambda: False) -> None:
-        self._rows, self._is_stopped = rows, is_stopped
-        self.ended = False
-
-    @property
-    def stopped(self) -> bool:
-        return self._is_stopped()
-
-    def take(self, wait: bool) -> Row | None:
-        row = None if self.ended or self.stopped else next(self._rows, None)
-        self.ended = row is None
-        return row
-
-
 class RowServer:
     """Serves rows with one engine.
 
     Args:
-        sampling: sampling parameters of the run; those of a row go before.
+        sampling: sampling parameters of the run; a row's own go before.
 
     Attributes:
         faults: how many rows ended for each kind of fault, and not for one of their own.
@@ -135,7 +114,7 @@ class RowServer:
             params = SamplingParams(**{**self._sampling, **row.sampling})
         if params.seed is not None or params.greedy:
             return params
-        # From the row's index, not from how many rows came before it: a resumed run gives the same tokens.
+        # From the row's index, not from how many rows came before it: a resumed run must not change a token.
         digest = hashlib.sha256(f"{self._engine.config.seed}/{row.index}".encode()).digest()
         return dataclasses.replace(params, seed=int.from_bytes(digest[:8], "little", signed=True))
 
@@ -171,3 +150,111 @@ def check_faults(faults: Mapping[str, int], most: int) -> None:
                 f"{count} rows ended for the same kind of fault ({kind}), and --max-faults allows {most}: the model, "
                 "the memory or the machine may be broken; the errors of these rows say more"
             )
+
+
+def run_sampling(config: EngineConfig, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The sampling parameters of a run: each as it is given, else as the checkpoint suggests, else by default.
+
+    Returns:
+        Arguments of ``SamplingParams``, and a text of them that names generation_config.json where it decides.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+    suggested = suggested_sampling(checkpoint_directory(config))
+    suggested = {name: value for name, value in suggested.items() if name not in given}
+    default_sampling_params(suggested)  # its error message names the file
+    room = with_room(suggested, int(DEFAULT_SAMPLING["max_tokens"]))
+    sampling = {**DEFAULT_SAMPLING, **room, **given}
+    SamplingParams(**sampling)
+    others = {name: sampling[name] for name in {**DEFAULT_SAMPLING, **given} if name not in suggested}
+    parts = [listed(others)] + [f"by generation_config.json: {listed(suggested)}"] * bool(suggested)
+    return sampling, "; ".join(filter(None, parts))
+
+
+class LocalEngine:
+    """Starts an engine, serves rows, and reports what it did.
+
+    Args:
+        args: flags of the command.
+        sampling: sampling parameters of the run.
+
+    Raises:
+        ValueError, OSError: as the engine raises them.
+    """
+
+    def __init__(self, args: argparse.Namespace, sampling: Mapping[str, Any]) -> None:
+        self._args = args
+        self._engine = CompiledEngine.from_config(engine_config(args))
+        self._server = RowServer(self._engine, sampling)
+        self._start_seconds = time.time() - psutil.Process().create_time()  # of the process: imports count
+
+    def prepare_report(self) -> None:
+        """Measure the machine's limits and start the engine's log, if the flags ask for them.
+
+        Raises:
+            RuntimeError: the limits cannot be measured.
+        """
+        args, runner = self._args, self._engine.runner
+        if args.report is not None or args.remeasure_limits:
+            machine_limits.measured(runner.device, runner.dtype, remeasure=args.remeasure_limits)
+        if args.report is not None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler writes its stages to the terminal else
+            steps = 4 if args.report_profile_steps is None else args.report_profile_steps
+            self._engine.reset_report(profile_steps=steps)
+
+    def describe_start(self) -> str:
+        return f"{self._engine.compile_report()}\n\n{self._engine.memory_report()}"
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._engine.runner.limits.max_num_seqs
+
+    def serve(self, source: RowSource) -> Iterator[RowResult | None]:
+        """Each row's result as the row ends, and None after each step."""
+        return self._server.serve(source)
+
+    def faults(self) -> dict[str, int]:
+        """How many rows ended for each kind of fault, and not for one of their own."""
+        return dict(self._server.faults)
+
+    def observe(self, progress: RunProgress) -> None:
+        """Set what ``progress`` says of the engine."""
+        stats = self._engine.stats()
+        progress.running, progress.waiting = stats.num_running, stats.num_waiting
+        progress.kv_share = stats.used_blocks / stats.num_kv_blocks
+
+    def finish(self) -> tuple[dict[str, str], bool]:
+        """Write what ``--report`` and ``--trace`` ask for.
+
+        Returns:
+            Rows of the summary about the engine, and whether all was written.
+        """
+        engine, args = self._engine, self._args
+        # Known limits are measured again if this run shows that they are too low. Unknown ones only with --report.
+        known = machine_limits.cached(engine.runner.device, engine.runner.dtype) is not None
+        report = engine.report(measure_limits=known or args.report is not None)
+        is_written = self._write(report)
+        if args.report is not None and is_written:
+            print(f"\nReport: {args.report / 'report.html'}")
+        if args.details:
+            return detailed_rows(engine, report, self._start_seconds), is_written
+        rows = engine_rows(engine, report, self._start_seconds)
+        return one_of_many(rows) if args.workers > 1 or args.ray is not None else rows, is_written
+
+    def _write(self, report: RunReport) -> bool:
+        """Whether the report and the trace were written, where they are asked for."""
+        args, is_written = self._args, True
+        for flag, path in (("--report", args.report), ("--trace", args.trace)):
+            try:
+                if path is not None and flag == "--report":
+                    report.write(path)
+                elif path is not None:
+                    path.write_text(json.dumps(self._engine.trace(), indent=1) + "\n")
+            except OSError as error:
+                print(f"error: {flag} {path}: {error}", file=sys.stderr)
+                is_written = False
+        return is_written
+
+    def close(self) -> None:
+        self._engine.close()

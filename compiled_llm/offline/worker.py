@@ -19,8 +19,7 @@ from typing import Any
 
 from compiled_llm.api.command_line import engine_config
 from compiled_llm.offline.flags import parse_arguments
-from compiled_llm.offline.progress import RowResult, RunProgress
-from compiled_llm.offline.rows import Row, row_from_json
+from compiled_llm.offline.rows import Row, RowResult, RunProgress
 from compiled_llm.system.child_process import Channel, decoded, encoded
 
 FLUSH_RESULTS = 64  # results that are sent together at most
@@ -49,7 +48,7 @@ class SocketRows:
                 message = self._messages.get(block=wait and not self._rows)
             except queue.Empty:
                 break
-            self._rows.extend(map(row_from_json, message.get("rows", ())))
+            self._rows.extend(Row(**values) for values in message.get("rows", ()))
             self.stopped |= "stop" in message
             self._is_last |= is_last(message)
             if self.stopped:
@@ -110,7 +109,7 @@ def run_worker(connection: socket.socket) -> None:
     if args.report is not None:
         args.report /= f"worker-{settings['number']}"
     try:
-        from compiled_llm.offline.local_engine import LocalEngine  # it loads torch, after the affinity is set
+        from compiled_llm.offline.serving import LocalEngine  # it loads torch, after the affinity is set
 
         check_digests(args, settings["digests"])
         engine = LocalEngine(args, settings["sampling"])
@@ -121,7 +120,7 @@ def run_worker(connection: socket.socket) -> None:
     with contextlib.closing(engine):
         ready = {"max_num_seqs": engine.max_num_seqs, "description": engine.describe_start()}
         send_results(channel, [], {"ready": ready})
-        for result in engine.serve_source(source):
+        for result in engine.serve(source):
             if result is not None:
                 results.append(result)
             if results and (result is None or len(results) >= FLUSH_RESULTS):
@@ -134,8 +133,8 @@ def run_worker(connection: socket.socket) -> None:
 
 
 def check_digests(args: argparse.Namespace, digests: Mapping[str, str]) -> None:
-    """``ValueError`` unless the model and the tokenizer on this machine have these digests; an empty mapping: any."""
-    from compiled_llm.offline.model_digest import digests_of  # it loads torch
+    """``ValueError`` unless the model and the tokenizer on this machine have ``digests``, if any are given."""
+    from compiled_llm.offline.manifest import digests_of  # it loads torch
 
     if digests:
         found = digests_of(engine_config(args))

@@ -8,13 +8,12 @@ writes, and a row that has a result is done, so no row is there twice.
 import itertools
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from compiled_llm.offline.answers import error_line
-from compiled_llm.offline.progress import RowResult, RunProgress
-from compiled_llm.offline.rows import Row, row_to_json
+from compiled_llm.offline.formats import error_line
+from compiled_llm.offline.rows import Row, RowResult, RowSource, RunProgress, row_to_json
 from compiled_llm.offline.worker import read_results
 from compiled_llm.system.child_process import encoded
 
@@ -45,18 +44,18 @@ class WorkerProcesses(Protocol):
         """End all processes."""
 
 
-class Worker:
+class WorkerState:
     """What the driver knows of one worker.
 
     Attributes:
-        rows: those that it has, by index.
-        is_ready: its engine has started. ``was_ready``: that of its process, or of one before.
+        rows: the rows that it has, by index.
+        is_ready: its engine has started. ``was_ready``: the engine of its process, or of a process before, had.
         is_finished: it takes part no more. ``is_told``: it was told that no rows follow.
         is_on_trial: it has rows of a process that died, and gets no others.
-        starts: of its process, without a result since.
+        starts: how often its process was started since its last result.
         starts_at: the moment when its process is to be started again; None: it runs.
         load: what its engine said last of itself.
-        faults: of its processes before this one.
+        faults: those of its earlier processes, by kind.
     """
 
     def __init__(self, number: int) -> None:
@@ -67,13 +66,13 @@ class Worker:
         self.starts_at: float | None = None
         self.max_num_seqs = 1
         self.load: dict[str, Any] = {}
-        self.faults: dict[str, int] = {}
+        self.faults = Counter[str]()
 
 
 class WorkerEngines:
-    """As ``LocalEngine``, with the engines of many workers.
+    """Serves rows with the engines of many workers; its methods are those of ``serving.LocalEngine``.
 
-    It is ready when the first of them is: the others may take longer, and join in.
+    It is ready when the first worker is: the others may take longer, and join in.
 
     Args:
         processes: of the workers.
@@ -86,7 +85,7 @@ class WorkerEngines:
 
     def __init__(self, processes: WorkerProcesses, settings: Sequence[Mapping[str, Any]]) -> None:
         self._processes, self._settings = processes, settings
-        self._workers = [Worker(number) for number in range(len(settings))]
+        self._workers = [WorkerState(number) for number in range(len(settings))]
         self._returned: deque[Row] = deque()  # rows of processes that died
         self._deaths: dict[int, int] = {}  # by the index of such a row
         self._summaries: dict[int, dict[str, str]] = {}
@@ -105,19 +104,18 @@ class WorkerEngines:
             raise
 
     def prepare_report(self) -> None:
-        """Each worker has done so."""
+        """Nothing to do: each worker has prepared its own."""
 
     def describe_start(self) -> str:
         return f"{self._description}\n\n{len(self._workers)} workers; above is the first"
 
     def faults(self) -> dict[str, int]:
-        """As ``LocalEngine.faults``, of all workers."""
-        sums: dict[str, int] = {}
+        """How many rows of all workers ended for each kind of fault, and not for one of their own."""
+        sums = Counter[str]()
         for worker in self._workers:
-            for faults in (worker.faults, worker.load.get("faults", {})):
-                for kind, count in faults.items():
-                    sums[kind] = sums.get(kind, 0) + count
-        return sums
+            sums.update(worker.faults)
+            sums.update(worker.load.get("faults", {}))
+        return dict(sums)
 
     def observe(self, progress: RunProgress) -> None:
         """Set what ``progress`` says of the engines."""
@@ -127,20 +125,17 @@ class WorkerEngines:
         progress.waiting = sum(state.get("waiting", 0) for state in states)
         progress.kv_share = sum(state.get("kv_share", 0.0) for state in states) / max(1, len(states))
 
-    def serve(self, rows: Iterator[Row], is_stopped: Callable[[], bool]) -> Iterator[RowResult | None]:
+    def serve(self, source: RowSource) -> Iterator[RowResult | None]:
         """Each row's result as the row ends, and None now and then."""
-        following = next(rows, None)
-        source = itertools.chain([] if following is None else [following], rows)
-        is_read = following is None
         while True:
             self._start_again()
             for worker in self._workers:
-                if not is_stopped():
-                    is_read = self._hand_out(worker, source, is_read)
-            if is_stopped():
+                if not source.stopped:
+                    self._hand_out(worker, source)
+            if source.stopped:
                 self._tell_all({"stop": True})
                 self._returned.clear()
-            elif is_read and not self._returned and not any(worker.rows for worker in self._workers):
+            elif source.ended and not self._returned and not any(worker.rows for worker in self._workers):
                 self._tell_all({"end": True})
             if all(worker.is_finished for worker in self._workers):
                 return
@@ -159,25 +154,23 @@ class WorkerEngines:
 
     # -- Rows
 
-    def _hand_out(self, worker: Worker, rows: Iterator[Row], is_read: bool) -> bool:
-        """Give a worker as many rows as it needs; returns whether the input has ended."""
+    def _hand_out(self, worker: WorkerState, source: RowSource) -> None:
+        """Give a worker as many rows as it needs."""
         if not worker.is_ready or worker.is_told or worker.is_on_trial:
-            return is_read
+            return
         if self._returned:
             if not worker.rows:
                 size = min(_GROUP_SIZES[min(self._deaths[row.index], len(_GROUP_SIZES)) - 1] for row in self._returned)
                 group = [self._returned.popleft() for _ in range(min(size, len(self._returned)))]
                 worker.is_on_trial = True
                 self._send_rows(worker, group)
-            return is_read
-        if is_read or len(worker.rows) > worker.max_num_seqs:
-            return is_read
-        batch = list(itertools.islice(rows, 2 * worker.max_num_seqs - len(worker.rows)))
-        if batch:
-            self._send_rows(worker, batch)
-        return not batch
+        elif not source.ended and len(worker.rows) <= worker.max_num_seqs:
+            wanted = 2 * worker.max_num_seqs - len(worker.rows)
+            rows = list(itertools.islice(iter(lambda: source.take(wait=True), None), wanted))
+            if rows:
+                self._send_rows(worker, rows)
 
-    def _send_rows(self, worker: Worker, rows: list[Row]) -> None:
+    def _send_rows(self, worker: WorkerState, rows: list[Row]) -> None:
         worker.rows |= {row.index: row for row in rows}
         self._send(worker, {"rows": [row_to_json(row) for row in rows]})
 
@@ -189,7 +182,7 @@ class WorkerEngines:
             elif not worker.is_ready:
                 worker.is_finished = True  # it has nothing, and will get nothing
 
-    def _send(self, worker: Worker, message: Mapping[str, Any]) -> None:
+    def _send(self, worker: WorkerState, message: Mapping[str, Any]) -> None:
         self._processes.send(worker.number, encoded(message))
 
     def _receive(self) -> Iterator[RowResult]:
@@ -210,7 +203,7 @@ class WorkerEngines:
             worker.is_on_trial &= bool(worker.rows)
             self._take_state(worker, state)
 
-    def _take_state(self, worker: Worker, state: dict[str, Any]) -> None:
+    def _take_state(self, worker: WorkerState, state: dict[str, Any]) -> None:
         if "failure" in state and worker.was_ready:
             self._give_up(worker, f"worker {worker.number} could not start again: {state['failure']}")
         elif "failure" in state:
@@ -228,7 +221,7 @@ class WorkerEngines:
 
     # -- Processes
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: WorkerState) -> None:
         worker.starts += 1
         worker.starts_at = None
         self._processes.start(worker.number)
@@ -243,11 +236,10 @@ class WorkerEngines:
                 except OSError as error:  # as where there is no memory for a process now
                     self._start_later(worker, str(error))
 
-    def _bury(self, worker: Worker) -> Iterator[RowResult]:
+    def _bury(self, worker: WorkerState) -> Iterator[RowResult]:
         """A process has ended. Its rows come back, or end if they were in too many that did; it is started again."""
         how = self._processes.end(worker.number)
-        for kind, count in worker.load.get("faults", {}).items():
-            worker.faults[kind] = worker.faults.get(kind, 0) + count
+        worker.faults.update(worker.load.get("faults", {}))
         rows, worker.rows, worker.load = list(worker.rows.values()), {}, {}
         worker.is_ready = worker.is_on_trial = False
         returned = []
@@ -265,7 +257,7 @@ class WorkerEngines:
         else:
             self._start_later(worker, how)
 
-    def _start_later(self, worker: Worker, how: str) -> None:
+    def _start_later(self, worker: WorkerState, how: str) -> None:
         """After a pause, or give it up. ``how``: the last process ended."""
         if worker.starts >= _MOST_STARTS:
             times = f"{worker.starts} times without a result"
@@ -274,7 +266,7 @@ class WorkerEngines:
             pause = min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 4 ** max(0, worker.starts - 1))
             worker.starts_at = time.monotonic() + pause
 
-    def _give_up(self, worker: Worker, reason: str) -> None:
+    def _give_up(self, worker: WorkerState, reason: str) -> None:
         """Go on without a worker. ``OSError`` if it was the last one."""
         worker.is_finished = True
         left = sum(not other.is_finished for other in self._workers)

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat, dequantize, quantize, round_to_codes
-from compiled_llm.quantizing import scaling
+from compiled_llm.quantizing import METHODS, scaling
 from compiled_llm.quantizing.folding import Fold, linear_at
 from compiled_llm.quantizing.gptq import best_scales, gptq
 from compiled_llm.quantizing.outliers import split_outliers
 from compiled_llm.quantizing.schemes import Scheme, quantize_inputs
 from compiled_llm.quantizing.statistics import InputStatistics, mean_of
-
-METHODS = ("rtn", "smoothquant", "awq", "gptq", "smoothquant+gptq", "awq+gptq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Settings:
 
 
 class Shared(NamedTuple):
-    """An input, of which some rows are kept, with the layers that take it, and what they make of these rows."""
+    """An input, of which some rows are kept, with the layers that take it, and what they make of the kept rows."""
 
     seen: InputStatistics
     rows: Tensor
@@ -92,7 +90,7 @@ def scale_block(
     """Move scales from inputs to weights where that makes the rounded layers better, and change both in place.
 
     Args:
-        statistics: by layer; those of layers whose inputs are divided are changed alike. Experts that saw too few
+        statistics: by layer; where a layer's inputs are divided, so are its statistics. Experts that saw too few
             tokens have no say in the scales.
         quantized: names of the layers that will be quantised.
     """
@@ -156,7 +154,7 @@ def layer_errors(
         original: weights ``[N, K]``, before scaling.
         rows, largest: inputs ``[R, K]`` and their largest ``[K]``, before scaling.
         layer: weights after scaling, of which outputs may have been divided too.
-        scaled: those inputs after scaling.
+        scaled: the inputs after scaling.
         rounded: the dequantised weights.
     """
     wanted = rows @ original.T

@@ -29,7 +29,7 @@ class BlockModel:
         dtype: of the checkpoint's weights.
 
     Raises:
-        ValueError: the checkpoint is quantised already, or its tensors are not those of transformers' model.
+        ValueError: the checkpoint is quantised already, or its tensors do not match transformers' model.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -96,7 +96,7 @@ class BlockModel:
                 del block.forward
 
     def _take(self, module: nn.Module, start: str, outside: str | None = None) -> None:
-        """Read the parameters of a module, but those whose names begin with ``outside``."""
+        """Read the parameters of a module, but not where a name begins with ``outside``."""
         for name, parameter in list(module.named_parameters()):
             if outside is not None and name.startswith(outside):
                 continue

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Names in checkpoints -> those of transformers' modules, with an expert's layers in the place of the tensors of all.
+# Names in checkpoints -> names of transformers' modules, with an expert's layers in the place of the tensors of all.
 _NAMES = (
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
     (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
@@ -62,7 +62,7 @@ class Experts(nn.ModuleList):
 
 
 def split_experts(block: nn.Module, top_k: int) -> None:
-    """Put ``Experts`` on the device "meta" in the place of the modules of a block that compute the same."""
+    """Put ``Experts`` on the device "meta" in the place of transformers' modules of experts in a block."""
     for name, module in list(block.named_modules()):
         shapes = {own: tuple(p.shape) for own, p in module.named_parameters(recurse=False)}
         if (

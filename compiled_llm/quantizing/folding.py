@@ -41,7 +41,7 @@ class Fold(NamedTuple):
     def apply(self, block: nn.Module, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """Divide the producer's outputs, multiply the consumers' weights, and return the scales that were used.
 
-        A norm's weights are kept in ``dtype``; scales are then those that its rounded weights stand for.
+        A norm's weights are kept in ``dtype``; scales are then what its rounded weights stand for.
         """
         producer: Any = block.get_submodule(self.producer)
         weight = producer.weight.data
@@ -96,7 +96,7 @@ def find_folds(block: nn.Module, run: Callable[[], Tensor]) -> list[Fold]:
     for fold in candidates:
         if any(fold.producer == kept.producer for kept in found):
             continue
-        # An expert's layers are those of Expert, and a run may have no token for it.
+        # An expert's layers are modules of Expert, and a run may have no token for it.
         if fold.producer.startswith(inside) or _is_exact(fold, block, run, before):
             found.append(fold)
     return found

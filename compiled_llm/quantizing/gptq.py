@@ -24,7 +24,7 @@ def best_scales(weight: Tensor, hessian: Tensor, form: WeightFormat) -> tuple[Te
     """For each group the scale, of 11 between the whole and half of its range, with the least output error.
 
     That error is of the group's own inputs, as in AWQ's search for clipping (Lin et al., 2023, section 3.2). Where a
-    row is one group, scales are those of ``group_scales``: clipping single weights of a whole row seldom helps.
+    row is one group, scales come from ``group_scales``: clipping single weights of a whole row seldom helps.
 
     Args:
         weight: ``[N, K]`` float32; K a multiple of the group size.
@@ -63,7 +63,7 @@ def gptq(
     Args:
         weight: ``[N, K]`` float32.
         hessian: ``[K, K]``.
-        scales, zeros: ``[N, G]`` of the groups, which stay as they are: so any order of columns has the same layout.
+        scales, zeros: ``[N, G]`` of the groups, which stay as they are: no order of columns changes the layout.
         act_order: columns with the largest inputs first.
     """
     in_features = weight.shape[1]

@@ -64,7 +64,7 @@ def quantize_checkpoint(
 
     Args:
         text: what is calibrated on; without windows for method "rtn" alone.
-        evaluated: nothing, or the same text twice: run with the weights as they were, and as quantised.
+        evaluated: nothing, or one text twice: run with the weights as they were, and as quantised.
 
     Raises:
         ValueError: a layer's inputs are no multiple of the group size, or no layer is left, or ``skip`` names none.

@@ -40,7 +40,7 @@ def awq_scales(mean_inputs: Tensor, power: float) -> Tensor:
 
 
 def search(candidates: Sequence[Tensor], loss: Callable[[Tensor], float]) -> tuple[int, Tensor]:
-    """The candidate ``[K]`` with the least ``loss``, and its place; the first of those that are equal."""
+    """The candidate ``[K]`` with the least ``loss``, and its place; the first of equal ones."""
     losses = [loss(scales) for scales in candidates]
     best = min(range(len(losses)), key=losses.__getitem__)
     return best, candidates[best]

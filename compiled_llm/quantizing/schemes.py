@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.api.config import QUANTIZATIONS
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
-KINDS = ("int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4")
 _GROUPED = ("int4", "int4_w4a8")
 _DEFAULT_GROUP_SIZE = 128
 
@@ -16,7 +16,7 @@ class Scheme(NamedTuple):
     """How linear layers are quantised.
 
     Attributes:
-        kind: one of ``KINDS``.
+        kind: one of ``QUANTIZATIONS``.
         form: of the weights.
         layout: the ``format`` of compressed-tensors.
     """
@@ -79,8 +79,8 @@ def make_scheme(kind: str, group_size: int | None, zeros: bool, dtype: torch.dty
     Raises:
         ValueError: the kind has no such groups or no zero points.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, given {kind!r}")
+    if kind not in QUANTIZATIONS:
+        raise ValueError(f"kind must be one of {', '.join(QUANTIZATIONS)}, given {kind!r}")
     if kind not in _GROUPED and (group_size is not None or zeros):
         given = "zeros" if zeros else f"group_size {group_size}"
         raise ValueError(

@@ -12,10 +12,10 @@ _ROWS = 512  # kept of each input, on which errors with quantised inputs are mea
 
 
 class InputStatistics:
-    """Over all tokens of a text, of one input ``x [K]`` that one or more linear layers share.
+    """What all tokens of a text make of one input ``x [K]``, which one or more linear layers share.
 
     Attributes:
-        count: tokens; those that were routed to it, of an expert.
+        count: tokens; for an expert, the tokens that were routed to it.
         hessian: ``[K, K]`` float32, sum of ``x x^T``.
         largest, mean: ``[K]``, of absolute values.
         of_expert: whether it sees the tokens alone that are routed to it.
@@ -48,7 +48,7 @@ class InputStatistics:
         return torch.cat(self._rows)
 
     def divide(self, scales: Tensor) -> None:
-        """The same after each input was divided by ``scales [K]``."""
+        """Make them the statistics of each input divided by ``scales [K]``."""
         self.hessian /= scales[:, None] * scales
         self.largest /= scales
         self._sum /= scales

@@ -20,7 +20,7 @@ def layer_tensors(rows: QuantizedRows, scheme: Scheme) -> dict[str, Tensor]:
     """What takes the place of a layer's ``weight``, by the last part of its name, as ``scheme.layout`` has it.
 
     "pack-quantized": 32-bit words of codes plus 2^(bits - 1), the first in the lowest bits, ``[N, K * bits / 32]``;
-    zero points likewise, along the rows. "int-quantized" and "float-quantized": one byte for each.
+    zero points are packed so along the rows. "int-quantized" and "float-quantized": one byte for each.
     "mxfp4-pack-quantized": two codes in a byte, the first in the lower four bits, and the scales' exponents plus 127.
     """
     form = scheme.form

@@ -20,7 +20,7 @@ class CpuLoops:
         self._peak.argtypes = ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(ctypes.c_double)
 
     def supported(self, bfloat16: bool) -> list[str]:
-        """Names for ``run_peak``, best first: those that multiply float32, with ``bfloat16`` also those of that."""
+        """Names of loops for ``run_peak``, best first. Without ``bfloat16``, of loops that multiply float32 alone."""
         names = ["amx", "avx512_bf16", "avx512", "avx2", "portable"]
         names = names[names.index(self._best) :]
         return names if bfloat16 else [name for name in names if name not in ("amx", "avx512_bf16")]

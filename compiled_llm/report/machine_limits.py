@@ -5,7 +5,7 @@ the fastest of several tries, because other programs on the machine can only slo
 
 A measurement is kept for later starts if several tries agree, each of them had the processor to itself, and the rates
 are plausible for the instruction. Otherwise ``MachineLimits.doubt`` gives the reason, and only this process uses the
-limits. On a virtual machine the bandwidth changes by the minute, because others use the same memory. So the limits
+limits. On a virtual machine the bandwidth changes by the minute, because others use its memory too. So the limits
 carry the time of their measurement, and ``remeasure`` repeats it.
 """
 
@@ -163,7 +163,7 @@ def _path(device: torch.device, dtype: torch.dtype) -> Path:
 
 
 def _buffer_bytes(size: int, free: int) -> int:
-    """``size`` bytes, but at most a quarter of those that are free."""
+    """``size`` bytes, but at most a quarter of the free memory."""
     if free // 4 < _LEAST_READ_BYTES:
         raise RuntimeError(
             f"the machine's limits cannot be measured with {free >> 20} MiB of memory free: measure them before the "
@@ -216,7 +216,7 @@ def _unsteady(read: _Rate, flops: _Rate) -> str:
 
 
 def _implausible(device: torch.device, instruction: str, read: float, flops: float) -> str:
-    """Why the rates are doubted: they are below a tenth of those of a processor at 1 GHz. "" if they are not."""
+    """Why the rates are doubted: they are below a tenth of a processor's at 1 GHz. "" if they are not."""
     least_read, least_flops = 1e9, 1e8 * torch.get_num_threads() * _FLOPS_PER_CYCLE.get(instruction, 1)
     if device.type == "cuda":
         least_read, least_flops = 1e10, 1e11

@@ -27,7 +27,7 @@ _COLOURS = {
 
 
 def draw(report: dict[str, Any]) -> dict[str, bytes]:
-    """PNG files by name: "time", "limits", "latency", "series"; only those for which there are values."""
+    """PNG files by name: "time", "limits", "latency", "series"; a picture without values is left out."""
     pictures = {}
     if report["seconds"] > 0:
         pictures["time"] = _png(lambda figure: _draw_time(figure, report), 8.5, 1.5)

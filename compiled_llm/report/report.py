@@ -262,7 +262,7 @@ def make_report(
 def make_trace(
     log: StepLog, limits: EngineLimits, compile_report: CompileReport, model: str, device: torch.device
 ) -> dict[str, Any]:
-    """The input of ``scripts/tune_buckets.py``: shapes of all steps, and seconds of buckets and of compiling."""
+    """The input of ``compiled-llm tune buckets``: shapes of all steps, and seconds of buckets and of compiling."""
     names = {bucket.name for bucket in buckets_of(limits)}
     return {
         "format": 1,
@@ -281,7 +281,7 @@ def make_trace(
 
 
 def _products(device: torch.device) -> dict[str, str]:
-    """Of a GPU, by what the products of its steps were chosen."""
+    """What the products of a GPU's steps were chosen by; empty for a CPU."""
     if device.type != "cuda":
         return {}
     return {"products": product_choices.said_of(product_choices.gpu_name(device.index or 0))}

@@ -21,7 +21,7 @@ from typing import Any
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.models.weights import bytes_to_read, experts, linear_layers
 
@@ -37,7 +37,7 @@ class StepWork:
         num_keys: over all requests of a step, tokens of the context, the new ones included.
         num_pairs: over all tokens, keys that they see.
         num_experts: experts that some token used, over all layers.
-        in_windows: (keys, pairs) likewise in layers with a sliding window, for each of the model's windows.
+        in_windows: ``num_keys`` and ``num_pairs`` in layers with a sliding window, for each of the model's windows.
         num_states: states read and written: of each request in a step one, and another where tokens come before.
     """
 
@@ -100,8 +100,9 @@ class ModelWork:
     Attributes:
         expert_bytes: of one expert, on average.
         state_bytes: of one request's states in all layers that keep some.
-        windows: of its layers. ``per_key`` has for all layers without one, and then for those with each of them, the
-            bytes that are read for a key, and the operations of a pair.
+        windows: the sizes of sliding windows that its layers have.
+        per_key: bytes that are read for a key, and operations of a pair: first in all layers without a window, then in
+            all layers of each window.
     """
 
     weight_bytes_per_step: int
@@ -120,7 +121,7 @@ class ModelWork:
     def of(
         cls, config: ModelConfig, weights: Any, kv_bytes_per_token: Sequence[int], state_bytes: int = 0
     ) -> "ModelWork":
-        """Of a model with the weights tuple ``weights``, as it was loaded or as its family describes it.
+        """The work of a model with the weights tuple ``weights``, as it was loaded or as its family describes it.
 
         ``kv_bytes_per_token``: of each layer's cache; ``state_bytes``: of a slot.
         """
@@ -182,10 +183,10 @@ class ModelWork:
         return max(self.bytes(work) / bytes_per_second, self.flops(work) / flops_per_second)
 
 
-def _flops_per_row(linear: Linear | Experts) -> int:
-    return 2 * linear.in_features * linear.out_features * (linear.top_k if isinstance(linear, Experts) else 1)
+def _flops_per_row(linear: Linear | GroupedLinear) -> int:
+    return 2 * linear.in_features * linear.out_features * (linear.top_k if isinstance(linear, GroupedLinear) else 1)
 
 
-def _expert_bytes(layers: Sequence[Experts]) -> float:
+def _expert_bytes(layers: Sequence[GroupedLinear]) -> float:
     """An expert has two layers: into its inner size, and out of it."""
     return sum(layer.nbytes for layer in layers) / max(1, sum(layer.num_experts for layer in layers) / 2)

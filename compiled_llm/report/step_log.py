@@ -255,14 +255,14 @@ class StepLog:
         return {name: statistics.median(recent) for name, recent in self._recent.items() if recent}
 
     def trace_rows(self) -> list[dict[str, Any]]:
-        """The rows as ``scripts/tune_buckets.py`` reads them."""
+        """The rows as ``compiled-llm tune buckets`` reads them."""
         names = ("num_requests", "num_tokens", "count", "seconds")
         return [{"kind": row.bucket.kind} | {name: getattr(row, name) for name in names} for row in self.rows()]
 
     # -- Requests
 
     def token_time(self, now: float) -> float:
-        """``now``, on ``time.perf_counter``, without pauses: two of these differ by what belongs into ``gaps``."""
+        """``now``, on ``time.perf_counter``, without pauses: two such times differ by what belongs into ``gaps``."""
         return now - self.paused_seconds if self.pauses else now
 
     def record_request(self, request: Request) -> None:
@@ -281,7 +281,7 @@ class StepLog:
             self.queue.add(self._without_pauses(arrived, request.first_scheduled_time))
 
     def latencies(self) -> dict[str, dict[str, float] | None]:
-        """Of each latency, in seconds: count, mean, p50, p90, p99; None if there is no value."""
+        """Each latency's count, mean, p50, p90 and p99, in seconds; None if there is no value."""
         samples = {"ttft": self.ttft, "tpot": self.tpot, "itl": self.gaps, "e2e": self.e2e, "queue": self.queue}
         return {name: sample.summary() for name, sample in samples.items()}
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
+from compiled_llm.scheduling.request import RequestId
 
 
 class Drafter(Protocol):
@@ -18,8 +19,11 @@ class Drafter(Protocol):
 
     num_tokens: int
 
-    def propose(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
-        """Up to ``num_tokens`` ids that may follow ``token_ids``, the prompt and the output so far; may be empty."""
+    def propose(self, request_id: RequestId, token_ids: Sequence[int]) -> Sequence[int]:
+        """Up to ``num_tokens`` ids that may follow ``token_ids``, the prompt and the output so far; may be empty.
+
+        ``request_id``: (name, number): its user's name, and which of its ``n`` continuations it is, from 0.
+        """
         ...
 
 
@@ -53,7 +57,7 @@ class CheckedDrafter:
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._drafter, self._vocab_size = drafter, vocab_size
 
-    def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+    def propose(self, request_id: RequestId, token_ids: Sequence[int]) -> list[int]:
         """As ``Drafter.propose``.
 
         Raises:

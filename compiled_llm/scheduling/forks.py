@@ -3,8 +3,8 @@
 A fork is for continuations of one prompt (``n > 1``) and for beams. The new request has the blocks of its parent in
 its own table at once, while it still waits; so the parent may go on, or end, at any time. The last of these blocks may
 be half full, and both requests will write to it: the first to write to a block that other tables have too gets a copy
-of it. The same holds for a block that the prefix cache has: the parent has filled it, and it is found under the tokens
-that the parent wrote.
+of it. So does the first to write to a block that the prefix cache has: the parent has filled it, and it is found under
+the tokens that the parent wrote.
 
 A copy is made when the step runs, after all swaps. Until then the blocks that it reads and writes are not given away.
 
@@ -13,7 +13,7 @@ When blocks run out, those of waiting requests are taken back, and these request
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.request import Request, Status
-from compiled_llm.scheduling.state_slots import StateSlots
+from compiled_llm.scheduling.state_pool import StateSlots
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 
@@ -25,10 +25,8 @@ class Forks:
         holders: waiting requests that have blocks of their parents.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self.pool, self.places = pool, WindowPlaces(pool)
-        self.states = StateSlots(pool.states, block_size, keeps_snapshots=False)
-        self.block_size = block_size
+    def __init__(self, pool: BlockPool, places: WindowPlaces, states: StateSlots, block_size: int) -> None:
+        self.pool, self.places, self.states, self.block_size = pool, places, states, block_size
         self.kept: dict[Request, None] = {}
         self.holders: dict[Request, None] = {}
         self._sources: list[int] = []  # of copies that were not made yet, and have one reference more meanwhile
@@ -127,7 +125,7 @@ class Forks:
         self._sources, self._targets = [], []
 
     def tables(self) -> list[list[int]]:
-        """The blocks of those that do not run, and those that copies hold."""
+        """The block tables of requests that do not run, and a table for each block that a copy holds."""
         return [*(request.block_ids for request in (*self.kept, *self.holders)), *self.copied_tables()]
 
     def copied_tables(self) -> list[list[int]]:

@@ -8,7 +8,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """``AssertionError`` with what is wrong. Costs time in the order of the pool's size."""
+    """Assert what must hold of the scheduler and its pools. Takes time in the order of the pool's size."""
     running, waiting = scheduler.running, list(scheduler.waiting)
     held_back = scheduler.prefix_cache.held_back()
     requests = [*running, *waiting, *held_back]
@@ -38,7 +38,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
-    """The same for a step that was just scheduled: its budgets, and that each token is written to a slot of its own."""
+    """Assert what must hold of a step that was just scheduled: its budgets, and that no two tokens share a slot."""
     limits, running = scheduler.limits, {request.request_id: request for request in scheduler.running}
     counts, num_tokens = output.num_scheduled_tokens, 0
     assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
@@ -101,6 +101,7 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
         assert request.num_computed_tokens == request.num_tokens - 1 < len(request.block_ids) * size - 1
         assert request.generates
         assert not request.waits_for_tokens
+        assert request.mask is None
         assert request.forked_index < 0
         assert request.num_sent_blocks == len(request.block_ids), "a step that needs no look needs one"
     if known < request.next_event:  # the next result has no more tokens than these computed

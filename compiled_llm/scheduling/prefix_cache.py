@@ -3,12 +3,12 @@
 A request can use a block that another one computed in two ways. The block is published, after the step that filled it.
 Or it is pending: a running request is going to fill it. A pending block may be read in the very step that fills it,
 since every layer writes the step's keys before it attends to any. A request that needs a pending block which no
-step fills yet is held back, instead of computing the same a second time.
+step fills yet is held back, instead of computing that block a second time.
 """
 
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
 from compiled_llm.scheduling.request import Request
-from compiled_llm.scheduling.state_slots import StateSlots
+from compiled_llm.scheduling.state_pool import StateSlots
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 
@@ -19,12 +19,19 @@ class PrefixCache:
         num_queried_tokens, num_hit_tokens: tokens of requests when they were first admitted, and those found.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True, facts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        places: WindowPlaces,
+        states: StateSlots,
+        block_size: int,
+        *,
+        enabled: bool = True,
+        facts: tuple[str, ...] = (),
+    ) -> None:
         """``facts``: all that keys and values depend on besides tokens, such as the model and the cache's dtype."""
-        self.pool, self.places = pool, WindowPlaces(pool)
-        self.states = StateSlots(pool.states, block_size, enabled)
-        self.block_size = block_size
-        self.enabled = enabled
+        self.pool, self.places, self.states = pool, places, states
+        self.block_size, self.enabled = block_size, enabled
         self.num_queried_tokens = self.num_hit_tokens = 0
         self._facts = facts
         self._pending: dict[bytes, tuple[Request, int]] = {}  # digest -> the request that fills it, the index there
@@ -60,7 +67,7 @@ class PrefixCache:
         return self._usable(request, blocks), None
 
     def add_pending(self, request: Request) -> None:
-        """``request`` has blocks for all its tokens: those that are neither published nor pending become pending.
+        """``request`` has blocks for all its tokens: blocks that are neither published nor pending become pending.
 
         A block that is pending for a less urgent request, and that no step fills yet, is pending for ``request`` then.
         """

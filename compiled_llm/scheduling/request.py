@@ -3,10 +3,79 @@
 import dataclasses
 import enum
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.scheduling.state_pool import HeldState
-from compiled_llm.scheduling.window_pool import Held
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class RequestId(NamedTuple):
+    """What scheduler and worker call a request: by its user's name, and the number of its continuation or beam."""
+
+    name: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} [{self.number}]" if self.number else self.name
+
+
+class Mask(Protocol):
+    """Which tokens may come next in one generation."""
+
+    def words(self, output_token_ids: Sequence[int], num_output_tokens: int) -> "np.ndarray | None":
+        """int32 ``[ceil(V / 32)]``: bit v % 32 of word v // 32 for token v; None: no token may come.
+
+        ``num_output_tokens``: all before the next one, of which the last may not be among ``output_token_ids`` yet.
+        """
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class Held:
+    """In layers with a window: the blocks of a table, ``first..end - 1`` by index, whose places a request needs.
+
+    It needs the places of its sink tokens besides.
+
+    Attributes:
+        sent: how many entries of the worker's table are up to date, those before ``first`` among them.
+    """
+
+    first: int
+    end: int
+    sent: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class HeldState:
+    """In layers with a state: the slots that a request needs.
+
+    Attributes:
+        slot: its state after ``num_computed_tokens``; 0: nothing is computed.
+        target: the slot that the step which is being scheduled writes the state to; 0 between steps.
+        drafted: while a step verifies drafts: its state after each token of that step.
+        snapshots: (tokens, slot) that steps in flight write, to be published with their blocks.
+        wanted: where the next snapshot is of use to others that share the prefix, in tokens; 0: nowhere.
+        before_last: its state before the last token of its prompt, for forks that compute that token themselves; 0: it
+            is not kept.
+        own_snapshot: the digest of the snapshot of its own output; b"": there is none.
+    """
+
+    slot: int = 0
+    target: int = 0
+    drafted: list[int] = dataclasses.field(default_factory=list)
+    snapshots: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    wanted: int = 0
+    before_last: int = 0
+    own_snapshot: bytes = b""
+
+    def slots(self) -> list[int]:
+        """All that it needs, some twice."""
+        targets = [self.target] if self.target and self.target != self.slot else []
+        held = self.slot, self.before_last, *targets, *self.drafted, *(slot for _, slot in self.snapshots)
+        return [slot for slot in held if slot]
 
 
 class Status(enum.Enum):
@@ -24,15 +93,17 @@ class Request:
         stop_token_ids: all ids that end it, the model's end-of-text ids included.
         max_num_tokens: prompt and output together never exceed this. As long as the prompt: nothing is generated.
         priority: lower is served first, under the policy that asks for it.
-        cache_salt: requests share cached blocks only with those of the same salt.
-        most_cached_tokens: how many of its first tokens may be found in blocks that others computed; None: all but the
-            last.
+        cache_salt: requests share cached blocks only with requests of the same salt.
+        mask: which tokens may come next; None: all.
+        scored_token_ids: the prompt, and the token after it if that is scored too, where log-probabilities of them are
+            asked for; else empty.
+        num_scored: how many of the first ``scored_token_ids`` have their log-probabilities, or are not asked about.
         waits_for_tokens: whether the host has to know the token of its last step before its next one.
         keeps_blocks: whether its blocks stay when it ends, to be forked.
 
         generates: whether tokens are to follow its prompt; else it ends when the prompt is computed.
         rank: its order among the others, lower first: (priority or 0, order of arrival).
-        num_tokens: tokens known, and those that steps in flight will sample.
+        num_tokens: tokens known, and tokens that steps in flight will sample.
         num_in_flight: how many of ``num_tokens`` are not known to the host yet.
         num_computed_tokens: tokens whose keys and values are in the cache, or will be when the steps in flight end.
         block_ids: KV blocks in the order of the positions they hold.
@@ -47,6 +118,7 @@ class Request:
         forked_index: index of the block, not full, that it shares with others since a fork; -1: there is none.
         last_row: its first logits row in the last step that ran it: the token in flight is sampled there.
         next_look: while ``num_tokens`` is below, its next step computes one token and needs nothing else; 0: not known.
+        pending_error: why it ends with its next token, though the model could go on; None: it does not.
         next_event: while a step ends below this many tokens, its result is a token and nothing else; 0: not known.
         takes_drafts: whether a drafter may guess its tokens.
         draft_token_ids: guesses that the step in flight verifies; ``num_tokens``, ``num_in_flight`` and
@@ -56,7 +128,7 @@ class Request:
         num_unexplained_faults: how many steps failed that it was in, and of which no request was the cause.
     """
 
-    request_id: str
+    request_id: RequestId
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     seed: int
@@ -65,7 +137,9 @@ class Request:
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
-    most_cached_tokens: int | None = None
+    mask: Mask | None = None
+    scored_token_ids: Sequence[int] = ()
+    num_scored: int = 0
     waits_for_tokens: bool = False
     keeps_blocks: bool = False
 
@@ -90,6 +164,7 @@ class Request:
     next_event: int = 0
     takes_drafts: bool = False
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
+    pending_error: str | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -106,6 +181,22 @@ class Request:
     def __post_init__(self) -> None:
         self.generates = self.max_num_tokens > len(self.prompt_token_ids)
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def most_cached_tokens(self) -> int | None:
+        """How many of its first tokens may be found in blocks that others computed; None: all but the last.
+
+        A token that is to be scored has to have the token before it computed.
+        """
+        return self.num_scored - 1 if self.num_scored < len(self.scored_token_ids) else None
+
+    def prompt_targets(self, start: int, count: int) -> tuple[int, Sequence[int]]:
+        """What to score in a step that computes ``count`` tokens from ``start`` on.
+
+        Returns (place, ids): the step's token with index ``place`` is followed by the first of these ids.
+        """
+        first = max(self.num_scored, start + 1)
+        return first - start - 1, self.scored_token_ids[first : start + count + 1]
 
     def add_drafts(self, token_ids: list[int]) -> None:
         """The step that computes its last known token computes these as well."""

@@ -5,6 +5,7 @@ blocks run out, the last request by rank is preempted, so that the first always 
 """
 
 import bisect
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -13,16 +14,30 @@ from typing import Literal
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.counts import SchedulerCounts
 from compiled_llm.scheduling.forks import Forks
 from compiled_llm.scheduling.prefix_cache import PrefixCache
-from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.request_queue import RequestQueue
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutputBuilder
-from compiled_llm.scheduling.state_slots import StateSlots
+from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder, StartedRequest
+from compiled_llm.scheduling.state_pool import StateSlots
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
+
+
+@dataclasses.dataclass
+class SchedulerCounts:
+    """What a scheduler counted since the engine was made; ``EngineStats`` says what each of the counts is."""
+
+    num_recompute_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_swapped_out_tokens: int = 0
+    num_swapped_in_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_not_finite_failures: int = 0
+    num_unexplained_faults: int = 0
 
 
 class RunningSet:
@@ -39,21 +54,22 @@ class RunningSet:
         self,
         limits: EngineLimits,
         pool: BlockPool,
-        prefix_cache: PrefixCache,
         swap_pool: BlockPool,
+        places: WindowPlaces,
+        states: StateSlots,
+        prefix_cache: PrefixCache,
+        forks: Forks,
         preemption_mode: PreemptionMode,
         costs: StepCosts,
     ) -> None:
-        self.limits, self.pool, self.prefix_cache, self.swap_pool = limits, pool, prefix_cache, swap_pool
-        self.places = WindowPlaces(pool)
-        self.states = StateSlots(pool.states, limits.block_size, prefix_cache.enabled, swap_pool.states)
+        self.limits, self.pool, self.swap_pool = limits, pool, swap_pool
+        self.places, self.states, self.prefix_cache, self.forks = places, states, prefix_cache, forks
         self.preemption_mode, self.costs = preemption_mode, costs
-        self.forks = Forks(pool, limits.block_size)
         self.counts = SchedulerCounts()
         self.waiting = RequestQueue()
         self.running: list[Request] = []
         self.preempted: set[Request] = set()
-        self.released: list[str] = []
+        self.released: list[RequestId] = []
         self.swapped_out: list[tuple[int, int]] = []
 
     # -- Admission
@@ -123,7 +139,9 @@ class RunningSet:
             held.sent = 0
         bisect.insort(self.running, request, key=lambda other: other.rank)
         prompt, tokens = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
-        output.admissions.append(Admission(request.request_id, request.sampling_params, request.seed, prompt, tokens))
+        output.admissions.append(
+            StartedRequest(request.request_id, request.sampling_params, request.seed, prompt, tokens)
+        )
         return True
 
     def _count_admission(self, request: Request) -> None:
@@ -188,13 +206,6 @@ class RunningSet:
         request.block_ids += blocks
         self.places.grow(request)
         return True
-
-    def num_lacking(self, request: Request) -> int:
-        """How many tokens a running request lacks, or of a stream those that it needs before them."""
-        if self.places.has_old_sinks(request):
-            assert self.places.stream is not None
-            return self.places.stream.sink_tokens
-        return request.num_tokens - request.num_computed_tokens
 
     def give_places(self, request: Request, count: int) -> int:
         """Places for the next ``count`` tokens of a running request that lacks more than one.

@@ -4,6 +4,7 @@ A step's results may come after the next step is scheduled: a token that is bein
 the device knows which it is.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,20 +13,27 @@ from typing import Literal
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.counts import SchedulerCounts
 from compiled_llm.scheduling.drafter import CheckedDrafter
+from compiled_llm.scheduling.forks import Forks
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
-from compiled_llm.scheduling.running_set import PreemptionMode, RunningSet
+from compiled_llm.scheduling.running_set import PreemptionMode, RunningSet, SchedulerCounts
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, SchedulerOutputBuilder
+from compiled_llm.scheduling.state_pool import StateSlots
 from compiled_llm.scheduling.step_planner import StepPlanner
-from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.scheduling.suspects import Suspects
+from compiled_llm.scheduling.window_places import WindowPlaces
+from compiled_llm.scheduling.worker import StepResult
 
 # Why a request ends for which a step found no token (ops/sampling/token_sampling.py).
 _NO_TOKEN = (
     "the model's logits are not finite (NaN, infinity, or every token banned), so that no token can be chosen: see "
     'whether dtype="float32" helps, and whether the checkpoint is damaged'
+)
+# Why one that is scored ends whose log-probabilities are no numbers.
+_NOT_FINITE = (
+    'the model\'s logits are not finite (NaN or infinity): see whether dtype="float32" helps, and whether the '
+    "checkpoint is damaged"
 )
 
 
@@ -33,7 +41,8 @@ class Scheduler:
     """Continuous batching over a pool of KV blocks.
 
     Args:
-        prefix_cache: over ``pool``; None: no prefix caching.
+        prefix_caching: whether requests that begin alike share blocks.
+        block_contents: all that the content of a block depends on besides tokens.
         swap_pool: blocks in host memory; None: preempted requests are always computed again.
         preemption_mode: "recompute", "swap" (recompute where the swap pool is full), or the cheaper by ``costs``.
         policy: "fcfs" or "priority".
@@ -42,7 +51,8 @@ class Scheduler:
         drafter: guesses tokens of requests whose logits nothing changes; None: no drafts.
 
     Attributes:
-        running, waiting, forks: those of the ``RunningSet``.
+        running, waiting: those of the ``RunningSet``.
+        in_flight: the requests of each step whose results are not in, oldest step first.
     """
 
     def __init__(
@@ -50,7 +60,8 @@ class Scheduler:
         limits: EngineLimits,
         pool: BlockPool,
         *,
-        prefix_cache: PrefixCache | None = None,
+        prefix_caching: bool = False,
+        block_contents: tuple[str, ...] = (),
         swap_pool: BlockPool | None = None,
         preemption_mode: PreemptionMode = "auto",
         policy: Literal["fcfs", "priority"] = "fcfs",
@@ -60,17 +71,29 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.pool = pool
-        self.prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, enabled=False)
         self.swap_pool = swap_pool or BlockPool(0)
         self.policy = policy
         self.costs = costs or StepCosts()
-        self.running_set = RunningSet(limits, pool, self.prefix_cache, self.swap_pool, preemption_mode, self.costs)
+        size, places = limits.block_size, WindowPlaces(pool)
+        states = StateSlots(pool.states, size, prefix_caching, self.swap_pool.states)
+        self.prefix_cache = PrefixCache(pool, places, states, size, enabled=prefix_caching, facts=block_contents)
+        self.forks = Forks(pool, places, states, size)
+        self.running_set = RunningSet(
+            limits,
+            pool,
+            self.swap_pool,
+            places,
+            states,
+            self.prefix_cache,
+            self.forks,
+            preemption_mode,
+            self.costs,
+        )
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
-        self.forks = self.running_set.forks
         self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, drafter)
         self.suspects = Suspects(self.running_set)
         self._num_added = 0
-        self._in_flight: deque[list[Request]] = deque()  # the requests of each step whose results are not in
+        self.in_flight: deque[list[Request]] = deque()
         self._resets = True  # the worker forgets all requests before the next step
 
     @property
@@ -125,23 +148,19 @@ class Scheduler:
         """``parent`` will not be forked any more: once it has ended, it keeps no blocks."""
         self.forks.end_forking(parent)
 
-    def allow_cache(self, request: Request, num_tokens: int | None) -> None:
-        """From now on this is the ``most_cached_tokens`` of ``request``, for when it is admitted again."""
-        request.most_cached_tokens = num_tokens
-
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them blocks. An empty step: all that can run is in flight."""
         running_set = self.running_set
         running_set.preempted.clear()
         self.forks.end_copies()
         if self.suspects.is_searching:
-            if self._in_flight:
+            if self.in_flight:
                 return SchedulerOutput()
             self.suspects.try_next()
         output = SchedulerOutputBuilder(len(self.pool.windows))
         requests = self.planner.plan(output)
         if requests:
-            self._in_flight.append(requests)
+            self.in_flight.append(requests)
             output.released_request_ids, running_set.released = running_set.released, []
             output.swapped_out, running_set.swapped_out = running_set.swapped_out, []
             for told, window in zip(output.windows, self.pool.windows, strict=True):
@@ -151,21 +170,23 @@ class Scheduler:
             output.states.swapped_out, self.pool.states.swapped_out = self.pool.states.swapped_out, []
             resets, self._resets = self._resets, False
             return output.build(resets=resets)
-        if not self._in_flight and self.has_unfinished_requests():
+        if not self.in_flight and self.has_unfinished_requests():
             raise RuntimeError(f"no request can progress; this is a bug in the scheduler. State: {self._describe()}")
         return SchedulerOutput()
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Request]:
         """Enter the results of ``output``, the oldest step in flight.
 
-        Returns the requests that got tokens, or ended since there was none or none was to follow the prompt. Those that
-        this ended are finished, and their blocks free. What the step sampled for a request that has ended meanwhile is
-        dropped.
+        Returns the requests that got tokens, or ended since there was none or none was to follow the prompt. Requests
+        that a result ended are finished, and their blocks free. What the step sampled for a request that has ended
+        meanwhile is dropped.
         """
-        requests, sampled = self._in_flight.popleft(), result.sampled_token_ids
+        requests, sampled = self.in_flight.popleft(), result.sampled_token_ids
         if result.bucket.kind == "tokens":
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
         self.forks.end_copies()
+        if result.prompt_logprobs is not None:
+            self._enter_scores(requests, output, result.prompt_logprobs.logprobs)
         now = time.monotonic()
         # Without drafts a request has one row.
         rows: Sequence[int] = range(len(requests)) if len(sampled) == len(requests) else output.first_rows()
@@ -188,6 +209,18 @@ class Scheduler:
             elif self._enter(request, token_id, start + count, num_samples, now):
                 advanced.append(request)
         return advanced
+
+    def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:
+        """Enter that the ``prompt_targets`` of a step of ``requests`` have their log-probabilities."""
+        start = 0
+        for index, before, token_ids in output.prompt_targets:
+            request, end = requests[index], start + len(token_ids)
+            num_scored = output.num_computed_tokens[index] + before + 1 + len(token_ids)
+            request.num_scored = max(request.num_scored, num_scored)
+            if not request.generates and request.finish_reason is None and any(map(math.isnan, logprobs[start:end])):
+                request.pending_error = _NOT_FINITE
+                self.counts.num_not_finite_failures += 1
+            start = end
 
     def _enter(self, request: Request, token_id: int, end: int, num_samples: int, now: float) -> bool:
         """Enter a step's result for a request without drafts, whose first ``end`` tokens are computed by now.
@@ -290,8 +323,8 @@ class Scheduler:
         forgets all requests before the next step, and compute all their tokens again, those swapped out as well.
         """
         self.forks.end_copies()
-        failed = {request: None for requests in self._in_flight for request in requests}
-        self._in_flight.clear()
+        failed = {request: None for requests in self.in_flight for request in requests}
+        self.in_flight.clear()
         for request in failed:
             request.cancel_drafts()
             request.num_tokens -= request.num_in_flight

@@ -4,15 +4,19 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.scheduling.request import RequestId
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class Admission(NamedTuple):
+TableUpdate = tuple[RequestId, int, tuple[int, ...]]  # (request, index of an entry, it and those after it)
+
+
+class StartedRequest(NamedTuple):
     """A request that starts to run, or runs again after a preemption: all that the worker has to know of it."""
 
-    request_id: str
+    request_id: RequestId
     sampling_params: SamplingParams
     seed: int
     prompt_token_ids: tuple[int, ...]
@@ -20,12 +24,12 @@ class Admission(NamedTuple):
 
 
 class WindowOutput(NamedTuple):
-    """What a step is to do with the places of one window: the same columns as ``SchedulerOutput``'s for blocks.
+    """What a step is to do with the places of one window: columns that ``SchedulerOutput`` has for blocks.
 
     Entries of a table before the first that a query sees may be anything.
     """
 
-    table_updates: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+    table_updates: tuple[TableUpdate, ...] = ()
     swapped_out: tuple[tuple[int, int], ...] = ()
     swapped_in: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
@@ -77,21 +81,20 @@ class SchedulerOutput(NamedTuple):
         states: of layers that keep some.
         moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
         resets: whether the worker is to forget all requests before this step.
-        masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v. The
-            engine adds these, and the next.
+        masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v.
         prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
             the step computes of request i, the first of them follows the one with index ``place``, and so on.
     """
 
-    request_ids: tuple[str, ...] = ()
+    request_ids: tuple[RequestId, ...] = ()
     num_scheduled_tokens: tuple[int, ...] = ()
     num_computed_tokens: tuple[int, ...] = ()
     num_samples: tuple[int, ...] = ()
     feedback: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
-    admissions: tuple[Admission, ...] = ()
-    table_updates: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
-    released_request_ids: tuple[str, ...] = ()
+    admissions: tuple[StartedRequest, ...] = ()
+    table_updates: tuple[TableUpdate, ...] = ()
+    released_request_ids: tuple[RequestId, ...] = ()
     swapped_out: tuple[tuple[int, int], ...] = ()
     swapped_in: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
@@ -127,7 +130,7 @@ class WindowOutputBuilder:
     """The columns of a ``WindowOutput`` while they grow."""
 
     def __init__(self) -> None:
-        self.table_updates: list[tuple[str, int, tuple[int, ...]]] = []
+        self.table_updates: list[TableUpdate] = []
         self.swapped_out: list[tuple[int, int]] = []
         self.swapped_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
@@ -152,24 +155,26 @@ class StateOutputBuilder:
 
 
 class SchedulerOutputBuilder:
-    """The columns of a ``SchedulerOutput`` while they grow; names and meaning are the same."""
+    """The columns of a ``SchedulerOutput`` while they grow, under the names that they have there."""
 
     def __init__(self, num_windows: int = 0) -> None:
-        self.request_ids: list[str] = []
+        self.request_ids: list[RequestId] = []
         self.num_scheduled_tokens: list[int] = []
         self.num_computed_tokens: list[int] = []
         self.num_samples: list[int] = []
         self.feedback: list[int] = []
         self.token_ids: list[int] = []
-        self.admissions: list[Admission] = []
-        self.table_updates: list[tuple[str, int, tuple[int, ...]]] = []
-        self.released_request_ids: list[str] = []
+        self.admissions: list[StartedRequest] = []
+        self.table_updates: list[TableUpdate] = []
+        self.released_request_ids: list[RequestId] = []
         self.swapped_out: list[tuple[int, int]] = []
         self.swapped_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.windows = [WindowOutputBuilder() for _ in range(num_windows)]
         self.states = StateOutputBuilder()
         self.moved_sinks: list[tuple[int, int]] = []
+        self.masks: list[tuple[int, np.ndarray]] = []
+        self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
@@ -190,4 +195,6 @@ class SchedulerOutputBuilder:
             self.states.build(),
             tuple(self.moved_sinks),
             resets,
+            tuple(self.masks),
+            tuple(self.prompt_targets),
         )

@@ -1,13 +1,24 @@
-"""StatePool: slots for the states of layers that compress what they have seen. Plain Python.
+"""States of layers that compress what they have seen: slots for them, and which slots requests need. Plain Python.
 
 A state belongs to a number of tokens: that of a request's first 100 is of no use to one that shares 99 of them, and a
 state that has gone on cannot go back. So steps write states to slots of their own where somebody may still need the
 ones that they read: another request, or a snapshot, which is a state at the end of a full block that can be found under
 the block's digest. Nothing is ever copied for that.
+
+A step reads each request's state from one slot and writes it to one: to the slot that it read, if nobody else needs
+what is there. A request that is about to be forked also keeps the state before the last token of its prompt, which its
+forks compute themselves. Besides, a step writes snapshots at the ends of full blocks: where a prompt's last full block
+ends, where another request waits for one or found its prefix computed but no snapshot, and where a decode passes such
+an end. A request keeps no more than one snapshot of its own output; those of prompts stay until their slots are needed.
 """
 
-import dataclasses
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from compiled_llm.scheduling.request import HeldState, Request, Status
+from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
+
+MOST_SNAPSHOTS = 2  # states that a step writes for a request besides its own
 
 
 class StatePool:
@@ -75,7 +86,7 @@ class StatePool:
         return self._references[slot]
 
     def empty_slots(self) -> set[int]:
-        """Those that hold nothing."""
+        """The slots that hold nothing."""
         return set(self._empty)
 
     # -- Snapshots
@@ -128,31 +139,272 @@ class StatePool:
         assert not set(self._empty) & self._digest_of.keys(), "an empty slot can be found"
 
 
-@dataclasses.dataclass(slots=True)
-class HeldState:
-    """The slots that a request needs.
+class StateSlots:
+    """Gives requests slots of a ``StatePool``, as ``RunningSet`` gives them blocks; nothing where that has no slots.
 
-    Attributes:
-        slot: its state after ``num_computed_tokens``; 0: nothing is computed.
-        target: the slot that the step which is being scheduled writes the state to; 0 between steps.
-        drafted: while a step verifies drafts: its state after each token of that step.
-        snapshots: (tokens, slot) that steps in flight write, to be published with their blocks.
-        wanted: where the next snapshot is of use to others that share the prefix, in tokens; 0: nowhere.
-        before_last: its state before the last token of its prompt, for forks that compute that token themselves; 0: it
-            is not kept.
-        own_snapshot: the digest of the snapshot of its own output; b"": there is none.
+    What it changes belongs to the pools and the requests.
     """
 
-    slot: int = 0
-    target: int = 0
-    drafted: list[int] = dataclasses.field(default_factory=list)
-    snapshots: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    wanted: int = 0
-    before_last: int = 0
-    own_snapshot: bytes = b""
+    def __init__(
+        self, pool: StatePool, block_size: int, keeps_snapshots: bool, host_pool: StatePool | None = None
+    ) -> None:
+        """``host_pool``: slots in host memory, for states of preempted requests."""
+        self.pool, self.host_pool, self.block_size = pool, host_pool or StatePool(0), block_size
+        self.keeps_snapshots = keeps_snapshots
+        self.are_used = pool.num_slots > 0
 
-    def slots(self) -> list[int]:
-        """All that it needs, some twice."""
-        targets = [self.target] if self.target and self.target != self.slot else []
-        held = self.slot, self.before_last, *targets, *self.drafted, *(slot for _, slot in self.snapshots)
-        return [slot for slot in held if slot]
+    # -- Admission
+
+    def longest_hit(self, digests: Sequence[bytes], count: int) -> int:
+        """Of the first ``count`` blocks of a request, the most that end with a snapshot."""
+        if not self.are_used:
+            return count
+        return next((end for end in range(count, 0, -1) if self.pool.lookup(digests[end - 1]) is not None), 0)
+
+    def has_room(self, digest: bytes | None) -> bool:
+        """Whether a request can start: from the snapshot of ``digest``, or as it is."""
+        slot = None if digest is None else self.pool.lookup(digest)
+        return not self.are_used or self.pool.num_free >= 1 + (slot is not None and self.pool.num_references(slot) == 0)
+
+    def enter(
+        self, request: Request, digest: bytes | None, is_swapped_in: bool, output: SchedulerOutputBuilder
+    ) -> None:
+        """A request starts to run: from its own state on the host, from the snapshot of ``digest``, or from nothing."""
+        if not self.are_used:
+            return
+        held = request.state
+        if is_swapped_in:
+            slot = self.pool.allocate()
+            assert slot is not None
+            output.states.swapped_in.append((slot, request.host_slot))
+            held.slot = slot
+        elif digest is not None:
+            slot = self.pool.lookup(digest)
+            assert slot is not None
+            self.pool.share(slot)
+            held.slot = slot
+        self.free_host(request)
+
+    # -- A step
+
+    def make_writable(self, request: Request) -> bool:
+        """A slot for the state that a step leaves. False: there is none; the request can run in a later step."""
+        held = request.state
+        if held.target or not self.are_used:
+            return True
+        slot, pool = held.slot, self.pool
+        if slot and pool.num_references(slot) == 1 and not pool.is_snapshot(slot):
+            held.target = slot
+            return True
+        new = pool.allocate()
+        if new is not None:
+            held.target = new
+            return True
+        own = [entry for entry in held.snapshots if entry[1] == slot]
+        if not slot or pool.num_references(slot) != 1 + len(own):
+            return False
+        if pool.is_snapshot(slot):  # rather lost than in the way
+            pool.withdraw(slot)
+        for entry in own:
+            held.snapshots.remove(entry)
+            pool.free(slot)
+        held.target = slot
+        return True
+
+    def make_writable_for_drafts(self, request: Request, count: int, reserve: int) -> int:
+        """Slots for the states after each of up to ``count`` drafts. Returns for how many of them there are some."""
+        if not self.are_used:
+            return count
+        held = request.state
+        while len(held.drafted) < count and self.pool.num_free > reserve:
+            slot = self.pool.allocate()
+            assert slot is not None
+            held.drafted.append(slot)
+        return len(held.drafted)
+
+    def send(
+        self,
+        requests: Sequence[Request],
+        awaited: Iterable[Sequence[int]],
+        reserve: int,
+        output: SchedulerOutputBuilder,
+    ) -> None:
+        """Tell the worker where the states of a step's requests come from and go to.
+
+        Args:
+            requests: those of the step, in the order of its columns. Each is ``make_writable``.
+            awaited: for each the ends of blocks, in tokens, for which others are held back.
+            reserve: slots that snapshots leave free.
+        """
+        if not self.are_used:
+            return
+        left = []  # read in this step, so nothing else of it may be written there
+        columns = output.num_computed_tokens, output.num_scheduled_tokens
+        for request, ends, start, count in zip(requests, awaited, *columns, strict=True):
+            held = request.state
+            target, held.target = held.target, 0
+            assert target, "a step has nowhere to leave a state"
+            writes = [(target, 1), *((slot, 2 + place) for place, slot in enumerate(held.drafted))]
+            if not held.drafted:
+                writes = [(target, count)]
+                writes += self._before_last(request, start, start + count, reserve)
+                if self.keeps_snapshots:
+                    most = 1 + MOST_SNAPSHOTS - len(writes)
+                    writes += self._snapshots(request, start, start + count, target, ends, reserve, most)
+            output.states.reads.append(held.slot)
+            output.states.writes.append(tuple(writes))
+            if held.slot and held.slot != target:
+                left.append(held.slot)
+            held.slot = target
+            if held.drafted:
+                held.drafted.insert(0, target)
+                self.pool.share(target)
+        for slot in left:
+            self.pool.free(slot)
+
+    def _before_last(self, request: Request, start: int, end: int, reserve: int) -> list[tuple[int, int]]:
+        """(slot, tokens of the step) of the state before the last token of a prompt, if it is to be kept for forks."""
+        last = len(request.prompt_token_ids) - 1
+        is_snapshot = self.keeps_snapshots and last % self.block_size == 0
+        if not request.keeps_blocks or is_snapshot or not start < last < end or self.pool.num_free <= reserve:
+            return []
+        slot = self.pool.allocate()
+        assert slot is not None
+        assert not request.state.before_last
+        request.state.before_last = slot
+        return [(slot, last - start)]
+
+    def _snapshots(
+        self, request: Request, start: int, end: int, target: int, awaited: Sequence[int], reserve: int, most: int
+    ) -> list[tuple[int, int]]:
+        """(slot, tokens of the step) of up to ``most`` snapshots that a step writes besides the state itself."""
+        held, size = request.state, self.block_size
+        writes: list[tuple[int, int]] = []
+        last = end - end % size
+        ends = [last]
+        if last == end == len(request.prompt_token_ids):  # one with the same prompt computes the last token itself
+            ends.append(end - size)
+        ends += sorted({*awaited, held.wanted} - {*ends}, reverse=True)
+        for tokens in ends:
+            if not start < tokens <= end:
+                continue
+            if tokens == end:
+                self.pool.share(target)
+                held.snapshots.append((tokens, target))
+            elif self.pool.num_free > reserve and len(writes) < most:
+                slot = self.pool.allocate()
+                assert slot is not None
+                held.snapshots.append((tokens, slot))
+                writes.append((slot, tokens - start))
+        if held.wanted <= end:
+            held.wanted = 0
+        return writes
+
+    # -- Results
+
+    def publish(self, request: Request, digests: Sequence[bytes]) -> None:
+        """The blocks of ``digests``, the first ones of a running request, can be found: and so can its snapshots."""
+        held, later = request.state, []
+        for tokens, slot in held.snapshots:
+            index = tokens // self.block_size - 1
+            if index >= len(digests):
+                later.append((tokens, slot))
+                continue
+            self._publish(request, digests[index], slot, tokens)
+            self.pool.free(slot)
+        held.snapshots = later
+
+    def _publish(self, request: Request, digest: bytes, slot: int, tokens: int) -> None:
+        held = request.state
+        self.pool.publish(slot, digest)
+        if tokens > len(request.prompt_token_ids) and self.pool.lookup(digest) == slot:
+            if held.own_snapshot:
+                self.pool.forget(held.own_snapshot)
+            held.own_snapshot = digest
+
+    def accept(self, request: Request, num_accepted: int, start: int) -> None:
+        """Of the tokens of a step that verified drafts, the first ``num_accepted`` count; ``start`` were before it.
+
+        Its state is what the step left after the last token that counts. Ends of blocks among them become snapshots.
+        """
+        held = request.state
+        if not held.drafted:
+            return
+        drafted, held.drafted = held.drafted, []
+        first = held.slot
+        held.slot = drafted[num_accepted - 1]
+        self.pool.share(held.slot)
+        if self.keeps_snapshots:
+            for place, slot in enumerate(drafted[:num_accepted]):
+                if (start + place + 1) % self.block_size == 0:
+                    self.pool.share(slot)
+                    held.snapshots.append((start + place + 1, slot))
+        for slot in (first, *drafted):
+            self.pool.free(slot)
+
+    # -- Leaving
+
+    def release(self, request: Request) -> None:
+        """A request is about to lose its blocks, and so its state."""
+        for slot in request.state.slots():
+            self.pool.free(slot)
+        request.state = HeldState()
+
+    def can_swap_out(self) -> bool:
+        """Whether there is a host slot for a state."""
+        return not self.are_used or self.host_pool.num_free > 0
+
+    def swap_out(self, request: Request) -> None:
+        """The state of a request that is preempted is copied to a host slot, of which one is free."""
+        if not self.are_used:
+            return
+        slot = self.host_pool.allocate()
+        assert slot is not None
+        request.host_slot = slot
+        self.pool.swapped_out.append((request.state.slot, slot))
+
+    def free_host(self, request: Request) -> None:
+        """A request needs its state on the host no more."""
+        if request.host_slot:
+            self.host_pool.free(request.host_slot)
+            request.host_slot = 0
+
+    def forget_swap(self, request: Request) -> None:
+        """A swapped-out request has ended."""
+        self.pool.swapped_out = [pair for pair in self.pool.swapped_out if pair[1] != request.host_slot]
+        self.free_host(request)
+
+    def fork(self, parent: Request, child: Request, count: int) -> bool:
+        """``child`` gets the state after ``count`` tokens. False: ``parent`` does not have that state."""
+        if not self.are_used:
+            return True
+        held = parent.state
+        slot = held.before_last if count == len(parent.prompt_token_ids) - 1 else 0
+        if not slot:
+            if held.drafted or held.target or not held.slot or count != parent.num_computed_tokens:
+                return False
+            slot = held.slot
+        self.pool.share(slot)
+        child.state = HeldState(slot)
+        return True
+
+    def end_forking(self, request: Request) -> None:
+        """``request`` will not be forked any more."""
+        held = request.state
+        if held.before_last:
+            self.pool.free(held.before_last)
+            held.before_last = 0
+
+    # -- Invariants
+
+    def check_invariants(self, holders: Iterable[Request], waiting: Iterable[Request]) -> None:
+        """Assert that the pools agree with the requests that have slots, and with those that have some on the host."""
+        needed: Counter[int] = Counter()
+        for request in holders:
+            held = request.state
+            needed.update(held.slots())
+            if request.status is Status.RUNNING and self.are_used:
+                assert bool(held.slot) == (request.num_computed_tokens > 0), "a state is missing"
+                assert not held.target
+        self.pool.check_invariants(needed)
+        self.host_pool.check_invariants(Counter(request.host_slot for request in waiting if request.host_slot))

@@ -5,7 +5,7 @@ catch up with the first within a budget of tokens. So a prompt larger than the b
 starts again with nothing computed, a prefix found in the cache counts as computed, and a running request catches up by
 the one token sampled last. (vLLM V1's idea.)
 
-Requests are served by rank: in order of arrival, or of priority first. Those that lack one token get it before all
+Requests are served by rank: in order of arrival, or of priority first. Requests that lack one token get it before all
 others. Of the others, one that does not fit into what is left of the step gets a part of it, and leaves half for later
 ones that fit beside it.
 
@@ -22,6 +22,9 @@ from compiled_llm.scheduling.drafter import CheckedDrafter
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
+
+# Why a request ends whose mask has no token.
+_NO_TOKEN_ALLOWED = "bad_words and allowed_token_ids leave no token to go on with"
 
 
 class StepPlanner:
@@ -43,25 +46,28 @@ class StepPlanner:
         self.places = running_set.places
         self._has_states = running_set.states.are_used
         self._looks_always = self._has_states or drafter is not None or self.places.stream is not None
-        self._num_drafts = 0  # of the step that is being planned
+        # Of the step that is being planned: its drafts, and the (index, request) that sample tokens under a mask.
+        self._num_drafts = 0
+        self._masked: list[tuple[int, Request]] = []
 
     def plan(self, output: SchedulerOutputBuilder) -> list[Request]:
         """Fill ``output``. Returns its requests, in the order of its columns; none: nothing can run now."""
         self._preempt_for_priority()
         self._make_room_for_the_first()
-        self._num_drafts = 0
+        self._num_drafts, self._masked = 0, []
         num_preempted = len(self.running_set.preempted)
         requests: list[Request] = []
         lacking = self._schedule_single_tokens(output, requests)
         # When the pool has just run out, no request is admitted: it would be the next to be preempted.
         admits = len(self.running_set.preempted) == num_preempted
         self._schedule_the_rest(output, requests, lacking, admits)
+        self._add_masks(output)
         return requests
 
     def _schedule_single_tokens(self, output: SchedulerOutputBuilder, requests: list[Request]) -> deque[Request]:
         """Give each running request that lacks one token that token, and drafts after it.
 
-        Returns those that lack more, and those that generate nothing, by rank.
+        Returns the running requests that lack more or generate nothing, by rank.
         """
         token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
         most_drafts = 0 if self.drafter is None else self._room_for_drafts()
@@ -89,6 +95,8 @@ class StepPlanner:
                 continue
             if (computed + 1) % self.limits.block_size == 0:  # the last token of a prompt that others wait for, perhaps
                 self.running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
+            if request.mask is not None:
+                self._masked.append((len(requests) - 1, request))
             if most_drafts > 0 and request.takes_drafts:
                 count = self._add_drafts(request, most_drafts, output)
                 if count:
@@ -109,8 +117,7 @@ class StepPlanner:
         One that lacks more goes to ``lacking``. False also where it is the last, and is preempted itself.
         """
         computed, known = request.num_computed_tokens, request.num_tokens
-        waits = self.places.stream is not None and self.places.has_old_sinks(request)
-        if known - computed > 1 or waits or (not request.generates and known > computed):
+        if known - computed > 1 or (not request.generates and known > computed) or self.places.has_old_sinks(request):
             lacking.append(request)
             return False
         # Its last token is in flight; or the host has to know the token that is.
@@ -125,7 +132,7 @@ class StepPlanner:
     def _look_later(self, request: Request) -> None:
         """Its next steps are like this one, up to the last token of its block."""
         place = request.num_computed_tokens % self.limits.block_size
-        if place and not (self._looks_always or request.waits_for_tokens):
+        if place and not (self._looks_always or request.waits_for_tokens or request.mask is not None):
             last = request.num_computed_tokens - place + self.limits.block_size - 1
             request.next_look = min(last + 1, request.max_num_tokens)
 
@@ -187,7 +194,7 @@ class StepPlanner:
                 request = waiting
             else:
                 break
-            count = self.running_set.num_lacking(request)
+            count = self.places.num_due(request)
             if count <= limit:
                 self._schedule(request, count, output, requests)
                 left -= count
@@ -195,7 +202,7 @@ class StepPlanner:
             elif partial is None and self.limits.chunked_prefill:
                 partial, limit = request, left // 2
         if partial is not None:
-            count = min(left, self.running_set.num_lacking(partial))
+            count = min(left, self.places.num_due(partial))
             self._schedule(partial, count, output, requests)
 
     def _schedule(self, request: Request, count: int, output: SchedulerOutputBuilder, requests: list[Request]) -> None:
@@ -205,8 +212,7 @@ class StepPlanner:
         if self.places.has_old_sinks(request):
             self._schedule_sinks(request, output, requests)
             return
-        if self.places.stream is not None:
-            count = min(count, self.places.stream.num_until_drop(start))
+        count = self.places.most_in_a_step(request, count)
         if request.forked_index >= 0 and not self.running_set.make_writable(request, start, output):
             return
         assert request.num_in_flight == 0, "more than one token is lacking, and one of them is not known"
@@ -224,6 +230,12 @@ class StepPlanner:
         output.num_computed_tokens.append(start)
         output.num_scheduled_tokens.append(count)
         output.num_samples.append(samples)
+        if request.scored_token_ids:
+            before, targets = request.prompt_targets(start, count)
+            if targets:
+                output.prompt_targets.append((len(requests), before, tuple(targets)))
+        if request.mask is not None and samples:
+            self._masked.append((len(requests), request))
         request.last_row = len(requests) + self._num_drafts
         request.num_computed_tokens = start + count
         request.num_tokens += samples
@@ -236,21 +248,37 @@ class StepPlanner:
 
         That may make it larger than it should be beside decodes: else these could hold a stream up for ever.
         """
-        stream = self.places.stream
-        assert stream is not None
-        room = self.limits.max_num_batched_tokens - len(output.token_ids)
-        if room < stream.sink_tokens or request.num_in_flight:
+        count, room = self.places.num_due(request), self.limits.max_num_batched_tokens - len(output.token_ids)
+        if room < count or request.num_in_flight:
             return
         self.running_set.send_blocks(request, output)
-        request.num_dropped_tokens = stream.num_dropped(request.num_computed_tokens)
-        output.moved_sinks.append((len(requests), request.num_dropped_tokens))
-        output.token_ids.extend(request.tokens(0, stream.sink_tokens))
+        output.moved_sinks.append((len(requests), self.places.move_sinks(request)))
+        output.token_ids.extend(request.tokens(0, count))
         output.feedback.append(-1)
         output.request_ids.append(request.request_id)
         output.num_computed_tokens.append(0)
-        output.num_scheduled_tokens.append(stream.sink_tokens)
+        output.num_scheduled_tokens.append(count)
         output.num_samples.append(0)
         requests.append(request)
+
+    def _add_masks(self, output: SchedulerOutputBuilder) -> None:
+        """The masks of the step: at its very end, since what computes a grammar's has worked on it until now.
+
+        A request whose mask fails ends once the step is done, without the token that the step samples.
+        """
+        for index, request in self._masked:
+            assert request.mask is not None
+            # The token to be chosen is counted in num_tokens already.
+            num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
+            try:
+                words = request.mask.words(request.output_token_ids, num_output_tokens)
+            except Exception as error:  # of a grammar's library: this request fails, and no other
+                request.pending_error = f"{type(error).__name__}: {error}"
+                continue
+            if words is None:
+                request.pending_error = _NO_TOKEN_ALLOWED
+            else:
+                output.masks.append((index, words))
 
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""

@@ -23,8 +23,8 @@ class Suspects:
     def __init__(self, running_set: RunningSet) -> None:
         self.running_set = running_set
         self._groups: list[list[Request]] = []  # to be tried one after another, the last one first
-        self._on_trial: dict[Request, int] = {}  # those that run now -> tokens to compute until they have passed
-        self._targets: dict[Request, int] = {}  # the same of all requests of the step that failed first
+        self._on_trial: dict[Request, int] = {}  # requests that run now -> tokens to compute until they have passed
+        self._targets: dict[Request, int] = {}  # tokens to compute, of all requests of the step that failed first
         self._has_cause = False  # whether some request turned out to be the cause
 
     @property
@@ -33,7 +33,7 @@ class Suspects:
         return bool(self._targets)
 
     def take(self, requests: list[Request]) -> list[Request]:
-        """``requests`` were in steps that failed. Returns those that are to end; ``try_next`` tries the others.
+        """``requests`` were in steps that failed. Returns the requests that are to end; ``try_next`` tries the others.
 
         They still count the tokens of these steps as computed.
         """
@@ -91,7 +91,7 @@ class Suspects:
 
 
 def _unfinished(on_trial: dict[Request, int]) -> dict[Request, int]:
-    """Those that have not passed yet."""
+    """The requests that have not passed yet."""
     return {
         request: target
         for request, target in on_trial.items()

@@ -1,20 +1,21 @@
 """WindowPlaces: the places that requests need in layers that see a window of keys. Plain Python.
 
-What ``RunningSet`` and ``Forks`` do with blocks is done here with their places, in each ``WindowPool``. Where there is
-no window, nothing is.
+What ``RunningSet`` and ``Forks`` do with blocks is done here with the places of these blocks.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
 from compiled_llm.scheduling.block_pool import BlockPool
-from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.request import Held, Request
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
-from compiled_llm.scheduling.window_pool import Held, WindowPool
+from compiled_llm.scheduling.window_pool import WindowPool
 
 
 class WindowPlaces:
-    """Gives requests the places that they need next, and drops those that no later query sees.
+    """Gives requests the places that they need next, in each ``WindowPool``, and drops those that no later query sees.
+
+    It does nothing where there is no window.
 
     A request that lacks one token has a place for the block where it goes, if it has that block.
     """
@@ -71,6 +72,22 @@ class WindowPlaces:
         """Whether the sink tokens of ``request`` have to be computed again before its next token is."""
         stream = self.stream
         return stream is not None and stream.num_dropped(request.num_computed_tokens) > request.num_dropped_tokens
+
+    def num_due(self, request: Request) -> int:
+        """How many tokens a running request is to compute next: its sink tokens if these are old, else all it lacks."""
+        if self.stream is not None and self.has_old_sinks(request):
+            return self.stream.sink_tokens
+        return request.num_tokens - request.num_computed_tokens
+
+    def most_in_a_step(self, request: Request, count: int) -> int:
+        """Of the next ``count`` tokens of ``request``, those that see the same sink tokens."""
+        return count if self.stream is None else min(count, self.stream.num_until_drop(request.num_computed_tokens))
+
+    def move_sinks(self, request: Request) -> int:
+        """A step computes the old sink tokens of ``request`` again. Returns by how many positions they move."""
+        assert self.stream is not None
+        request.num_dropped_tokens = self.stream.num_dropped(request.num_computed_tokens)
+        return request.num_dropped_tokens
 
     # -- A request's places
 

@@ -1,4 +1,4 @@
-"""WindowPool: KV blocks of the layers that see a window of keys, kept only while a query may see them. Plain Python.
+"""KV blocks of the layers that see a window of keys, kept only while a query may see them. Plain Python.
 
 Layers without a window have the blocks of the ``BlockPool``, whose numbers block tables name. Layers with one have
 memory of their own, which is smaller: a *place* in it is given to a block while some request needs the block's keys in
@@ -8,41 +8,22 @@ A block that others can find keeps its place after its last user, until the memo
 prefix only as far as the blocks that its next query sees have their places: dropped places make a shorter hit.
 """
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.streaming import Stream
-
-if TYPE_CHECKING:
-    from compiled_llm.api.config import EngineLimits
 
 Copies = list[tuple[int, int]]
 
 
-@dataclasses.dataclass(slots=True)
-class Held:
-    """The blocks of a table, by their indices ``first..end - 1``, of which a request needs the places.
-
-    It needs those of its sink tokens besides.
-
-    Attributes:
-        sent: how many entries of the worker's table are up to date, those before ``first`` among them.
-    """
-
-    first: int
-    end: int
-    sent: int = 0
-
-
-def stream_of(window: int, limits: "EngineLimits") -> Stream | None:
+def stream_of(window: int, limits: EngineLimits) -> Stream | None:
     """The stream whose window this is; None: it is one of the model's own."""
     stream = limits.stream
     return stream if stream is not None and stream.sink_tokens and stream.window == window else None
 
 
-def most_places(window: int, limits: "EngineLimits") -> int:
+def most_places(window: int, limits: EngineLimits) -> int:
     """Most places that one request ever needs for a window: in the largest step, those its first query sees, too."""
     size, stream = limits.block_size, stream_of(window, limits)
     if stream is not None:  # and one for a token before which others leave
@@ -50,7 +31,7 @@ def most_places(window: int, limits: "EngineLimits") -> int:
     return min((window - 1 + limits.max_num_batched_tokens) // size + 2, limits.blocks_per_request)
 
 
-def useful_places(window: int, limits: "EngineLimits") -> int:
+def useful_places(window: int, limits: EngineLimits) -> int:
     """Places for as many requests as may run, so that more would only keep prefixes."""
     # All but one of them decode: a largest step is shared by all.
     stream = stream_of(window, limits)
@@ -72,7 +53,7 @@ class WindowPool:
         num_evictions: cached places that were given to another block.
     """
 
-    def __init__(self, window: int, num_places: int, limits: "EngineLimits") -> None:
+    def __init__(self, window: int, num_places: int, limits: EngineLimits) -> None:
         self.window, self.num_places, self.block_size = window, num_places, limits.block_size
         self.most_places = most_places(window, limits)
         self.stream = stream_of(window, limits)
@@ -155,7 +136,7 @@ class WindowPool:
         return holder in self._place_of or self._users[block] == 1
 
     def exchange(self, block: int, holder: int) -> None:
-        """A table that needs the place of ``block`` gets ``holder`` instead, which holds the same."""
+        """A table that needs the place of ``block`` gets ``holder`` instead, which holds the same keys."""
         if holder in self._place_of:
             self.hold(holder)
             self.drop(block, can_be_found=False)
@@ -174,7 +155,7 @@ class WindowPool:
         return best
 
     def empty_places(self) -> set[int]:
-        """Those that hold nothing."""
+        """The places that hold nothing."""
         return set(self._empty)
 
     def check_invariants(self, users: dict[int, int], can_be_found: Sequence[bool]) -> None:

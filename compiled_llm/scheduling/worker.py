@@ -5,11 +5,14 @@ and a ``StepResult`` back. All are frozen plain data, so the worker may be anoth
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.step_result import StepResult
+
+# Of one token: its log-probability and rank; the log-probabilities and ids of the most likely tokens.
+LogprobRow = tuple[float, int, tuple[float, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +41,40 @@ class WorkerFacts:
     window_places: tuple[tuple[int, int], ...] = ()
     num_state_slots: int = 0
     num_swap_slots: int = 0
+
+
+class LogprobColumns(NamedTuple):
+    """Log-probabilities (natural) of tokens: an entry of each column for each token."""
+
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]  # 1 for the most likely token
+    top_logprobs: tuple[tuple[float, ...], ...]  # of the most likely tokens, falling
+    top_ids: tuple[tuple[int, ...], ...]
+
+    def row(self, index: int) -> LogprobRow:
+        return self.logprobs[index], self.ranks[index], self.top_logprobs[index], self.top_ids[index]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """The results of one step. For its logits rows see ``SchedulerOutput``.
+
+    Attributes:
+        bucket: in which the step ran.
+        sampled_token_ids: one for each logits row; -1 where no token could be chosen. Without meaning where the request
+            has no token to sample.
+        logprobs: of the sampled tokens, one for each logits row; None where no request asks for them.
+        prompt_logprobs: of the step's ``prompt_targets``, one target after another; None where there are none.
+        seconds: that the device took.
+        num_experts: experts that some token used, over all layers; 0 in a model without.
+    """
+
+    bucket: Bucket
+    sampled_token_ids: tuple[int, ...]
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: LogprobColumns | None = None
+    seconds: float = 0.0
+    num_experts: int = 0
 
 
 class Worker(Protocol):

@@ -60,7 +60,7 @@ def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) ->
 
 
 def bytes_per_layer(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> list[int]:
-    """The same for each layer; 0 where it shares the cache of another one, or keeps a state."""
+    """Bytes of a token in each layer; 0 where it shares the cache of another one, or keeps a state."""
     return [
         _num_bytes(spec.cache_tensors(1, 1, dtype)) if isinstance(spec, AttentionSpec) else 0
         for spec, dtype in zip(layers_of(model_config), dtypes, strict=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
 from compiled_llm.ops.torch_settings import own_settings
 
 
@@ -59,7 +59,10 @@ class LogitsTransform(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, logits: Tensor, fields: Mapping[str, Tensor], context: LogitsContext) -> Tensor:
-        """Logits ``[R, V]`` float32 -> the same; -inf bans a token. ``fields``: ``[R, *shape]`` each."""
+        """Logits ``[R, V]`` float32 -> changed ones of that shape and dtype; -inf bans a token.
+
+        ``fields``: ``[R, *shape]`` each.
+        """
 
 
 def load_transforms(items: Sequence[Any], vocab_size: int, device: torch.device) -> tuple[LogitsTransform, ...]:

@@ -4,7 +4,6 @@ The step itself gives the most likely tokens. What only some requests need runs 
 processed logits, and log-probabilities. Shapes: T tokens, R rows of logits, D hidden size, V vocabulary size.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import make_plans, with_plans, with_window_tables
+from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
 from compiled_llm.step.logits import LogitsInput, process_logits
@@ -41,17 +40,17 @@ def step_function(
     model = family_of(model_config)
     forward, head = model.forward, model.head
     layers = with_window_tables(layers_of(model_config), windows)
-    layers = tuple(dataclasses.replace(spec, exact=exact) for spec in layers)
+    layers = for_queries(layers, max_query_len, exact=exact)
     planned = with_plans(layers) if max_query_len == 1 and not exact else None
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         step_input = _fed_back(step_input, feedback)
         own = _with_own_tables(step_input)
         if planned is None or not step_input.seq_lens.is_cuda:
-            hidden = forward(weights, own, kv_cache, model_config, layers, max_query_len)
+            hidden = forward(weights, own, kv_cache, model_config, layers)
         else:
             plans = make_plans(planned, step_input, kv_cache, feedback.hidden.element_size())
-            hidden = forward(weights, own._replace(plans=plans), kv_cache, model_config, planned, max_query_len)
+            hidden = forward(weights, own._replace(plans=plans), kv_cache, model_config, planned)
         rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
         logits = head(weights, rows, model_config)
         keep_greedy_tokens(logits, feedback.last_tokens)
@@ -97,7 +96,7 @@ def sampler_function(logits: Tensor, params: SamplingInput, last_tokens: Tensor)
 
 
 def processing_sampler_function(transforms: tuple[LogitsTransform, ...]) -> Callable:
-    """The same after ``process_logits``: (logits, params, inputs, token counts [rows, V] float32, last tokens) -> None.
+    """Sample after ``process_logits``: (logits, params, inputs, token counts [rows, V] float32, last tokens) -> None.
 
     It adds the tokens that it chose to the counts.
     """
@@ -122,7 +121,7 @@ def logprobs_function(count: int) -> Callable:
 
 
 def prompt_logprobs_function(model_config: ModelConfig, count: int) -> Callable:
-    """The same for tokens of prompts: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
+    """Log-probabilities of prompts: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
 
     head = family_of(model_config).head
 

@@ -92,7 +92,7 @@ class ChildProcess:
 
     Args:
         name: for messages.
-        packages: that the module imports; besides these it can import this package and the standard library.
+        packages: other packages that the module imports, besides this one and the standard library.
         settings: values of JSON, the first message.
     """
 
@@ -199,7 +199,7 @@ def own_channel() -> Channel:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Of address space, for this process."""
+    """Bound the address space of this process."""
     with contextlib.suppress(ValueError):  # macOS has no such limit: there the processor time alone is bounded
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 

@@ -19,7 +19,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     Paths in it are relative to the working directory: a result says nothing of where its machine keeps things.
     """
     facts: dict[str, Any] = {
-        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *map(_without_root, sys.argv[1:])]),
+        "command": shlex.join([*_program(), *map(_without_root, sys.argv[1:])]),
         "cpu": _cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -40,6 +40,13 @@ def describe(device: torch.device) -> dict[str, Any]:
     return facts
 
 
+def _program() -> list[str]:
+    """What the command line began with: ``compiled-llm``, or a program of Python's."""
+    path = Path(sys.argv[0])
+    is_own = path.name == "compiled-llm" or path.parts[-2:] == ("compiled_llm", "__main__.py")
+    return ["compiled-llm"] if is_own else ["python", os.path.relpath(path)]
+
+
 def _without_root(argument: str) -> str:
     """An argument, a path from the root in it as one from the working directory: as a word, or behind ``--flag=``."""
     flag, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
@@ -47,7 +54,7 @@ def _without_root(argument: str) -> str:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What decides how fast ``device`` reads memory and multiplies: plain JSON values, the same in every process."""
+    """What decides how fast ``device`` reads memory and multiplies: plain JSON values, equal in every process."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         driver = Path("/proc/driver/nvidia/version")

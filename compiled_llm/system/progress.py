@@ -86,7 +86,7 @@ class Stage:
 
     @property
     def share(self) -> float:
-        """Of the work, how much is done: 0 to 1."""
+        """How much of the work is done: 0 to 1."""
         whole = sum(self._weights.values())
         return min(1.0, self._amount() / whole) if whole else 1.0
 

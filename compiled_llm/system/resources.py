@@ -18,7 +18,7 @@ _ROOT = Path("/")
 
 
 def granted_cores(root: Path = _ROOT) -> int:
-    """Cores that this process may keep busy: those of its affinity, or its groups' quota of time, rounded up."""
+    """Cores that this process may keep busy: as its affinity says, or its groups' quota of time, rounded up."""
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas(root))]))
 
 
@@ -35,7 +35,7 @@ def free_memory(root: Path = _ROOT) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _MemoryLimit:
-    """Of one group. ``used``: bytes, without the pages of files that Linux drops when it needs memory."""
+    """The limit of one group. ``used``: bytes, without the pages of files that Linux drops when it needs memory."""
 
     bytes: int
     used: int

@@ -1,7 +1,7 @@
 """Byte-level tokenizers, as GPT-2 introduced them: a text is the bytes of its tokens, one after the other, as UTF-8.
 
-So what a token adds follows from its bytes and those of a character before it that is not complete; other tokenizers
-have to decode some tokens before it again.
+So what a token adds follows from its bytes and the bytes of a character before it that is not complete; other
+tokenizers have to decode some tokens before it again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ REPLACEMENT = "\ufffd"
 
 
 def _alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE spells bytes: those that can be printed stand for themselves, the others
-    follow from U+0100 on."""
+    """The characters by which byte-level BPE spells bytes: printable ones stand for themselves, all other bytes have
+    characters from U+0100 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
@@ -29,7 +29,7 @@ class ByteLevelTokens:
     def __init__(self, backend: Backend, special_tokens: Iterable[str]) -> None:
         self._backend = backend
         self._special_tokens = frozenset(special_tokens)
-        self._known: tuple[dict[int, bytes], dict[int, bytes]] = {}, {}  # all tokens; those that are not special
+        self._known: tuple[dict[int, bytes], dict[int, bytes]] = {}, {}  # with special tokens; without
 
     @staticmethod
     def suit(backend: Backend) -> bool:
@@ -37,7 +37,7 @@ class ByteLevelTokens:
         return type(backend.decoder) is decoders.ByteLevel
 
     def of(self, token_id: int, skip_special_tokens: bool) -> bytes:
-        """Empty for an id without a token, and for a special token if these are skipped."""
+        """The bytes of a token. Empty for an id without one, and for a special token if special tokens are skipped."""
         known = self._known[skip_special_tokens]
         found = known.get(token_id)
         if found is None:
@@ -54,7 +54,7 @@ class ByteLevelTokens:
 
 
 class ByteLevelDecoding:
-    """What tokens add to a text behind those ``before`` it, which are the end of the prompt.
+    """What tokens add to a text that the tokens ``before`` them, the end of the prompt, began.
 
     A character that was begun before belongs to the text once it is complete. The end of the text is held back where it
     is U+FFFD, of bytes that are no character or not complete.
@@ -71,7 +71,7 @@ class ByteLevelDecoding:
         return self._take(self._decode(self._tokens.of(token_id, self._skips)))
 
     def add_all(self, token_ids: Sequence[int]) -> str:
-        """The same for several tokens, in less time."""
+        """What is text with all these tokens, and was not; quicker than ``add`` for each."""
         return self._take(self._decode(b"".join([self._tokens.of(one, self._skips) for one in token_ids])))
 
     def finish(self) -> str:

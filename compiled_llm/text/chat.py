@@ -1,22 +1,21 @@
 """Conversations -> token ids, through the chat template of the model.
 
-The template's special tokens become special tokens. Those that are spelled in a message stay text, whatever the
+The template's special tokens become special tokens. What a message spells of a special token stays text, whatever the
 template does with it: before it gets a text, a mark is put after each character that a special token starts with, and
 what has a mark in it is no special token. The mark is a character that is found nowhere else in the chat.
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from compiled_llm.api.error_texts import shown
-from compiled_llm.api.unservable import UnservableError
-from compiled_llm.text.chat_template import ChatTemplate
+from compiled_llm.api.argument_checks import UnservableError
+from compiled_llm.api.readable import shown
+from compiled_llm.text.chat_template import ChatTemplate, TemplateProcess
 from compiled_llm.text.prompts import MAX_CHARACTERS_PER_TOKEN, check_unicode
-from compiled_llm.text.template_process import TemplateProcess
 from compiled_llm.text.tokenizer import Tokenizer
-from compiled_llm.text.tool_calls import with_decoded_arguments
 
 _MAX_DEPTH = 32  # of lists and dicts in a message or a tool
 _MAX_TEMPLATES = 8  # that are kept compiled
@@ -90,7 +89,7 @@ class ChatEncoder:
             }
             template, marker = self._compile(chat_template, bool(tools))
             _check_use(template, variables)
-        except ValueError as error:  # the same for any messages
+        except ValueError as error:  # it would be raised for any messages
             raise UnservableError(str(error)) from error
         chat = _check_messages(messages)
         if not self._takes_lists(template, chat):
@@ -359,3 +358,48 @@ def _until(end: str, text: str, final: str) -> str:
     # Without the space, the template strips messages.
     kept = text[:position] if text[position : position + 2] == end + " " else text[:position].rstrip()
     return kept.replace(end, "")
+
+
+# -- Tool calls
+
+
+_ARGUMENTS = "arguments"
+
+
+def with_decoded_arguments(name: str, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of tool calls whose ``arguments`` are values, not text: as vLLM has them, {} where there are none.
+
+    Args:
+        name: of the tool calls, for messages.
+        calls: ``{"function": {"name": str, "arguments": ...}}``, or what is in "function" alone.
+
+    Raises:
+        ValueError: a text is not JSON.
+    """
+    return [_decoded_call(f"{name}[{number}]", call) for number, call in enumerate(calls)]
+
+
+def _decoded_call(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": _decoded_call(f"{name}.function", dict(function))}
+    # A call of another kind than a function has no arguments.
+    return {**call, _ARGUMENTS: _decoded(name, call.get(_ARGUMENTS))} if "name" in call else call
+
+
+def _decoded(name: str, arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    if not arguments.strip():
+        return {}
+    try:
+        found = json.loads(arguments, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{name}.arguments must be a dict, or one as JSON in a str: {error}, given {shown(arguments)}"
+        ) from error
+    return {} if found is None else found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no value of JSON")

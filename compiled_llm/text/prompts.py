@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.argument_checks import UnservableError
+from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.unservable import UnservableError
 from compiled_llm.text.tokenizer import Tokenizer
 
 
@@ -44,7 +44,7 @@ class Capacity(NamedTuple):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Most tokens of a prompt. Of those that are scored, the last one is not computed."""
+        """Most tokens of a prompt. The last token of a scored text is not computed."""
         return self.num_tokens + (1 if self.is_scored else -1)
 
     def error(self, given: str) -> ValueError:
@@ -64,7 +64,7 @@ def prompt_list(prompts: Any, name: str = "prompts", one: str = "prompt (str, li
     """One prompt or a list of them -> a list. A list of integers is one prompt.
 
     Raises:
-        ValueError: it is neither. What is in a list is not looked at: a prompt of another type is that one's fault.
+        ValueError: it is neither. What is in a list is not looked at: a prompt of another type fails by itself.
     """
     if isinstance(prompts, str | Mapping | EncodedPrompt | ScoredPrompt):
         return [prompts]
@@ -110,8 +110,8 @@ def encode_prompt(
 ) -> EncodedPrompt:
     """A prompt in any of its forms -> its text and token ids; the text is None when ids were given.
 
-    Requests share cached KV blocks only with those of the same ``cache_salt``, a key that a prompt given as a dict may
-    have, so that users who must not learn of each other's prompts by their speed do not.
+    Only requests of one ``cache_salt`` share cached KV blocks. It is a key that a prompt given as a dict may have, so
+    that users who must not learn of each other's prompts by their speed do not.
 
     Args:
         capacity: of a prompt that is longer, some multiple of it is looked at and no more.
@@ -145,9 +145,9 @@ def encode_scored(
 ) -> tuple[EncodedPrompt, int]:
     """A prompt and its continuation -> both as one prompt, and the index of its first token that is scored.
 
-    Token ids follow those of the prompt. A text is joined to the prompt's and encoded with it, as it would be if it
-    were not cut in two. What is scored then starts with the first token that is none of the prompt's own: where the
-    end of the prompt and the start of the continuation become one token, with that one.
+    Token ids of the continuation follow the prompt's. A text is joined to the prompt's and encoded with it, as it would
+    be if it were not cut in two. What is scored then starts with the first token that is none of the prompt's own:
+    where the end of the prompt and the start of the continuation become one token, with that token.
 
     Raises:
         ValueError: as ``encode_prompt``; the continuation is neither a str nor a list of token ids, has no tokens, or
@@ -254,7 +254,7 @@ def check_unicode(name: str, text: str) -> None:
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """``ValueError`` unless all are ids of the vocabulary."""
     if set(map(type, token_ids)) <= {int} and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)):
-        return  # the same as below, and faster
+        return  # as the loop below would find, and faster
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise ValueError(f"{name} must be integers from 0 to {vocab_size - 1}, given {shown(token_id)}")

@@ -1,11 +1,11 @@
-"""The process in which chat templates run, for template_process.py.
+"""The process in which chat templates run, for chat_template.py.
 
 A template is data of unknown origin. jinja2's sandbox keeps it from reaching Python. What it costs is bounded by the
 operating system, whatever the template does: processor time for a request, address space for the process, which also
 opens no files or sockets and starts no processes.
 
-Messages are JSON. The settings are the seconds and the bytes; a request has the keys ``source`` and, for a rendering,
-those of ``_render``.
+Messages are JSON. The settings are the seconds and the bytes; a request has the key ``source`` and, for a rendering,
+the arguments of ``_render``.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a tokenizer.json; incremental decoding with stop strings."""
+"""Text to token ids and back, by a tokenizer.json."""
 
 import functools
 import itertools
@@ -11,14 +11,10 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.text.byte_level import ByteLevelDecoding, ByteLevelTokens
-from compiled_llm.text.context_decoding import ContextDecoding
-from compiled_llm.text.stop_strings import StoppableText
+from compiled_llm.text.byte_level import ALPHABET, REPLACEMENT, ByteLevelTokens
 from compiled_llm.text.tokenizer_files import library_error
 from compiled_llm.text.tokenizer_parts import TokenizerParts, affixes, read_parts, users_tokenizer
 
-_CONTEXT_SEARCH = 64  # tokens of a prompt that are searched for those on which the text of the next ones depends
 # Longer texts are encoded by a call that lets other threads run meanwhile.
 _LONG = 4096
 # What a cut through a text adds to its tokens, at most.
@@ -62,7 +58,7 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_level(self) -> ByteLevelTokens | None:
-        """The bytes of its tokens; None where a text is not these, one after the other."""
+        """The bytes of its tokens; None where a text is not the bytes of its tokens, one after the other."""
         return ByteLevelTokens(self._backend, self.special_tokens) if ByteLevelTokens.suit(self._backend) else None
 
     @functools.cached_property
@@ -80,7 +76,7 @@ class Tokenizer:
         return None if name is None else self._backend.token_to_id(name)
 
     def for_users(self) -> Any:
-        """The same tokenizer as one of transformers; a new one for each call."""
+        """A tokenizer of transformers that gives the same tokens; a new one for each call."""
         return users_tokenizer(self._directory, self._parts)
 
     def encode(self, text: str, split_special_tokens: bool = False) -> list[int]:
@@ -118,7 +114,7 @@ class Tokenizer:
 
     def encode_end(self, text: str, count: int, split_special_tokens: bool = False) -> list[int]:
         """Token ids of ``text``, or of an end of it that has more than ``count``: no more is encoded than it takes."""
-        needed = count + _TOKENS_OF_A_CUT  # those at the cut may differ from those of the whole text
+        needed = count + _TOKENS_OF_A_CUT  # at the cut they may differ from the whole text's
         size = max(_LONG, 8 * needed)
         while size < len(text):
             token_ids = self.encode(text[-size:], split_special_tokens)
@@ -128,10 +124,10 @@ class Tokenizer:
         return self.encode(text, split_special_tokens)
 
     def encode_chat(self, text: str, mark: str) -> list[int]:
-        """Token ids of a rendered chat, with nothing put around it. Special tokens that it spells become such.
+        """Token ids of a rendered chat, with nothing put around it. A special token that it spells becomes that token.
 
-        Those with the character ``mark`` in them stay text. The marks themselves are left out. A special token that the
-        tokenizer would look for in normalized text is looked for in the text as it is.
+        A spelling with the character ``mark`` in it stays text. The marks themselves are left out. A special token that
+        the tokenizer would look for in normalized text is looked for in the text as it is.
 
         Raises:
             ValueError: the tokenizer makes a special token of what should stay text.
@@ -217,7 +213,7 @@ class Tokenizer:
         backend = _parsed(self._backend.to_str(), self._directory)
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True  # those that a text spells stay text
+        backend.encode_special_tokens = True  # what a text spells stays text
         backend.add_tokens(self._stand_in_tokens)
         self._stand_ins = {backend.token_to_id(token.content) for token in self._stand_in_tokens}
         return backend
@@ -260,52 +256,35 @@ def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> lis
         raise library_error("encode this text", error) from error
 
 
-class OutputText:
-    """The text of one request's output as its tokens come in, up to a stop string.
+class TokenBytes:
+    """The bytes that each token stands for, also where they are a part of a character only.
 
-    What was shown is never taken back, and in the end it is the whole: the bytes of prompt and output decoded as UTF-8
-    at once, less the text of the prompt. A character that is spread over tokens appears when it is complete, also one
-    that the prompt left incomplete. Bytes that are no character become U+FFFD, as ``bytes.decode(errors="replace")``
-    has it. So does a tokenizer's own decoder, but for one with tokens ``<0x00>`` to ``<0xFF>``: it gives up every
-    character beside such a byte, also characters that were shown long ago.
-
-    A stop string ends the text (``StoppableText``). A special token that the text does not show counts there as its
-    text, if a stop string has the whole of it. How the text is cut into tokens changes none of that.
+    The bytes of an output's tokens, one after the other, are its text's, but for special tokens that the text leaves
+    out and a space that decoding cuts off at its start.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        skips, stops = params.skip_special_tokens, tuple(params.stop or ())
-        self._hidden: dict[int, str] = {}  # special tokens that stop strings have in them and the text does not show
-        if skips:
-            for stop in stops:
-                self._hidden |= tokenizer.special_tokens_within(stop)
-        self._has_stops = bool(stops)
-        self._text = StoppableText(stops, params.include_stop_str_in_output)
-        before, tokens = prompt_token_ids[-_CONTEXT_SEARCH:], tokenizer.byte_level
-        self._decoding = (
-            ContextDecoding(tokenizer, before, skips) if tokens is None else ByteLevelDecoding(tokens, before, skips)
-        )
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
 
-    def append(self, token_id: int, may_stop: bool = True) -> str | None:
-        """Take in a token. Returns the stop string that the text now holds, if any; the text then ends there.
+    def of(self, token_id: int) -> bytes:
+        """Empty for an id that the tokenizer has no token of, as models with a padded vocabulary may generate."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._read(token_id)
+        return found
 
-        Args:
-            may_stop: False: a stop string that this token completes is text like any other.
-        """
-        if token_id in self._hidden:
-            return self._text.add_hidden(self._hidden[token_id], may_stop)
-        piece = self._decoding.add(token_id)
-        return self._text.add(piece, may_stop) if piece else None
-
-    def extend(self, token_ids: list[int]) -> None:
-        """Take in tokens of a text without stop strings: as ``append`` for one after the other, in less time."""
-        assert not self._has_stops, "a stop string may end the text at any of the tokens"
-        self._text.add(self._decoding.add_all(token_ids))
-
-    def finish(self) -> str | None:
-        """No token follows: bytes that never became a character become replacements. May complete a stop string."""
-        return self._text.add(self._decoding.finish())
-
-    def take(self, finished: bool) -> str:
-        """The text since the last call. While the request runs, an end that may become a stop string is held back."""
-        return self._text.take(finished)
+    def _read(self, token_id: int) -> bytes:
+        tokenizer = self._tokenizer
+        value = tokenizer.byte_value(token_id)
+        if value is not None:
+            return bytes([value])
+        alone = tokenizer.decode([token_id], False)
+        if REPLACEMENT in alone:
+            spelled = [ALPHABET.get(character) for character in tokenizer.token(token_id) or ""]
+            data = bytes(byte for byte in spelled if byte is not None)
+            if len(data) == len(spelled) and data.decode(errors="replace") == alone:  # its decoder reads it so
+                return data
+        # A space may be cut off at the start of a text, but not at the second token.
+        twice = tokenizer.decode([token_id, token_id], False)
+        return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()

@@ -6,20 +6,25 @@ are used where there is no tokenizer.json, and for the names of special tokens t
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
-from compiled_llm.api.error_texts import shown
+from compiled_llm.api.readable import shown
 from compiled_llm.models.files import MAX_JSON_BYTES, read_optional_json
-from compiled_llm.text.tokenizer_config import TokenizerConfig, read_tokenizer_config
-from compiled_llm.text.tokenizer_files import check_files, library_error, read_backend, read_tokenizer
-from compiled_llm.text.tokenizer_probes import difference
+from compiled_llm.text.tokenizer_files import (
+    TokenizerConfig,
+    check_files,
+    library_error,
+    read_backend,
+    read_tokenizer,
+    read_tokenizer_config,
+)
 
-# Fields of tokenizer_config.json that a tokenizer for users has, where they are of these types.
+# Fields of tokenizer_config.json that a tokenizer for users has, and their types: a value of another type is left out.
 _FOR_USERS = {
     "model_max_length": int,
     "padding_side": str,
@@ -97,7 +102,7 @@ def users_tokenizer(directory: Path, parts: TokenizerParts) -> Any:
 
 
 def _parts_of_class(tokenizer: Any) -> TokenizerParts:
-    """Those of a tokenizer of transformers."""
+    """The parts of a tokenizer of transformers."""
     template = tokenizer.chat_template or {}
     templates = template if isinstance(template, dict) else {"default": template}
     named = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
@@ -105,7 +110,7 @@ def _parts_of_class(tokenizer: Any) -> TokenizerParts:
 
 
 def _add_tokens(backend: Backend, config: TokenizerConfig) -> list[str]:
-    """Add the tokens that the files beside tokenizer.json have, and make special those that they call so.
+    """Add the tokens that the files beside tokenizer.json have, and make special what they call special.
 
     A token without an id that the vocabulary lacks too is not added: no model knows it.
     """
@@ -138,7 +143,7 @@ def _special(token: AddedToken) -> AddedToken:
 
 
 def _set_ends(backend: Backend, config: TokenizerConfig, named: dict[str, str]) -> list[str]:
-    """Make the backend put the tokens before and after a text that the files ask for, and no others of these names."""
+    """Make the backend put the bos and eos tokens around a text that the files ask for, and no others."""
     before, after = affixes(backend)
     wanted, notes = {"bos_token": before, "eos_token": after}, []
     for name, tokens in wanted.items():
@@ -205,3 +210,72 @@ def _compare(directory: Path, backend: Backend, theirs: Any) -> str | None:
 
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+# -- Where two tokenizers differ, by some hundred texts on which published tokenizers are known to differ
+
+
+# Each alone, after each other one, and beside special tokens.
+_PIECES = (
+    *("x", " x", "  x", "   x y", "Hello, world!", "don't I'LL", "12345", " 3.14%", "x_1", "naïve café"),
+    *("\n", "\n\n", "\t", " \n ", "\r\n", "x =\n    1", "\n    return x\n", ":\n\t\tpass"),
+    *(
+        "你好，世界",
+        "cafe\u0301 A\u030a",
+        "\u1100\u1161 ﬁ Ａ １",
+        "🚀👩‍💻",
+        "สวัสดี",
+        "नमस्ते",
+        "مرحبا",
+        "\u00a0\u3000\u200b",
+    ),
+)
+_MAX_SPECIAL, _MAX_CHARACTERS = 12, 100  # special tokens that are tried
+_MAX_SHOWN = 12  # tokens of an example
+
+
+class Difference(NamedTuple):
+    """Attributes:
+    text: the shortest of the texts that differ.
+    ours, theirs: its tokens.
+    num_different, num_texts: how many of the texts differ, and how many there are.
+    in_decoding: the tokens are equal, and the text that is made of them differs.
+    """
+
+    text: str
+    ours: list[str]
+    theirs: list[str]
+    num_different: int
+    num_texts: int
+    in_decoding: bool
+
+
+def probe_texts(special_tokens: Iterable[str]) -> list[str]:
+    """Code, spaces, line breaks, scripts, signs in several parts, and ``special_tokens`` with text around them."""
+    texts = [*_PIECES, *("".join(pair) for pair in itertools.product(_PIECES, repeat=2))]
+    short = (token for token in special_tokens if len(token) <= _MAX_CHARACTERS)
+    for token in itertools.islice(short, _MAX_SPECIAL):
+        texts += [token, f"x{token}x", f" {token} x", f"x {token}\n  x", f"{token}{token}", f"{token}你好 12"]
+    return texts
+
+
+def difference(ours: Backend, theirs: Backend, special_tokens: Iterable[str]) -> Difference | None:
+    """Compares tokens, and the text that is made of ours. None: no text differs."""
+    texts = sorted(probe_texts(special_tokens), key=len)
+    pairs = list(zip(ours.encode_batch(texts), theirs.encode_batch(texts), strict=True))
+    encoded = [index for index, (one, other) in enumerate(pairs) if one.ids != other.ids]
+    if encoded:
+        first = encoded[0]
+        one, other = pairs[first]
+        return Difference(texts[first], _cut(one.tokens), _cut(other.tokens), len(encoded), len(texts), False)
+    ids = [one.ids for one, _ in pairs]
+    read, others = ours.decode_batch(ids), theirs.decode_batch(ids)
+    decoded = [index for index, (one, other) in enumerate(zip(read, others, strict=True)) if one != other]
+    if not decoded:
+        return None
+    first = decoded[0]
+    return Difference(texts[first], [read[first]], [others[first]], len(decoded), len(texts), True)
+
+
+def _cut(tokens: list[str]) -> list[str]:
+    return tokens if len(tokens) <= _MAX_SHOWN else [*tokens[:_MAX_SHOWN], "..."]

@@ -19,7 +19,7 @@ class SwapSpace:
 
     Attributes:
         num_blocks: blocks that fit, each with what all layers keep of it.
-        num_slots: slots that fit, likewise.
+        num_slots: slots that fit into host memory.
         pools: ``[num_blocks, bytes of a block]`` uint8 for each group of layers; empty where it has no layer. The last
             is that of the slots.
     """

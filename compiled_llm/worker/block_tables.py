@@ -56,7 +56,7 @@ class BlockTables:
         self.all.index_copy_(0, places, entries)
 
     def send(self, places: np.ndarray, entries: np.ndarray) -> None:
-        """The same of what the host has: one copy more."""
+        """Write entries that the host has: one copy more."""
         # They travel as one: int64 of all, then int32 of all.
         total = len(places)
         packed = np.empty(3 * total, dtype=np.int32)

@@ -13,10 +13,11 @@ from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.ops.user_warnings import warn
 from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import (
-    Admission,
     SchedulerOutput,
     SchedulerOutputBuilder,
+    StartedRequest,
     WindowOutput,
 )
 from compiled_llm.scheduling.worker import WorkerFacts
@@ -127,14 +128,14 @@ def _prompts(bucket: Bucket, limits: EngineLimits, facts: WorkerFacts) -> Schedu
         blocks = list(range(next_block, next_block - (-count // limits.block_size)))
         if blocks[-1] > num_blocks:
             break
-        name = str(len(output.request_ids))
+        name = RequestId(str(len(output.request_ids)))
         output.request_ids.append(name)
         output.num_scheduled_tokens.append(count)
         output.num_computed_tokens.append(0)
         output.num_samples.append(1)
         output.feedback.append(-1)
         output.token_ids.extend([0] * count)
-        output.admissions.append(Admission(name, SamplingParams(temperature=0), 0, (), ()))
+        output.admissions.append(StartedRequest(name, SamplingParams(temperature=0), 0, (), ()))
         output.table_updates.append((name, 0, tuple(blocks)))
         for told, (_, count_of) in zip(output.windows, facts.window_places, strict=True):
             told.table_updates.append((name, 0, tuple(1 + (block - 1) % count_of for block in blocks)))

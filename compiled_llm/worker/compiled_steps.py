@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
-from compiled_llm.compiling.build_processes import BuildProcesses
+from compiled_llm.compiling.build_processes import BuildProcesses, Job
 from compiled_llm.compiling.cache import CompileCache, engine_cache
 from compiled_llm.compiling.costs import Cost
 from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees, gpu_target
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.keys import Fields
-from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
@@ -201,7 +200,7 @@ class CompiledSteps:
             self._warm_up(enforce_eager, stage)
 
     def uncompiled(self, cache_dtypes: Sequence[torch.dtype]) -> "CompiledSteps":
-        """The same steps without compiling, on the same weights and KV cache."""
+        """These steps without compiling, on the same weights and KV cache."""
         steps = CompiledSteps(
             dataclasses.replace(self._config, enforce_eager=True, cuda_graphs="auto"),
             self.model_config,

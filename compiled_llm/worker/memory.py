@@ -8,15 +8,16 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind
 from compiled_llm.models.registry import family_of
-from compiled_llm.models.weights import linear_layers
+from compiled_llm.models.weights import experts, linear_layers, linears, tensors
 from compiled_llm.system.resources import free_memory, total_memory
 from compiled_llm.worker.pool_sizes import PoolSizes
 
@@ -118,13 +119,17 @@ class StartMemory:
         self._at_start = self._before_compiling = self._now()
         self._free_for_pool = 0
 
-    def check(self) -> None:
+    def check(self, to_load: int = 0) -> None:
         """Fail before compiling where there plainly is too little memory, even if compiling and running took none.
+
+        Args:
+            to_load: bytes of weights that are not there yet.
 
         Raises:
             ValueError: with the largest ``max_model_len`` that would fit, by an estimate of what a step takes.
         """
         config, free, block_bytes = self._config, free_memory(), self._pool.block_bytes
+        free -= 0 if self._on_gpu else to_load
         if config.swap_space_bytes and not block_bytes <= config.swap_space_bytes <= free:
             raise ValueError(
                 f"swap_space_bytes must be 0 or from {block_bytes} (one block) to {free} (the host memory free), "
@@ -132,8 +137,16 @@ class StartMemory:
             )
         if self._on_gpu:
             torch.cuda.empty_cache()  # what loading left in torch's allocator
-        self._free_for_pool = free_bytes(self._device) - self._host_reserve()
+        self._free_for_pool = free_bytes(self._device) - to_load - self._host_reserve()
         self.num_blocks(unmeasured=self._estimate)
+
+    def longest_request(self) -> int:
+        """Most tokens of one request for which the pool has room, by what ``check`` found and an estimate of a step."""
+        if self._config.num_kv_blocks is not None or self._config.kv_cache_memory_bytes is not None:
+            blocks = self.num_blocks()
+        else:
+            blocks = self._blocks_within(self._share(self._free_for_pool - self._estimate))
+        return blocks * self._limits.block_size
 
     def before_compiling(self) -> None:
         """Weights and step buffers are there."""
@@ -247,7 +260,7 @@ class StartMemory:
         return MemoryLedger(rows, where, self._start_peak)
 
     def _share(self, free: int) -> int:
-        """Of the bytes free, those that the pool may take where no size is given."""
+        """How many of the free bytes the pool may take where no size is given."""
         share = self._config.gpu_memory_utilization
         return int(free - (1 - share) * total_bytes(self._device)) if self._on_gpu else int(free * 0.5 * share)
 
@@ -300,9 +313,41 @@ def estimated_activations(
     return limits.token_bucket_sizes[-1] * per_token * dtype.itemsize + logits * len(limits.decode_bucket_sizes)
 
 
-def _width(linear: Linear | Experts) -> int:
+def _width(linear: Linear | GroupedLinear) -> int:
     """Elements of a token that go into a linear layer, and come out."""
-    return (linear.in_features + linear.out_features) * (linear.top_k if isinstance(linear, Experts) else 1)
+    return (linear.in_features + linear.out_features) * (linear.top_k if isinstance(linear, GroupedLinear) else 1)
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of all tensors in nested tuples."""
+    return sum(tensor.nbytes for tensor in tensors(tree))
+
+
+def check_room_for_weights(
+    weights: Any,
+    kind: LinearKind,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """``ValueError`` where the weights of ``directory`` cannot be loaded into the memory that is free.
+
+    Args:
+        weights: a description of them, on the device "meta"; ``kind``: of their linear layers.
+    """
+    of_experts = [layer.nbytes // layer.num_experts for layer in experts(weights)]
+    largest = max(*of_experts, *(linear.nbytes for linear in linears(weights)))
+    needed = num_bytes(weights) + kind.bytes_while_taking(largest)
+    needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole
+    if needed > (free := free_bytes(device)):
+        raise ValueError(
+            f"{directory / 'config.json'}: the weights need {needed >> 20} MiB in {str(dtype)[6:]}, "
+            f"{num_bytes(weights.ropes) >> 20} of them for max_model_len={model_config.max_position_embeddings}, and "
+            f"{free >> 20} are free on {device}: choose a smaller model, a shorter dtype, a smaller max_model_len or "
+            "another device"
+        )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -7,7 +7,8 @@ import torch
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.scheduling.request import RequestId
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.parameters import SAMPLING, Name, logits_parameters
 from compiled_llm.worker.block_tables import TableChange
@@ -18,7 +19,8 @@ class RequestRows:
 
     Attributes:
         block_table: ``[max_num_seqs, blocks_per_request]`` int32.
-        window_tables: the same for each window. Entries before the first that a query sees may be anything.
+        window_tables: a block table of this shape for each window. Entries before the first that a query sees may be
+            anything.
         num_blocks: ``[max_num_seqs]`` int32, entries of each row of ``block_table``.
         parameters: each sampling parameter, ``[max_num_seqs + 1, *shape]`` in its dtype.
         padding_row: the last row of ``parameters``, for rows of a step that belong to no request.
@@ -51,8 +53,11 @@ class RequestRows:
         }
         self.changes_logits = np.zeros(rows, dtype=bool)
         self.needs_logprobs = np.zeros(rows, dtype=bool)
-        self._row_of: dict[str, int] = {}
-        self._last: tuple[tuple[str, ...], np.ndarray] = (), np.zeros(0, dtype=np.int64)  # requests, and their rows
+        self._row_of: dict[RequestId, int] = {}
+        self._last: tuple[tuple[RequestId, ...], np.ndarray] = (
+            (),
+            np.zeros(0, dtype=np.int64),
+        )  # requests, and their rows
         self._free_rows = list(range(rows - 1, -1, -1))
 
     def update(self, output: SchedulerOutput) -> np.ndarray:
@@ -92,7 +97,7 @@ class RequestRows:
         """All of them, in the order that ``changes`` counts them."""
         return [self.block_table, *self.window_tables]
 
-    def row_of(self, request_id: str) -> int:
+    def row_of(self, request_id: RequestId) -> int:
         """The row of a running request."""
         return self._row_of[request_id]
 
@@ -101,7 +106,7 @@ class RequestRows:
         self._row_of.clear()
         self._free_rows = list(range(len(self.num_blocks) - 1, -1, -1))
 
-    def _admit(self, row: int, admission: Admission) -> None:
+    def _admit(self, row: int, admission: StartedRequest) -> None:
         params = admission.sampling_params
         self.num_blocks[row] = 0
         for field in self._fields:

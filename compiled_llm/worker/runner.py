@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,13 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
-from compiled_llm.models.weights import experts, linears, tensors
+from compiled_llm.models.weights import tensors
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
-from compiled_llm.scheduling.worker import Worker, WorkerFacts
+from compiled_llm.scheduling.worker import LogprobColumns, StepResult, Worker, WorkerFacts
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
@@ -50,13 +50,17 @@ from compiled_llm.worker.device import (
     use_device,
     use_threads,
 )
-from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
-from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
+from compiled_llm.worker.memory import (
+    TRIAL_BLOCKS,
+    StartMemory,
+    check_room_for_weights,
+    estimated_activations,
+    num_bytes,
+)
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
-from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # By device. A CPU compiles one graph for all sizes, a GPU one for each.
 STEP_DEFAULTS = {
@@ -68,6 +72,81 @@ STEP_DEFAULTS = {
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
 StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
+_MOST_IN_FLIGHT = 2
+
+
+@dataclasses.dataclass
+class HostSlot:
+    """Where a step on a GPU leaves its tokens, and when: used again once its results are read."""
+
+    tokens: Tensor  # as in ``LaunchedStep``, in pinned memory
+    started: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    @classmethod
+    def in_turns(cls, last_tokens: Tensor, device: torch.device) -> "deque[HostSlot]":
+        """For the steps that may be in flight at once; none for a CPU. ``last_tokens``: what is copied there."""
+
+        def slot() -> HostSlot:
+            tokens = torch.zeros(last_tokens.shape, dtype=last_tokens.dtype, pin_memory=True)
+            return cls(tokens, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+
+        return deque(slot() for _ in range(_MOST_IN_FLIGHT if device.type == "cuda" else 0))
+
+
+@dataclasses.dataclass
+class LaunchedStep:
+    """A step that the device works on.
+
+    Attributes:
+        num_rows: logits rows that belong to requests; the others are padding.
+        tokens: ``[R]`` int64 on the host, complete once ``slot.ended`` has happened.
+        logprobs: of these tokens, complete when they are; None where no request needs them.
+        prompt_logprobs: of the step's ``prompt_targets``, on the host.
+        seconds: what the device took; on a GPU known once the step is collected.
+        slot: on a GPU, of the tokens.
+        num_experts: ``[1]`` as ``tokens``: experts that some token used, over all layers; None without experts.
+    """
+
+    bucket: Bucket
+    num_rows: int
+    tokens: Tensor
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+    seconds: float = 0.0
+    slot: HostSlot | None = None
+    num_experts: Tensor | None = None
+
+
+@dataclasses.dataclass
+class StartTimes:
+    """Seconds that the parts of a start took.
+
+    Attributes:
+        kernels: waiting for C++ kernels that were still being built when the first step had to run, and loading them.
+        weights: reading or making the weights, and packing them.
+        compile: taking compiled functions from disk or compiling them, and calling each once.
+    """
+
+    kernels: float = 0.0
+    weights: float = 0.0
+    compile: float = 0.0
+
+
+@dataclasses.dataclass
+class RunnerTimes:
+    """Seconds since the engine was made, and rows of buckets that held no token.
+
+    Attributes:
+        prepare_seconds: filling buffers.
+        launch_seconds: handing steps to the device; 0 on a CPU, which is the device.
+        execute_seconds: launching, and waiting for the tokens; profiling not counted.
+    """
+
+    prepare_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    execute_seconds: float = 0.0
+    num_padding_tokens: int = 0
 
 
 class ModelRunner(Worker):
@@ -81,7 +160,7 @@ class ModelRunner(Worker):
         linears: the kind of linear layer that the weights are kept in.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         pool_sizes: what the KV pool takes; swap_space: host memory for its blocks.
-        rows: what is known of the running requests; num_threads: those that compute on a CPU.
+        rows: what is known of the running requests; num_threads: threads that compute on a CPU.
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
         memory_ledger, weight_bytes, start_times, times: for reports.
@@ -292,7 +371,7 @@ class ModelRunner(Worker):
 
     @property
     def kv_cache_bytes(self) -> int:
-        return _num_bytes(self.steps.kv_cache)
+        return num_bytes(self.steps.kv_cache)
 
     # -- Starting
 
@@ -306,17 +385,7 @@ class ModelRunner(Worker):
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         description = family_of(c).describe(c, self.dtype, self.linears)
-        of_experts = [layer.nbytes // layer.num_experts for layer in experts(description.weights)]
-        largest = max(*of_experts, *(linear.nbytes for linear in linears(description.weights)))
-        rope_bytes = _num_bytes(description.weights.ropes)
-        needed = _num_bytes(description.weights) + self.linears.bytes_while_taking(largest)
-        needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole
-        if needed > (free := free_bytes(self.device)):
-            raise ValueError(
-                f"{directory / 'config.json'}: the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, "
-                f"{rope_bytes >> 20} of them for max_model_len={c.max_position_embeddings}, and {free >> 20} are free "
-                f"on {self.device}: choose a smaller model, a shorter dtype, a smaller max_model_len or another device"
-            )
+        check_room_for_weights(description.weights, self.linears, config, c, directory, self.device, self.dtype)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":
@@ -326,7 +395,7 @@ class ModelRunner(Worker):
         for tensor in tensors(weights):
             mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started
-        self.weight_bytes = _num_bytes(weights)
+        self.weight_bytes = num_bytes(weights)
         return weights
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
@@ -344,7 +413,7 @@ class ModelRunner(Worker):
             native.warn_of_missing_compiler("steps run uncompiled, those of the bundled model by 6 to 20% longer")
         progress.advise(
             f"graphs that are missing are made now and kept in {native.cache_directory()}: the next start with the "
-            "same arguments takes seconds. scripts/compile_model.py makes them ahead"
+            "same arguments takes seconds. compiled-llm compile makes them ahead"
         )
         self.steps.compile(
             self.cache_dtypes,
@@ -383,8 +452,3 @@ def _columns(rows: LogprobRows, count: int) -> LogprobColumns:
     """The first ``count`` of them, as plain data."""
     logprobs, ranks, top_logprobs, top_ids = (column[:count].tolist() for column in rows)
     return LogprobColumns(tuple(logprobs), tuple(ranks), tuple(map(tuple, top_logprobs)), tuple(map(tuple, top_ids)))
-
-
-def _num_bytes(tree: Any) -> int:
-    """Bytes of all tensors in nested tuples."""
-    return sum(tensor.nbytes for tensor in tensors(tree))

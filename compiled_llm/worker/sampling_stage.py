@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.compiling.build_processes import Job
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
-from compiled_llm.compiling.messages import Job
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import DynamicSize, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
@@ -179,7 +179,7 @@ class SamplingStage:
             self._functions[name] = function
 
     def warm_up_prompts(self, weights: Any, make: Make) -> None:
-        """The same for the log-probabilities of prompts, which run after any step."""
+        """Compile what gives the log-probabilities of prompts, which runs after any step."""
         function = make(self._prompt_recipe(), "prompt_logprobs", self._prompt_depends)
         function.warm_up(lambda: self._prompt_arguments(weights))
         self._functions["prompt_logprobs"] = function
@@ -191,7 +191,7 @@ class SamplingStage:
             self._functions[self._name(kind, bucket.num_rows)].record_again(arguments)
 
     def record_prompts_again(self, weights: Any) -> None:
-        """The same of the log-probabilities of prompts."""
+        """On a GPU: record the CUDA graph of the log-probabilities of prompts again."""
         self._functions["prompt_logprobs"].record_again(lambda: self._prompt_arguments(weights))
 
     def functions(self) -> list[CompiledFunction]:
@@ -240,7 +240,7 @@ class SamplingStage:
 
     # -- Running
 
-    def admit(self, admissions: Sequence[Admission], store: RequestRows) -> None:
+    def admit(self, admissions: Sequence[StartedRequest], store: RequestRows) -> None:
         """Count the tokens of requests that start or resume, where their penalties need that."""
         for admission in admissions:
             row, params = store.row_of(admission.request_id), admission.sampling_params

@@ -18,7 +18,7 @@ from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.state_slots import MOST_SNAPSHOTS
+from compiled_llm.scheduling.state_pool import MOST_SNAPSHOTS
 from compiled_llm.scheduling.window_pool import stream_of
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
@@ -42,7 +42,7 @@ class StepSizes(NamedTuple):
     requests: DynamicSize | None  # R
     starts: DynamicSize | None  # R + 1
     rows: DynamicSize | None  # of logits, to the step
-    sampled: DynamicSize | None  # the same, to what takes them
+    sampled: DynamicSize | None  # of logits, to what takes them
 
     @classmethod
     def of(cls, limits: EngineLimits, device: torch.device, uses_trees: bool = False) -> "StepSizes":
@@ -155,7 +155,7 @@ class StepBuffers:
         }
 
     def _fields_of_tables(self) -> Fields:
-        """The same of tables on the device: rows of the step's requests, and the changes that its tokens may need."""
+        """Sizes and dtypes of what tables on the device need: rows of the requests, and room for a step's changes."""
         requests, blocks = self.bucket.num_requests, self.bucket.num_tokens // self.block_size
         room = (requests + blocks) * len(self._table_fields)
         return {
@@ -355,7 +355,7 @@ class StepBuffers:
                 fields[table][: len(rows), :width] = known[rows[:, None], columns]
 
     def _fill_states(self, fields: Arrays, output: SchedulerOutput) -> None:
-        """Slots that are read and written; those that are not used are the sink."""
+        """Slots that are read and written; unused entries are the sink."""
         read_slot, write_slot, write_after = (fields[name] for name in self._state_fields)
         told = output.states
         read_slot[: len(told.reads)] = told.reads

@@ -1,23 +1,30 @@
 """WorkerProcess: a ModelRunner in another process, which gets steps and returns results through a pipe."""
 
+import contextlib
+import dataclasses
 import multiprocessing
+import pickle
 import queue
 import signal
 import threading
 import traceback
+from collections import deque
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.step_result import StepResult
-from compiled_llm.scheduling.worker import Worker
+from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts
+from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
-from compiled_llm.worker.runner import ModelRunner
+from compiled_llm.worker.memory import MemoryLedger
+from compiled_llm.worker.runner import ModelRunner, RunnerTimes, StartTimes
 
 _SECONDS_TO_END = 30.0
 
@@ -41,76 +48,190 @@ class _Failure(NamedTuple):
         return error
 
 
+class _State(NamedTuple):
+    """What a worker says of itself at any time, in answer to ``_ASK``."""
+
+    times: RunnerTimes
+    compile_report: CompileReport
+
+
+class _Start(NamedTuple):
+    """What a worker says of itself once it has started; names are those of ``ModelRunner``."""
+
+    facts: WorkerFacts
+    limits: EngineLimits
+    device: torch.device
+    dtype: torch.dtype
+    cache_dtypes: tuple[torch.dtype, ...]
+    exact: str
+    num_threads: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    start_times: StartTimes
+    memory_ledger: MemoryLedger
+    description: str
+    state: _State
+
+    @classmethod
+    def of(cls, runner: ModelRunner) -> "_Start":
+        own = {name: getattr(runner, name) for name in cls._fields if name not in ("description", "state")}
+        return cls(**own, description=runner.describe_start(), state=_state_of(runner))
+
+
+def _state_of(runner: ModelRunner) -> _State:
+    return _State(dataclasses.replace(runner.times), runner.compile_report())
+
+
+# What is asked of a worker besides steps.
+_ASK, _UNCOMPILE, _COMPILED_AGAIN = "its state", "uncompiled steps", "compiled steps"
+
+
 class WorkerProcess(Worker):
     """Starts a process with a ``ModelRunner`` of these arguments, and speaks to it.
 
     Steps run in the order of their launch, and ``launch`` does not wait for them. The process ends with ``close``, and
     when the process that started it ends.
 
+    Attributes:
+        facts, limits, device and so on: those of the ``ModelRunner``.
+        transforms: the users' changes of logits, in this process, to check what requests ask of them.
+        profiler: none can look on.
+
     Raises:
-        ValueError: as ``ModelRunner``.
+        ValueError: as ``ModelRunner``; or the arguments cannot be sent to another process.
         RuntimeError: the process ended; the message has its exit code. ``launch`` and ``collect`` raise it as well.
     """
+
+    profiler: None = None
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, directory: Path, num_draft_tokens: int = 0
     ) -> None:
+        try:
+            pickle.dumps((config, model_config))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                "engine arguments must go to another process with worker='process': give logits_transforms that a "
+                f"module has by name ({error})"
+            ) from error
         context = multiprocessing.get_context("spawn")
         self._connection, other_end = context.Pipe()
         arguments = other_end, config, model_config, directory, num_draft_tokens, torch.get_num_threads()
         self._process = context.Process(target=_serve, args=arguments, name="compiled-llm-worker", daemon=True)
         self._process.start()
         other_end.close()
-        self._num_launched = 0
-        self._num_received = 0
+        self._num_launched = self._num_received = 0
+        self._early: deque[Any] = deque()  # results that came before an answer
         try:
-            self.facts = self._receive()
+            start = self._answer()
+            self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, torch.device("cpu"))
         except BaseException:
-            self.close()
+            self._end()
             raise
+        self.facts, self.limits, self.device, self.dtype = start.facts, start.limits, start.device, start.dtype
+        self.cache_dtypes, self.exact, self.num_threads = start.cache_dtypes, start.exact, start.num_threads
+        self.weight_bytes, self.kv_cache_bytes = start.weight_bytes, start.kv_cache_bytes
+        self.start_times, self.memory_ledger = start.start_times, start.memory_ledger
+        self._description, self._state = start.description, start.state
+
+    # -- Steps
 
     def launch(self, output: SchedulerOutput) -> int:
         """Send a step. Its number, from 0, is what ``collect`` takes."""
-        try:
-            self._connection.send(output)
-        except OSError as error:
-            raise self._ended() from error
+        self._send(output)
         self._num_launched += 1
         return self._num_launched - 1
 
     def collect(self, step: int) -> StepResult:
         """Wait for a step. The results of earlier ones that were not collected are dropped; errors in them too."""
-        while self._num_received < step:
-            self._next_message()
-        return self._receive()
+        while True:
+            result = self._early.popleft() if self._early else self._message()
+            self._num_received += 1
+            if self._num_received > step:
+                return _value(result)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. What it last said of itself stays."""
+        self._update_state()
+        self._end()
+
+    def _end(self) -> None:
         self._connection.close()
         self._process.join(_SECONDS_TO_END)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
 
-    def _receive(self) -> Any:
-        message = self._next_message()
-        if isinstance(message, _Failure):
-            raise message.error()
-        return message
-
-    def _next_message(self) -> Any:
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Steps run uncompiled meanwhile, as ``ModelRunner.uncompiled`` says."""
+        self._ask(_UNCOMPILE)
         try:
-            message = self._connection.recv()
+            yield
+        finally:
+            self._ask(_COMPILED_AGAIN)
+
+    # -- What it is and did
+
+    @property
+    def times(self) -> RunnerTimes:
+        """Until now; of a process that has ended, as far as they are known."""
+        return self._update_state().times
+
+    def compile_report(self) -> CompileReport:
+        """What compiling each function gave; of a process that has ended, as far as that is known."""
+        return self._update_state().compile_report
+
+    def describe_start(self) -> str:
+        """What the start did, in a line."""
+        return self._description
+
+    def _update_state(self) -> _State:
+        with contextlib.suppress(RuntimeError):  # it has ended, which the next step says
+            self._state = self._ask(_ASK)
+        return self._state
+
+    # -- Messages
+
+    def _ask(self, what: str) -> Any:
+        """The answer to one of the questions above. It comes after the results of the steps that were launched."""
+        self._send(what)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        while not isinstance(message := self._message(), _Answer):
+            self._early.append(message)
+        return _value(message.value)
+
+    def _send(self, message: SchedulerOutput | str) -> None:
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _message(self) -> Any:
+        try:
+            return self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._ended() from error
-        self._num_received += isinstance(message, _Failure | StepResult)
-        return message
 
     def _ended(self) -> RuntimeError:
         if self._connection.closed:
             return RuntimeError("the worker process is closed")
         self._process.join(_SECONDS_TO_END)
         return RuntimeError(f"the worker process ended with exit code {self._process.exitcode}")
+
+
+class _Answer(NamedTuple):
+    """An answer, or the ``_Failure`` to give one."""
+
+    value: Any
+
+
+def _value(message: Any) -> Any:
+    if isinstance(message, _Failure):
+        raise message.error()
+    return message
 
 
 def _serve(
@@ -121,37 +242,50 @@ def _serve(
     num_draft_tokens: int,
     num_threads: int,
 ) -> None:
-    """What the other process runs: the facts go out first, and then a result or a failure for each step."""
+    """What the other process runs: its start goes out first, and then a result for each step, an answer if asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; the engine decides what it ends
     torch.set_num_threads(num_threads)
     try:
         runner = ModelRunner(config, model_config, directory, StartProgress(config.progress), num_draft_tokens)
     except Exception as error:
-        connection.send(_Failure.of(error))
+        connection.send(_Answer(_Failure.of(error)))
         return
-    connection.send(runner.facts)
+    connection.send(_Answer(_Start.of(runner)))
     launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # Another thread waits for the device, so that this one prepares the next step.
     thread = threading.Thread(target=_send_results, args=(connection, runner, launched), daemon=True)
     thread.start()
+    uncompiled = contextlib.ExitStack()
     try:
         while True:
-            output = connection.recv()
+            message = connection.recv()
             try:
-                launched.put(runner.launch(output))
+                launched.put(_do(message, runner, uncompiled))
             except Exception as error:
-                launched.put(_Failure.of(error))
+                failure = _Failure.of(error)
+                launched.put(failure if isinstance(message, SchedulerOutput) else _Answer(failure))
     except EOFError:  # the engine has closed its end, or is gone
         launched.put(None)
         thread.join()
         runner.close()
 
 
+def _do(message: Any, runner: ModelRunner, uncompiled: contextlib.ExitStack) -> Any:
+    """Launch a step, or answer a question."""
+    if isinstance(message, SchedulerOutput):
+        return runner.launch(message)
+    if message == _UNCOMPILE:
+        uncompiled.enter_context(runner.uncompiled())
+    elif message == _COMPILED_AGAIN:
+        uncompiled.close()
+    return _Answer(_state_of(runner))
+
+
 def _send_results(connection: Connection, runner: ModelRunner, launched: "queue.SimpleQueue[Any]") -> None:
-    """Send the result of each launched step, in their order, until a None comes."""
+    """Send the result of each launched step and each answer, in their order, until a None comes."""
     while (step := launched.get()) is not None:
         try:
-            message = step if isinstance(step, _Failure) else runner.collect(step)
+            message = step if isinstance(step, _Failure | _Answer) else runner.collect(step)
         except Exception as error:
             message = _Failure.of(error)
         try:

@@ -16,13 +16,13 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.mixture import UsedExperts
-from compiled_llm.models.linears.protocol import Experts, Linear, Part
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, StoredLinear
 from compiled_llm.models.weights import Source
 
 
 class Weights(NamedTuple):
     embedding: Linear  # [V, D]
-    layers: tuple[tuple[Linear | Experts, ...], ...]  # the linear layers of each decoder layer; in a last one, others
+    layers: tuple[tuple[Linear | GroupedLinear, ...], ...]  # of each decoder layer; in a last one, others
     head: Linear  # [V, D]
     others: tuple[Tensor, ...]  # parameters that are no matrix of a linear layer, in their order in the module
     used: UsedExperts
@@ -75,7 +75,6 @@ class _RecordedModel:
         kv_cache: KVCache,
         config: TransformersConfig,
         layers: Layers,
-        max_query_len: int,
     ) -> Tensor:
         """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
         flat = [linear for group in weights.layers for linear in group]
@@ -88,7 +87,6 @@ class _RecordedModel:
             step,
             kv_cache,
             layers,
-            max_query_len,
             weights.used.total,
         )
         tensors = [given[place] for place in self._body_places]
@@ -152,7 +150,7 @@ def _take(recording: Recording, groups: list[list[int]], source: Source) -> Weig
     return Weights(embedding, layers, head, tuple(others), source.used_experts(), constants)
 
 
-def _take_linear(recording: Recording, index: int, source: Source) -> Linear | Experts:
+def _take_linear(recording: Recording, index: int, source: Source) -> Linear | GroupedLinear:
     name = recording.module.linears[index]
     if isinstance(name, LinearName):
         return source.linear(_part(recording, name), dtype=name.dtype)
@@ -161,7 +159,7 @@ def _take_linear(recording: Recording, index: int, source: Source) -> Linear | E
         of_all = name.num_experts, name.out_features, name.in_features, recording.top_k[index]
         return source.stacked_experts(name.stored, *of_all, transposed=False, bias=False)
     each = [[part.replace("*", str(expert)) for part in name.parts] for expert in range(name.num_experts)]
-    parts = [[Part(part, name.out_features, name.in_features) for part in one] for one in each]
+    parts = [[StoredLinear(part, name.out_features, name.in_features) for part in one] for one in each]
     return source.experts(parts, recording.top_k[index], name.name)
 
 
@@ -177,7 +175,7 @@ def _take_embedding_and_head(recording: Recording, source: Source) -> tuple[Line
     return table, table
 
 
-def _part(recording: Recording, linear: LinearName) -> Part:
+def _part(recording: Recording, linear: LinearName) -> StoredLinear:
     """A linear layer by its name in a checkpoint."""
     stored = recording.module.stored[_weight_of(linear)].removesuffix(".weight")
-    return Part(stored, linear.out_features, linear.in_features, linear.bias)
+    return StoredLinear(stored, linear.out_features, linear.in_features, linear.bias)

@@ -23,7 +23,7 @@ from compiled_llm.models.fallback.experts import RecordedExperts
 from compiled_llm.models.fallback.module import HEAD, Body, Head, Module, make_module
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, attend
-from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.ops import expert_rows
 from compiled_llm.ops.torch_private import recorded_checks
 
@@ -34,14 +34,13 @@ _META = torch.device("meta")
 class Calls(NamedTuple):
     """What the recorded calls of this engine's own work on, in one step."""
 
-    linears: tuple[Linear | Experts, ...]
+    linears: tuple[Linear | GroupedLinear, ...]
     head: Linear
     embedding: Linear
     device: torch.device
     step: StepInput | None = None
     kv_cache: KVCache = ()
     layers: tuple[AttentionSpec, ...] = ()
-    max_query_len: int = 0
     used_experts: Tensor | None = None
 
 
@@ -198,7 +197,7 @@ def _expert_rows(calls: Calls, experts: Tensor, num_experts: int) -> tuple[Tenso
 
 def _experts(calls: Calls, x: Tensor, rows: Tensor | None, starts: Tensor, index: int, out_features: int) -> Tensor:
     layer = calls.linears[index]
-    assert isinstance(layer, Experts)
+    assert isinstance(layer, GroupedLinear)
     return layer.apply_to(x, rows, starts)
 
 
@@ -208,7 +207,7 @@ def _attention(calls: Calls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | No
     value_dim = v.shape[2]
     if value_dim < spec.head_dim:  # the cache has keys and values of one size
         v = F.pad(v, (0, spec.head_dim - value_dim))
-    out = attend(q, k, v, cache, step, spec, calls.max_query_len, None if sinks is None else sinks.float())
+    out = attend(q, k, v, spec, cache, step, None if sinks is None else sinks.float())
     return out.unflatten(1, (spec.num_heads, spec.head_dim))[..., :value_dim]
 
 

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from compiled_llm.models.config import SLIDING, WindowedConfig
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
+from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops import (
     DecodePlan,
+    Keys,
+    Turn,
     decode_attention,
     decode_plan,
     latent_decode_plan,
@@ -40,6 +43,7 @@ class AttentionSpec:
         window_table: which of the step's ``windows`` says where the layer's keys are; None: the step's own table does.
             Set by the engine.
         exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
+        max_query_len: an upper bound of the tokens of a request in a step. Set by the engine, for each bucket.
         plan: which of the step's ``plans`` a decode has; None: it has none. Set by the engine.
         latent_dim: of multi-head latent attention: C, the elements of a latent, which the cache has in the place of
             values and which keys have besides their ``head_dim`` turned elements; 0: it is none.
@@ -56,6 +60,7 @@ class AttentionSpec:
     rotary: bool = True
     window_table: int | None = None
     exact: bool = False
+    max_query_len: int = 0
     plan: int | None = None
     latent_dim: int = 0
 
@@ -120,6 +125,11 @@ def with_window_tables(layers: Sequence[Spec], windows: Sequence[int]) -> tuple[
     return tuple(map(placed, layers))
 
 
+def for_queries(layers: Sequence[Spec], max_query_len: int, *, exact: bool = False) -> tuple[Spec, ...]:
+    """``layers`` for steps in which no request has more than ``max_query_len`` tokens."""
+    return tuple(dataclasses.replace(spec, max_query_len=max_query_len, exact=exact) for spec in layers)
+
+
 def with_plans(layers: Sequence[Spec]) -> tuple[Spec, ...]:
     """``layers``, where those whose decodes can have the same plan have its number."""
     numbers: dict[tuple[Any, ...], int] = {}
@@ -175,25 +185,37 @@ class AttentionWeights(NamedTuple):
     v_norm: Tensor | None = None  # [H] float32, of each head
 
 
+def attention(
+    x: Normed,
+    w: AttentionWeights,
+    cos_sin: Tensor | None,
+    spec: AttentionSpec,
+    cache: LayerCache,
+    step: StepInput,
+    query_scale: Tensor | None = None,
+) -> BlockOutput:
+    """Attention of a layer. Also writes this step's keys and values to the cache.
+
+    Args:
+        cos_sin: ``[T, H]`` float32, see ``rope_cos_sin``; None where no layer turns its heads.
+        query_scale: ``[T, 1]`` in the dtype of ``x``, multiplies the queries.
+    """
+    return BlockOutput(attended(x.linear(w.qkv), w, cos_sin, spec, cache, step, x.eps, query_scale), w.o)
+
+
 def attended(
     qkv: Tensor,
     w: AttentionWeights,
     cos_sin: Tensor | None,
+    spec: AttentionSpec,
     cache: LayerCache,
     step: StepInput,
-    spec: AttentionSpec,
     eps: float,
-    max_query_len: int,
     query_scale: Tensor | None = None,
 ) -> Tensor:
-    """What the layer ``w.o`` takes, ``[T, N * H]``. Also writes this step's keys and values to the cache.
+    """What the layer ``w.o`` takes, ``[T, N * H]``, of what ``w.qkv`` gave; ``qkv`` is that of ``rotary_attention``.
 
-    Args:
-        qkv: what the layer ``w.qkv`` gave, as ``rotary_attention`` takes it.
-        cos_sin: ``[T, H]`` float32, see ``rope_cos_sin``; None where no layer turns its heads.
-        eps: of the norms of queries and keys, where there are some.
-        max_query_len: an upper bound of the tokens of a request in this step.
-        query_scale: ``[T, 1]`` in the dtype of ``qkv``, multiplies the queries.
+    ``eps`` is that of the norms of queries and keys; the others are the arguments of ``attention``.
     """
     q_norm, k_norm = w.q_norm, w.k_norm
     if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
@@ -201,53 +223,44 @@ def attended(
         q_norm = k_norm = None
     if not spec.rotary:
         assert q_norm is None, "the op that turns heads normalises them, too"
-        assert w.v_norm is None, "likewise"
+        assert w.v_norm is None, "the op that turns heads normalises values, too"
         heads = qkv.unflatten(-1, (-1, spec.head_dim))
         q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if query_scale is not None:
             q = q * query_scale[:, None]
-        return attend(q, k, v, cache, step, spec, max_query_len, w.sinks)
+        return attend(q, k, v, spec, cache, step, w.sinks)
     assert cos_sin is not None
+    assert spec.max_query_len, "for a step: see for_queries"
+    turn = Turn(cos_sin, q_norm, k_norm, w.v_norm, query_scale, eps)
     if spec.plan is not None:
-        out = rotary_decode_attention(
-            qkv, cos_sin, q_norm, k_norm, w.v_norm, query_scale, *cache, step.plans[spec.plan],
-            num_heads=spec.num_heads, eps=eps, **_scores(spec, w.sinks),
-        )  # fmt: skip
-        return out.flatten(1)
-    out = rotary_attention(
-        qkv, cos_sin, q_norm, k_norm, w.v_norm, query_scale, *where_keys_are(cache, step, spec),
-        num_heads=spec.num_heads, eps=eps, **_how(spec, max_query_len, w.sinks),
-    )  # fmt: skip
-    return out.flatten(1)
+        return rotary_decode_attention(qkv, turn, cache, step.plans[spec.plan], spec, w.sinks).flatten(1)
+    return rotary_attention(qkv, turn, keys_of(spec, cache, step), spec, w.sinks).flatten(1)
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    spec: AttentionSpec,
     cache: LayerCache,
     step: StepInput,
-    spec: AttentionSpec,
-    max_query_len: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What queries ``[T, N, H]`` see of the cache, ``[T, N * H]``, after keys and values ``[T, K, H]`` went there."""
+    scale, window, soft_cap = spec.scale, spec.masked_window, spec.soft_cap
     if spec.plan is not None:
-        return decode_attention(q, k, v, *cache, step.plans[spec.plan], **_scores(spec, sinks)).flatten(1)
-    return paged_attention(q, k, v, *where_keys_are(cache, step, spec), **_how(spec, max_query_len, sinks)).flatten(1)
+        plan = step.plans[spec.plan]
+        out = decode_attention(q, k, v, *cache, plan, sinks=sinks, sm_scale=scale, window=window, soft_cap=soft_cap)
+    else:
+        out = paged_attention(
+            q, k, v, *keys_of(spec, cache, step), sinks=sinks, sm_scale=scale, max_query_len=spec.max_query_len,
+            window=window, soft_cap=soft_cap, exact=spec.exact,
+        )  # fmt: skip
+    return out.flatten(1)
 
 
-def where_keys_are(cache: LayerCache, step: StepInput, spec: AttentionSpec) -> tuple[Any, ...]:
-    """The cache and the step's tensors that say where in it keys and values are, in the order of the ops."""
+def keys_of(spec: AttentionSpec, cache: LayerCache, step: StepInput) -> Keys:
+    """Where the layer's keys and values are."""
     table = step if spec.window_table is None else step.windows[spec.window_table]
     seq_lens = step.seq_lens if table.seq_lens is None else table.seq_lens
-    return *cache, table.slot_mapping, table.block_table, step.query_start_loc, seq_lens
-
-
-def _how(spec: AttentionSpec, max_query_len: int, sinks: Tensor | None) -> dict[str, Any]:
-    """The other arguments of the ops."""
-    return {**_scores(spec, sinks), "max_query_len": max_query_len, "exact": spec.exact}
-
-
-def _scores(spec: AttentionSpec, sinks: Tensor | None) -> dict[str, Any]:
-    return {"sinks": sinks, "sm_scale": spec.scale, "window": spec.masked_window, "soft_cap": spec.soft_cap}
+    return Keys(*cache, table.slot_mapping, table.block_table, step.query_start_loc, seq_lens)

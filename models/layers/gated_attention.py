@@ -6,8 +6,9 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import LayerCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attended
+from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.rope import head_arrangement
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import sigmoid_gated
 
@@ -26,28 +27,20 @@ def take_gated_attention(config: ModelConfig, source: Source, name: str, *, bias
 
     kv_size = config.num_kv_heads * h
     qkv = source.linear(
-        Part(f"{name}.q_proj", 2 * size, d, bias, arrange=gates_first),
-        Part(f"{name}.k_proj", kv_size, d, bias, arrange=arrange),
-        Part(f"{name}.v_proj", kv_size, d, bias),
+        StoredLinear(f"{name}.q_proj", 2 * size, d, bias, arrange=gates_first),
+        StoredLinear(f"{name}.k_proj", kv_size, d, bias, arrange=arrange),
+        StoredLinear(f"{name}.v_proj", kv_size, d, bias),
     )
     norms = [source.norm_plus_one(f"{name}.{x}_norm", h) for x in "qk"]
     if arrange is not None:  # a norm's elements are in the order of the heads'
         norms = [norm if norm.is_meta else arrange(norm) for norm in norms]
-    return AttentionWeights(qkv, source.linear(Part(f"{name}.o_proj", d, size, bias)), *norms)
+    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.o_proj", d, size, bias)), *norms)
 
 
-def gated_attended(
-    qkv: Tensor,
-    w: AttentionWeights,
-    cos_sin: Tensor | None,
-    cache: LayerCache,
-    step: StepInput,
-    spec: AttentionSpec,
-    eps: float,
-    max_query_len: int,
-    query_scale: Tensor | None = None,
-) -> Tensor:
-    """As ``attended``, whose result is multiplied by the sigmoid of the gates, the first columns of ``qkv``."""
-    size = spec.num_heads * spec.head_dim
+def gated_attention(
+    x: Normed, w: AttentionWeights, cos_sin: Tensor, spec: AttentionSpec, cache: LayerCache, step: StepInput
+) -> BlockOutput:
+    """As ``attention``; what it sees is multiplied by the sigmoid of the gates, the first columns of ``w.qkv``."""
+    qkv, size = x.linear(w.qkv), spec.num_heads * spec.head_dim
     gate, qkv = qkv.split([size, qkv.shape[1] - size], dim=-1)
-    return sigmoid_gated(attended(qkv, w, cos_sin, cache, step, spec, eps, max_query_len, query_scale), gate)
+    return BlockOutput(sigmoid_gated(attended(qkv, w, cos_sin, spec, cache, step, x.eps), gate), w.o)

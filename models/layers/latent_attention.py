@@ -15,15 +15,15 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import LayerCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, where_keys_are
+from compiled_llm.models.layers.attention import AttentionSpec, keys_of
+from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
 from compiled_llm.models.layers.rope import head_arrangement
-from compiled_llm.models.linears.fused import normed_linear
 from compiled_llm.models.linears.heads import HeadLinear, HeadRows
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rotary_latent_attention, rotary_latent_decode_attention
 
-_EPS = 1e-6  # of the norms of latents: transformers' default, whatever rms_norm_eps is
+LATENT_EPS = 1e-6  # of the norms of latents: transformers' default, whatever rms_norm_eps is
 
 
 class LatentAttentionWeights(NamedTuple):
@@ -76,15 +76,17 @@ def take_latent_attention(
     key, turned, value = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
     arrange = head_arrangement(config.ropes[0], turned)
     of_queries, of_latents = (_behind(arrange, first, turned) for first in (key, latent))
-    down = Part(f"{name}.kv_a_proj_with_mqa", latent + turned, d, bias, arrange=of_latents)
+    down = StoredLinear(f"{name}.kv_a_proj_with_mqa", latent + turned, d, bias, arrange=of_latents)
     if sizes.q_lora_rank is None:
-        qkv = source.linear(Part(f"{name}.q_proj", n * (key + turned), d, arrange=of_queries), down)
+        qkv = source.linear(StoredLinear(f"{name}.q_proj", n * (key + turned), d, arrange=of_queries), down)
         q_norm = q_up = None
     else:
-        qkv = source.linear(Part(f"{name}.q_a_proj", sizes.q_lora_rank, d, bias), down)
+        qkv = source.linear(StoredLinear(f"{name}.q_a_proj", sizes.q_lora_rank, d, bias), down)
         q_norm = source.norm(f"{name}.q_a_layernorm", sizes.q_lora_rank)
-        q_up = source.linear(Part(f"{name}.q_b_proj", n * (key + turned), sizes.q_lora_rank, arrange=of_queries))
-    up_k, up_v = source.heads(Part(f"{name}.kv_b_proj", n * (key + value), latent), n, key)
+        q_up = source.linear(
+            StoredLinear(f"{name}.q_b_proj", n * (key + turned), sizes.q_lora_rank, arrange=of_queries)
+        )
+    up_k, up_v = source.heads(StoredLinear(f"{name}.kv_b_proj", n * (key + value), latent), n, key)
     return LatentAttentionWeights(
         qkv=qkv,
         q_norm=q_norm,
@@ -92,7 +94,7 @@ def take_latent_attention(
         norm=source.norm(f"{name}.kv_a_layernorm", latent),
         q_to_latent=up_k,
         latent_to_value=up_v,
-        o=source.linear(Part(f"{name}.o_proj", d, n * value, bias)),
+        o=source.linear(StoredLinear(f"{name}.o_proj", d, n * value, bias)),
     )
 
 
@@ -108,36 +110,32 @@ def _behind(arrange: Callable[[Tensor], Tensor] | None, first: int, turned: int)
     return arranged
 
 
-def latent_attended(
-    qkv: Tensor,
+def latent_attention(
+    x: Normed,
     w: LatentAttentionWeights,
     cos_sin: Tensor,
+    spec: AttentionSpec,
     cache: LayerCache,
     step: StepInput,
-    spec: AttentionSpec,
-    eps: float,
-    max_query_len: int,
+    heads: HeadRows,
     query_scale: Tensor | None = None,
-    *,
-    where: HeadRows,
-) -> Tensor:
-    """What the layer ``w.o`` takes, ``[T, N * v]``; as ``attended``. ``where`` is that of ``HeadLinear.apply``."""
+) -> BlockOutput:
+    """As ``attention``; ``heads`` says where heads have their rows."""
+    eps = LATENT_EPS
+    qkv = x.linear(w.qkv)
     queries, latent, k_turned = qkv.split(
         [qkv.shape[1] - spec.latent_dim - spec.head_dim, spec.latent_dim, spec.head_dim], dim=-1
     )
     if w.q_up is not None:
-        assert w.q_norm is not None
-        queries = normed_linear(queries, None, w.q_norm, _EPS, w.q_up)[1]
-    heads = queries.unflatten(-1, (spec.num_heads, -1))
-    q, q_turned = heads.split([heads.shape[-1] - spec.head_dim, spec.head_dim], dim=-1)
+        queries = Residual(queries, eps).normed(w.q_norm).linear(w.q_up)
+    by_head = queries.unflatten(-1, (spec.num_heads, -1))
+    q, q_turned = by_head.split([by_head.shape[-1] - spec.head_dim, spec.head_dim], dim=-1)
     if query_scale is not None:
         q = q * query_scale[:, None]
-    new = w.q_to_latent.apply(q, where), q_turned, k_turned[:, None], latent[:, None], cos_sin, w.norm, query_scale
-    how: dict[str, Any] = {"eps": _EPS, "sm_scale": spec.scale, "window": spec.masked_window}
+    new = w.q_to_latent.apply(q, heads), q_turned, k_turned[:, None], latent[:, None]
+    turn = cos_sin, w.norm, query_scale, eps
     if spec.plan is not None:
-        attended = rotary_latent_decode_attention(*new, *cache, step.plans[spec.plan], **how)
+        seen = rotary_latent_decode_attention(*new, *turn, cache, step.plans[spec.plan], spec)
     else:
-        attended = rotary_latent_attention(
-            *new, *where_keys_are(cache, step, spec), max_query_len=max_query_len, exact=spec.exact, **how
-        )
-    return w.latent_to_value.apply(attended, where).flatten(1)
+        seen = rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec)
+    return BlockOutput(w.latent_to_value.apply(seen, heads).flatten(1), w.o)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.inputs import StateCache, StepInput
+from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import gated_rms_norm, mamba2_scan, short_convolution
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
@@ -60,29 +61,27 @@ class MambaWeights(NamedTuple):
     D: Tensor  # [H] float32
     dt_bias: Tensor  # [H] float32
 
-    def mixed(
-        self, qkv: Tensor, cache: StateCache, step: StepInput, spec: StateSpec, eps: float, max_query_len: int
-    ) -> Tensor:
-        """What the layer ``o`` takes, ``[T, H * P]``; see ``StateMixer``."""
-        assert step.states is not None
-        assert cache.recurrent is not None
-        assert spec.recurrent is not None
-        heads, size, state_size = spec.recurrent
-        channels, inner = spec.convolution[1], heads * size
-        grouped = (channels - inner) // 2
-        gate, convolved, dt = qkv.split([inner, channels, heads], dim=-1)
-        rows = step.query_start_loc, step.seq_lens, *step.states
-        convolved = short_convolution(
-            convolved, self.convolution, self.convolution_bias, cache.convolution, *rows, silu=True
-        )
-        x, b, c = convolved.split([inner, grouped, grouped], dim=-1)
-        dt_min, dt_max = spec.time_steps
-        out = mamba2_scan(
-            x.unflatten(-1, (heads, size)), dt, b.unflatten(-1, (-1, state_size)), c.unflatten(-1, (-1, state_size)),
-            self.A_log, self.D, self.dt_bias, cache.recurrent, *rows, max_query_len=max_query_len, dt_min=dt_min,
-            dt_max=dt_max, exact=spec.exact,
-        )  # fmt: skip
-        return gated_rms_norm(out.flatten(1), gate, self.norm, eps, inner * state_size // grouped, norm_first=False)
+
+def mamba(x: Normed, w: MambaWeights, spec: StateSpec, cache: StateCache, step: StepInput) -> BlockOutput:
+    """Mamba-2 of a layer. Also writes the requests' states to the cache."""
+    assert step.states is not None
+    assert cache.recurrent is not None
+    assert spec.recurrent is not None
+    heads, size, state_size = spec.recurrent
+    channels, inner = spec.convolution[1], heads * size
+    grouped = (channels - inner) // 2
+    gate, convolved, dt = x.linear(w.qkv).split([inner, channels, heads], dim=-1)
+    rows = step.query_start_loc, step.seq_lens, *step.states
+    convolved = short_convolution(convolved, w.convolution, w.convolution_bias, cache.convolution, *rows, silu=True)
+    inputs, b, c = convolved.split([inner, grouped, grouped], dim=-1)
+    dt_min, dt_max = spec.time_steps
+    out = mamba2_scan(
+        inputs.unflatten(-1, (heads, size)), dt, b.unflatten(-1, (-1, state_size)), c.unflatten(-1, (-1, state_size)),
+        w.A_log, w.D, w.dt_bias, cache.recurrent, *rows, max_query_len=spec.max_query_len, dt_min=dt_min,
+        dt_max=dt_max, exact=spec.exact,
+    )  # fmt: skip
+    group_size = inner * state_size // grouped
+    return BlockOutput(gated_rms_norm(out.flatten(1), gate, w.norm, x.eps, group_size, norm_first=False), w.o)
 
 
 def take_mamba(
@@ -91,8 +90,8 @@ def take_mamba(
     """The weights of Mamba-2 whose tensors' names begin with ``name``; ``bias``: of both projections."""
     d, heads, inner, channels = hidden_size, sizes.heads, sizes.inner, sizes.convolved
     return MambaWeights(
-        qkv=source.linear(Part(f"{name}.in_proj", inner + channels + heads, d, bias)),
-        o=source.linear(Part(f"{name}.out_proj", d, inner, bias)),
+        qkv=source.linear(StoredLinear(f"{name}.in_proj", inner + channels + heads, d, bias)),
+        o=source.linear(StoredLinear(f"{name}.out_proj", d, inner, bias)),
         convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, sizes.width)).view(channels, sizes.width),
         convolution_bias=source.tensor(f"{name}.conv1d.bias", (channels,)) if convolution_bias else None,
         norm=source.norm(f"{name}.norm", inner),

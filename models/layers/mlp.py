@@ -2,10 +2,7 @@
 
 from typing import NamedTuple
 
-from torch import Tensor
-
-from compiled_llm.models.layers.norm import Norm
-from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
+from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.linears.protocol import Linear
 
 
@@ -19,38 +16,18 @@ class PlainMlpWeights(NamedTuple):
     down: Linear  # [D, intermediate]
 
 
-def gated_mlp(x: Tensor, w: MlpWeights, activation: str = "silu") -> Tensor:
-    """``down(activation(gate(x)) * up(x))`` on ``x`` ``[T, D]``; SwiGLU by default. See ``ops.gated_activation``."""
-    return w.down.apply(activated_linear(x, w.gate_up, activation))
+def mlp(x: Normed, w: MlpWeights | PlainMlpWeights, activation: str = "silu") -> BlockOutput:
+    """``down(activation(gate(x)) * up(x))``, SwiGLU by default; ``down(activation(up(x)))`` where there is no gate.
 
-
-def plain_mlp(x: Tensor, w: PlainMlpWeights, activation: str) -> Tensor:
-    """``down(activation(up(x)))`` on ``x`` ``[T, D]``. See ``ops.activation``."""
-    return w.down.apply(activated_linear(x, w.up, activation, gated=False))
-
-
-def mlp_block(
-    x: Tensor,
-    delta: Tensor | None,
-    norm: Norm | None,
-    eps: float,
-    w: MlpWeights | PlainMlpWeights,
-    activation: str,
-    *,
-    delta_norm: Tensor | None = None,
-    output_norm: Tensor | None = None,
-    multiplier: float = 1.0,
-    beside: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """A residual stream plus the MLP of its norm; ``activation`` is that of ``ops.activation``.
-
-    The first arguments and ``delta_norm`` are those of ``normed_linear``; the others, where ``output_norm`` is the
-    ``delta_norm``, and the result are those of ``added_linear``.
+    ``activation`` is that of ``ops.gated_activation`` or ``ops.activation``.
     """
-    gated = isinstance(w, MlpWeights)
-    first = w.gate_up if isinstance(w, MlpWeights) else w.up
-    x, hidden = normed_linear(x, delta, norm, eps, first, activation, gated, delta_norm)
-    return added_linear(x, w.down, hidden, output_norm, multiplier, beside)
+    first, gated = first_linear(w)
+    return BlockOutput(x.linear(first, activation, gated), w.down)
+
+
+def first_linear(w: MlpWeights | PlainMlpWeights) -> tuple[Linear, bool]:
+    """The layer that reads an MLP's input, and whether it gives gate and up side by side."""
+    return (w.gate_up, True) if isinstance(w, MlpWeights) else (w.up, False)
 
 
 # hidden_act -> name of the ops.activation that computes it; the last three are one function.

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import StepInput
-from compiled_llm.models.layers.mlp import MlpWeights, PlainMlpWeights, gated_mlp, plain_mlp
+from compiled_llm.models.layers.mlp import MlpWeights, PlainMlpWeights, first_linear
+from compiled_llm.models.layers.residual import Normed, Residual
+from compiled_llm.models.linears.fused import activated_linear
 from compiled_llm.models.linears.mixture import (
     Gate,
+    Routed,
     Router,
     RouterWeights,
     UsedExperts,
@@ -17,7 +20,7 @@ from compiled_llm.models.linears.mixture import (
     routed,
     summed_experts,
 )
-from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.ops import scaled_sum, sigmoid_gated
 
 
@@ -69,21 +72,6 @@ class Latent(NamedTuple):
     out_of: Linear  # [D, latent]
 
 
-class MoeWeights(NamedTuple):
-    router: Linear  # [E, D]
-    gate_up: Experts  # [E, 2 * intermediate, D]; [E, intermediate, D] where there is no gate
-    down: Experts  # [E, D, intermediate]
-    used: UsedExperts
-    choice_bias: Tensor | None = None  # [E] float32
-    expert_scale: Tensor | None = None  # [E] float32, of each expert's weights
-    router_norm: Tensor | None = None  # [D], of what the router gets, where that is not what the experts get
-    latent: Latent | None = None  # around all experts, which have its size in the place of D
-
-    @property
-    def of_router(self) -> RouterWeights:
-        return RouterWeights(self.router, self.choice_bias, self.expert_scale, self.router_norm)
-
-
 class Shared(NamedTuple):
     """An MLP that all tokens use beside their experts."""
 
@@ -92,60 +80,73 @@ class Shared(NamedTuple):
     gate: Linear | None = None  # [1, D], of a token: what the MLP gives is multiplied by its sigmoid
 
 
+class MoeWeights(NamedTuple):
+    router: Linear  # [E, D]
+    gate_up: GroupedLinear  # [E, 2 * intermediate, D]; [E, intermediate, D] where there is no gate
+    down: GroupedLinear  # [E, D, intermediate]
+    used: UsedExperts
+    choice_bias: Tensor | None = None  # [E] float32
+    expert_scale: Tensor | None = None  # [E] float32, of each expert's weights
+    router_norm: Tensor | None = None  # [D], of what the router gets, where that is not what the experts get
+    latent: Latent | None = None  # around all experts, which have its size in the place of D
+    shared: Shared | None = None
+
+    @property
+    def of_router(self) -> RouterWeights:
+        return RouterWeights(self.router, self.choice_bias, self.expert_scale, self.router_norm)
+
+
 SILU = Gate()
 
 
-def mixture_of_experts(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    w: MoeWeights,
-    step: StepInput,
-    router: Router,
-    gate: Gate = SILU,
-) -> Tensor:
-    """The weighted sum of what each token's experts, gated MLPs, make of the norm of ``x`` ``[T, D]``; 0 for padding.
+class MixtureOutput:
+    """What a token's experts give, before it is added to the residual stream: a ``Summand``."""
 
-    Shapes are static: every token has ``top_k`` rows, and which expert has which of them is data.
+    multiplier: float = 1.0
+
+    def __init__(self, normed: Tensor, hidden: Tensor, chosen: Routed, w: MoeWeights, activation: str) -> None:
+        self.normed, self.hidden, self.chosen, self.w, self.activation = normed, hidden, chosen, w, activation
+
+    def __mul__(self, multiplier: float) -> "MixtureOutput":
+        """Experts beside an MLP that all tokens use have the multiplier as ``Shared.one``, too."""
+        assert self.w.shared is not None, "of the sum with what all tokens use"
+        self.multiplier = multiplier
+        return self
+
+    def tensor(self) -> Tensor:
+        """``[T, D]``."""
+        w = self.w
+        mixed = summed_experts(self.hidden, w.down, self.chosen, w.used)
+        if w.latent is not None:
+            mixed = w.latent.out_of.apply(mixed)
+        beside = self._beside()
+        if w.shared is None or beside is None:
+            return mixed
+        # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that alone.
+        return scaled_sum(mixed, beside, w.shared.one)
+
+    def add_to(self, residual: Residual) -> None:
+        x, w = residual.tensor(), self.w
+        if x.is_cuda and self.multiplier == 1.0 and w.latent is None:
+            residual.settle(summed_experts(self.hidden, w.down, self.chosen, w.used, self._beside(), x))
+        else:
+            residual.add(self.tensor())
+
+    def _beside(self) -> Tensor | None:
+        """What the MLP that all tokens use gives, ``[T, D]``."""
+        if self.w.shared is None:
+            return None
+        w, gate = self.w.shared.mlp, self.w.shared.gate
+        first, gated = first_linear(w)
+        y = w.down.apply(activated_linear(self.normed, first, self.activation, gated))
+        return y if gate is None else sigmoid_gated(y, gate.apply(self.normed))
+
+
+def experts(x: Normed, w: MoeWeights, router: Router, step: StepInput, gate: Gate = SILU) -> MixtureOutput:
+    """The weighted sum of what each token's experts make of ``x``, MLPs with ``gate``, and of the MLP that all use.
+
+    Shapes are static: every token has ``top_k`` rows, and which expert has which of them is data. Padding gets 0.
     """
-    _, normed, chosen = routed(x, None, norm, eps, w.of_router, step.query_start_loc[-1:], w.used, router)
-    return summed_experts(gated_experts(normed, w.gate_up, chosen, gate), w.down, chosen, w.used)
-
-
-def shared_mlp(x: Tensor, shared: Shared, activation: str = SILU.activation) -> Tensor:
-    """What ``shared`` gives of ``x``, two ``[T, D]``."""
-    w = shared.mlp
-    y = gated_mlp(x, w, activation) if isinstance(w, MlpWeights) else plain_mlp(x, w, activation)
-    return y if shared.gate is None else sigmoid_gated(y, shared.gate.apply(x))
-
-
-def experts_block(
-    x: Tensor,
-    delta: Tensor | None,
-    norm: Tensor,
-    eps: float,
-    w: MoeWeights,
-    step: StepInput,
-    router: Router,
-    gate: Gate = SILU,
-    shared: Shared | None = None,
-    multiplier: float = 1.0,
-) -> tuple[Tensor, Tensor | None]:
-    """A residual stream plus the mixture of its norm.
-
-    It takes what ``normed_linear`` takes and gives what ``added_linear`` gives. What ``shared`` gives is added to the
-    mixture first, and then all of it is multiplied by ``multiplier``, which is ``shared.one`` if it is not 1.
-    """
-    x, normed, chosen = routed(x, delta, norm, eps, w.of_router, step.query_start_loc[-1:], w.used, router)
+    normed, chosen = routed(x, w.of_router, step.query_start_loc[-1:], w.used, router)
     taken = normed if w.latent is None else w.latent.into.apply(normed)
-    hidden = gated_experts(taken, w.gate_up, chosen, gate)
-    if x.is_cuda and multiplier == 1.0 and w.latent is None:
-        beside = None if shared is None else shared_mlp(normed, shared, gate.activation)
-        return summed_experts(hidden, w.down, chosen, w.used, beside, x), None
-    mixed = summed_experts(hidden, w.down, chosen, w.used)
-    if w.latent is not None:
-        mixed = w.latent.out_of.apply(mixed)
-    if shared is None:
-        return x, mixed
-    # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that one alone.
-    return x, scaled_sum(mixed, shared_mlp(normed, shared, gate.activation), shared.one)
+    return MixtureOutput(normed, gated_experts(taken, w.gate_up, chosen, gate), chosen, w, gate.activation)

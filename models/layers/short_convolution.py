@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from compiled_llm.models.inputs import StateCache, StepInput
+from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops import short_convolution
@@ -16,13 +17,15 @@ class ShortConvolutionWeights(NamedTuple):
     weight: Tensor  # [D, width]
     bias: Tensor | None  # [D]
 
-    def mixed(
-        self, qkv: Tensor, cache: StateCache, step: StepInput, spec: StateSpec, eps: float, max_query_len: int
-    ) -> Tensor:
-        """What the layer ``o`` takes, ``[T, D]``; see ``StateMixer``."""
-        assert step.states is not None
-        before, behind, x = qkv.chunk(3, dim=-1)
-        return short_convolution(
-            x, self.weight, self.bias, cache.convolution, step.query_start_loc, step.seq_lens, *step.states,
-            silu=False, gate_before=before, gate_after=behind,
-        )  # fmt: skip
+
+def gated_convolution(
+    x: Normed, w: ShortConvolutionWeights, spec: StateSpec, cache: StateCache, step: StepInput
+) -> BlockOutput:
+    """The convolution of a layer and its gates. Also writes the requests' last inputs to the cache."""
+    assert step.states is not None
+    before, behind, inputs = x.linear(w.qkv).chunk(3, dim=-1)
+    rows = step.query_start_loc, step.seq_lens, *step.states
+    out = short_convolution(
+        inputs, w.weight, w.bias, cache.convolution, *rows, silu=False, gate_before=before, gate_after=behind
+    )
+    return BlockOutput(out, w.o)

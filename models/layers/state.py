@@ -14,12 +14,14 @@ class StateSpec:
         convolution: ``(width - 1, C)``, the last inputs of a causal convolution over C channels; in the model's dtype.
         recurrent: the shape of what a recurrence carries from token to token, in float32; None: there is none.
         time_steps: limits of those of Mamba-2.
+        max_query_len: an upper bound of the tokens of a request in a step. Set by the engine, for each bucket.
         exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
     """
 
     convolution: tuple[int, int]
     recurrent: tuple[int, ...] | None = None
     time_steps: tuple[float, float] = (0.0, math.inf)
+    max_query_len: int = 0
     exact: bool = False
 
     def state_tensors(self, num_slots: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

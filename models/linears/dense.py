@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.heads import DenseHeads
 from compiled_llm.models.linears.parts import take_bias, take_split, weight_shapes
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.protocol import StoredLinear, Take
 
 
 class Dense(NamedTuple):
@@ -50,7 +50,7 @@ class Dense(NamedTuple):
         return False  # torch chooses among products by the number of rows
 
     @classmethod
-    def take(cls, take: Take, parts: Sequence[Part]) -> "Dense":
+    def take(cls, take: Take, parts: Sequence[StoredLinear]) -> "Dense":
         shape = sum(part.out_features for part in parts), parts[0].in_features
         weight = torch.empty(shape, dtype=take.dtype, device=take.device)
 
@@ -61,15 +61,15 @@ class Dense(NamedTuple):
         return cls(weight, take_bias(take, parts))
 
     @classmethod
-    def take_table(cls, take: Take, part: Part) -> "Dense":
+    def take_table(cls, take: Take, part: StoredLinear) -> "Dense":
         return cls.take(take, [part])
 
     @staticmethod
-    def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
+    def take_experts(take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> DenseExperts:
         return DenseExperts.take(take, experts, top_k)
 
     @staticmethod
-    def take_heads(take: Take, part: Part, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
+    def take_heads(take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
         to_inputs, to_outputs = take_split(take, part, num_heads, first)
         return DenseHeads(to_inputs), DenseHeads(to_outputs)
 

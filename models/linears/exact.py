@@ -10,7 +10,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.heads import DenseHeads
 from compiled_llm.models.linears.parts import take_split
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.protocol import StoredLinear, Take
 from compiled_llm.ops import exact_linear
 
 
@@ -50,19 +50,19 @@ class Exact(NamedTuple):
         return True
 
     @classmethod
-    def take(cls, take: Take, parts: Sequence[Part]) -> "Exact":
+    def take(cls, take: Take, parts: Sequence[StoredLinear]) -> "Exact":
         return cls(Dense.take(take, parts))
 
     @staticmethod
-    def take_table(take: Take, part: Part) -> Dense:
+    def take_table(take: Take, part: StoredLinear) -> Dense:
         return Dense.take(take, [part])
 
     @staticmethod
-    def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
+    def take_experts(take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> DenseExperts:
         return DenseExperts.take(take, experts, top_k)
 
     @staticmethod
-    def take_heads(take: Take, part: Part, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
+    def take_heads(take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
         to_inputs, to_outputs = take_split(take, part, num_heads, first)
         return DenseHeads(to_inputs), DenseHeads(to_outputs)
 

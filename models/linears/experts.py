@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.protocol import StoredLinear, Take
 from compiled_llm.ops import TILE, empty_packed, grouped_linear, grouped_packed_linear, pack_rows
 
 
@@ -42,7 +42,7 @@ class DenseExperts(NamedTuple):
         return grouped_linear(x, self.weight, self.bias, rows, starts)
 
     @classmethod
-    def take(cls, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> "DenseExperts":
+    def take(cls, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> "DenseExperts":
         """As ``LinearKind.take_experts``."""
         out_features, in_features = _sizes(experts[0])
         weight = torch.empty(len(experts), out_features, in_features, dtype=take.dtype, device=take.device)
@@ -81,7 +81,7 @@ class PackedExperts(NamedTuple):
         return grouped_packed_linear(x, self.packed, self.bias, rows, starts, self.out_features)
 
     @classmethod
-    def take(cls, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> "PackedExperts":
+    def take(cls, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> "PackedExperts":
         """As ``LinearKind.take_experts``."""
         out_features, in_features = _sizes(experts[0])
         tiled = -(-out_features // TILE) * TILE
@@ -97,7 +97,7 @@ class PackedExperts(NamedTuple):
         return cls(packed, take_biases(take, experts), out_features, in_features, top_k)
 
 
-def take_biases(take: Take, experts: Sequence[Sequence[Part]]) -> Tensor | None:
+def take_biases(take: Take, experts: Sequence[Sequence[StoredLinear]]) -> Tensor | None:
     """``[num_experts, out_features]``; None where they have none."""
     biases = [bias for parts in experts if (bias := take_bias(take, parts)) is not None]
     assert len(biases) in (0, len(experts)), "either all of the experts have a bias or none"
@@ -107,10 +107,10 @@ def take_biases(take: Take, experts: Sequence[Sequence[Part]]) -> Tensor | None:
     return stacked if stacked.is_meta else torch.stack(biases, out=stacked)
 
 
-def _all_shapes(experts: Sequence[Sequence[Part]]) -> dict[str, tuple[int, ...]]:
+def _all_shapes(experts: Sequence[Sequence[StoredLinear]]) -> dict[str, tuple[int, ...]]:
     return {name: shape for parts in experts for name, shape in weight_shapes(parts).items()}
 
 
-def _sizes(parts: Sequence[Part]) -> tuple[int, int]:
+def _sizes(parts: Sequence[StoredLinear]) -> tuple[int, int]:
     """Outputs and inputs of one expert."""
     return sum(part.out_features for part in parts), parts[0].in_features

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from compiled_llm import ops
-from compiled_llm.models.layers.norm import add_norm
+from compiled_llm.models.layers.residual import LayerNorm, Normed
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
-from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.models.linears.quantized import QuantizedExperts
 from compiled_llm.ops import (
     clamped_swiglu,
@@ -97,30 +97,30 @@ def routes_at_once(x: Tensor, w: RouterWeights, router: Router) -> bool:
     return few and isinstance(w.linear, Dense) and w.linear.out_features <= most
 
 
-def routed(
-    x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, w: RouterWeights, num_tokens: Tensor,
-    used: UsedExperts, router: Router,
-) -> tuple[Tensor, Tensor, Routed]:  # fmt: skip
-    """``x + delta`` ``[T, D]``, its RMS norm (itself without a ``norm``), and the experts that the router takes by it.
+def routed(x: Normed, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, router: Router) -> tuple[Tensor, Routed]:
+    """What experts get, ``x`` as a tensor ``[T, D]``, and the experts that the router takes by it.
 
-    ``num_tokens`` is that of ``ops.expert_rows``; a ``delta`` comes with a ``norm``.
+    ``num_tokens`` is that of ``ops.expert_rows``.
     """
+    of, norm, eps = x.residual, x.norm, x.eps
     rule = router.top_k, router.scoring, router.scale, router.groups, router.top_groups
-    if routes_at_once(x, w, router):
+    is_plain_sum = of.delta_norm is None and of.scale is None
+    if is_plain_sum and not isinstance(norm, LayerNorm) and routes_at_once(of.x, w, router):
         assert isinstance(w.linear, Dense)
         total, normed, *found = routed_linear(
-            x, delta, norm, eps, w.linear.weight, w.linear.bias, w.choice_bias, w.expert_scale, num_tokens, used.total,
-            used.counters, *rule, w.norm, router.multiplier,
+            of.x, of.delta, norm, eps, w.linear.weight, w.linear.bias, w.choice_bias, w.expert_scale, num_tokens,
+            used.total, used.counters, *rule, w.norm, router.multiplier,
         )  # fmt: skip
-        x = x if delta is None else total
-        return x, (x if norm is None else normed), Routed(*found)
-    x, normed = add_norm(x, delta, norm, eps)
-    seen = normed if w.norm is None else rms_norm(x, w.norm, eps) * router.multiplier
+        if of.delta is not None:
+            of.settle(total)
+        return (of.x if norm is None else normed), Routed(*found)
+    normed = x.tensor()
+    seen = normed if w.norm is None else rms_norm(of.x, w.norm, eps) * router.multiplier
     logits = w.linear.apply(seen.float() if router.in_float32 else seen)
-    return x, normed, Routed(*routed_rows(logits, w.choice_bias, w.expert_scale, num_tokens, used.total, *rule))
+    return normed, Routed(*routed_rows(logits, w.choice_bias, w.expert_scale, num_tokens, used.total, *rule))
 
 
-def gated_experts(x: Tensor, experts: Experts, chosen: Routed, gate: Gate) -> Tensor:
+def gated_experts(x: Tensor, experts: GroupedLinear, chosen: Routed, gate: Gate) -> Tensor:
     """``gate`` of what the chosen ``experts`` make of ``x`` ``[T, D]``: a row for each token and expert."""
     if not gate.is_gated:
         return ops.activation(experts.apply_to(x, chosen.tokens, chosen.starts), gate.activation)
@@ -136,13 +136,13 @@ def gated_experts(x: Tensor, experts: Experts, chosen: Routed, gate: Gate) -> Te
     return gated_activation(gate_up, gate.activation)
 
 
-def _is_surrounded(experts: Experts, x: Tensor, tokens: int) -> TypeGuard[QuantizedExperts]:
+def _is_surrounded(experts: GroupedLinear, x: Tensor, tokens: int) -> TypeGuard[QuantizedExperts]:
     """Whether products with quantised weights take in what follows."""
     few = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and tokens <= FEW_ROWS
     return few and isinstance(experts, QuantizedExperts)
 
 
-def _sums_at_once(experts: Experts, hidden: Tensor, chosen: Routed) -> TypeGuard[DenseExperts]:
+def _sums_at_once(experts: GroupedLinear, hidden: Tensor, chosen: Routed) -> TypeGuard[DenseExperts]:
     """Whether product and sum are one op."""
     tokens, top_k = chosen.places.shape
     few = hidden.is_cuda and hidden.dtype != torch.float32 and tokens <= MAX_ROWS and top_k <= _MAX_UNROLLED
@@ -150,7 +150,7 @@ def _sums_at_once(experts: Experts, hidden: Tensor, chosen: Routed) -> TypeGuard
 
 
 def summed_experts(
-    hidden: Tensor, experts: Experts, chosen: Routed, used: UsedExperts, beside: Tensor | None = None,
+    hidden: Tensor, experts: GroupedLinear, chosen: Routed, used: UsedExperts, beside: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``residual + (beside + the weighted sum of what a token's experts make of hidden)``, ``[T, D]``; on a GPU.

@@ -8,14 +8,14 @@ import torch
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.heads import DenseHeads
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.protocol import StoredLinear, Take
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
     """A ``LinearKind`` of plain layers that notes the parts it takes, for ``Family.describe``."""
 
-    parts: list[Part] = dataclasses.field(default_factory=list)
+    parts: list[StoredLinear] = dataclasses.field(default_factory=list)
 
     def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
         return Dense.serves(device, dtype)
@@ -26,17 +26,17 @@ class Names:
     def bytes_while_taking(self, nbytes: int) -> int:
         return Dense.bytes_while_taking(nbytes)
 
-    def take(self, take: Take, parts: Sequence[Part]) -> Dense:
+    def take(self, take: Take, parts: Sequence[StoredLinear]) -> Dense:
         self.parts.extend(parts)
         return Dense.take(take, parts)
 
-    def take_table(self, take: Take, part: Part) -> Dense:
+    def take_table(self, take: Take, part: StoredLinear) -> Dense:
         return self.take(take, [part])
 
-    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
+    def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> DenseExperts:
         self.parts.extend(part for parts in experts for part in parts)
         return DenseExperts.take(take, experts, top_k)
 
-    def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
+    def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
         """Not noted: they are never rounded at load."""
         return Dense.take_heads(take, part, num_heads, first)

@@ -10,7 +10,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import PackedExperts
 from compiled_llm.models.linears.heads import PackedHeads
 from compiled_llm.models.linears.parts import take_bias, take_split, weight_shapes
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.protocol import StoredLinear, Take
 from compiled_llm.ops import empty_packed, native, pack_rows, packed_linear, unpack_rows
 
 
@@ -46,22 +46,22 @@ class Packed(NamedTuple):
         return True
 
     @classmethod
-    def take(cls, take: Take, parts: Sequence[Part]) -> "Packed":
+    def take(cls, take: Take, parts: Sequence[StoredLinear]) -> "Packed":
         out_features, in_features = sum(part.out_features for part in parts), parts[0].in_features
         packed = empty_packed(out_features, in_features, take.dtype, take.device)
         take.rows(weight_shapes(parts), lambda start, rows: pack_rows(packed, start, rows))
         return cls(packed, take_bias(take, parts), out_features, in_features)
 
     @staticmethod
-    def take_table(take: Take, part: Part) -> Dense:
+    def take_table(take: Take, part: StoredLinear) -> Dense:
         return Dense.take(take, [part])
 
     @staticmethod
-    def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> PackedExperts:
+    def take_experts(take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> PackedExperts:
         return PackedExperts.take(take, experts, top_k)
 
     @staticmethod
-    def take_heads(take: Take, part: Part, num_heads: int, first: int) -> tuple[PackedHeads, PackedHeads]:
+    def take_heads(take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[PackedHeads, PackedHeads]:
         to_inputs, to_outputs = take_split(take, part, num_heads, first)
         return PackedHeads.of(to_inputs), PackedHeads.of(to_outputs)
 

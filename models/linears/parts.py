@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.protocol import StoredLinear, Take
 
 
-def weight_shapes(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+def weight_shapes(parts: Sequence[StoredLinear]) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the parts' weights in a checkpoint."""
     return {f"{part.name}.weight": (part.out_features, part.in_features) for part in parts}
 
 
-def take_bias(take: Take, parts: Sequence[Part]) -> Tensor | None:
+def take_bias(take: Take, parts: Sequence[StoredLinear]) -> Tensor | None:
     """The biases of all ``parts`` one after the other, ``[out_features]``; None where they have none."""
     assert len({part.bias for part in parts}) == 1, "either all of the layers have a bias or none"
     if not parts[0].bias:
@@ -23,7 +23,7 @@ def take_bias(take: Take, parts: Sequence[Part]) -> Tensor | None:
     return bias if bias.is_meta else torch.cat(taken, out=bias)
 
 
-def take_split(take: Take, part: Part, num_heads: int, first: int) -> tuple[Tensor, Tensor]:
+def take_split(take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[Tensor, Tensor]:
     """The weight of ``part``, of each head the first rows, transposed, and the others.
 
     A head's rows are side by side. Returns ``[N, K, first]`` and ``[N, rows of a head - first, K]``.

@@ -11,7 +11,7 @@ from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
 
-class Part(NamedTuple):
+class StoredLinear(NamedTuple):
     """A linear layer as a checkpoint of plain weights has it: ``NAME.weight``, and ``NAME.bias`` where it has one.
 
     Attributes:
@@ -59,10 +59,10 @@ class Take(Protocol):
         has got all. On the device "meta" it gets none.
         """
 
-    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+    def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         """The form in which the rows of the weight of ``part`` are kept, none of them changed (``Scheme.kept``)."""
 
-    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+    def quantized(self, part: StoredLinear, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """The rows of the weight of ``part``, which the checkpoint keeps by ``scheme``, to ``put`` as in ``rows``.
 
         Returns:
@@ -101,7 +101,7 @@ class Linear(Protocol):
 
 
 @runtime_checkable
-class Experts(Protocol):
+class GroupedLinear(Protocol):
     """``x @ W[e].T + bias[e]`` for each expert e of a mixture, however ``W`` is kept.
 
     A NamedTuple as ``Linear`` is, and as pure.
@@ -144,19 +144,19 @@ class LinearKind(Protocol):
     def is_exact(self) -> bool:
         """Whether a row's bits are the same for every number of rows."""
 
-    def take(self, take: Take, parts: Sequence[Part]) -> Linear:
+    def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         """One layer that computes all ``parts``, which have the same input: their outputs lie side by side.
 
         On the device "meta" it tells names and shapes alone, which is how a checkpoint is checked before it is read.
         """
 
-    def take_table(self, take: Take, part: Part) -> Linear:
+    def take_table(self, take: Take, part: StoredLinear) -> Linear:
         """A table of which a step reads single rows: an embedding that is not the head as well."""
 
-    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+    def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> GroupedLinear:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
 
-    def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+    def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
         """The weight of ``part``, which has rows for each of ``num_heads`` heads, as two layers of single heads.
 
         The ``first`` rows of a head go the other way, from outputs to inputs; the others as they are. Both are always

@@ -11,7 +11,15 @@ from torch import Tensor
 from compiled_llm.models.linears.experts import take_biases
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put, PutQuantized, Take
+from compiled_llm.models.linears.protocol import (
+    GroupedLinear,
+    Linear,
+    LinearKind,
+    Put,
+    PutQuantized,
+    StoredLinear,
+    Take,
+)
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
 from compiled_llm.models.linears.quantized import Scheme as Computed
 from compiled_llm.models.quantized.plan import QuantizationPlan
@@ -41,10 +49,10 @@ class Published:
     def bytes_while_taking(self, nbytes: int) -> int:
         return self.plain.bytes_while_taking(nbytes)
 
-    def _scheme(self, part: Part) -> Scheme | None:
+    def _scheme(self, part: StoredLinear) -> Scheme | None:
         return self.plan.scheme(part.name)
 
-    def take(self, take: Take, parts: Sequence[Part]) -> Linear:
+    def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         schemes = [self._scheme(part) for part in parts]
         if all(scheme is None for scheme in schemes):
             return self.plain.take(take, parts)
@@ -71,7 +79,7 @@ class Published:
         dtype = str(take.dtype)[6:]
         return Quantized(weight, take_bias(take, parts), computed, out_features, in_features, dtype, input_scale, order)
 
-    def take_table(self, take: Take, part: Part) -> Linear:
+    def take_table(self, take: Take, part: StoredLinear) -> Linear:
         scheme = self._scheme(part)
         if scheme is None:
             return self.plain.take_table(take, part)
@@ -81,7 +89,7 @@ class Published:
             )
         return self.take(take, [part])
 
-    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+    def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> GroupedLinear:
         parts = [part for each in experts for part in each]
         schemes = [self._scheme(part) for part in parts]
         first = schemes[0]
@@ -108,7 +116,7 @@ class Published:
         biases = take_biases(take, experts)
         return QuantizedExperts(weight, biases, computed, len(experts), out_features, in_features, top_k)
 
-    def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+    def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
         scheme = self._scheme(part)
         decoded = take if scheme is None else _Decoded(take, part, scheme)
         return self.plain.take_heads(decoded, part, num_heads, first)
@@ -118,7 +126,7 @@ class _Decoded(NamedTuple):
     """What ``take`` gives, with the weight of one ``part`` in the model's dtype."""
 
     take: Take
-    part: Part
+    part: StoredLinear
     scheme: Scheme
 
     @property
@@ -146,14 +154,14 @@ class _Decoded(NamedTuple):
         for name, shape in shapes.items():
             put(0, self(name, shape))
 
-    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+    def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         return self.take.kept(part, scheme)
 
-    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+    def quantized(self, part: StoredLinear, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         return self.take.quantized(part, scheme, put)
 
 
-def _kept(take: Take, parts: Sequence[Part], scheme: Scheme) -> WeightFormat:
+def _kept(take: Take, parts: Sequence[StoredLinear], scheme: Scheme) -> WeightFormat:
     """One form for all ``parts``: in the least dtypes that hold the scales and the zero points of each."""
     forms = [take.kept(part, scheme) for part in parts]
 

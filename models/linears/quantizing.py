@@ -13,7 +13,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import take_biases
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
+from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized, quantize_into
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
@@ -32,7 +32,7 @@ SCHEMES = {
 _ROUTERS = ("*.gate", "*.router", "*.router.proj", "*.shared_expert_gate")
 
 
-def names(pattern: str, part: Part) -> bool:
+def names(pattern: str, part: StoredLinear) -> bool:
     """Whether a pattern of ``quantization_skip`` matches any part of a layer's name between dots."""
     for name in filter(None, (part.name, part.also)):
         words = name.split(".")
@@ -42,7 +42,7 @@ def names(pattern: str, part: Part) -> bool:
     return False
 
 
-def check_skip(skip: Sequence[str], parts: Sequence[Part]) -> None:
+def check_skip(skip: Sequence[str], parts: Sequence[StoredLinear]) -> None:
     """``ValueError`` for a pattern of ``quantization_skip`` that names none of a model's layers ``parts``."""
     for pattern in skip:
         if any(names(pattern, part) for part in parts):
@@ -86,7 +86,7 @@ class Quantizing:
     def bytes_while_taking(self, nbytes: int) -> int:
         return self.plain.bytes_while_taking(nbytes)
 
-    def scheme(self, part: Part) -> Scheme | None:
+    def scheme(self, part: StoredLinear) -> Scheme | None:
         """How a layer is kept; None: in the model's dtype."""
         of_role = {"head": self.head, "embedding": self.embedding}
         chosen = of_role.get(part.role, self.layers)
@@ -94,7 +94,7 @@ class Quantizing:
             return None
         return None if any(names(pattern, part) for pattern in self.skip) else chosen
 
-    def take(self, take: Take, parts: Sequence[Part]) -> Linear:
+    def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         schemes = {self.scheme(part) for part in parts}
         if len(schemes) > 1:
             return Joined(tuple(self.take(take, [part]) for part in parts))
@@ -111,10 +111,10 @@ class Quantizing:
         take.rows(weight_shapes(parts), put)
         return Quantized(weight, take_bias(take, parts), scheme, out_features, in_features, str(take.dtype)[6:])
 
-    def take_table(self, take: Take, part: Part) -> Linear:
+    def take_table(self, take: Take, part: StoredLinear) -> Linear:
         return Dense.take(take, [part]) if self.scheme(part) is None else self.take(take, [part])
 
-    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+    def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> GroupedLinear:
         schemes = {self.scheme(part) for parts in experts for part in parts}
         if len(schemes) > 1:
             raise ValueError(
@@ -136,5 +136,5 @@ class Quantizing:
         biases = take_biases(take, experts)
         return QuantizedExperts(weight, biases, scheme, len(experts), out_features, in_features, top_k)
 
-    def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+    def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
         return self.plain.take_heads(take, part, num_heads, first)

@@ -36,7 +36,6 @@
 #include <tuple>
 #include <vector>
 
-#include "attention_cpu_checks.h"
 #include "attention_cpu_work.h"
 
 namespace {

@@ -1,9 +1,9 @@
 // The attention kernels for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the macros.
-// Each of the headers below is included by the next: operands, tile registers, products and softmax, cache, rows.
+// Each of the headers below is included by the next: operands, tile registers, products and softmax, cache and rows.
 
 #include <utility>
 
-#include "attention_cpu_rows.h"
+#include "attention_cpu_cache.h"
 
 namespace {
 namespace ISA {

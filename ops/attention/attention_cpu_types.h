@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // approximate query rows (tokens times heads) of a unit
-// The same with tile registers, and how many rows are multiplied at a time.
+// The rows of a unit with tile registers, and how many of them are multiplied at a time.
 constexpr int64_t kTiledUnitRows = 256, kTiledRows = 32;
 constexpr float kSmallestMaximum = 0x1p-100f;  // as in kv_quant.py
 

@@ -4,9 +4,12 @@ A step of one query a request has a plan (``decode_plan.py``) that says which ke
 the new key's split makes that key and its value, so no launch need come before. Reference, schema, registration.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.attention.arguments import AttentionKind, Turn
 from compiled_llm.ops.attention.decode_plan import DecodePlan
 from compiled_llm.ops.attention.heads import turned_heads, without_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention
@@ -31,16 +34,19 @@ def decode_attention(
 
 
 def rotary_decode_attention(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
-    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    plan: DecodePlan, *, num_heads: int, eps: float, sinks: Tensor | None, sm_scale: float, window: int,
-    soft_cap: float,
+    qkv: Tensor, turn: Turn, cache: Sequence[Tensor | None], plan: DecodePlan, kind: AttentionKind,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``rotary_attention`` of at most one query a request; ``plan`` as for ``decode_attention``."""
+    """``rotary_attention`` of at most one query a request, with the arguments of ``rotary_attention``.
+
+    Args:
+        cache: ``k_cache``, ``v_cache``, ``k_scale`` and ``v_scale``.
+        plan: as that of ``decode_attention``.
+    """
+    *to_turn, eps = turn
     return torch.ops.compiled_llm.rotary_decode_attention(
-        qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, eps, k_cache, v_cache, k_scale, v_scale, *plan,
-        sinks, sm_scale, window, soft_cap,
-    )  # fmt: skip
+        qkv, *to_turn, kind.num_heads, eps, *cache, *plan, sinks, kind.scale, kind.masked_window, kind.soft_cap
+    )
 
 
 def decode_attention_reference(

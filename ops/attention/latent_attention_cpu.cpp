@@ -10,7 +10,6 @@
 #include <tuple>
 #include <vector>
 
-#include "attention_cpu_checks.h"
 #include "attention_cpu_work.h"
 #include "latent_attention_cpu_types.h"
 

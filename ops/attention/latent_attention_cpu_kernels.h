@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "attention_cpu_rows.h"
+#include "attention_cpu_cache.h"
 #include "latent_attention_cpu_types.h"
 
 namespace {

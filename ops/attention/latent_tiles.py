@@ -1,6 +1,6 @@
 """Tile sizes of the kernels of latent attention. Neither torch nor Triton is imported here.
 
-No file of a GPU changes them: ``scripts/tune_attention.py`` times paged attention alone.
+No file of a GPU changes them: ``compiled-llm tune attention`` times paged attention alone.
 """
 
 from typing import NamedTuple

@@ -9,45 +9,45 @@ same, and round at the same places.
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.attention.arguments import AttentionKind, Keys, Turn
 from compiled_llm.ops.attention.heads import turned_heads, without_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention
 from compiled_llm.ops.library import define_op, on_gpu
 
 
-def rotary_attention(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
-    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *,
-    num_heads: int, eps: float, sinks: Tensor | None = None, sm_scale: float, max_query_len: int, window: int = 0,
-    soft_cap: float = 0.0, exact: bool = False,
-) -> Tensor:  # fmt: skip
+def rotary_attention(qkv: Tensor, turn: Turn, keys: Keys, kind: AttentionKind, sinks: Tensor | None = None) -> Tensor:
     """``paged_attention`` of the queries, keys and values in ``qkv``, the first two turned by ``rope``.
 
     Args:
         qkv: ``[T, (N + 2 * K) * H]``: queries, keys and values side by side. ``[T, (N + K) * H]``: values are what the
             keys are made of. ``[T, N * H]``: the cache has the step's keys and values, and nothing is written.
-        cos_sin, q_norm, k_norm, eps: those of ``rope``; without keys there is no ``k_norm``.
-        v_norm: ``[H]``, the weight of ``rms_norm`` of each head of the values; or None.
-        query_scale: ``[T, 1]`` in the dtype of ``qkv``, multiplies the turned queries; or None.
-        num_heads: N; K and H are those of the cache.
+        turn: ``cos_sin``, ``q_norm``, ``k_norm`` and ``eps`` are those of ``rope``; without keys there is no
+            ``k_norm``. ``v_norm`` ``[H]`` is the weight of ``rms_norm`` of each head of the values, or None, and
+            ``query_scale`` ``[T, 1]`` in the dtype of ``qkv`` multiplies the turned queries, or None.
+        keys, sinks: as ``paged_attention`` has them; K and H are those of the cache.
+        kind: its other arguments, and ``num_heads``: N.
 
-    The others, and the result ``[T, N, H]``, are those of ``paged_attention``.
+    Returns:
+        ``[T, N, H]``, as ``paged_attention`` does.
     """
-    rest = (k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens)
+    cos_sin, q_norm, k_norm, v_norm, query_scale, eps = turn
+    num_heads, scale, max_query_len, window, soft_cap = (
+        kind.num_heads, kind.scale, kind.max_query_len, kind.masked_window, kind.soft_cap
+    )  # fmt: skip
     if qkv.is_cuda:
-        name = "rotary_attention_exact" if exact else "rotary_attention"
+        name = "rotary_attention_exact" if kind.exact else "rotary_attention"
         return getattr(torch.ops.compiled_llm, name)(
-            qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, *rest, sinks,
-            num_heads, eps, sm_scale, max_query_len, window, soft_cap,
+            qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, *keys, sinks,
+            num_heads, eps, scale, max_query_len, window, soft_cap,
         )  # fmt: skip
-    num_kv_heads = k_cache.shape[1]
+    num_kv_heads = keys.k_cache.shape[1]
     q, k, v = turned_heads(qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, num_kv_heads, eps)
     if k is None or v is None:
-        k, v, slot_mapping = without_keys(q, num_kv_heads, slot_mapping)
-        rest = (k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens)
+        k, v, slot_mapping = without_keys(q, num_kv_heads, keys.slot_mapping)
+        keys = keys._replace(slot_mapping=slot_mapping)
     return paged_attention(
-        q, k, v, *rest, sinks=sinks, sm_scale=sm_scale, max_query_len=max_query_len, window=window, soft_cap=soft_cap,
-        exact=exact,
+        q, k, v, *keys, sinks=sinks, sm_scale=scale, max_query_len=max_query_len, window=window, soft_cap=soft_cap,
+        exact=kind.exact,
     )  # fmt: skip
 
 

@@ -5,9 +5,12 @@ There the kernel that writes to the cache turns and normalises, in a decode the 
 whose calls the compiled step makes itself. Both compute the same, and round at the same places.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.attention.arguments import AttentionKind, Keys
 from compiled_llm.ops.attention.decode_attention import keys_of_tasks
 from compiled_llm.ops.attention.decode_plan import DecodePlan, planned
 from compiled_llm.ops.attention.latent_attention import latent_attention
@@ -19,9 +22,7 @@ from compiled_llm.ops.rowwise.rowwise import rms_norm, rope
 
 def rotary_latent_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
-    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *,
-    eps: float, sm_scale: float, max_query_len: int, window: int = 0, exact: bool = False,
+    query_scale: Tensor | None, eps: float, keys: Keys, kind: AttentionKind,
 ) -> Tensor:  # fmt: skip
     """``latent_attention`` after ``rope`` of the turned parts and ``rms_norm`` of the latents.
 
@@ -30,20 +31,22 @@ def rotary_latent_attention(
         cos_sin: ``[T, H]`` float32, that of ``rope``.
         norm: ``[C]``, the weights of ``rms_norm``, and its ``eps``.
         query_scale: ``[T, 1]`` in the dtype of ``q_turned``, multiplies the turned parts of queries; or None.
+        keys, kind: the arguments of ``latent_attention``.
 
-    The others, and the result ``[T, N, C]``, are those of ``latent_attention``.
+    Returns:
+        ``[T, N, C]``, as ``latent_attention`` does.
     """
-    caches, keys = (k_cache, v_cache, k_scale, v_scale), (slot_mapping, block_table, query_start_loc, seq_lens)
+    scale, max_query_len, window = kind.scale, kind.max_query_len, kind.masked_window
     if q_latent.is_cuda:
-        name = "rotary_latent_attention_exact" if exact else "rotary_latent_attention"
+        name = "rotary_latent_attention_exact" if kind.exact else "rotary_latent_attention"
         return getattr(torch.ops.compiled_llm, name)(
-            q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, *caches, *keys,
-            sm_scale, max_query_len, window,
+            q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, *keys,
+            scale, max_query_len, window,
         )  # fmt: skip
     q_turned, k_turned, latent = _turned(q_turned, k_turned, latent, cos_sin, norm, query_scale, eps)
     return latent_attention(
-        q_latent, q_turned, k_turned, latent, *caches, *keys,
-        sm_scale=sm_scale, max_query_len=max_query_len, window=window, exact=exact,
+        q_latent, q_turned, k_turned, latent, *keys,
+        sm_scale=scale, max_query_len=max_query_len, window=window, exact=kind.exact,
     )  # fmt: skip
 
 
@@ -61,17 +64,17 @@ def _turned(
 
 def rotary_latent_decode_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
-    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    plan: DecodePlan, *, eps: float, sm_scale: float, window: int,
+    query_scale: Tensor | None, eps: float, cache: Sequence[Tensor | None], plan: DecodePlan, kind: AttentionKind,
 ) -> Tensor:  # fmt: skip
     """``rotary_latent_attention`` of at most one query a request.
 
     Args:
-        plan: of ``latent_decode_plan``, for this ``window``. Padding rows write nothing.
+        cache: ``k_cache``, ``v_cache``, ``k_scale`` and ``v_scale``.
+        plan: of ``latent_decode_plan``, for the window of ``kind``. Padding rows write nothing.
     """
     return torch.ops.compiled_llm.rotary_latent_decode_attention(
-        q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, k_cache, v_cache, k_scale, v_scale,
-        plan.block_table, plan.tasks, sm_scale, window,
+        q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, *cache, plan.block_table, plan.tasks,
+        kind.scale, kind.masked_window,
     )  # fmt: skip
 
 

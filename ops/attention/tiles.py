@@ -1,6 +1,6 @@
 """Tile sizes of the attention kernels: a default for every GPU, and files of measured ones by the GPU's name.
 
-``scripts/tune_attention.py`` writes ``ops/tiles/<GPU>.json``; a GPU without a file, or a shape that its file lacks,
+``compiled-llm tune attention`` writes ``ops/tiles/<GPU>.json``; a GPU without a file, or a shape that its file lacks,
 gets the defaults below. Neither torch nor Triton is imported here, so the choice can be tested anywhere.
 """
 

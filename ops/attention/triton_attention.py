@@ -177,7 +177,7 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
-    ``tiles`` replaces this GPU's configuration for the shape: ``scripts/tune_attention.py`` looks for a better one.
+    ``tiles`` replaces this GPU's configuration for the shape: ``compiled-llm tune attention`` looks for a better one.
     With ``turn``, ``q`` is where turned queries go, and ``k`` is still to be turned.
     """
     head_dim, (num_requests, table_width) = q.shape[2], block_table.shape

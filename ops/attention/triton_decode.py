@@ -252,7 +252,7 @@ def decode_attention(
     """Both ops on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Without ``k`` and ``v`` the cache has them. The plan knows the ``window``. ``tiles`` replaces this GPU's
-    configuration: ``scripts/tune_attention.py`` looks for a better one.
+    configuration: ``compiled-llm tune attention`` looks for a better one.
     """
     (num_tokens, num_heads, head_dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
     gpu, capability, num_sms = device_facts(q.device)

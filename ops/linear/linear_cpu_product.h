@@ -71,7 +71,7 @@ void interleave_rows(const Rows<Input>& from, int64_t rows, int64_t K, uint32_t*
   for (int64_t row = 0; row < rows; ++row) copy(row, row < m ? words / 4 * 4 : 0);
 }
 
-// The same, each pair of bfloat16 as two of float32: [words, 2, rows].
+// Interleaves rows, each pair of bfloat16 as two of float32: [words, 2, rows].
 inline void widen_rows(const Rows<uint16_t>& from, int64_t rows, int64_t K, uint32_t* to) {
   interleave_rows(from, rows, K, to);
   for (int64_t p = (K + 1) / 2 - 1; p >= 0; --p)  // from the end, so that no pair is overwritten before it is read

@@ -2,7 +2,7 @@
 
 A product of few rows is either "fused", one launch with activation or residual (``exact_linear.py``), or "apart": a
 library's product, and what follows it as launches of its own. Which is faster, and in which tiles, a GPU has to
-say: ``scripts/tune_linear.py`` writes ``ops/tiles/products/<GPU>.json``. What it lacks, and a GPU without a file, get
+say: ``compiled-llm tune linear`` writes ``ops/tiles/products/<GPU>.json``. What it lacks, and a GPU without a file, get
 the defaults below. With ``exact=True`` all products have the one kernel, and the file says in which tiles: these change
 no bits.
 
@@ -153,14 +153,14 @@ def load(path: Path) -> dict[Product, tuple[Choice, ...]]:
             products[Product(**entry)] = choices
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no file of choices ({error!r}): write it anew by scripts/tune_linear.py"
+            f"{path} is no file of choices ({error!r}): write it anew by compiled-llm tune linear"
         ) from error
     for product, choices in products.items():
         reason = reason_against(choices)
         if product.around not in AROUND:
             reason = f"around must be one of {', '.join(AROUND)}"
         if reason:
-            raise ValueError(f"{path}: {product}: {reason}; write it anew by scripts/tune_linear.py")
+            raise ValueError(f"{path}: {product}: {reason}; write it anew by compiled-llm tune linear")
     return products
 
 

@@ -9,6 +9,7 @@ as ``quantized_weight_gpu.py`` packs them.
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from compiled_llm.ops.linear.quantized_weight import (
     dequantize,
     unpack_quantized_rows,
 )
+from compiled_llm.ops.linear.surroundings import SCHEMA, Surroundings, surrounded
 
 WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias"
 FORM = "str element, int group_size, int out_features"
@@ -69,6 +71,17 @@ def grouped_quantized_linear(
     )
 
 
+def fused_quantized_linear(x: Tensor, *weight: Any, around: Surroundings) -> Tensor:
+    """``quantized_linear`` of ``x`` ``[T, K]``, bfloat16 or float16, and its other arguments, with ``around`` it.
+
+    On a GPU one launch, for few rows, with the bits of the single ops.
+
+    Returns:
+        ``[T, N]``, with a gated activation ``[T, N / 2]``; contiguous, dtype of ``x``.
+    """
+    return torch.ops.compiled_llm.fused_quantized_linear(x, *weight, *around)
+
+
 def quantized_linear_reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, element: str, group_size: int,
     out_features: int,
@@ -103,6 +116,11 @@ def by_experts(
     return out
 
 
+def fused_quantized_linear_reference(x: Tensor, *args) -> Tensor:
+    """The op by the single ops."""
+    return surrounded(quantized_linear, x, *args)
+
+
 def rows_fake(x: Tensor, *args) -> Tensor:
     """The fake of a layer's op, whose last argument is N."""
     return x.new_empty(x.shape[0], args[-1])
@@ -112,6 +130,12 @@ def grouped_rows_fake(x: Tensor, *args) -> Tensor:
     """The fake of the op for experts, which ends with rows, starts and what ``FORM`` has."""
     rows = args[-5]
     return x.new_empty((x if rows is None else rows).shape[0], args[-1])
+
+
+def fused_rows_fake(x: Tensor, *args) -> Tensor:
+    """The fake of a layer's op with its surroundings, before which N comes."""
+    count = len(Surroundings._fields)
+    return x.new_empty(x.shape[0], Surroundings(*args[-count:]).outputs(args[-count - 1]))
 
 
 define_op(
@@ -127,4 +151,10 @@ define_op(
     fake=grouped_rows_fake,
     cpu="quantized_linear_cpu",
     gpu=on_gpu("moe.triton_quantized_grouped:grouped_quantized_linear"),
+)
+define_op(
+    f"fused_quantized_linear({WEIGHT}, {FORM}, {SCHEMA}) -> Tensor",
+    reference=fused_quantized_linear_reference,
+    fake=fused_rows_fake,
+    gpu=on_gpu("linear.triton_quantized:quantized_linear"),
 )

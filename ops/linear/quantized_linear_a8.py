@@ -19,12 +19,22 @@ A row with a NaN or an infinity is NaN. A row of zeros, or of numbers so small t
 ``quantized_weight.py`` has the layout of the weights. T rows, K in_features, N out_features, E experts.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, on_gpu
-from compiled_llm.ops.linear.quantized_linear import FORM, WEIGHT, by_experts, grouped_rows_fake, rows_fake
+from compiled_llm.ops.linear.quantized_linear import (
+    FORM,
+    WEIGHT,
+    by_experts,
+    fused_rows_fake,
+    grouped_rows_fake,
+    rows_fake,
+)
 from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedWeight, WeightFormat, unpack_quantized_rows
+from compiled_llm.ops.linear.surroundings import SCHEMA, Surroundings, surrounded
 
 
 def quantized_linear_a8(
@@ -62,6 +72,14 @@ def grouped_quantized_linear_a8(
     return torch.ops.compiled_llm.grouped_quantized_linear_a8(
         x, codes, scales, zeros, bias, x_scale, rows, starts, element, group_size, out_features
     )
+
+
+def fused_quantized_linear_a8(x: Tensor, *weight: Any, around: Surroundings) -> Tensor:
+    """``quantized_linear_a8`` with ``around`` it. Its ``x_scale`` is that of activations after the norm.
+
+    On a GPU one launch, of more than ``triton_quantized_a8.FEW_ROWS`` rows two, with the bits of the single ops.
+    """
+    return torch.ops.compiled_llm.fused_quantized_linear_a8(x, *weight, *around)
 
 
 # -- In plain torch
@@ -113,6 +131,11 @@ def grouped_quantized_linear_a8_reference(
     return by_experts(quantized_linear_a8_reference, x, codes, scales, zeros, bias, (x_scale,), rows, starts, form)
 
 
+def fused_quantized_linear_a8_reference(x: Tensor, *args) -> Tensor:
+    """The op by the single ops."""
+    return surrounded(quantized_linear_a8, x, *args)
+
+
 define_op(
     f"quantized_linear_a8({WEIGHT}, Tensor? x_scale, {FORM}) -> Tensor",
     reference=quantized_linear_a8_reference,
@@ -126,4 +149,10 @@ define_op(
     fake=grouped_rows_fake,
     cpu="quantized_linear_a8_cpu",
     gpu=on_gpu("moe.triton_quantized_grouped:grouped_quantized_linear_a8"),
+)
+define_op(
+    f"fused_quantized_linear_a8({WEIGHT}, Tensor? x_scale, {FORM}, {SCHEMA}) -> Tensor",
+    reference=fused_quantized_linear_a8_reference,
+    fake=fused_rows_fake,
+    gpu=on_gpu("linear.triton_quantized_a8:quantized_linear_a8"),
 )

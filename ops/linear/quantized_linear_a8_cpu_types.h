@@ -41,7 +41,7 @@ struct Work8 {
   int64_t words;
   int64_t group;       // words
   const float* scales;  // [C, groups, TILE]
-  const float* zeros;   // likewise, or null
+  const float* zeros;   // [C, groups, TILE], or null
   float* totals;        // [M, C, TILE]
   const uint8_t* later;  // weights of the same shape that are fetched into L2 meanwhile
 };
@@ -54,7 +54,7 @@ struct Block8 {
   int64_t words;
   int64_t group;       // words
   const float* scales;  // [columns, groups, TILE]
-  const float* zeros;   // likewise, or null
+  const float* zeros;   // [columns, groups, TILE], or null
   float* totals;        // [rows, columns, TILE]
   int32_t* sums;        // memory for [rows rounded up to 32, columns, TILE]
   uint8_t* codes;       // and for `code_bytes`

@@ -92,7 +92,8 @@ void sum_parts(const BFloat16* const* rows, int64_t count, int64_t K, const Matr
 struct Layers {
   Matrix matrix;
   int64_t tiles, K, N;
-  const uint8_t* codes;  // of the first tile of the first layer, all others after it; scales and zeros likewise
+  // Codes, scales and zeros begin at the first tile of the first layer; all other tiles follow.
+  const uint8_t* codes;
   const char *scales, *zeros;
   const Tensor* bias;  // [layers, N], or null
 

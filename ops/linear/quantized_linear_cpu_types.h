@@ -42,8 +42,8 @@ struct Matrix {
 struct Work {
   const Matrix* of;
   const uint8_t* codes;  // of the tile
-  const void* scales;    // likewise, [groups, TILE]
-  const void* zeros;     // likewise, or null
+  const void* scales;    // of the tile, [groups, TILE]
+  const void* zeros;     // of the tile, [groups, TILE], or null
   const float* decoded;  // what `decode` made of the tile
   const uint32_t* x;     // [words, M]: pairs of bfloat16, or float32; all words of the rows
   const float* x_sums;   // [parts, M]: of the inputs of each part; where there are zeros and pairs

@@ -1,7 +1,7 @@
 """Which product and which tile a layer of quantised weights has on a GPU: defaults, and files of measured ones.
 
-``scripts/tune_linear.py`` writes ``ops/tiles/linear/<GPU>.json``; a layer that it lacks, and a GPU without a file, get
-the defaults below. Neither torch nor Triton is imported here, so the choice can be tested anywhere.
+``compiled-llm tune linear`` writes ``ops/tiles/linear/<GPU>.json``; a layer that it lacks, and a GPU without a file,
+get the defaults below. Neither torch nor Triton is imported here, so the choice can be tested anywhere.
 
 A row's bits must not depend on how many rows there are, so what follows the number of rows may not change them:
 
@@ -214,11 +214,13 @@ def load(path: Path) -> dict[Layer, tuple[Choice, ...]]:
             choices = tuple(_choice(**fields) for fields in entry.pop("choices"))
             layers[Layer(**entry)] = choices
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is no file of tiles ({error!r}): write it anew by scripts/tune_linear.py") from error
+        raise ValueError(
+            f"{path} is no file of tiles ({error!r}): write it anew by compiled-llm tune linear"
+        ) from error
     for layer, choices in layers.items():
         reason = reason_against(layer, choices, (major, minor))
         if reason:
-            raise ValueError(f"{path}: {layer}: {reason}; write it anew by scripts/tune_linear.py")
+            raise ValueError(f"{path}: {layer}: {reason}; write it anew by compiled-llm tune linear")
     return layers
 
 

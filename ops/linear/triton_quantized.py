@@ -167,7 +167,7 @@ def quantized_linear(
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter), with or without surroundings.
 
     Weights as ``quantized_weight_gpu.py`` packs them. ``surroundings``: fields of ``Surroundings``, the first or all of
-    them. ``choice`` replaces this GPU's for the layer: ``scripts/tune_linear.py`` looks for a better one. Never
+    them. ``choice`` replaces this GPU's for the layer: ``compiled-llm tune linear`` looks for a better one. Never
     synchronises.
 
     Raises:

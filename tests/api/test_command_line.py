@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from compiled_llm import EngineConfig, SamplingParams
-from compiled_llm.__main__ import main
 from compiled_llm.api.command_line import (
     FlagParser,
     add_engine_arguments,
@@ -209,25 +208,6 @@ def test_a_long_command_line_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse("--qqq", "x" * 10**6)
     assert len(capsys.readouterr().err) < 400
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said", "given"),
-    [
-        (["btach", "--model", "D"], "'btach': did you mean 'batch'?", "btach --model D"),
-        (["serve"], "'serve'", "serve"),
-        ([], "none", "nothing"),
-    ],
-)
-def test_a_wrong_command_is_answered_alike(
-    arguments: list[str], said: str, given: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"compiled-llm: error: the command must be one of batch, given {said}",
-        f"  given: {given}",
-        "  see:   compiled-llm --help",
-    ]
 
 
 def test_no_flag_may_be_abbreviated() -> None:

@@ -68,6 +68,8 @@ def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
         ("enable_prefix_caching", None),
         ("enable_chunked_prefill", "no"),
         ("check_invariants", None),
+        ("worker", "thread"),
+        ("worker", None),
         ("async_scheduling", "yes"),
         ("async_scheduling", 1),
         ("revision", "v1"),  # of no model

@@ -16,6 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from compiled_llm.bench.workloads import WORKLOADS
+from compiled_llm.checkpoint.shapes import SHAPES, model_of
+
 ROOT = Path(__file__).parents[2]
 _SIDE = """
 import json, sys, time
@@ -64,22 +67,19 @@ class Side:
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "scripts" / "bench"))
-    import workloads
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workloads", default="W1,W2,W3,W4")
-    parser.add_argument("--shape", choices=workloads.SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--engine-args", type=json.loads, default={"bucket_sizes": [1, 8, 16, 32]}, metavar="JSON")
     args = parser.parse_args()
-    vocab_size = workloads.SHAPES[args.shape]["vocab_size"]
-    with workloads.model_of(argparse.Namespace(model=None, shape=args.shape)) as model:
+    vocab_size = SHAPES[args.shape]["vocab_size"]
+    with model_of(argparse.Namespace(model=None, shape=args.shape)) as model:
         engine_args = {"max_model_len": 2304, "dtype": "bfloat16", "progress": "off", **model, **args.engine_args}
         sides = [Side(checkout, engine_args) for checkout in (args.before, ROOT)]
         for name in args.workloads.split(","):
-            requests = workloads.WORKLOADS[name](vocab_size, 0)
+            requests = WORKLOADS[name](vocab_size, 0)
             rounds = []
             for n in range(args.rounds + 1):
                 turns = [side.run(requests) for side in (sides if n % 2 else sides[::-1])]

@@ -24,6 +24,7 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_class import class_parameters, rope_names
 from compiled_llm.models.config_file import parse_config
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import ModelWeights
 from tests.families import EVERY_CONFIG, keep_time_steps, logits_of, strengthened
@@ -226,7 +227,9 @@ def _own_logits(directory: Path, config: ModelConfig) -> Tensor:
     )
     with torch.no_grad():
         weights = _weights(directory, config)
-        hidden = model.forward(weights, step, empty_cache(config), config, model.layers(config), NUM_TOKENS)
+        hidden = model.forward(
+            weights, step, empty_cache(config), config, for_queries(model.layers(config), NUM_TOKENS)
+        )
         return model.head(weights, hidden, config)
 
 

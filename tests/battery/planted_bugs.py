@@ -1,10 +1,14 @@
-"""The bugs of B16: each replaces one text in the source of one module, and the checks named with it must see it.
+"""The bugs of B16: each changes one function, which it names, and the checks named with it must see it.
 
 A bug is one that somebody could make, or has made in another engine, and that the checks are there for. Changes that
 only cost time, or that nothing can observe, are none.
 """
 
+import ast
+import copy
 import dataclasses
+import re
+from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,17 +26,76 @@ class Checks:
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """``old`` stands once in the source of ``module``; with ``new`` in its place, the checks must fail."""
+    """A change of one function, with which the checks must fail.
+
+    Attributes:
+        module, function: where, as "compiled_llm.scheduling.block_pool" and "BlockPool.allocate".
+        old: what it changes there: an expression, or statements. The function has it once, in whatever layout; a body
+            "..." stands for any.
+        new: what comes in its place; empty: nothing.
+    """
 
     name: str
     module: str
+    function: str
     old: str
     new: str
 
-    def planted(self, source: str) -> str:
-        count = source.count(self.old)
-        assert count == 1, f"{self.name}: the old text stands {count} times in {self.module}, not once"
-        return source.replace(self.old, self.new)
+    def planted(self, source: str) -> ast.Module:
+        """The module of this ``source`` with the bug in it."""
+        tree = ast.parse(source)
+        planting = _Planting(ast.parse(self.old).body, ast.parse(self.new).body)
+        planting.visit(_named(tree, self.function))
+        where = f"{self.name}: {self.function} of {self.module}"
+        assert planting.count == 1, f"{where} has this {planting.count} times, not once: {self.old}"
+        return ast.fix_missing_locations(tree)
+
+
+def _named(tree: ast.AST, name: str) -> ast.AST:
+    """The function, by the names of the classes and functions that it is in."""
+    for part in name.split("."):
+        (tree,) = (node for node in ast.iter_child_nodes(tree) if getattr(node, "name", None) == part)
+    return tree
+
+
+class _Planting(ast.NodeTransformer):
+    """Puts ``new`` wherever ``old`` is, and counts that."""
+
+    def __init__(self, old: list[ast.stmt], new: list[ast.stmt]) -> None:
+        self._old, self._new, self.count = old, new, 0
+        is_expression = len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr)
+        self._expression = old[0].value if is_expression else None
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if self._expression is not None:
+            if isinstance(node, ast.expr) and ast.dump(node) == ast.dump(self._expression):
+                self.count += 1
+                return self._new[0].value
+            return node
+        for name in ("body", "orelse"):
+            statements, size = getattr(node, name, None), len(self._old)
+            for start in range(len(statements) + 1 - size if isinstance(statements, list) else 0):
+                found = statements[start : start + size]
+                if all(map(_is_alike, found, self._old)):
+                    self.count += 1
+                    new = [_with_body_of(found[0], statement) for statement in self._new]
+                    setattr(node, name, [*statements[:start], *new, *statements[start + size :]] or [ast.Pass()])
+                    break
+        return node
+
+
+def _is_alike(found: ast.stmt, old: ast.stmt) -> bool:
+    return ast.dump(found) == ast.dump(_with_body_of(found, old))
+
+
+def _with_body_of(found: ast.stmt, statement: ast.stmt) -> ast.stmt:
+    """``statement``, with the body of ``found`` if its own is "..."."""
+    if ast.dump(ast.Module(getattr(statement, "body", []), [])) != ast.dump(ast.parse("...")):
+        return statement
+    changed = copy.copy(statement)
+    changed.body = getattr(found, "body", [])
+    return changed
 
 
 POOL = Checks(
@@ -53,6 +116,7 @@ SCHEDULING = Checks(
         "tests/scheduling/test_scheduler_prefixes.py",
         "tests/scheduling/test_scheduler_prompts_alone.py",
         "tests/scheduling/test_forks.py",
+        "tests/scheduling/test_masks.py",
         "tests/battery/test_planted_bugs_checks.py",
     ),
     load_torch=False,
@@ -64,7 +128,7 @@ WINDOWS = Checks(
     ("tests/scheduling/test_window_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
 STATES = Checks(
-    ("tests/scheduling/test_state_slots.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
+    ("tests/scheduling/test_state_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
 SUSPECTS = Checks(
     ("tests/scheduling/test_suspects.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
@@ -104,1159 +168,681 @@ SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
 QUANTISED = Checks(
     (
         "tests/ops/attention/test_kv_quant.py",
-        "tests/ops/attention/test_paged_attention.py::test_quantised_cache[decode-gqa1-h64-int8]",
+        "tests/ops/attention/test_paged_attention.py::test_kernel[mixed-gqa4-h64-int8]",
     ),
     load_torch=True,
 )
 
-_BLOCK_POOL = [
+# Of modules: the checks that must see their bugs, and these, each as its name and "function: old => new".
+_PLANTED: tuple[tuple[str, Checks, str], ...] = (
     (
-        "the sink is handed out",
-        "self._empty = list(range(num_blocks, SINK_BLOCK, -1))",
-        "self._empty = list(range(num_blocks - 1, SINK_BLOCK - 1, -1))",
+        "scheduling.block_pool",
+        POOL,
+        """
+        the sink is handed out
+            BlockPool.__init__: range(num_blocks, SINK_BLOCK, -1) => range(num_blocks - 1, SINK_BLOCK - 1, -1)
+        one block of the pool is never handed out
+            BlockPool.__init__: range(num_blocks, SINK_BLOCK, -1) => range(num_blocks - 1, SINK_BLOCK, -1)
+        one block more than there are is promised
+            BlockPool.allocate: len(self._empty) + len(self._cached) => len(self._empty) + len(self._cached) + 1
+        a double free goes unnoticed
+            BlockPool.free: assert count >= 0, f'block {block} is not in use' => count = max(0, count)
+        a second table that shares a block is not counted
+            BlockPool.share: self._references[block] += 1 => self._references[block] = 1
+        a cached block that is used again may still be evicted
+            BlockPool.share: del self._cached[block] =>
+        a shared block is free when its first user leaves
+            BlockPool.free: count == 0 => count <= 1
+        parents are evicted before their children
+            BlockPool.free: reversed(blocks) => blocks
+        the most recently used is evicted
+            BlockPool._evict: False => True
+        an evicted block can still be found
+            BlockPool._evict: del self._block_of[digest] =>
+        a published block is given out as if it was empty
+            BlockPool.free: block in self._digest_of => block in self._digest_of and self._empty
+        digests leave the parent out
+            block_digest: parent + array('q', token_ids).tobytes() => array('q', token_ids).tobytes()
+        """,
     ),
     (
-        "one block of the pool is never handed out",
-        "self._empty = list(range(num_blocks, SINK_BLOCK, -1))",
-        "self._empty = list(range(num_blocks - 1, SINK_BLOCK, -1))",
+        "scheduling.prefix_cache",
+        POOL,
+        """
+        a hit may be the whole prompt
+            PrefixCache.find: request.num_tokens - 1 => request.num_tokens
+        digests leave the salt out
+            PrefixCache._digests: root_digest(*self._facts, request.cache_salt) => root_digest(*self._facts)
+        digests leave the model out
+            PrefixCache._digests: root_digest(*self._facts, request.cache_salt) => root_digest(request.cache_salt)
+        a block is published before it is full
+            PrefixCache.publish: num_tokens // self.block_size => -(-num_tokens // self.block_size)
+        a promised block is read before it is filled
+            PrefixCache._is_filling: index + 1 => index
+        a table keeps its own copy of a block that was published before
+            PrefixCache.publish: request.block_ids[index] = holder =>
+        the runner is not told that a block was exchanged
+            PrefixCache.publish: request.num_sent_blocks, request.next_look = (min(request.num_sent_blocks, index), 0)
+                =>
+        promises of a request that leaves are not withdrawn
+            PrefixCache.remove_pending: self._pending.get(digest, (None,))[0] is request => False
+        a promise of somebody else is withdrawn
+            PrefixCache.remove_pending: self._pending.get(digest, (None,))[0] is request => digest in self._pending
+        who is forgotten is woken all the same
+            PrefixCache.forget: self._held_back[digest].remove(request) =>
+        """,
     ),
     (
-        "one block more than there are is promised",
-        "if count > len(self._empty) + len(self._cached):",
-        "if count > len(self._empty) + len(self._cached) + 1:",
+        "scheduling.request_queue",
+        SCHEDULING,
+        """
+        the last by rank is served first
+            RequestQueue.first: request.rank < best.rank => request.rank > best.rank
+        a request that left the queue is served
+            RequestQueue.first: heap and self._entry_of.get(heap[0][2]) != heap[0][1] => False
+        a request is served that lacks more than fits
+            RequestQueue.first: most_tokens is None or _lacking(request) <= most_tokens => True
+        cleaning up loses a request
+            RequestQueue.remove: heap => heap[1:]
+        """,
     ),
     (
-        "a double free goes unnoticed",
-        'assert count >= 0, f"block {block} is not in use"',
-        "count = max(0, count)",
+        "scheduling.request",
+        SCHEDULING,
+        """
+        output tokens are not computed again after a preemption
+            Request.tokens: self.prompt_token_ids[start:end] + self.output_token_ids[:max(0, end - prompt_len)]
+                => self.prompt_token_ids[start:end]
+        """,
     ),
     (
-        "a second table that shares a block is not counted",
-        "        self._references[block] += 1\n\n    def num_references",
-        "        self._references[block] = 1\n\n    def num_references",
+        "scheduling.scheduler",
+        SCHEDULING,
+        """
+        an abort leaks blocks
+            Scheduler.finish: self.running_set.remove(request)
+                => self.running.remove(request) if finish_reason == 'abort' and request.status is Status.RUNNING
+                else self.running_set.remove(request)
+        a finished request is finished again
+            Scheduler.finish: return => request.finish_reason = finish_reason; return
+        copies to the host are forgotten where the step is empty
+            Scheduler.schedule:
+                not self.in_flight => not (setattr(self.running_set, 'swapped_out', []) or self.in_flight)
+        results do not stop at a block that they fill
+            Scheduler._enter: min(block_end, request.max_num_tokens - 1) => request.max_num_tokens - 1
+        results do not stop at the last token
+            Scheduler._enter: min(block_end, request.max_num_tokens - 1) => block_end
+        a block is published that a step in flight fills
+            Scheduler._enter: self.prefix_cache.publish(request, end)
+                => self.prefix_cache.publish(request, request.num_computed_tokens)
+        a step in flight when its request was preempted publishes blocks
+            Scheduler._enter: caching and is_running and (end >= (request.num_published_blocks + 1) * size)
+                => caching and end >= (request.num_published_blocks + 1) * size
+        the surplus token after a stop is kept
+            Scheduler._enter: if request.finish_reason is not None: return False =>
+        a stop token that comes while the request waits is passed over
+            Scheduler._enter: token_id in request.stop_token_ids
+                => token_id in request.stop_token_ids and request.status is Status.RUNNING
+        a request that generates nothing never ends
+            Scheduler._enter: if end == request.max_num_tokens: self.finish(request, 'length')
+                => if end > request.max_num_tokens: self.finish(request, 'length')
+        a request gets one token more than its limit
+            Scheduler._enter: request.num_tokens - request.num_in_flight >= request.max_num_tokens
+                => request.num_tokens - request.num_in_flight > request.max_num_tokens
+        a request gets one token less than its limit
+            Scheduler._enter: request.num_tokens - request.num_in_flight >= request.max_num_tokens
+                => request.num_tokens - request.num_in_flight >= request.max_num_tokens - 1
+        priority is passed over
+            Scheduler.add: request.priority if self.policy == 'priority' else 0 => 0
+        priority is turned round
+            Scheduler.add: request.priority => -request.priority
+        """,
     ),
     (
-        "a cached block that is used again may still be evicted",
-        "del self._cached[block]  # a KeyError: the block holds nothing",
-        "pass",
+        "scheduling.scheduler",
+        DRAFTS,
+        """
+        a token after the first wrong draft is accepted
+            Scheduler._accept: 1 + num_accepted => 2 + num_accepted
+        a draft is compared with the token after its own
+            Scheduler._accept: sampled[num_accepted] => sampled[num_accepted + 1]
+        rejected tokens are published
+            Scheduler._accept: start + len(tokens) => start + 1 + len(drafts)
+        computed tokens that were rejected do not roll back
+            Scheduler._accept: request.num_computed_tokens -= 1 + len(drafts) - num_computed =>
+        tokens after a stop token are kept
+            Scheduler._accept: tokens = tokens[:stop + 1] =>
+        rows are taken for requests where there are drafts
+            Scheduler.update: len(sampled) == len(requests) => True
+        """,
     ),
     (
-        "a shared block is free when its first user leaves",
-        "            if count == 0:\n                if block in self._digest_of:",
-        "            if count <= 1:\n                if block in self._digest_of:",
+        "scheduling.step_planner",
+        DRAFTS,
+        """
+        a token is fed back from a row of the drafts before it
+            _with_drafts: request.last_row = row =>
+        drafts go beyond the last token of a request
+            StepPlanner._add_drafts:
+                min(most, self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens)
+                => min(most, self.limits.num_draft_tokens)
+        """,
     ),
     (
-        "parents are evicted before their children",
-        "for block in reversed(blocks):",
-        "for block in blocks:",
+        "scheduling.running_set",
+        DRAFTS,
+        """
+        drafts of a preempted request count as computed
+            RunningSet.preempt: request.cancel_drafts() =>
+        """,
     ),
     (
-        "the most recently used is evicted",
-        "popitem(last=False)",
-        "popitem(last=True)",
+        "scheduling.running_set",
+        SCHEDULING,
+        """
+        an abort of a swapped request leaks host blocks
+            RunningSet.remove: self.swap_pool.free(request.host_block_ids) =>
+        an abort leaves its copies to the host to be made
+            RunningSet.remove: self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in host] =>
+        who waits for a request that leaves is lost
+            RunningSet.release: self.wait_again(self.prefix_cache.remove_pending(request))
+                => self.prefix_cache.remove_pending(request)
+        who waits for a request that leaves waits for ever
+            RunningSet.release: self.wait_again(self.prefix_cache.remove_pending(request)) =>
+        an abort of a request held back is not noticed by the cache
+            RunningSet.remove: self.prefix_cache.forget(request) =>
+        swapping in stops a block short
+            RunningSet._swap_in: zip(request.block_ids[num_shared:len(host)], host[num_shared:], strict=True)
+                => zip(request.block_ids[num_shared:len(host) - 1], host[num_shared:-1], strict=True)
+        swapping in mixes the blocks up
+            RunningSet._swap_in: host[num_shared:] => host[num_shared:][::-1]
+        swapping in overwrites what is shared
+            RunningSet._swap_in: zip(request.block_ids[num_shared:len(host)], host[num_shared:], strict=True)
+                => zip(request.block_ids, host[::-1])
+        swapping in leaks the host blocks
+            RunningSet._swap_in: self.swap_pool.free(host) =>
+        swapping out copies nothing
+            RunningSet.preempt: zip(request.block_ids, host, strict=False) => []
+        swapping out leaves out the last block, which is not full
+            RunningSet._swap_space: self._blocks_for(request.num_computed_tokens)
+                => request.num_computed_tokens // self.limits.block_size
+        the oldest is preempted
+            RunningSet.make_room: self.running.pop() => self.running.pop(0)
+        the oldest but one is preempted
+            RunningSet.make_room: self.running.pop() => self.running.pop(min(1, len(self.running) - 1))
+        a preempted request loses its output
+            RunningSet.preempt: request.num_preemptions += 1
+                => request.num_preemptions += 1; request.output_token_ids.clear();
+                request.num_tokens = len(request.prompt_token_ids) + request.num_in_flight;
+                request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        a request that is computed again counts as computed
+            RunningSet.preempt: request.num_computed_tokens = 0 =>
+        a preempted request is not queued again
+            RunningSet.preempt: self.waiting.add(request) =>
+        a preempted request's blocks are free while it still names them
+            RunningSet.release: request.block_ids = [] =>
+        what a broken step copied to the host is relied on
+            RunningSet.start_over: list(self.waiting) => ()
+        after a broken step the runner is not told of its requests again
+            RunningSet.start_over: while self.running: self.preempt(self.running.pop(), may_swap=False) =>
+        a block table is updated from the wrong index
+            RunningSet.send_blocks: (request.request_id, first, tuple(request.block_ids[first:]))
+                => (request.request_id, max(0, first - 1), tuple(request.block_ids[first:]))
+        a block table misses the first of its new entries
+            RunningSet.send_blocks: request.block_ids[first:] => request.block_ids[first + 1:]
+        the runner is not told of a request that left
+            RunningSet.release: self.released.append(request.request_id) =>
+        there are more seats than the limit
+            RunningSet.next_waiting: len(self.running) >= self.limits.max_num_seqs
+                => len(self.running) > self.limits.max_num_seqs
+        a shared block is not counted as shared
+            RunningSet.admit: for block in shared: self.pool.share(block) =>
+        cached blocks that a request shares count as room
+            RunningSet._has_room: self.pool.num_free - sum((self.pool.num_references(block) == 0 for block in shared))
+                => self.pool.num_free
+        a promised block that is shared counts as published
+            RunningSet.admit: next(pending, len(shared)) => len(shared)
+        cached tokens are counted anew after a preemption
+            RunningSet._count_admission: request.num_cached_tokens < 0 => request.num_cached_tokens <= 0
+        tokens found in the cache are not reported
+            RunningSet._count_admission: request.num_cached_tokens = request.num_computed_tokens
+                => request.num_cached_tokens = 0
+        a swapped request forgets what it had computed
+            RunningSet.admit: max(request.num_computed_tokens, len(shared) * self.limits.block_size)
+                => len(shared) * self.limits.block_size
+        a request that comes back keeps what the runner knew of its table
+            RunningSet.admit: request.num_sent_blocks = 0 => request.num_sent_blocks = len(shared)
+        running requests are not kept in order
+            RunningSet.admit: bisect.insort(self.running, request, key=lambda other: other.rank)
+                => self.running.append(request)
+        """,
     ),
     (
-        "an evicted block can still be found",
-        "        del self._block_of[digest]\n",
-        "",
+        "scheduling.step_planner",
+        SCHEDULING,
+        """
+        a request that generates nothing samples a token
+            StepPlanner._schedule: start + count == request.num_tokens < request.max_num_tokens
+                => start + count == request.num_tokens
+        a request is not looked at when its block is full
+            StepPlanner._look_later: last + 1 => last + 3
+        a request is not looked at when it may have no more tokens
+            StepPlanner._look_later: min(last + 1, request.max_num_tokens) => last + 1
+        a mask is that of the token after
+            StepPlanner._add_masks: request.num_tokens - 1 - len(request.prompt_token_ids)
+                => request.num_tokens - len(request.prompt_token_ids)
+        a chunk of a prompt has a mask
+            StepPlanner._schedule: request.mask is not None and samples => request.mask is not None
+        a request that needs no look has no mask
+            StepPlanner._look_later: request.mask is not None => False
+        what is scored is told of another request
+            StepPlanner._schedule: (len(requests), before, tuple(targets)) => (0, before, tuple(targets))
+        a last token of a prompt by itself is sampled at
+            StepPlanner._is_ready: not request.generates and known > computed => False
+        a pool that ran out takes in newcomers
+            StepPlanner.plan: len(self.running_set.preempted) == num_preempted => True
+        the token in flight is not counted against the limit
+            StepPlanner._is_ready: known >= request.max_num_tokens => known > request.max_num_tokens
+        feedback comes from the next row
+            StepPlanner._schedule_single_tokens: request.last_row => request.last_row + 1
+        a prompt's first token is fed back from the wrong row
+            StepPlanner._schedule: len(requests) + self._num_drafts => len(requests) + self._num_drafts - 1
+        the budget is passed over
+            StepPlanner.budget: self.limits.max_num_batched_tokens => self.limits.max_num_batched_tokens + 1
+        decodes are not counted in the budget
+            StepPlanner._schedule_the_rest: self.budget(len(requests)) - len(output.token_ids)
+                => self.budget(len(requests))
+        a long prompt starves the decodes behind it
+            StepPlanner._is_ready:
+                known >= request.max_num_tokens or (request.num_in_flight and request.waits_for_tokens)
+                => lacking or known >= request.max_num_tokens or (request.num_in_flight and request.waits_for_tokens)
+        a long prompt takes all of the step
+            StepPlanner._schedule_the_rest: left // 2 => 0
+        an urgent request preempts its equals
+            StepPlanner._preempt_for_priority: other.rank[0] > request.rank[0] => other.rank[0] >= request.rank[0]
+        """,
     ),
     (
-        "a published block is given out as if it was empty",
-        "                if block in self._digest_of:\n                    self._cached[block] = None",
-        "                if block in self._digest_of and self._empty:\n                    self._cached[block] = None",
+        "scheduling.prefix_cache",
+        SCORING,
+        """
+        log-probabilities are asked for of what is not computed
+            PrefixCache.find: request.most_cached_tokens // self.block_size
+                => -(-request.most_cached_tokens // self.block_size)
+        """,
     ),
     (
-        "digests leave the parent out",
-        'hashlib.sha256(parent + array("q", token_ids).tobytes())',
-        'hashlib.sha256(array("q", token_ids).tobytes())',
+        "scheduling.request",
+        SCORING,
+        """
+        scored tokens are predicted by the token before the last
+            Request.prompt_targets: first - start - 1 => first - start - 2
+        the last token that is scored is left out
+            Request.prompt_targets: start + count + 1 => start + count
+        the context is scored too
+            Request.prompt_targets: max(self.num_scored, start + 1) => start + 1
+        """,
     ),
-]
+    (
+        "worker.step_buffers",
+        TAGS,
+        """
+        padding writes to the first block that is handed out
+            StepBuffers._pad: SINK_BLOCK => SINK_BLOCK + 1
+        padding writes past the sink
+            StepBuffers._pad: padding % self.block_size => padding
+        sequence lengths leave the newest token out
+            StepBuffers.fill: fields['seq_lens'][:n] = seq_lens => fields['seq_lens'][:n] = seq_lens - 1
+        positions are off by one
+            StepBuffers.fill: starts - (ends - counts) => starts - (ends - counts) + 1
+        logits are taken from the first token of a request
+            StepBuffers._fill_logits_rows: fields['logits_indices'][:num_rows] = indices
+                => fields['logits_indices'][:num_rows] = ends - counts
+        query_start_loc leaves out its padding
+            StepBuffers._pad: fields['query_start_loc'][num_requests + 1:] = num_tokens =>
+        rows of the step before stay in the padding
+            StepBuffers._pad: fields[name][num_requests:] = 0 =>
+        all rows have the first one's seed
+            StepBuffers._fill_logits_rows: store.parameters[field.name][row_owners]
+                => store.parameters[field.name][row_owners if field.name != 'seed' else row_owners[0]]
+        a row's random numbers depend on its chunk
+            StepBuffers._fill_logits_rows: fields['position'][:num_rows] = next_positions
+                => fields['position'][:num_rows] = counts
+        logits of drafts are those of the last token
+            StepBuffers._fill_logits_rows: indices[places] - distances => indices[places]
+        random numbers of drafts are those of the last token
+            StepBuffers._fill_logits_rows: next_positions[places] - distances => next_positions[places]
+        a request that samples nothing has no row
+            logits_rows: np.maximum(np.array(output.num_samples, dtype=np.int64), 1)
+                => np.maximum(np.array(output.num_samples, dtype=np.int64), 0)
+        tables are taken by place in the step, not by row
+            StepBuffers.fill: known[rows, :width] => known[:n, :width]
+        a step of the same requests has their blocks of before
+            StepBuffers._fill_again: has_new_blocks => not has_new_blocks
+        buffers are taken to hold a step that they do not
+            StepBuffers.fill: is_plain and held is rows => is_plain and held is not None and (len(held) == len(rows))
+        feedback of the step before stays
+            StepBuffers.fill: fields['feedback'][:total] = -1 =>
+        states go where those of a step before went
+            StepBuffers._fill_states: write_slot[row, len(writes):], write_after[row, len(writes):] = (SINK_SLOT, 0) =>
+        """,
+    ),
+    (
+        "worker.request_rows",
+        TAGS,
+        """
+        two requests share a row
+            RequestRows.update: self._free_rows.pop() => self._free_rows[-1]
+        rows of released requests are lost
+            RequestRows.update: self._free_rows.append(row_of.pop(request_id)) => row_of.pop(request_id)
+        a row keeps the temperature of the request before
+            RequestRows._admit: self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)
+                => self.parameters[field.name][row] if field.name == "temperature" and self.parameters[field.name][row]
+                else field.value(params, admission.seed, self.vocab_size)
+        """,
+    ),
+    (
+        "step.step",
+        TAGS,
+        """
+        feedback from the first row is taken for none
+            _fed_back: source >= 0 => source > 0
+        """,
+    ),
+    (
+        "ops.swap",
+        TAGS,
+        """
+        all layers are copied to the same bytes
+            _words: start += block_bytes =>
+        the scales are not copied
+            _words: caches => caches[:-1]
+        """,
+    ),
+    (
+        "ops.swap",
+        COPIES,
+        """
+        the wrong blocks are copied
+            _copy_rows: some_source => some_source.sort().values
+        """,
+    ),
+    (
+        "worker.block_copies",
+        ENGINE,
+        """
+        blocks are swapped in before others are swapped out
+            _copy: ((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in))
+                => ((told.swapped_in, swap.swap_in), (told.swapped_out, swap.swap_out))
+        nothing is copied back
+            _copy: ((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in))
+                => ((told.swapped_out, swap.swap_out),)
+        the host's blocks are taken to have a sink
+            swap_indices: indices[:, 1] - 1 => indices[:, 1]
+        """,
+    ),
+    (
+        "engine.core",
+        ABORTS,
+        """
+        an abort does not reach the scheduler
+            EngineCore.abort: self.scheduler.finish(completion.request, 'abort') =>
+        """,
+    ),
+    (
+        "scheduling.forks",
+        FORKS,
+        """
+        nothing is copied on write
+            Forks.must_copy: index != request.forked_index => True
+        a child writes to what the prefix cache has as its parent's
+            Forks.must_copy: self.num_tables(block) > 1 or self.pool.digest(block) is not None
+                => self.num_tables(block) > 1
+        the parent does not know that others have its block
+            Forks.fork: parent.forked_index, parent.next_look = (child.forked_index, 0) =>
+        a copy is made, and the runner not told of it
+            Forks.replace: request.num_sent_blocks = min(request.num_sent_blocks, index) =>
+        a child counts one token too many as computed
+            Forks.fork: min(parent.num_computed_tokens, known, child.num_tokens - 1)
+                => min(parent.num_computed_tokens + 1, known, child.num_tokens - 1)
+        a child counts the token in flight as known
+            Forks.fork: min(parent.num_computed_tokens, known, child.num_tokens - 1)
+                => min(parent.num_computed_tokens, child.num_tokens - 1)
+        children name blocks that they are not counted for
+            Forks.fork: for block in blocks: self.pool.share(block) =>
+        the blocks of a kept request are never let go
+            Forks.end_forking: self._take_back(request, self.kept) =>
+        an aborted child that waits keeps what it holds
+            Forks.drop: self._take_back(request, self.holders) =>
+        who waits counts as computed what was taken back from it
+            Forks._take_back: request.num_computed_tokens = 0 =>
+        what a step copies may be overwritten in it
+            Forks.replace: self._targets.append(block) => self._targets.append(block); self.end_copies()
+        a continuation that gets no places keeps its state
+            Forks.fork: self.states.release(child) =>
+        """,
+    ),
+    (
+        "scheduling.window_pool",
+        WINDOWS,
+        """
+        a window ends a key early
+            WindowPool.first_seen: position - self.window + 1 => position - self.window + 1 + self.block_size
+        a place that others need is given away
+            WindowPool.drop: if count: self._users[block] = count; return =>
+        a place that somebody takes again may be evicted
+            WindowPool.hold: self._cached.pop(block, None) =>
+        a block that holds something else keeps its place
+            WindowPool.forget: del self._cached[block]; self._empty.append(self._place_of.pop(block)) =>
+        a hit reaches over dropped places
+            WindowPool.longest_hit: there = there + 1 if block in self._place_of else 0 => there += 1
+        what was computed twice is dropped twice
+            WindowPool.exchange: self.hold(holder) =>
+        """,
+    ),
+    (
+        "scheduling.window_places",
+        WINDOWS,
+        """
+        places are dropped before the last query that sees them
+            WindowPlaces.slide: start => start + 2
+        a released request keeps its places
+            WindowPlaces.release: window.drop(block, self._can_be_found(block)) =>
+        places are sent from where the window begins now
+            WindowPlaces.send: max(held.sent, held.first) => held.first + 1
+        a window's blocks are not copied back
+            WindowPlaces.swap_in: told.swapped_in += [(window.place(block), there) for block, there in pairs]
+                => list(pairs)
+        a child takes places that its parent has dropped
+            WindowPlaces.fork: any((own.first < there.first for own, there in zip(held, parent.held, strict=True)))
+                => False
+        sink tokens stay where they were
+            WindowPlaces.has_old_sinks: stream.num_dropped(request.num_computed_tokens) > request.num_dropped_tokens
+                => False
+        """,
+    ),
+    (
+        "scheduling.state_pool",
+        STATES,
+        """
+        the sink of the states is handed out
+            StatePool.__init__: range(num_slots, 0, -1) => range(num_slots - 1, -1, -1)
+        a slot is free as soon as one of its requests leaves it
+            StatePool.free: self._references[slot] == 0 => self._references[slot] <= 1
+        an evicted snapshot can still be found
+            StatePool.allocate: del self._slot_of[self._digest_of.pop(slot)] => self._digest_of.pop(slot)
+        a snapshot outlives its block in a slot that is empty
+            StatePool.forget: self._empty.append(slot) =>
+        """,
+    ),
+    (
+        "scheduling.state_pool",
+        STATES,
+        """
+        a state that another request reads is written over
+            StateSlots.make_writable: slot and pool.num_references(slot) == 1 and (not pool.is_snapshot(slot))
+                => slot and (not pool.is_snapshot(slot))
+        a snapshot is written over
+            StateSlots.make_writable: slot and pool.num_references(slot) == 1 and (not pool.is_snapshot(slot))
+                => slot and pool.num_references(slot) == 1
+        the slot that a request has read is never given back
+            StateSlots.send: left.append(held.slot) =>
+        the state is that after all drafts
+            StateSlots.accept: num_accepted - 1 => -1
+        the states of drafts that were dropped stay
+            StateSlots.accept: *drafted => *drafted[:num_accepted]
+        a snapshot is published as that of the block after it
+            StateSlots.publish: tokens // self.block_size - 1 => tokens // self.block_size
+        the snapshot of the block before is found
+            StateSlots.longest_hit: end - 1 => max(0, end - 2)
+        a fork has the state of other tokens
+            StateSlots.fork: held.drafted or held.target or (not held.slot) or (count != parent.num_computed_tokens)
+                => held.drafted or held.target or (not held.slot)
+        a continuation has the state after the whole prompt
+            StateSlots._before_last: last - start => end - start
+        the state that continuations start from is never given back
+            StateSlots.end_forking: self.pool.free(held.before_last) =>
+        a request that ends leaks its slots
+            StateSlots.release: for slot in request.state.slots(): self.pool.free(slot) =>
+        a swapped-out request leaks its host slot
+            StateSlots.free_host: self.host_pool.free(request.host_slot) =>
+        """,
+    ),
+    (
+        "scheduling.prefix_cache",
+        STATES,
+        """
+        a state is read in the step that writes it
+            PrefixCache._is_readable: not self.states.are_used and self._is_filling(request, index)
+                => self._is_filling(request, index)
+        a prefix is used without a state
+            PrefixCache._usable: shorter = self.states.longest_hit(request.block_digests, shorter) =>
+        """,
+    ),
+    (
+        "scheduling.suspects",
+        SUSPECTS,
+        """
+        of two requests that fail together both are the cause
+            Suspects.take: len(requests) == 1 => len(requests) <= 2
+        the second half of the requests of a broken step is not tried
+            Suspects.take: [others, requests[half:], requests[:half]] => [others, requests[:half]]
+        a request has passed before the token at which its step broke
+            Suspects.take: computed + 1 => computed - 1
+        a request that was preempted meanwhile has passed at once
+            Suspects.take: max(request.num_computed_tokens, request.num_lost_tokens) => request.num_computed_tokens
+        those that have passed run in the trials of others
+            Suspects._run_alone: running_set.preempt(running_set.running.pop(), may_swap=False) => break
+        other requests are admitted to a trial
+            Suspects._run_alone: group => None
+        the others wait for ever
+            Suspects._end: self.running_set.waiting.serve_only(None) =>
+        requests that break steps only together do so for ever
+            Suspects._end: request.num_unexplained_faults += 1 =>
+        """,
+    ),
+    (
+        "scheduling.scheduler",
+        SUSPECTS,
+        """
+        steps overlap while a cause is looked for
+            Scheduler.schedule: if self.in_flight: return SchedulerOutput() =>
+        whoever was in a broken step ends
+            Scheduler.fail_steps_in_flight:
+                self.suspects.take([request for request in failed if request.status is not Status.FINISHED])
+                => (self.suspects.take([r for r in failed if r.status is not Status.FINISHED]), [*failed])[1]
+        """,
+    ),
+    (
+        "scheduling.running_set",
+        FORKS,
+        """
+        the copy is forgotten
+            RunningSet.make_writable: output.copies.append((shared, block)) =>
+        who makes room for a copy forgets to make it
+            RunningSet.make_writable: while self.forks.must_copy(request, position): ...
+                => if self.forks.must_copy(request, position): ...
+        children rely on what a broken step was to compute
+            RunningSet.start_over: self.take_back() => False
+        a request that ends loses the blocks that it is to keep
+            RunningSet.release: keeps_blocks => False
+        """,
+    ),
+    (
+        "ops.swap",
+        BLOCK_COPIES,
+        """
+        the blocks of one layer alone are copied
+            copy_blocks: for cache in caches: ... => for cache in caches[:2]: ...
+        blocks are copied the other way
+            copy_blocks: blocks.index_copy_(0, targets, blocks.index_select(0, sources))
+                => blocks.index_copy_(0, sources, blocks.index_select(0, targets))
+        """,
+    ),
+    (
+        "engine.beam_search",
+        BEAM_GROUP,
+        """
+        no more continuations are looked at than there are beams
+            BeamGroup.advance: self.count => self._beam_width
+        a beam that ended may come from any place
+            BeamGroup.advance: candidates[:self._beam_width] => candidates
+        the search ends with the first beams that end
+            BeamGroup.advance: best_possible <= self._ended[-1].score => True
+        scores are not divided by the length
+            BeamGroup.advance: beam.logprob / length ** self._length_penalty => beam.logprob
+        """,
+    ),
+    (
+        "engine.beam_search",
+        BEAMS,
+        """
+        beams do not keep their blocks
+            BeamGroup._request: True => False
+        beams end at an end-of-text token of their own
+            BeamGroup._is_over: beam.token_ids[-1] in self._eos_token_ids => False
+        """,
+    ),
+    (
+        "step.sampling",
+        SAMPLER,
+        """
+        all positions have the same random number
+            sample: params.position => params.position * 0
+        all rows have the first one's top_k
+            sample: params.top_k => params.top_k[:1].repeat(len(logits))
+        top_p and min_p are mixed up
+            sample: sample_tokens(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
+                => sample_tokens(logits, params.temperature, params.top_k, 1 - params.min_p, 1 - params.top_p, random)
+        """,
+    ),
+    (
+        "ops.attention.kv_quant",
+        QUANTISED,
+        """
+        the scale is dropped where codes are made
+            quantise: scale => torch.ones_like(scale)
+        the scale is dropped where codes are read
+            dequantise: codes.float() * scale[..., None] => codes.float()
+        a row that is not finite gets a scale
+            quantise: torch.where(finite, scale, float('nan')) => scale
+        """,
+    ),
+    (
+        "ops.attention.paged_attention",
+        QUANTISED,
+        """
+        the scale of a new key is not kept
+            paged_attention_reference: scale[slots // block_size, :, slots % block_size] = new_scale =>
+        """,
+    ),
+)
 
-_PREFIX_CACHE = [
-    (
-        "a hit may be the whole prompt",
-        "most = (request.num_tokens - 1) // self.block_size",
-        "most = request.num_tokens // self.block_size",
-    ),
-    (
-        "digests leave the salt out",
-        "root_digest(*self._facts, request.cache_salt)",
-        "root_digest(*self._facts)",
-    ),
-    (
-        "digests leave the model out",
-        "root_digest(*self._facts, request.cache_salt)",
-        "root_digest(request.cache_salt)",
-    ),
-    (
-        "a block is published before it is full",
-        "count = num_tokens // self.block_size",
-        "count = -(-num_tokens // self.block_size)",
-    ),
-    (
-        "a promised block is read before it is filled",
-        "return request.num_computed_tokens >= (index + 1) * self.block_size",
-        "return request.num_computed_tokens >= index * self.block_size",
-    ),
-    (
-        "a table keeps its own copy of a block that was published before",
-        "                request.block_ids[index] = holder\n",
-        "",
-    ),
-    (
-        "the runner is not told that a block was exchanged",
-        "request.num_sent_blocks, request.next_look = min(request.num_sent_blocks, index), 0",
-        "pass",
-    ),
-    (
-        "promises of a request that leaves are not withdrawn",
-        "if self._pending.get(digest, (None,))[0] is request:",
-        "if False:",
-    ),
-    (
-        "a promise of somebody else is withdrawn",
-        "if self._pending.get(digest, (None,))[0] is request:",
-        "if digest in self._pending:",
-    ),
-    (
-        "who is forgotten is woken all the same",
-        "self._held_back[digest].remove(request)\n        if not self._held_back[digest]:\n"
-        "            del self._held_back[digest]",
-        "pass",
-    ),
-]
 
-_REQUEST_QUEUE = [
-    (
-        "the last by rank is served first",
-        "if fits and (best is None or request.rank < best.rank):",
-        "if fits and (best is None or request.rank > best.rank):",
-    ),
-    (
-        "a request that left the queue is served",
-        "while heap and self._entry_of.get(heap[0][2]) != heap[0][1]:",
-        "while False:",
-    ),
-    (
-        "a request is served that lacks more than fits",
-        "fits = most_tokens is None or _lacking(request) <= most_tokens",
-        "fits = True",
-    ),
-    (
-        "cleaning up loses a request",
-        "self._heaps[length] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]",
-        "self._heaps[length] = [item for item in heap[1:] if self._entry_of.get(item[2]) == item[1]]",
-    ),
-]
-
-_REQUEST = [
-    (
-        "output tokens are not computed again after a preemption",
-        "return self.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - prompt_len)]",
-        "return self.prompt_token_ids[start:end]",
-    ),
-]
-
-_SCHEDULER = [
-    # Aborts
-    (
-        "an abort leaks blocks",
-        "        self.running_set.remove(request)\n        request.end(",
-        '        if finish_reason == "abort" and request.status is Status.RUNNING:\n'
-        "            self.running.remove(request)\n"
-        "        else:\n"
-        "            self.running_set.remove(request)\n"
-        "        request.end(",
-    ),
-    (
-        "a finished request is finished again",
-        "        if request.status is Status.FINISHED:\n            return\n",
-        "        if request.status is Status.FINISHED:\n"
-        "            request.finish_reason = finish_reason\n"
-        "            return\n",
-    ),
-    (
-        "copies to the host are forgotten where the step is empty",
-        "        return SchedulerOutput()\n\n    def update(",
-        "        self.running_set.swapped_out = []\n        return SchedulerOutput()\n\n    def update(",
-    ),
-    # Results
-    (
-        "results do not stop at a block that they fill",
-        "request.next_event = min(block_end, request.max_num_tokens - 1)",
-        "request.next_event = request.max_num_tokens - 1",
-    ),
-    (
-        "results do not stop at the last token",
-        "request.next_event = min(block_end, request.max_num_tokens - 1)",
-        "request.next_event = block_end",
-    ),
-    (
-        "a block is published that a step in flight fills",
-        "self.prefix_cache.publish(request, end))",
-        "self.prefix_cache.publish(request, request.num_computed_tokens))",
-    ),
-    (
-        "a step in flight when its request was preempted publishes blocks",
-        "if caching and is_running and end >= (request.num_published_blocks + 1) * size:",
-        "if caching and end >= (request.num_published_blocks + 1) * size:",
-    ),
-    (
-        "the surplus token after a stop is kept",
-        "        if request.finish_reason is not None:\n            return False\n        if num_samples and",
-        "        if num_samples and",
-    ),
-    (
-        "a stop token that comes while the request waits is passed over",
-        "if token_id in request.stop_token_ids:",
-        "if token_id in request.stop_token_ids and request.status is Status.RUNNING:",
-    ),
-    (
-        "a request that generates nothing never ends",
-        "            if end == request.max_num_tokens:\n",
-        "            if end > request.max_num_tokens:\n",
-    ),
-    (
-        "a request gets one token more than its limit",
-        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
-        "elif request.num_tokens - request.num_in_flight > request.max_num_tokens:",
-    ),
-    (
-        "a request gets one token less than its limit",
-        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
-        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens - 1:",
-    ),
-    # Taking in
-    (
-        "priority is passed over",
-        'request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)',
-        "request.rank = (0, self._num_added)",
-    ),
-    (
-        "priority is turned round",
-        'request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)',
-        'request.rank = (-request.priority if self.policy == "priority" else 0, self._num_added)',
-    ),
-]
-
-_RUNNING_SET = [
-    (
-        "an abort of a swapped request leaks host blocks",
-        "            self.swap_pool.free(request.host_block_ids)\n            request.host_block_ids = []\n"
-        "\n    def release",
-        "            request.host_block_ids = []\n\n    def release",
-    ),
-    (
-        "an abort leaves its copies to the host to be made",
-        "self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in host]",
-        "pass",
-    ),
-    (
-        "who waits for a request that leaves is lost",
-        "self.wait_again(self.prefix_cache.remove_pending(request))",
-        "self.prefix_cache.remove_pending(request)",
-    ),
-    (
-        "who waits for a request that leaves waits for ever",
-        "self.wait_again(self.prefix_cache.remove_pending(request))",
-        "pass",
-    ),
-    (
-        "an abort of a request held back is not noticed by the cache",
-        "self.prefix_cache.forget(request)",
-        "pass",
-    ),
-    # Swapping
-    (
-        "swapping in stops a block short",
-        "zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True)",
-        "zip(request.block_ids[num_shared : len(host) - 1], host[num_shared:-1], strict=True)",
-    ),
-    (
-        "swapping in mixes the blocks up",
-        "zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True)",
-        "zip(request.block_ids[num_shared : len(host)], host[num_shared:][::-1], strict=True)",
-    ),
-    (
-        "swapping in overwrites what is shared",
-        "zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True)",
-        "zip(request.block_ids, host[::-1])",
-    ),
-    (
-        "swapping in leaks the host blocks",
-        "        self.swap_pool.free(host)\n",
-        "",
-    ),
-    (
-        "swapping out copies nothing",
-        "self.swapped_out += zip(request.block_ids, host, strict=False)",
-        "self.swapped_out += []",
-    ),
-    (
-        "swapping out leaves out the last block, which is not full",
-        "count = self._blocks_for(request.num_computed_tokens)",
-        "count = request.num_computed_tokens // self.limits.block_size",
-    ),
-    # Preemption
-    (
-        "the oldest is preempted",
-        "victim = self.running.pop()",
-        "victim = self.running.pop(0)",
-    ),
-    (
-        "the oldest but one is preempted",
-        "victim = self.running.pop()",
-        "victim = self.running.pop(min(1, len(self.running) - 1))",
-    ),
-    (
-        "a preempted request loses its output",
-        "        request.num_preemptions += 1\n",
-        "        request.num_preemptions += 1\n"
-        "        request.output_token_ids.clear()\n"
-        "        request.num_tokens = len(request.prompt_token_ids) + request.num_in_flight\n"
-        "        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)\n",
-    ),
-    (
-        "a request that is computed again counts as computed",
-        "            request.num_lost_tokens = computed\n            request.num_computed_tokens = 0\n",
-        "            request.num_lost_tokens = computed\n",
-    ),
-    (
-        "a preempted request is not queued again",
-        "        self.release(request)\n        self.waiting.add(request)",
-        "        self.release(request)",
-    ),
-    (
-        "a preempted request's blocks are free while it still names them",
-        "self.pool.free(request.block_ids)\n            request.block_ids = []\n",
-        "self.pool.free(request.block_ids)\n",
-    ),
-    (
-        "what a broken step copied to the host is relied on",
-        "for request in list(self.waiting):",
-        "for request in ():",
-    ),
-    (
-        "after a broken step the runner is not told of its requests again",
-        "        while self.running:\n            self.preempt(self.running.pop(), may_swap=False)\n",
-        "",
-    ),
-    (
-        "a block table is updated from the wrong index",
-        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))",
-        "output.table_updates.append((request.request_id, max(0, first - 1), tuple(request.block_ids[first:])))",
-    ),
-    (
-        "a block table misses the first of its new entries",
-        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))",
-        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first + 1 :])))",
-    ),
-    (
-        "the runner is not told of a request that left",
-        "        self.released.append(request.request_id)\n",
-        "",
-    ),
-    (
-        "there are more seats than the limit",
-        "if len(self.running) >= self.limits.max_num_seqs:",
-        "if len(self.running) > self.limits.max_num_seqs:",
-    ),
-    (
-        "a shared block is not counted as shared",
-        "            for block in shared:\n                self.pool.share(block)\n",
-        "            pass\n",
-    ),
-    (
-        "cached blocks that a request shares count as room",
-        "free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)",
-        "free = self.pool.num_free",
-    ),
-    (
-        "a promised block that is shared counts as published",
-        "request.num_published_blocks = next(pending, len(shared))",
-        "request.num_published_blocks = len(shared)",
-    ),
-    (
-        "cached tokens are counted anew after a preemption",
-        "if request.num_cached_tokens < 0:",
-        "if request.num_cached_tokens <= 0:",
-    ),
-    (
-        "tokens found in the cache are not reported",
-        "request.num_cached_tokens = request.num_computed_tokens",
-        "request.num_cached_tokens = 0",
-    ),
-    (
-        "a swapped request forgets what it had computed",
-        "max(request.num_computed_tokens, len(shared) * self.limits.block_size)",
-        "len(shared) * self.limits.block_size",
-    ),
-    (
-        "a request that comes back keeps what the runner knew of its table",
-        "        request.status = Status.RUNNING\n        request.num_sent_blocks = 0\n",
-        "        request.status = Status.RUNNING\n        request.num_sent_blocks = len(shared)\n",
-    ),
-    (
-        "running requests are not kept in order",
-        "bisect.insort(self.running, request, key=lambda other: other.rank)",
-        "self.running.append(request)",
-    ),
-]
-
-_LIMIT_OF_THE_CACHE = [
-    (
-        "log-probabilities are asked for of what is not computed",
-        "most = min(most, request.most_cached_tokens // self.block_size)",
-        "most = min(most, -(-request.most_cached_tokens // self.block_size))",
-    ),
-]
-
-_PROMPT_TARGETS = [
-    (
-        "scored tokens are predicted by the token before the last",
-        "return first - start - 1, self.prompt_token_ids[first : start + count + 1]",
-        "return first - start - 2, self.prompt_token_ids[first : start + count + 1]",
-    ),
-    (
-        "the last token that is scored is left out",
-        "self.prompt_token_ids[first : start + count + 1]",
-        "self.prompt_token_ids[first : start + count]",
-    ),
-    (
-        "the context is scored too",
-        "first = max(len(known), start + 1)",
-        "first = start + 1",
-    ),
-]
-
-_STEP_PLANNER = [
-    (
-        "a request that generates nothing samples a token",
-        "samples = int(start + count == request.num_tokens < request.max_num_tokens)",
-        "samples = int(start + count == request.num_tokens)",
-    ),
-    (
-        "a request is not looked at when its block is full",
-        "request.next_look = min(last + 1, request.max_num_tokens)",
-        "request.next_look = min(last + 3, request.max_num_tokens)",
-    ),
-    (
-        "a request is not looked at when it may have no more tokens",
-        "request.next_look = min(last + 1, request.max_num_tokens)",
-        "request.next_look = last + 1",
-    ),
-    (
-        "a last token of a prompt by itself is sampled at",
-        "if known - computed > 1 or waits or (not request.generates and known > computed):",
-        "if known - computed > 1 or waits:",
-    ),
-    (
-        "a pool that ran out takes in newcomers",
-        "admits = len(self.running_set.preempted) == num_preempted",
-        "admits = True",
-    ),
-    (
-        "the token in flight is not counted against the limit",
-        "if known >= request.max_num_tokens or",
-        "if known > request.max_num_tokens or",
-    ),
-    # The step
-    (
-        "feedback comes from the next row",
-        "feedback.append(request.last_row)",
-        "feedback.append(request.last_row + 1)",
-    ),
-    (
-        "a prompt's first token is fed back from the wrong row",
-        "request.last_row = len(requests) + self._num_drafts\n",
-        "request.last_row = len(requests) + self._num_drafts - 1\n",
-    ),
-    (
-        "the budget is passed over",
-        "budget = self.limits.max_num_batched_tokens\n",
-        "budget = self.limits.max_num_batched_tokens + 1\n",
-    ),
-    (
-        "decodes are not counted in the budget",
-        "left = self.budget(len(requests)) - len(output.token_ids)",
-        "left = self.budget(len(requests))",
-    ),
-    (
-        "a long prompt starves the decodes behind it",
-        "if known >= request.max_num_tokens or",
-        "if lacking or known >= request.max_num_tokens or",
-    ),
-    (
-        "a long prompt takes all of the step",
-        "partial, limit = request, left // 2",
-        "partial, limit = request, 0",
-    ),
-    (
-        "an urgent request preempts its equals",
-        "if other.rank[0] > request.rank[0]]",
-        "if other.rank[0] >= request.rank[0]]",
-    ),
-]
-
-_BATCH = [
-    (
-        "padding writes to the first block that is handed out",
-        "SINK_BLOCK * self.block_size + padding % self.block_size",
-        "(SINK_BLOCK + 1) * self.block_size + padding % self.block_size",
-    ),
-    (
-        "padding writes past the sink",
-        "SINK_BLOCK * self.block_size + padding % self.block_size",
-        "SINK_BLOCK * self.block_size + padding",
-    ),
-    (
-        "sequence lengths leave the newest token out",
-        'fields["seq_lens"][:n] = seq_lens',
-        'fields["seq_lens"][:n] = seq_lens - 1',
-    ),
-    (
-        "positions are off by one",
-        "positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)",
-        "positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts) + 1, counts)",
-    ),
-    (
-        "logits are taken from the first token of a request",
-        'fields["logits_indices"][:num_rows] = indices',
-        'fields["logits_indices"][:num_rows] = ends - counts',
-    ),
-    (
-        "query_start_loc leaves out its padding",
-        'fields["query_start_loc"][num_requests + 1 :] = num_tokens',
-        "pass",
-    ),
-    (
-        "rows of the step before stay in the padding",
-        "            fields[name][num_requests:] = 0",
-        "            pass",
-    ),
-    (
-        "all rows have the first one's seed",
-        "= store.parameters[field.name][row_owners]",
-        "= store.parameters[field.name][row_owners if field.name != 'seed' else row_owners[0]]",
-    ),
-    (
-        "a row's random numbers depend on its chunk",
-        'fields["position"][:num_rows] = next_positions',
-        'fields["position"][:num_rows] = counts',
-    ),
-    (
-        "logits of drafts are those of the last token",
-        "indices[places] - distances, next_positions",
-        "indices[places], next_positions",
-    ),
-    (
-        "random numbers of drafts are those of the last token",
-        "next_positions[places] - distances",
-        "next_positions[places]",
-    ),
-    (
-        "a request that samples nothing has no row",
-        "np.array(output.num_samples, dtype=np.int64), 1)",
-        "np.array(output.num_samples, dtype=np.int64), 0)",
-    ),
-    (
-        "tables are taken by place in the step, not by row",
-        "            if name in self._own_tables:\n                fields[name][:n, :width] = known[rows, :width]",
-        "            if name in self._own_tables:\n                fields[name][:n, :width] = known[:n, :width]",
-    ),
-    (
-        "a step of the same requests has their blocks of before",
-        "if has_new_blocks and name in self._own_tables:",
-        "if not has_new_blocks and name in self._own_tables:",
-    ),
-    (
-        "buffers are taken to hold a step that they do not",
-        "if is_plain and held is rows:",
-        "if is_plain and held is not None and len(held) == len(rows):",
-    ),
-    (
-        "feedback of the step before stays",
-        '        fields["feedback"][:total] = -1\n',
-        "",
-    ),
-]
-
-_REQUEST_ROWS = [
-    (
-        "two requests share a row",
-        "row_of[admission.request_id] = row = self._free_rows.pop()",
-        "row_of[admission.request_id] = row = self._free_rows[-1]",
-    ),
-    (
-        "rows of released requests are lost",
-        "self._free_rows.append(row_of.pop(request_id))",
-        "row_of.pop(request_id)",
-    ),
-    (
-        "a row keeps the temperature of the request before",
-        "            self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)",
-        "            if field.name != 'temperature' or not self.parameters['temperature'][row]:\n"
-        "                self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)",
-    ),
-]
+def _bugs(module: str, text: str) -> Iterator[Bug]:
+    for name, change in re.findall(r"^ {8}(\S.*)\n((?: {12}.*\n)+)", text, re.MULTILINE):
+        function, old, new = re.fullmatch(r"([\w.]+): (.*?) => ?(.*)", " ".join(change.split())).groups()
+        yield Bug(name, f"compiled_llm.{module}", function, old, new)
 
 
-_STEP = [
-    (
-        "feedback from the first row is taken for none",
-        "torch.where(source >= 0, fed_back, step_input.input_ids)",
-        "torch.where(source > 0, fed_back, step_input.input_ids)",
-    ),
-]
-
-_SWAP = [
-    (
-        "all layers are copied to the same bytes",
-        "        start += block_bytes\n",
-        "",
-    ),
-    (
-        "the scales are not copied",
-        "    for cache in caches:\n        block_bytes",
-        "    for cache in caches[:-1]:\n        block_bytes",
-    ),
-]
-
-_COPY_ROWS = [
-    (
-        "the wrong blocks are copied",
-        "target[some_target] = source.index_select(0, some_source)",
-        "target[some_target] = source.index_select(0, some_source.sort().values)",
-    ),
-]
-
-_BLOCK_COPIES = [
-    (
-        "blocks are swapped in before others are swapped out",
-        "((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in))",
-        "((told.swapped_in, swap.swap_in), (told.swapped_out, swap.swap_out))",
-    ),
-    (
-        "nothing is copied back",
-        "((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in))",
-        "((told.swapped_out, swap.swap_out),)",
-    ),
-    (
-        "the host's blocks are taken to have a sink",
-        "indices[:, 1] - 1",
-        "indices[:, 1]",
-    ),
-]
-
-_ENGINE_CORE = [
-    (
-        "an abort does not reach the scheduler",
-        '                self.scheduler.finish(completion.request, "abort")\n',
-        "",
-    ),
-]
-
-_FORKS = [
-    (
-        "nothing is copied on write",
-        "        if index != request.forked_index:\n            return False\n",
-        "        if True:\n            return False\n",
-    ),
-    (
-        "a child writes to what the prefix cache has as its parent's",
-        "> 1 or self.pool.digest(block) is not None",
-        "> 1",
-    ),
-    (
-        "the parent does not know that others have its block",
-        "parent.forked_index, parent.next_look = child.forked_index, 0",
-        "pass",
-    ),
-    (
-        "a copy is made, and the runner not told of it",
-        "request.num_sent_blocks = min(request.num_sent_blocks, index)",
-        "pass",
-    ),
-    (
-        "a child counts one token too many as computed",
-        "count = min(parent.num_computed_tokens, known, child.num_tokens - 1)",
-        "count = min(parent.num_computed_tokens + 1, known, child.num_tokens - 1)",
-    ),
-    (
-        "a child counts the token in flight as known",
-        "count = min(parent.num_computed_tokens, known, child.num_tokens - 1)",
-        "count = min(parent.num_computed_tokens, child.num_tokens - 1)",
-    ),
-    (
-        "children name blocks that they are not counted for",
-        "        for block in blocks:\n            self.pool.share(block)\n",
-        "",
-    ),
-    (
-        "the blocks of a kept request are never let go",
-        "            self._take_back(request, self.kept)\n",
-        "            pass\n",
-    ),
-    (
-        "an aborted child that waits keeps what it holds",
-        "            self._take_back(request, self.holders)\n",
-        "            pass\n",
-    ),
-    (
-        "who waits counts as computed what was taken back from it",
-        "            request.num_computed_tokens = 0\n",
-        "            pass\n",
-    ),
-    (
-        "what a step copies may be overwritten in it",
-        "        for held in (shared, block):\n            self.pool.share(held)\n"
-        "        self.places.replace(request, index, shared, block)\n        self.pool.free([shared])\n"
-        "        self._sources.append(shared)\n        self._targets.append(block)\n",
-        "        self.places.replace(request, index, shared, block)\n        self.pool.free([shared])\n",
-    ),
-]
-
-_WINDOW_POOL = [
-    (
-        "a window ends a key early",
-        "return max(0, position - self.window + 1) // self.block_size",
-        "return max(0, position - self.window + 1 + self.block_size) // self.block_size",
-    ),
-    (
-        "a place that others need is given away",
-        "        if count:\n            self._users[block] = count\n            return\n",
-        "",
-    ),
-    (
-        "a place that somebody takes again may be evicted",
-        "        self._cached.pop(block, None)\n        self._users[block] = self._users.get(block, 0) + 1\n",
-        "        self._users[block] = self._users.get(block, 0) + 1\n",
-    ),
-    (
-        "a block that holds something else keeps its place",
-        "            del self._cached[block]\n            self._empty.append(self._place_of.pop(block))\n",
-        "            pass\n",
-    ),
-    (
-        "a hit reaches over dropped places",
-        "            there = there + 1 if block in self._place_of else 0\n",
-        "            there += 1\n",
-    ),
-    (
-        "what was computed twice is dropped twice",
-        "            self.hold(holder)\n            self.drop(block, can_be_found=False)\n",
-        "            self.drop(block, can_be_found=False)\n",
-    ),
-]
-
-_WINDOW_PLACES = [
-    (
-        "places are dropped before the last query that sees them",
-        "            first = window.first_seen(start)\n            for block in request.block_ids[max",
-        "            first = window.first_seen(start + 2)\n            for block in request.block_ids[max",
-    ),
-    (
-        "a released request keeps its places",
-        "                window.drop(block, self._can_be_found(block))\n        request.held, request",
-        "                pass\n        request.held, request",
-    ),
-    (
-        "places are sent from where the window begins now",
-        "            first = max(held.sent, held.first)\n            if first < held.end:",
-        "            first = held.first + 1\n            if first < held.end:",
-    ),
-    (
-        "a window's blocks are not copied back",
-        "            told.swapped_in += [(window.place(block), there) for block, there in pairs]\n",
-        "            list(pairs)\n",
-    ),
-    (
-        "a child takes places that its parent has dropped",
-        "if any(own.first < there.first for own, there in zip(held, parent.held, strict=True)):",
-        "if False:",
-    ),
-    (
-        "sink tokens stay where they were",
-        "stream.num_dropped(request.num_computed_tokens) > request.num_dropped_tokens",
-        "False",
-    ),
-]
-
-_ACCEPTANCE = [
-    (
-        "a token after the first wrong draft is accepted",
-        "tokens = sampled[: 1 + num_accepted]",
-        "tokens = sampled[: 2 + num_accepted]",
-    ),
-    (
-        "a draft is compared with the token after its own",
-        "drafts[num_accepted] == sampled[num_accepted]:",
-        "drafts[num_accepted] == sampled[num_accepted + 1]:",
-    ),
-    (
-        "rejected tokens are published",
-        "self.prefix_cache.publish(request, start + len(tokens))",
-        "self.prefix_cache.publish(request, start + 1 + len(drafts))",
-    ),
-    (
-        "computed tokens that were rejected do not roll back",
-        "        request.num_computed_tokens -= 1 + len(drafts) - num_computed\n",
-        "",
-    ),
-    (
-        "tokens after a stop token are kept",
-        "            tokens = tokens[: stop + 1]\n",
-        "            pass\n",
-    ),
-    (
-        "rows are taken for requests where there are drafts",
-        "if len(sampled) == len(requests) else output.first_rows()",
-        "if True else output.first_rows()",
-    ),
-]
-
-_DRAFTS_PLANNED = [
-    (
-        "a token is fed back from a row of the drafts before it",
-        "            request.last_row = row\n",
-        "",
-    ),
-    (
-        "drafts go beyond the last token of a request",
-        "self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens)",
-        "self.limits.num_draft_tokens)",
-    ),
-]
-
-_DRAFTS_PREEMPTED = [
-    (
-        "drafts of a preempted request count as computed",
-        "        request.cancel_drafts()\n",
-        "",
-    ),
-]
-
-_FORKS_IN_RUNNING_SET = [
-    (
-        "the copy is forgotten",
-        "                output.copies.append((shared, block))\n",
-        "",
-    ),
-    (
-        "who makes room for a copy forgets to make it",
-        "while self.forks.must_copy(request, position):",
-        "if self.forks.must_copy(request, position):",
-    ),
-    (
-        "children rely on what a broken step was to compute",
-        "        while self.take_back():",
-        "        while False:",
-    ),
-    (
-        "a request that ends loses the blocks that it is to keep",
-        "        if keeps_blocks:\n",
-        "        if False:\n",
-    ),
-]
-
-_COPY_BLOCKS = [
-    (
-        "the blocks of one layer alone are copied",
-        "    for cache in caches:\n        blocks = cache.view",
-        "    for cache in caches[:2]:\n        blocks = cache.view",
-    ),
-    (
-        "blocks are copied the other way",
-        "blocks.index_copy_(0, targets, blocks.index_select(0, sources))",
-        "blocks.index_copy_(0, sources, blocks.index_select(0, targets))",
-    ),
-]
-
-_BEAMS = [
-    (
-        "no more continuations are looked at than there are beams",
-        "candidates = candidates[: self.count]",
-        "candidates = candidates[: self._beam_width]",
-    ),
-    (
-        "a beam that ended may come from any place",
-        "for beam in candidates[: self._beam_width]:",
-        "for beam in candidates:",
-    ),
-    (
-        "the search ends with the first beams that end",
-        "if best_possible <= self._ended[-1].score:",
-        "if True:",
-    ),
-    (
-        "scores are not divided by the length",
-        "EndedBeam(beam, beam.logprob / length**self._length_penalty, reason)",
-        "EndedBeam(beam, beam.logprob, reason)",
-    ),
-]
-
-_BEAM_REQUESTS = [
-    (
-        "beams do not keep their blocks",
-        "keeps_blocks=True,",
-        "keeps_blocks=False,",
-    ),
-    (
-        "beams end at an end-of-text token of their own",
-        "return beam.token_ids[-1] in self._eos_token_ids",
-        "return False",
-    ),
-]
-
-_SAMPLER = [
-    (
-        "all positions have the same random number",
-        "uniform(params.seed, params.position)",
-        "uniform(params.seed, params.position * 0)",
-    ),
-    (
-        "all rows have the first one's top_k",
-        "sample_tokens(logits, params.temperature, params.top_k,",
-        "sample_tokens(logits, params.temperature, params.top_k[:1].repeat(len(logits)),",
-    ),
-    (
-        "top_p and min_p are mixed up",
-        "params.top_p, params.min_p, random)",
-        "1 - params.min_p, 1 - params.top_p, random)",
-    ),
-]
-
-_KV_QUANT = [
-    (
-        "the scale is dropped where codes are made",
-        'return codes, torch.where(finite, scale, float("nan"))',
-        'return codes, torch.where(finite, torch.ones_like(scale), float("nan"))',
-    ),
-    (
-        "the scale is dropped where codes are read",
-        "return codes.float() * scale[..., None]",
-        "return codes.float()",
-    ),
-    (
-        "a row that is not finite gets a scale",
-        'return codes, torch.where(finite, scale, float("nan"))',
-        "return codes, scale",
-    ),
-]
-
-_ATTENTION = [
-    (
-        "the scale of a new key is not kept",
-        "scale[slots // block_size, :, slots % block_size] = new_scale",
-        "pass",
-    ),
-]
-
-# What each of the bugs must be caught by.
-_STATE_POOL = [
-    (
-        "the sink of the states is handed out",
-        "self._empty = list(range(num_slots, 0, -1))",
-        "self._empty = list(range(num_slots - 1, -1, -1))",
-    ),
-    (
-        "a slot is free as soon as one of its requests leaves it",
-        "        if self._references[slot] == 0:\n            if slot in self._digest_of:",
-        "        if self._references[slot] <= 1:\n            if slot in self._digest_of:",
-    ),
-    (
-        "an evicted snapshot can still be found",
-        "            del self._slot_of[self._digest_of.pop(slot)]\n            self._empty",
-        "            self._digest_of.pop(slot)\n            self._empty",
-    ),
-    (
-        "a snapshot outlives its block in a slot that is empty",
-        "                del self._cached[slot]\n                self._empty.append(slot)\n\n    def withdraw",
-        "                del self._cached[slot]\n\n    def withdraw",
-    ),
-]
-_STATE_SLOTS = [
-    (
-        "a state that another request reads is written over",
-        "if slot and pool.num_references(slot) == 1 and not pool.is_snapshot(slot):",
-        "if slot and not pool.is_snapshot(slot):",
-    ),
-    (
-        "a snapshot is written over",
-        "if slot and pool.num_references(slot) == 1 and not pool.is_snapshot(slot):",
-        "if slot and pool.num_references(slot) == 1:",
-    ),
-    (
-        "the slot that a request has read is never given back",
-        "left.append(held.slot)",
-        "pass",
-    ),
-    (
-        "the state is that after all drafts",
-        "held.slot = drafted[num_accepted - 1]",
-        "held.slot = drafted[-1]",
-    ),
-    (
-        "the states of drafts that were dropped stay",
-        "for slot in (first, *drafted):",
-        "for slot in (first, *drafted[:num_accepted]):",
-    ),
-    (
-        "a snapshot is published as that of the block after it",
-        "index = tokens // self.block_size - 1",
-        "index = tokens // self.block_size",
-    ),
-    (
-        "the snapshot of the block before is found",
-        "if self.pool.lookup(digests[end - 1]) is not None), 0)",
-        "if self.pool.lookup(digests[max(0, end - 2)]) is not None), 0)",
-    ),
-    (
-        "a fork has the state of other tokens",
-        "if held.drafted or held.target or not held.slot or count != parent.num_computed_tokens:",
-        "if held.drafted or held.target or not held.slot:",
-    ),
-    (
-        "a continuation has the state after the whole prompt",
-        "return [(slot, last - start)]",
-        "return [(slot, end - start)]",
-    ),
-    (
-        "the state that continuations start from is never given back",
-        "            self.pool.free(held.before_last)\n",
-        "",
-    ),
-    (
-        "a request that ends leaks its slots",
-        "        for slot in request.state.slots():\n            self.pool.free(slot)\n",
-        "",
-    ),
-    (
-        "a swapped-out request leaks its host slot",
-        "            self.host_pool.free(request.host_slot)\n",
-        "",
-    ),
-]
-_STATES_IN_PREFIX_CACHE = [
-    (
-        "a state is read in the step that writes it",
-        "return not self.states.are_used and self._is_filling(request, index)",
-        "return self._is_filling(request, index)",
-    ),
-    (
-        "a prefix is used without a state",
-        "shorter = self.states.longest_hit(request.block_digests, shorter)",
-        "pass",
-    ),
-]
-_SUSPECTS = [
-    (
-        "of two requests that fail together both are the cause",
-        "ended = requests if len(requests) == 1 else []",
-        "ended = requests if len(requests) <= 2 else []",
-    ),
-    (
-        "the second half of the requests of a broken step is not tried",
-        "self._groups += [others, requests[half:], requests[:half]]",
-        "self._groups += [others, requests[:half]]",
-    ),
-    (
-        "a request has passed before the token at which its step broke",
-        "max(self._targets.get(request, 0), computed + 1)",
-        "max(self._targets.get(request, 0), computed - 1)",
-    ),
-    (
-        "a request that was preempted meanwhile has passed at once",
-        "computed = max(request.num_computed_tokens, request.num_lost_tokens)",
-        "computed = request.num_computed_tokens",
-    ),
-    (
-        "those that have passed run in the trials of others",
-        "            running_set.preempt(running_set.running.pop(), may_swap=False)",
-        "            break",
-    ),
-    (
-        "other requests are admitted to a trial",
-        "running_set.waiting.serve_only(group)",
-        "running_set.waiting.serve_only(None)",
-    ),
-    (
-        "the others wait for ever",
-        "        self.running_set.waiting.serve_only(None)\n",
-        "",
-    ),
-    (
-        "requests that break steps only together do so for ever",
-        "                request.num_unexplained_faults += 1\n",
-        "                pass\n",
-    ),
-]
-_SEARCH = [
-    (
-        "steps overlap while a cause is looked for",
-        "            if self._in_flight:\n                return SchedulerOutput()\n",
-        "",
-    ),
-    (
-        "whoever was in a broken step ends",
-        "ended = self.suspects.take([",
-        "ended = [*failed]\n        self.suspects.take([",
-    ),
-]
-_FORKS_WITHOUT_PLACES = [
-    (
-        "a continuation that gets no places keeps its state",
-        "            self.states.release(child)\n",
-        "",
-    ),
-]
-_STATE_FIELDS = [
-    (
-        "states go where those of a step before went",
-        "            write_slot[row, len(writes) :], write_after[row, len(writes) :] = SINK_SLOT, 0\n",
-        "",
-    ),
-]
-
-BUGS: dict[Bug, Checks] = {
-    Bug(name, f"compiled_llm.{module}", old, new): checks
-    for module, checks, texts in (
-        ("scheduling.block_pool", POOL, _BLOCK_POOL),
-        ("scheduling.prefix_cache", POOL, _PREFIX_CACHE),
-        ("scheduling.request_queue", SCHEDULING, _REQUEST_QUEUE),
-        ("scheduling.request", SCHEDULING, _REQUEST),
-        ("scheduling.scheduler", SCHEDULING, _SCHEDULER),
-        ("scheduling.scheduler", DRAFTS, _ACCEPTANCE),
-        ("scheduling.step_planner", DRAFTS, _DRAFTS_PLANNED),
-        ("scheduling.running_set", DRAFTS, _DRAFTS_PREEMPTED),
-        ("scheduling.running_set", SCHEDULING, _RUNNING_SET),
-        ("scheduling.step_planner", SCHEDULING, _STEP_PLANNER),
-        ("scheduling.prefix_cache", SCORING, _LIMIT_OF_THE_CACHE),
-        ("engine.completions", SCORING, _PROMPT_TARGETS),
-        ("worker.step_buffers", TAGS, _BATCH),
-        ("worker.request_rows", TAGS, _REQUEST_ROWS),
-        ("step.step", TAGS, _STEP),
-        ("ops.swap", TAGS, _SWAP),
-        ("ops.swap", COPIES, _COPY_ROWS),
-        ("worker.block_copies", ENGINE, _BLOCK_COPIES),
-        ("engine.core", ABORTS, _ENGINE_CORE),
-        ("scheduling.forks", FORKS, _FORKS),
-        ("scheduling.window_pool", WINDOWS, _WINDOW_POOL),
-        ("scheduling.window_places", WINDOWS, _WINDOW_PLACES),
-        ("scheduling.state_pool", STATES, _STATE_POOL),
-        ("scheduling.state_slots", STATES, _STATE_SLOTS),
-        ("scheduling.prefix_cache", STATES, _STATES_IN_PREFIX_CACHE),
-        ("scheduling.suspects", SUSPECTS, _SUSPECTS),
-        ("scheduling.scheduler", SUSPECTS, _SEARCH),
-        ("scheduling.forks", FORKS, _FORKS_WITHOUT_PLACES),
-        ("worker.step_buffers", TAGS, _STATE_FIELDS),
-        ("scheduling.running_set", FORKS, _FORKS_IN_RUNNING_SET),
-        ("ops.swap", BLOCK_COPIES, _COPY_BLOCKS),
-        ("engine.beam_search", BEAM_GROUP, _BEAMS),
-        ("engine.beam_search", BEAMS, _BEAM_REQUESTS),
-        ("step.sampling", SAMPLER, _SAMPLER),
-        ("ops.attention.kv_quant", QUANTISED, _KV_QUANT),
-        ("ops.attention.paged_attention", QUANTISED, _ATTENTION),
-    )
-    for name, old, new in texts
-}
+BUGS = {bug: checks for module, checks, text in _PLANTED for bug in _bugs(module, text)}

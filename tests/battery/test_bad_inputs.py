@@ -247,11 +247,6 @@ CALLS: list[tuple[str, Use, str]] = [
         r"request_id must be .* given 5",
     ),
     (
-        "add_request: an id with a NUL",
-        lambda engine: engine.add_request("a\0b", CONTROL),
-        r"request_id must be .* without NUL .* given 'a\\x00b'",
-    ),
-    (
         "add_request: an id in use",
         lambda engine: [engine.add_request("twice", CONTROL, GREEDY) for _ in range(2)],
         r"request_id must be .* that no unfinished request has, given 'twice'",

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from compiled_llm.scheduling.block_pool import BlockPool
-from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request
-from tests.fake_engine import make_request
+from tests.fake_engine import cache_over, make_request
 
 NUM_BLOCKS = 20
 MOST_BLOCKS = 6  # of a request
@@ -73,7 +72,7 @@ class World:
         self.late_results = late_results
         self.counts = counts
         self.pool = BlockPool(num_blocks)
-        self.cache = PrefixCache(self.pool, block_size, facts=FACTS)
+        self.cache = cache_over(self.pool, block_size, facts=FACTS)
         self.num_blocks = num_blocks
         self.running: list[Named] = []
         self.loose: list[Named] = []  # waiting

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.text import context_decoding
-from compiled_llm.text.context_decoding import ContextDecoding
-from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.text.output_text import ContextDecoding, OutputText
+from compiled_llm.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 SPECIALS = ["<s>", "</s>", "<|tool 🔧|>"]

@@ -35,6 +35,7 @@ STATE = [
     "scheduling/block_pool",
     "scheduling/window_pool",
     "scheduling/window_places",
+    "scheduling/state_pool",
     "scheduling/prefix_cache",
     "scheduling/request_queue",
     "scheduling/request",

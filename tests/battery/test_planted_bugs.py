@@ -32,7 +32,7 @@ def outcomes(jobs: list[tuple[Bug | None, Checks]]) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_place_of_a_bug_is_there_and_takes_it(bug: Bug) -> None:
-    """So that the list cannot rot unseen: the text stands once in the source, which can be compiled with the bug."""
+    """So that the list cannot rot unseen: the function has once what the bug changes, and compiles with it."""
     spec = importlib.util.find_spec(bug.module)
     assert spec is not None
     assert spec.origin is not None
@@ -72,16 +72,23 @@ def test_the_checks_pass_until_a_bug_is_planted(
 
 def test_what_is_no_bug_is_not_caught() -> None:
     """A change that nothing observes passes; and one that breaks the source itself does not count as caught."""
-    place = "return len(self._empty) + len(self._cached)"
+    place = "len(self._empty) + len(self._cached)"
     harmless = Bug(
-        "", "compiled_llm.scheduling.block_pool", place, place.replace("len(self._empty)", "1 * len(self._empty)")
+        "",
+        "compiled_llm.scheduling.block_pool",
+        "BlockPool.num_free",
+        place,
+        "1 * len(self._empty) + len(self._cached)",
     )
     checks = dataclasses.replace(POOL, tests=("tests/scheduling/test_block_pool.py",))
-    broken = [
-        dataclasses.replace(harmless, new=new, old=old)
-        for old, new in [(place, "return ("), (place, "return no_such_name"), ("no such text", "")]
+    changes: list[dict[str, str]] = [
+        {"new": "return ("},
+        {"new": "no_such_name"},
+        {"old": "no_such_text"},
+        {"function": "BlockPool.no_such_function"},
+        {"old": f"return {place}", "new": "import no_such_module"},
     ]
-    broken.append(dataclasses.replace(harmless, old="import hashlib\n", new="import hashlib\nimport no_such_module\n"))
+    broken = [dataclasses.replace(harmless, **change) for change in changes]
     found = outcomes([(bug, checks) for bug in [harmless, *broken]])
     assert [outcome["outcome"] for outcome in found] == ["passed"] + ["broken"] * len(broken), found
 

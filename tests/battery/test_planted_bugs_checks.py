@@ -1,15 +1,14 @@
 """What planted bugs showed to be checked by nothing else: turns that random schedules take too rarely."""
 
 from compiled_llm.scheduling.request import Status
-from tests.fake_engine import FakeEngine, check_result, make_request, make_scheduler
+from tests.fake_engine import add_request, check_result, make_engine, make_request, work_of
 
 
 def test_copies_of_an_aborted_request_are_not_made() -> None:
     """They were due, but the step was empty; and its host blocks are another's by the next one."""
-    scheduler = make_scheduler(
-        6, num_swap_blocks=2, arguments={"policy": "priority", "preemption_mode": "swap"}, max_num_seqs=3
+    scheduler, engine = make_engine(
+        6, num_swap_blocks=2, arguments={"policy": "priority", "preemption_mode": "swap"}, max_num_seqs=3, overlap=True
     )
-    engine = FakeEngine(scheduler, overlap=True)
     a, b, aborted = (make_request(name, 3, count, priority=1) for name, count in (("a", 6), ("b", 6), ("aborted", 12)))
     for request in (a, b, aborted):
         scheduler.add(request)
@@ -18,8 +17,7 @@ def test_copies_of_an_aborted_request_are_not_made() -> None:
     assert engine.launch() is None, "the last tokens of two are in flight, and the third finds no block"
     assert len(aborted.host_block_ids) == 2
     scheduler.finish(aborted, "abort")
-    urgent = make_request("urgent", 3, 2)
-    scheduler.add(urgent)
+    urgent = add_request(scheduler, "urgent", 3, 2)
     output = engine.launch()
     assert output is not None
     assert len(b.host_block_ids) == 2, "it made room for the urgent one"
@@ -30,17 +28,14 @@ def test_copies_of_an_aborted_request_are_not_made() -> None:
 
 
 def test_when_a_step_breaks_only_what_the_steps_before_it_computed_can_be_found() -> None:
-    scheduler = make_scheduler(100, prefix_caching=True)
-    engine = FakeEngine(scheduler, overlap=True)
+    scheduler, engine = make_engine(100, prefix_caching=True, overlap=True)
     prompt = list(range(40))
-    broken = make_request("broken", prompt, 4)
-    scheduler.add(broken)
+    broken = add_request(scheduler, "broken", prompt, 4)
     engine.step()
     engine.step()  # 16 tokens each; the results of the first are in
     engine.fail_steps("the reason")
     scheduler.finish(broken, "abort")
-    again = make_request("again", prompt, 4)
-    scheduler.add(again)
+    again = add_request(scheduler, "again", prompt, 4)
     engine.run()
     assert again.num_cached_tokens == 16
     check_result(again)
@@ -48,8 +43,7 @@ def test_when_a_step_breaks_only_what_the_steps_before_it_computed_can_be_found(
 
 def test_a_pool_that_ran_out_takes_in_nobody_else_either() -> None:
     """Beside a part of a long prompt there would be room for the last one, which would be preempted next."""
-    scheduler = make_scheduler(44, max_model_len=200)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(44, max_model_len=200)
     a, long, b = make_request("a", 4, 30), make_request("long", 150, 2), make_request("b", 6, 20)
     last = make_request("last", 1, 2)
     for request in (a, long, b, last):
@@ -57,7 +51,7 @@ def test_a_pool_that_ran_out_takes_in_nobody_else_either() -> None:
     while b.num_preemptions == 0:
         output = engine.step()
         assert output is not None
-    assert dict(zip(output.request_ids, output.num_scheduled_tokens, strict=True)) == {"a": 1, "long": 15}
+    assert work_of(output) == {"a": 1, "long": 15}
     assert scheduler.pool.num_free == 3, "as many as it takes"
     assert last.status is Status.WAITING
     engine.run()
@@ -67,15 +61,14 @@ def test_a_pool_that_ran_out_takes_in_nobody_else_either() -> None:
 
 def test_after_a_broken_step_the_runner_meets_its_requests_anew() -> None:
     """Also one that runs and had no part in the steps that broke."""
-    scheduler = make_scheduler(100, arguments={"policy": "priority"})
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(100, arguments={"policy": "priority"})
     less_urgent, urgent = make_request("less urgent", 60, 3, priority=1), make_request("urgent", 60, 3)
     scheduler.add(less_urgent)
     engine.step()
     scheduler.add(urgent)
     output = engine.launch()
     assert output is not None
-    assert output.request_ids == ("urgent",)
+    assert work_of(output).keys() == {"urgent"}
     assert less_urgent.status is Status.RUNNING
     engine.fail_steps("the reason")
     assert less_urgent.status is Status.WAITING

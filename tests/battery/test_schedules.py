@@ -416,8 +416,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         own = [hash_of(f"{name}/{i}") for i in range(num_own)]
         prompt = ([*range(100 * prefix, 100 * prefix + num_shared), *own] or [1])[: MAX_LEN - 1]
         if id_of_a_finished_one and self.watch.ends:
-            name = next(reversed(self.watch.ends)).request_id
-            if any(request.request_id == name for request in self.watch.unfinished):
+            name = next(reversed(self.watch.ends)).request_id.name
+            if any(request.request_id.name == name for request in self.watch.unfinished):
                 return
         stop = frozenset(range(0, VOCABULARY, 5)) if stops else frozenset()
         max_tokens = min(max_tokens, MAX_LEN - len(prompt))

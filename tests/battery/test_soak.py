@@ -74,8 +74,8 @@ class Client:
         """Abort one; where it stands is chosen first, so that the few that are swapped out get their share."""
         scheduler = self.engine.scheduler
         where = dict.fromkeys(map(str, self._unfinished), "waiting")
-        where |= {request.request_id: "running" for request in scheduler.running}
-        where |= {request.request_id: "swapped out" for request in scheduler.waiting if request.host_block_ids}
+        where |= {request.request_id.name: "running" for request in scheduler.running}
+        where |= {request.request_id.name: "swapped out" for request in scheduler.waiting if request.host_block_ids}
         place = self._rng.choice(sorted(set(where.values())))
         request_id = self._rng.choice([name for name in where if where[name] == place])
         self.engine.abort(request_id)

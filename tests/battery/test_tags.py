@@ -24,7 +24,7 @@ from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.request_rows import RequestRows

@@ -19,7 +19,7 @@ from compiled_llm.checkpoint.generation_config import (
     suggested_sampling,
     warn_of_unserved,
 )
-from compiled_llm.offline.run_sampling import run_sampling
+from compiled_llm.offline.serving import run_sampling
 
 
 def suggested(directory: Path, fields: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from compiled_llm.checkpoint import loader, quantized_reader
 from compiled_llm.checkpoint.quantization import published
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
 from compiled_llm.models.config_file import read_config
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
@@ -43,7 +44,7 @@ def logits(directory: Path, dtype: torch.dtype = torch.float32, kind: LinearKind
     step = step_input([(PROMPT, 0)], [list(range(1, 7))])
     with torch.no_grad():
         cache = empty_cache(config, dtype=dtype)
-        hidden = model.forward(weights, step, cache, config, model.layers(config), len(PROMPT))
+        hidden = model.forward(weights, step, cache, config, for_queries(model.layers(config), len(PROMPT)))
         return model.head(weights, hidden, config).float()
 
 

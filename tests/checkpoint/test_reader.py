@@ -5,15 +5,18 @@ import json
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint import reader as checkpoint_reader
+from compiled_llm.checkpoint.quantization import published
 from compiled_llm.checkpoint.reader import CheckpointReader
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, stored_tensors
 from compiled_llm.models.config import ModelConfig
@@ -23,7 +26,11 @@ from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import tensors as tensors_of
 from compiled_llm.worker.memory import growth_while
+from tests import families
 from tests.families import checkpoint
+from tests.models.quantized import test_compressed_tensors as ct
+from tests.models.quantized import test_gptq as gptq
+from tests.models.test_forward import empty_cache, step_input
 
 CPU = torch.device("cpu")
 
@@ -101,3 +108,161 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path, dtype: torch.dtype) ->
     size = sum(tensor.nbytes for tensor in tensors_of(loaded[0]))
     assert size > 60 << 20
     assert growth < 1.2 * size + (8 << 20)  # and buffers, a stack for each thread, the library that packs
+
+
+# -- Quantised layers
+
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+def load(directory: Path) -> Any:
+    config = read_config(directory)
+    return loader.load_weights(directory, config, torch.float32, CPU, published(config, Packed))
+
+
+def logits(directory: Path) -> Tensor:
+    config = read_config(directory)
+    model, prompt = family(config.architecture), list(range(5, 26))
+    weights, step = load(directory), step_input([(prompt, 0)], [list(range(1, 7))])
+    with torch.no_grad():
+        hidden = model.forward(weights, step, empty_cache(config), config, model.layers(config), len(prompt))
+        return model.head(weights, hidden, config)
+
+
+def write(
+    directory: Path,
+    source: Path,
+    quantised: Callable[[Tensor], dict[str, Tensor]],
+    fields: dict[str, Any],
+    skip: tuple[str, ...] = ("gate",),
+) -> None:
+    """A checkpoint twice: with the quantised linear layers of its blocks, and with what they stand for.
+
+    ``skip``: ends of the names of layers that are left as they are.
+    """
+    tensors, plain = load_file(source / "model.safetensors"), {}
+    config = json.loads((source / "config.json").read_text())
+    for each in list(tensors):
+        matrix = tensors[each]
+        if ".layers." not in each or matrix.ndim != 2 or each.removesuffix(".weight").endswith(skip):
+            plain[each] = matrix
+            continue
+        made = quantised(matrix)
+        plain[each] = made.pop("dequantised")
+        del tensors[each]
+        tensors |= {f"{each.removesuffix('weight')}{which}": one.contiguous() for which, one in made.items()}
+    for folder, held, more in (("quantised", tensors, {"quantization_config": fields}), ("plain", plain, {})):
+        (directory / folder).mkdir()
+        (directory / folder / "config.json").write_text(json.dumps({**config, **more}))
+        save_file(held, directory / folder / "model.safetensors")
+
+
+def rounded(matrix: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[N, K]`` from 0 on, zero points and scales ``[N, G]``."""
+    values = matrix.view(len(matrix), -1, size)
+    low, high = values.amin(2), values.amax(2)
+    scales = ((high - low) / (2**bits - 1)).half().float() + 1e-4
+    zeros = torch.round(-low / scales).clamp(1, 2**bits - 1)
+    codes = torch.round(values / scales[:, :, None] + zeros[:, :, None]).clamp(0, 2**bits - 1)
+    return codes.flatten(1).long(), zeros.long(), scales
+
+
+def as_gptq(matrix: Tensor) -> dict[str, Tensor]:
+    size = matrix.shape[1]  # a group of all
+    codes, zeros, scales = rounded(matrix, size, 4)
+    order = torch.zeros(size, dtype=torch.int32)
+    return {
+        "qweight": gptq.packed_down(codes.t(), 4),
+        "qzeros": gptq.packed_down(zeros - 1, 4).t(),
+        "scales": scales.half().t(),
+        "g_idx": order,
+        "dequantised": (codes - zeros) * scales.half().float(),
+    }
+
+
+def as_gptq_in_order(matrix: Tensor) -> dict[str, Tensor]:
+    """Symmetric, in groups of 16, whose inputs are spread over the row."""
+    codes, _, scales = rounded(matrix, 16, 4)
+    groups = matrix.shape[1] // 16
+    return {
+        "qweight": gptq.packed_down(codes.t(), 4),
+        "qzeros": gptq.packed_down(torch.full((len(matrix), groups), 7), 4).t(),
+        "scales": scales.half().t(),
+        "g_idx": torch.arange(matrix.shape[1], dtype=torch.int32) % groups,
+        "dequantised": matrix,
+    }
+
+
+def as_awq(matrix: Tensor) -> dict[str, Tensor]:
+    codes, zeros, scales = rounded(matrix, 16, 4)
+    return {
+        "qweight": gptq.packed_awq(codes.t()),
+        "qzeros": gptq.packed_awq(zeros.t()),
+        "scales": scales.half().t(),
+        "dequantised": matrix,
+    }
+
+
+def as_int8(matrix: Tensor) -> dict[str, Tensor]:
+    scale = matrix.abs().amax(1, keepdim=True) / 127
+    codes = torch.round(matrix / scale).to(torch.int8)
+    return {"weight": codes, "weight_scale": scale, "dequantised": codes * scale}
+
+
+def as_fp8(matrix: Tensor) -> dict[str, Tensor]:
+    scale = matrix.abs().amax() / 448
+    codes = (matrix / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "dequantised": codes.float() * scale}
+
+
+CASES: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
+    "gptq": (as_gptq, {**gptq.GPTQ, "group_size": -1, "sym": False}),
+    "int8": (as_int8, ct.config("int-quantized", ct.W8)["quantization_config"]),
+    "fp8": (as_fp8, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+}
+
+
+@pytest.mark.parametrize("family_name", ["qwen3", "llama"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, case: str, family_name: str) -> None:
+    write(tmp_path, families.checkpoint(family_name), *CASES[case])
+    torch.testing.assert_close(logits(tmp_path / "quantised"), logits(tmp_path / "plain"), atol=1e-3, rtol=1e-3)
+
+
+def test_scales_of_a_cache_are_left(tmp_path: Path) -> None:
+    write(tmp_path, families.checkpoint("qwen3"), *CASES["int8"])
+    path = tmp_path / "quantised" / "model.safetensors"
+    scales = {f"model.layers.0.self_attn.{x}_scale": torch.ones(1) for x in "kv"}
+    save_file(load_file(path) | scales, path)
+    with pytest.warns(UserWarning, match=r"left, .*: scales of a KV cache \(2 tensors\)"):
+        load(tmp_path / "quantised")
+
+
+@pytest.mark.parametrize(
+    ("case", "edit", "words"),
+    [
+        ("int8", lambda t: t.pop(f"{LAYER}.weight_scale"), ["missing", f"{LAYER}.weight_scale"]),
+        ("int8", lambda t: t[f"{LAYER}.weight_scale"].fill_(torch.nan), [LAYER, "weight_scale must hold finite"]),
+        ("int8", lambda t: t.update({f"{LAYER}.weight": t[f"{LAYER}.weight"].float()}), ["F32; allowed: I8"]),
+        ("int8", lambda t: t.update({f"{LAYER}.g_idx": torch.zeros(3)}), ["not part of", "g_idx"]),
+        ("gptq", lambda t: t[f"{LAYER}.g_idx"].fill_(1), [LAYER, "g_idx must place"]),
+        ("gptq", lambda t: t.update({f"{LAYER}.qweight": t[f"{LAYER}.qweight"][:-1].clone()}), ["qweight", "implies"]),
+        ("gptq", lambda t: t.update({f"{LAYER}.weight": torch.zeros(3)}), ["not part of", f"{LAYER}.weight"]),
+        ("fp8", lambda t: t[f"{LAYER}.weight"].view(torch.uint8).fill_(127), [LAYER, "the weights hold NaN"]),
+        ("fp8", lambda t: t.update({f"{LAYER}.weight_scale": torch.zeros(2)}), ["weight_scale", "(2,)"]),
+    ],
+)
+def test_errors_name_the_layer(
+    tmp_path: Path, case: str, edit: Callable[[dict[str, Tensor]], object], words: list[str]
+) -> None:
+    write(tmp_path, families.checkpoint("qwen3"), *CASES[case])
+    path = tmp_path / "quantised" / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    edit(tensors)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path / "quantised")
+    for word in words:
+        assert word in str(error.value)

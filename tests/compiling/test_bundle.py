@@ -100,9 +100,9 @@ def test_a_damaged_bundle_is_refused_and_nothing_is_written(bundle: Path, tmp_pa
     for change, said in (
         (another_byte, "damaged: graphs/step-0.graph"),
         (unlisted, "which is no file of a bundle"),
-        (missing, "no bundle of compile_model.py, or is damaged"),
-        (no_machine, "no bundle of compile_model.py, or is damaged"),
-        (no_manifest, "no bundle of compile_model.py, or is damaged: its manifest is {}"),
+        (missing, "no bundle of compiled-llm compile, or is damaged"),
+        (no_machine, "no bundle of compiled-llm compile, or is damaged"),
+        (no_manifest, "no bundle of compiled-llm compile, or is damaged: its manifest is {}"),
     ):
         with pytest.raises(ValueError, match=said):
             import_bundle(rewritten(bundle, change))

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm import progress
 from compiled_llm.compiling import parallel
-from compiled_llm.compiling.build_processes import BuildProcesses
+from compiled_llm.compiling.build_processes import BuildProcesses, Built, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.costs import Cost
 from compiled_llm.compiling.forecast import expected_cost, expected_start, finish_times
-from compiled_llm.compiling.messages import Built, Job
 from compiled_llm.compiling.parallel import build_missing
+from compiled_llm.system import progress
 from compiled_llm.system.progress import Stage, StartProgress
 
 START = 4.0  # seconds until a process can compile

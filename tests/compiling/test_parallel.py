@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from compiled_llm.compiling import parallel
-from compiled_llm.compiling.build_processes import BuildProcesses
+from compiled_llm.compiling.build_processes import BuildProcesses, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
-from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import build_missing, useful_workers
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import sampler_function

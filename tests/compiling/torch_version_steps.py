@@ -1,6 +1,6 @@
 """Steps of deep models, compiled ahead for a GPU that is not there, with whatever torch runs this.
 
-A program: ``python torch_version_steps.py [--unmended] SHAPE BUCKET ...``, the shape of ``workloads.py``. It prints a
+A program: ``python torch_version_steps.py [--unmended] SHAPE BUCKET ...``, one of ``checkpoint/shapes.py``. It prints a
 JSON line for each bucket: the seconds of the processor, and how many bytes the code takes. ``--unmended``: without what
 ``lower_as_ops`` mends.
 """
@@ -12,17 +12,16 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+sys.path.insert(0, str(ROOT))
 LAYERS = 32
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    from workloads import SHAPES
-
     from compiled_llm.api.config import EngineConfig
+    from compiled_llm.checkpoint.shapes import SHAPES
+    from compiled_llm.compiling.build_worker import pretend_to_have
     from compiled_llm.compiling.compiler import compile_ahead
-    from compiled_llm.compiling.gpu_builds import pretend_to_have
     from compiled_llm.compiling.gpu_properties import GpuTarget
     from compiled_llm.compiling.ready_code import ready_code
     from compiled_llm.gpu_step.fake_step import properties_of, step_on_fakes

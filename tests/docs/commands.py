@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from compiled_llm.api.command_line import FlagParser
+from compiled_llm.commands import commands_of, module_of
 from tests.docs.markdown import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -57,7 +58,7 @@ def parse_command(words: list[str]) -> None:
     if words[0] == "compiled-llm":
         program, arguments = ROOT / "compiled_llm" / "__main__.py", words[1:]
     else:
-        assert re.fullmatch(r"scripts/(bench/)?\w+\.py", words[1]), words
+        assert re.fullmatch(r"scripts/\w+\.py", words[1]), words
         program, arguments = ROOT / words[1], words[2:]
         assert program.is_file(), f"{words[1]} is not there"
     try:
@@ -74,6 +75,18 @@ def options_of(script: str) -> set[str]:
     if "__main__" in text and any(name in text for name in ("parse_arg", "parse_checked", "commands.")):
         with contextlib.suppress(SystemExit):  # arguments that it requires are not given
             _until_parsed(path, [], lambda parser: options.update(parser._option_string_actions))
+    return options
+
+
+def command_options(package: str = "compiled_llm.commands") -> set[str]:
+    """The flags of all commands of ``compiled-llm``."""
+    options: set[str] = set()
+    for name in commands_of(package):
+        module = module_of(package, name)
+        if hasattr(module, "COMMANDS"):
+            options |= command_options(module.__name__)
+        else:
+            options |= module.parser(name)._option_string_actions.keys()
     return options
 
 
@@ -123,6 +136,7 @@ class NotRun(NamedTuple):
 
 _UNSET = r"env (-u \w+ )+"
 _PYTHON = rf"({_UNSET})?(\S*/)?python"
+_COMMAND = rf"({_UNSET})?(\S*/)?compiled-llm"
 _BATCH = rf"(({_UNSET})?(\S*/)?compiled-llm batch|{_PYTHON} scripts/serve_offline\.py)"
 NOT_RUN = (
     NotRun(_BATCH + r"\b.* --ray\b.*", "tests/offline/test_ray_workers.py runs clusters of its own", parse_command),
@@ -137,27 +151,25 @@ NOT_RUN = (
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
     NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
-    NotRun(_PYTHON + r" scripts/bench/\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_command),
-    NotRun(_PYTHON + r" scripts/compile_model\.py --shape .*", "minutes", parse_command),
+    NotRun(rf"({_UNSET})?compiled-llm bench \S.*", "needs a quiet machine, and up to an hour", parse_command),
+    NotRun(_COMMAND + r" (compile --shape|report (kv-cache|weights)) .*", "minutes", parse_command),
+    NotRun(_COMMAND + r" report lm-eval .*", "needs lm-eval, and its tasks the network", parse_command),
+    NotRun(_COMMAND + r" quantize .*", "tests/quantizing/test_quantize.py runs it", parse_command),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_command),
-    NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_command),
-    NotRun(_PYTHON + r" scripts/lm_eval_adapter\.py\b.*", "needs lm-eval, and its tasks the network", parse_command),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_command),
-    NotRun(_PYTHON + r" scripts/quantize_model\.py\b.*", "tests/scripts/test_quantize_model.py runs it", parse_command),
-    NotRun(_PYTHON + r" scripts/weights_report\.py\b.*", "minutes", parse_command),
     NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_command),
 )  # fmt: skip
 # Run with -m battery; else checked only.
 EXPENSIVE = (
-    _PYTHON + r" scripts/check_exact\.py\b.*",
-    _PYTHON + r" scripts/compile_model\.py\b.*",
+    _COMMAND + r" (exact|compile|tune buckets|report run)\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
-    # These start like those beside them; tests/offline and tests/scripts test what the flags do.
+    r"compiled-llm check .*--compare\b.*",
+    # These start like those beside them; tests/offline and tests/commands test what the flags do.
     _BATCH + r"\b.* --(check|retry-errors) .*",
     r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
     r"compiled-llm batch --bucket-sizes 1,8,32",
-    _PYTHON + r" scripts/(tune_buckets|perplexity)\.py\b.*",
+    _COMMAND + r" report perplexity\b.*",
     _PYTHON + r" -c \"import transformers\..*",
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import SCRIPTS, is_expensive, not_run, options_of, parse_command, words_of
+from tests.docs.commands import SCRIPTS, command_options, is_expensive, not_run, options_of, parse_command, words_of
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, inline_code, name_of, statements
 
 DEMO_MODEL = ROOT / "compiled_llm" / "demo_model"
@@ -97,21 +97,21 @@ def test_commands_in_the_text_would_start(path: Path) -> None:
         kind = not_run(span)
         if kind is not None:
             kind.check(words_of(span))
-        elif re.match(r"(python scripts/|compiled-llm batch )", span):
+        elif re.match(r"(python scripts/|compiled-llm [a-z][a-z -]+ --)", span) and "|" not in span:
             parse_command(words_of(span))
-        elif re.match(r"scripts/(bench/)?\w+\.py ", span):
+        elif re.match(r"scripts/\w+\.py ", span):
             parse_command(["python", *words_of(span)])
-        for script in re.findall(r"(?:tests/)?scripts/(?:bench/)?\w+\.py", span):
+        for script in re.findall(r"(?:tests/)?scripts/\w+\.py", span):
             assert (ROOT / script).is_file(), f"{name_of(path)}: {span}"
 
 
 @pytest.fixture(scope="module")
 def known_options() -> set[str]:
-    return set().union(*map(options_of, SCRIPTS))
+    return command_options().union(*map(options_of, SCRIPTS))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
-def test_flags_in_the_text_are_known_to_some_script(path: Path, known_options: set[str]) -> None:
+def test_flags_in_the_text_are_known_to_some_program(path: Path, known_options: set[str]) -> None:
     for span in inline_code(path):
         for flag in re.findall(r"(?:^|\s)(--[a-z][a-z-]*)", span if span.startswith("--") else ""):
             assert flag in known_options, f"{name_of(path)}: `{span}`"
@@ -119,7 +119,7 @@ def test_flags_in_the_text_are_known_to_some_script(path: Path, known_options: s
 
 def test_a_command_that_would_not_start_is_found() -> None:
     with pytest.raises(AssertionError, match="is refused"):
-        parse_command(["python", "scripts/bench/bench_linear.py", "--no-such-flag"])
+        parse_command(["compiled-llm", "bench", "products", "--no-such-flag"])
     with pytest.raises(AssertionError, match="is refused"):
         parse_command(["compiled-llm", "batch", "--no-such-flag"])
     with pytest.raises(AssertionError, match="is not there"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compiled_llm.offline.row_formats import row_of_text
+from compiled_llm.offline.formats import row_of_text
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, name_of
 
 BLOCKS = [block for path in DOCUMENTS for block in blocks(path, "jsonl")]

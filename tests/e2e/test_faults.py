@@ -14,7 +14,7 @@ import torch
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.worker.runner import ModelRunner
 from tests.drafting import RecordedDrafter, facts, serve, work_of
 from tests.drawn import cases

@@ -12,6 +12,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.checkpoint import loader
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, LayerCache
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import family
 from tests.e2e.test_published import differences, outputs_of
@@ -114,7 +115,7 @@ def test_every_position_of_600_tokens(name: str, tmp_path: Path) -> None:
         for begin, end, table in steps:
             step = step_input([(prompt[begin:end], begin)], [table])
             with torch.no_grad():
-                hidden = own.forward(weights, step, cache, config, own.layers(config), end - begin)
+                hidden = own.forward(weights, step, cache, config, for_queries(own.layers(config), end - begin))
                 found.append(own.head(weights, hidden, config))
         logits = torch.cat(found)
         torch.testing.assert_close(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, CompletionOutput, RequestOutput, SamplingParams
-from compiled_llm.text.tokenizer import OutputText
+from compiled_llm.text.output_text import OutputText
 
 PROMPT = "def add(a, b):\n    return"
 ENGINE: dict[str, Any] = {

@@ -1,11 +1,12 @@
-"""A call whose requests all failed warns once, with the reasons."""
+"""A call whose requests all failed warns once, with the reasons; and what counts as out of memory."""
 
 import warnings
 
 import pytest
+import torch
 
 from compiled_llm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from compiled_llm.engine.failures import RequestsFailedWarning, warn_if_all_failed
+from compiled_llm.engine.failures import RequestsFailedWarning, is_out_of_memory, warn_if_all_failed
 
 
 def output(*reasons: str | None) -> RequestOutput:
@@ -51,3 +52,32 @@ def test_it_can_be_silenced_by_its_class() -> None:
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", RequestsFailedWarning)
         warn_if_all_failed([output("bad")])
+
+
+def test_what_torch_raises_on_a_cpu() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: out of memory"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_out_of_memory(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    assert is_out_of_memory(RuntimeError(f"{type(error).__name__}: {error}")), "as it comes from a worker process"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("no"), KeyError("memory")],
+)
+def test_not_out_of_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)

@@ -14,6 +14,7 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
@@ -98,7 +99,7 @@ def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: L
         inputs = step_input(chunks, tables, padding=3 if step == 0 else 0)
         max_query_len = max(len(tokens) for tokens, _ in chunks)
         with torch.no_grad():
-            hidden = model.forward(weights, inputs, cache, config, model.layers(config), max_query_len)
+            hidden = model.forward(weights, inputs, cache, config, for_queries(model.layers(config), max_query_len))
             logits = model.head(weights, hidden[inputs.logits_indices], config)
         for r in range(2):
             torch.testing.assert_close(logits[r], expected[r, after[r] - 1], atol=1e-4, rtol=1e-4)
@@ -124,7 +125,9 @@ def test_bfloat16_is_as_close_as_transformers_is(name: str, kind: LinearKind) ->
     with torch.no_grad():
         rounded = theirs(prompt[None]).logits[0].float()
         exact = theirs.float()(prompt[None]).logits[0]
-        hidden = model.forward(weights, step, empty_cache(config, dtype), config, model.layers(config), len(prompt))
+        hidden = model.forward(
+            weights, step, empty_cache(config, dtype), config, for_queries(model.layers(config), len(prompt))
+        )
         own = model.head(weights, hidden, config).float()
     error, allowed = (x.sub(exact).square().mean() for x in (own, rounded))
     assert error.sqrt() <= 1.2 * allowed.sqrt()
@@ -155,7 +158,7 @@ def prompt_of_clear_choices(name: str) -> Tensor:
             prompt = torch.randint(3, config.vocab_size, (12,), generator=generator)
             changed.clear()
             step = step_input([(prompt.tolist(), 0)], [[1, 2, 3]])
-            model.forward(weights, step, empty_cache(config), config, model.layers(config), len(prompt))
+            model.forward(weights, step, empty_cache(config), config, for_queries(model.layers(config), len(prompt)))
             assert changed
             if not any(changed):
                 return prompt

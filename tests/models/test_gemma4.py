@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from compiled_llm.checkpoint.loader import load_weights
 from compiled_llm.models import gemma4, registry
 from compiled_llm.models.config_file import parse_config, read_config
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import allocate, bytes_per_layer
 from tests.families import CONFIGS, checkpoint, strengthened
@@ -130,7 +131,7 @@ def test_a_whole_model_as_transformers_saves_it(name: str, whole: str, others: d
     family = registry.family(found.architecture)
     with torch.no_grad():
         step, specs = step_input([(ids.tolist(), 0)], [list(range(1, 7))]), family.layers(found)
-        hidden = family.forward(weights, step, empty_cache(found), found, specs, len(ids))
+        hidden = family.forward(weights, step, empty_cache(found), found, for_queries(specs, len(ids)))
         torch.testing.assert_close(
             family.head(weights, hidden, found), model(ids[None]).logits[0], atol=1e-4, rtol=1e-4
         )

@@ -10,6 +10,7 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
@@ -43,7 +44,9 @@ class Served(NamedTuple):
         step = step_input(chunks, **where)
         longest = max(map(len, requests.values()))
         with torch.no_grad():
-            hidden = model.forward(self.weights, step, self.cache, self.config, model.layers(self.config), longest)
+            hidden = model.forward(
+                self.weights, step, self.cache, self.config, for_queries(model.layers(self.config), longest)
+            )
             return model.head(self.weights, hidden, self.config)
 
     def served(self, prompts: list[list[int]], lengths: list[list[int]]) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 
 from compiled_llm.models import glm4_moe, gpt_oss
 from compiled_llm.models.config_file import parse_config
-from compiled_llm.models.glm4_moe import Glm4MoeConfig, SharedMoeWeights
+from compiled_llm.models.glm4_moe import Glm4MoeConfig
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.qwen3_moe import FAMILY as QWEN3_MOE
@@ -93,7 +93,7 @@ def test_first_layers_of_glm_are_dense(count: int) -> None:
     config = parse_config({**GLM, "first_k_dense_replace": count})
     assert isinstance(config, Glm4MoeConfig)
     kinds = [type(layer.mlp) for layer in glm4_moe.FAMILY.describe(config).weights.layers]
-    assert kinds == [MlpWeights if i < count else SharedMoeWeights for i in range(6)]
+    assert kinds == [MlpWeights if i < count else MoeWeights for i in range(6)]
 
 
 def test_windows_of_gpt_oss_alternate() -> None:

@@ -12,6 +12,7 @@ import transformers
 from compiled_llm.checkpoint import loader
 from compiled_llm.models import nemotron_h
 from compiled_llm.models.config_file import parse_config, read_config
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.nemotron_h import NemotronHConfig
@@ -107,7 +108,7 @@ def test_time_steps_within_limits(tmp_path: Path) -> None:
         step = step_input([(prompt[0].tolist(), 0)], [list(range(1, 11))])
         with torch.no_grad():
             family = nemotron_h.FAMILY
-            hidden = family.forward(weights, step, empty_cache(own), own, family.layers(own), 40)
+            hidden = family.forward(weights, step, empty_cache(own), own, for_queries(family.layers(own), 40))
             return family.head(weights, hidden, own)
 
     torch.testing.assert_close(logits([0.6, 0.75]), expected, atol=1e-4, rtol=1e-4)

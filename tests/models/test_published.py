@@ -22,6 +22,7 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.quantization import published
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import ARCHITECTURES, family
@@ -128,7 +129,7 @@ def test_every_position_of_300_tokens(name: str, tmp_path: Path) -> None:
     def logits(cache: KVCache, begin: int, end: int, table: list[int], **states: Any) -> Tensor:
         step = step_input([(prompt[begin:end], begin)], [table], **states)
         with torch.no_grad():
-            hidden = model.forward(weights, step, cache, config, model.layers(config), end - begin)
+            hidden = model.forward(weights, step, cache, config, for_queries(model.layers(config), end - begin))
             return model.head(weights, hidden, config)
 
     first, second = list(range(1, 1 + NUM_BLOCKS)), list(range(1 + NUM_BLOCKS, 1 + 2 * NUM_BLOCKS))

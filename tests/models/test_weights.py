@@ -11,7 +11,7 @@ from compiled_llm.checkpoint.stored_tensors import locate
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
-from compiled_llm.models.linears.protocol import LinearKind, Part
+from compiled_llm.models.linears.protocol import LinearKind, StoredLinear
 from compiled_llm.models.quantized.scheme import StoredPart
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family
@@ -49,7 +49,7 @@ def test_what_a_step_reads() -> None:
             return torch.full(wanted.shape, wanted.mean, dtype=self.dtype)
 
     source = Source(Means(torch.bfloat16, CPU, seed=0), Packed)
-    layer = source.linear(Part("a", 17, 8, bias=True), Part("b", 2, 8, bias=True))
+    layer = source.linear(StoredLinear("a", 17, 8, bias=True), StoredLinear("b", 2, 8, bias=True))
     norms = source.norm("c", 8), source.norm_plus_one("d", 8)
     assert torch.equal(norms[0].float(), norms[1])
     assert linears((layer, (norms, None))) == [layer]

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow
 
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.offline.row_formats import ROW_KEYS
+from compiled_llm.offline.formats import ROW_KEYS
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 _BODY = [

@@ -6,6 +6,10 @@ from pathlib import Path
 
 from compiled_llm.commands.batch import main
 
+# Flags of an engine that starts in a second, and is kept (conftest.py).
+FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--token-bucket-sizes", "32", "--num-kv-blocks", "300"]
+FAST += ["--max-tokens", "6", "--progress", "off"]
+
 # The command in a process of its own; its arguments follow.
 COMMAND = [sys.executable, "-c", "import sys; from compiled_llm.commands.batch import main; sys.exit(main('x'))"]
 

@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 
 from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.offline.formats import row_of_text
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.reading import RowReader
-from compiled_llm.offline.row_formats import row_of_text
-from compiled_llm.offline.rows import Row, row_from_json, row_to_json
-from compiled_llm.offline.serving import RowIterator, RowServer
+from compiled_llm.offline.rows import Row, RowIterator, row_to_json
+from compiled_llm.offline.serving import RowServer
 from compiled_llm.system.child_process import decoded, encoded
 from tests.offline import random_rows
 
@@ -37,7 +37,7 @@ def no_constant(name: str) -> None:
 
 def serve(engine: CompiledEngine, rows: Sequence[Row]) -> dict[int, dict[str, Any]]:
     """The lines of rows by their number, on the way of an offline run; also as rows of a worker."""
-    sent = [row_from_json(decoded(encoded(row_to_json(row)))) for row in rows]
+    sent = [Row(**decoded(encoded(row_to_json(row)))) for row in rows]
     assert sent == list(rows)
     ordered = ordered_for_speed(iter(sent), len(sent), SAMPLING["max_tokens"], OrderGain())  # type: ignore[arg-type]
     server, found = RowServer(engine, SAMPLING), {}

@@ -10,7 +10,6 @@ import random
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_llm.offline import output_file
-from compiled_llm.offline.output_file import OutputFile
+from compiled_llm.offline import files, output_file
+from compiled_llm.offline.output_file import OutputFile, RowSet
 
 
 def line_of(index: Any, **fields: Any) -> bytes:
@@ -140,18 +139,6 @@ def test_an_error_at_the_end_is_not_lost(path: Path, monkeypatch: pytest.MonkeyP
         file.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file._descriptor)
-
-
-def test_what_is_written_reaches_the_disk_now_and_then(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that cannot be set back."""
-    now, synced = 1000.0, []
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(output_file.os, "fsync", lambda descriptor: synced.append(now))
-    with OutputFile(path, resume=False) as file:
-        for index in range(30):
-            file.write(index, line_of(index), failed=False)
-            now += 1.0
-    assert synced == [1000.0, 1005.0, 1010.0, 1015.0, 1020.0, 1025.0, 1030.0], "the first one is of its name"
 
 
 @pytest.mark.parametrize("last", [line_of(0), batch_line(0)])
@@ -313,7 +300,7 @@ def test_a_file_that_another_program_touches_ends_the_run(
 
 
 def test_rows_are_on_the_disk_some_seconds_later(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no row follows for a long time."""
+    """Also where no row follows for a long time, and by a clock that cannot be set back."""
     now, synced = [100.0], list[float]()
     monkeypatch.setattr(output_file.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(output_file.os, "fsync", lambda descriptor: synced.append(now[0]))
@@ -415,7 +402,9 @@ class KilledProcess:
         raise Killed
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize(
+    "share", [0.0, 0.5, 1.0, *(pytest.param(share, marks=pytest.mark.battery) for share in (0.02, 0.99))]
+)
 def test_a_kill_within_any_system_call_loses_no_whole_row(
     path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
@@ -428,6 +417,7 @@ def test_a_kill_within_any_system_call_loses_no_whole_row(
         written: list[int] = []
         with monkeypatch.context() as killing, contextlib.suppress(Killed):
             killing.setattr(output_file, "os", process)
+            killing.setattr(files, "os", process)
             killing.setattr(output_file, "SYNC_SECONDS", 0.0)
             with OutputFile(path, resume=True) as file:
                 file.remove_errors()
@@ -481,7 +471,7 @@ def test_rows_of_a_process_that_was_killed_are_there_once(path: Path) -> None:
 # -- Any history
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(history=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 60), st.sets(st.integers(0, 30))), max_size=8))
 def test_no_history_of_writes_and_cuts_loses_a_whole_line_or_has_one_twice(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, int, set[int]]]
@@ -505,3 +495,78 @@ def test_no_history_of_writes_and_cuts_loses_a_whole_line_or_has_one_twice(
         os.truncate(path, path.stat().st_size - lost)
         for index in todo if lost == 0 else todo[:-1]:
             (errors if index in failing else results).add(index)
+
+
+# -- The order of the input
+
+
+@settings(max_examples=25, deadline=None)
+@given(order=st.permutations(range(12)), num_before=st.integers(0, 12))
+def test_lines_are_put_in_order(tmp_path_factory: pytest.TempPathFactory, order: list[int], num_before: int) -> None:
+    """Some were written by an earlier run."""
+    path = tmp_path_factory.mktemp("run") / "out.jsonl"
+    for indices in (order[:num_before], order[num_before:]):
+        with OutputFile(path, resume=True) as file:
+            for index in indices:
+                file.write(index, line_of(index), failed=index % 3 == 0)
+    with OutputFile(path, resume=True) as file:
+        file.put_in_order()
+        assert len(file.done) == 12
+        file.write(12, line_of(12), failed=False)
+    assert path.read_bytes() == b"".join(map(line_of, range(13)))
+
+
+def test_a_file_in_order_is_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with OutputFile(path, resume=False) as file:
+        for index in range(3):
+            file.write(index, line_of(index), failed=False)
+        before = os.stat(path)
+        file.put_in_order()
+    assert os.path.samestat(before, os.stat(path))
+
+
+def test_rows_that_are_missing_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(line_of(2) + line_of(0))
+    with OutputFile(path, resume=True) as file, pytest.raises(ValueError, match="row 2 is in the file, and one of"):
+        file.put_in_order()
+    assert path.read_bytes() == line_of(2) + line_of(0)
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+
+
+# -- Sets of rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 500) | st.integers(65_530, 65_545)))
+def test_it_is_a_set(indices: list[int]) -> None:
+    rows, expected = RowSet(), set()
+    for index in indices:
+        assert rows.add(index) == (index not in expected)
+        expected.add(index)
+        assert len(rows) == len(expected)
+        assert rows.highest == max(expected)
+    assert {index for index in (*range(600), *range(65_500, 65_600)) if index in rows} == expected
+
+
+def num_bytes(rows: RowSet) -> int:
+    return sys.getsizeof(rows._chunks) + sum(map(sys.getsizeof, rows._chunks.values()))
+
+
+def test_ten_million_rows_take_little_memory() -> None:
+    rows = RowSet()
+    for index in range(0, 10_000_000, 1000):
+        rows.add(index)
+    assert num_bytes(rows) < 1_350_000
+
+
+def test_large_numbers_take_no_more_memory_than_small_ones() -> None:
+    rows = RowSet()
+    for index in (0, 10**12, 10**17):
+        assert rows.add(index)
+        assert rows.highest == index
+    assert RowSet().highest is None
+    assert 10**12 in rows
+    assert 10**12 + 1 not in rows
+    assert num_bytes(rows) < 30_000

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from compiled_llm.offline import reading
 from compiled_llm.offline.reading import RowReader
-from compiled_llm.offline.rows import Row, row_from_json, row_to_json
+from compiled_llm.offline.rows import Row, row_to_json
 
 
 def read(*paths: Path) -> list[Row]:
@@ -258,13 +258,6 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
         reader.check_unchanged()
 
 
-@pytest.mark.parametrize("values", OBJECTS)
-def test_rows_survive_the_way_through_json(tmp_path: Path, values: dict) -> None:
-    (tmp_path / "p.jsonl").write_text(json.dumps(values))
-    (row,) = read(tmp_path / "p.jsonl")
-    assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
-
-
 SECOND = datetime.timedelta(seconds=1)
 
 
@@ -300,11 +293,4 @@ def test_the_rows_of_tables_count_among_those_of_all_files(tmp_path: Path) -> No
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 300}), tmp_path / "b.parquet")
     reader = RowReader([str(tmp_path / "a.txt"), str(tmp_path / "b.parquet"), str(tmp_path / "a.txt")])
     assert len(list(reader)) == 304
-    assert [index for index in (0, 1, 2, 301, 302, 303, 304, 10**18) if reader.has_row(index)] == [
-        0,
-        1,
-        2,
-        301,
-        302,
-        303,
-    ]
+    assert [reader.has_row(index) for index in (0, 1, 2, 301, 303, 304, 10**18)] == [True] * 5 + [False] * 2

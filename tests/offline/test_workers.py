@@ -12,8 +12,7 @@ import pytest
 
 from compiled_llm.offline import local_workers, workers
 from compiled_llm.offline.local_workers import LocalProcesses, part_of, threads_of
-from compiled_llm.offline.progress import RowResult, RunProgress
-from compiled_llm.offline.rows import Row
+from compiled_llm.offline.rows import Row, RowIterator, RowResult, RunProgress
 from compiled_llm.offline.worker import SocketRows, send_results
 from compiled_llm.offline.workers import WorkerEngines
 from compiled_llm.system.child_process import Channel
@@ -108,7 +107,7 @@ def serve(
 ) -> tuple[list[RowResult], WorkerEngines]:
     engines = WorkerEngines(processes, [{}] * num_workers)
     with contextlib.closing(engines):
-        results = [result for result in engines.serve(iter(given), lambda: False) if result is not None]
+        results = [result for result in engines.serve(RowIterator(iter(given))) if result is not None]
     return results, engines
 
 
@@ -140,7 +139,7 @@ def test_rows_are_read_as_they_are_needed() -> None:
 
     engines = WorkerEngines(ThreadProcesses(), [{}] * 2)
     with contextlib.closing(engines):
-        results = engines.serve(iter(source()), lambda: False)
+        results = engines.serve(RowIterator(iter(source())))
         for _ in range(20):
             next(results)
         assert len(taken) < 100
@@ -260,7 +259,7 @@ def test_a_stop_drops_the_rows_that_wait() -> None:
     found: list[int] = []
     engines = WorkerEngines(ThreadProcesses(), [{}] * 2)
     is_enough = found.__len__
-    for result in engines.serve(iter(rows(10_000)), lambda: is_enough() >= 30):
+    for result in engines.serve(RowIterator(iter(rows(10_000)), lambda: is_enough() >= 30)):
         found += [] if result is None else [result.index]
     engines.close()
     assert 30 <= len(found) == len(set(found)) < 200

@@ -1,5 +1,8 @@
 """An op that is declared here has what its declaration says, with and without its C++ library."""
 
+import importlib
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,3 +68,13 @@ def test_the_ops_on_a_cpu_are_those_of_their_libraries() -> None:
     for name, op in (of | {"sampling_cpu": "greedy_tokens", "recurrent_cpu": "mamba2_scan"}).items():
         native.load(name)
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"compiled_llm::{op}", "CPU")
+
+
+def test_what_gpus_run_is_there() -> None:
+    """Without a GPU nobody calls it."""
+    pytest.importorskip("triton")
+    files = Path(library.__file__).parent.rglob("*.py")
+    places = {place for file in files for place in re.findall(r'on_gpu\(\s*"([\w.]+:\w+)"', file.read_text())}
+    assert len(places) > 20
+    for module, function in (place.split(":") for place in places):
+        assert callable(getattr(importlib.import_module(f"compiled_llm.ops.{module}"), function))

@@ -31,7 +31,7 @@ class Written(NamedTuple):
     logits: Tensor  # [T, V] of CHECKED, by the weights as they are quantised
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "mixtral"])
+@pytest.fixture(scope="module", params=["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.battery)])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose layers have groups of 16 inputs."""
     class_name, fields = CONFIGS[request.param]
@@ -130,7 +130,10 @@ def test_layers_are_skipped_by_the_names_that_the_checkpoint_has(source: Path, t
         quantise(source, tmp_path / "none", "rtn", "int4", ids=[], skip=("nothing",))
 
 
-@pytest.mark.parametrize(("method", "kind"), [("awq+gptq", "int4"), ("smoothquant+gptq", "int8_w8a8")])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("awq+gptq", "int4"), pytest.param("smoothquant+gptq", "int8_w8a8", marks=pytest.mark.battery)],
+)
 @pytest.mark.filterwarnings("ignore")  # of the library
 def test_what_is_written_loads_here_and_in_transformers(source: Path, method: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")

@@ -14,8 +14,8 @@ import pytest
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.request import Request
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, SchedulerOutputBuilder
-from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, SchedulerOutputBuilder, StartedRequest
+from compiled_llm.scheduling.worker import LogprobColumns, StepResult
 
 METHODS = {"end", "add_drafts", "cancel_drafts"}  # of a request, that change it
 PACKAGE = Path(__file__).parents[2] / "compiled_llm"
@@ -28,7 +28,7 @@ CONTRACTS = [
         num_samples=(1,),
         feedback=(-1,),
         token_ids=(1, 2, 3),
-        admissions=(Admission("a", SamplingParams(temperature=0), 5, (1, 2, 3), ()),),
+        admissions=(StartedRequest("a", SamplingParams(temperature=0), 5, (1, 2, 3), ()),),
         table_updates=(("a", 0, (1, 2)),),
         released_request_ids=("b",),
         swapped_out=((1, 1),),
@@ -67,15 +67,13 @@ def test_no_column_can_be_changed_through_the_builder() -> None:
     built = builder.build(resets=True)
     builder.request_ids.append("b")
     assert built == SchedulerOutput(request_ids=("a",), resets=True)
-    of_the_engine = {"resets", "masks", "prompt_targets"}
-    assert list(vars(builder)) == [name for name in SchedulerOutput._fields if name not in of_the_engine]
+    assert {*vars(builder), "resets"} == {*SchedulerOutput._fields}
 
 
-def test_masks_and_targets_are_added_to_a_copy() -> None:
-    step = CONTRACTS[0]
-    with_mask = step._replace(masks=((0, np.ones(3, dtype=np.int32)),))
-    assert step.masks == ()
-    assert pickle.loads(pickle.dumps(with_mask)).masks[0][1].tolist() == [1, 1, 1]
+def test_a_mask_goes_through_a_pipe() -> None:
+    builder = SchedulerOutputBuilder()
+    builder.masks.append((0, np.ones(3, dtype=np.int32)))
+    assert pickle.loads(pickle.dumps(builder.build())).masks[0][1].tolist() == [1, 1, 1]
 
 
 # -- Who writes to a request
@@ -139,7 +137,7 @@ def test_only_the_scheduling_room_writes_to_a_request() -> None:
         "del self.request.output_token_ids[-1]",
         "request.output_token_ids.append(5)",
         "parent.block_ids += [3]",
-        "self.completions[0].request.most_cached_tokens = None",
+        "self.completions[0].request.num_scored = 5",
         "entry.requests[0].num_computed_tokens -= 1",
         "setattr(request, name, 1)",
         "completion.request.end('stop', None)",

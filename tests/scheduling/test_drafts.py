@@ -13,12 +13,13 @@ from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.drafter import CheckedDrafter, draft_length
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import StepResult
 from tests.fake_engine import (
     VOCABULARY,
     FakeDrafter,
     FakeEngine,
     add,
+    add_request,
     both_loops,
     check_result,
     drafters,
@@ -37,7 +38,8 @@ def drafting(num_blocks: int, kind: str, num_tokens: int = 3, **arguments) -> Sc
 
 
 def steps_of(engine: FakeEngine, request: Request) -> list[int]:
-    return [work_of(output)[request.request_id] for output in engine.outputs if request.request_id in work_of(output)]
+    name = request.request_id.name
+    return [work_of(output)[name] for output in engine.outputs if name in work_of(output)]
 
 
 # -- Tokens
@@ -50,7 +52,7 @@ def steps_of(engine: FakeEngine, request: Request) -> list[int]:
 def test_tokens_are_those_of_plain_decoding(kind: str, steps: list[int] | None, overlap: bool) -> None:
     scheduler = drafting(20, kind)
     engine = FakeEngine(scheduler, overlap=overlap)
-    (request,) = add(scheduler, make_request("x", 5, 12))
+    request = add_request(scheduler, "x", 5, 12)
     engine.run()
     check_result(request)
     assert request.finish_reason == "length"
@@ -83,7 +85,7 @@ def test_nothing_follows_a_stop_token(index: int) -> None:
     prompt = list(range(5))
     stop = frozenset(expected_tokens(prompt, 2 + index)[-1:])
     scheduler = drafting(20, "right")
-    (request,) = add(scheduler, make_request("x", prompt, 20, stop))
+    request = add_request(scheduler, "x", prompt, 20, stop)
     FakeEngine(scheduler).run()
     assert (len(request.output_token_ids), request.finish_reason) == (2 + index, "stop")
     check_result(request)
@@ -110,7 +112,7 @@ def test_a_preemption_while_drafts_are_verified(kind: str, mode: str) -> None:
         100, kind, num_swap_blocks=20, arguments={"preemption_mode": mode, "policy": "priority"}, max_num_seqs=1
     )
     engine = FakeEngine(scheduler, overlap=True)
-    (request,) = add(scheduler, make_request("x", 3, 8, priority=1))
+    request = add_request(scheduler, "x", 3, 8, priority=1)
     while not request.draft_token_ids:
         engine.step()
     num_known = len(request.output_token_ids)
@@ -128,7 +130,7 @@ def test_children_of_a_parent_whose_drafts_are_verified(kind: str) -> None:
     for steps in range(1, 4):
         scheduler = drafting(60, kind)
         engine = FakeEngine(scheduler, overlap=True)
-        (parent,) = add(scheduler, make_request("parent", 5, 12))
+        parent = add_request(scheduler, "parent", 5, 12)
         for _ in range(2 * steps):
             engine.step()
         children = [make_child(parent, f"{steps}/{n}", 6) for n in range(2)]
@@ -147,7 +149,7 @@ def test_children_of_a_parent_whose_drafts_are_verified(kind: str) -> None:
 def test_only_accepted_tokens_can_be_found(kind: str, overlap: bool) -> None:
     scheduler = drafting(60, kind, prefix_caching=True)
     engine = FakeEngine(scheduler, overlap=overlap)
-    (request,) = add(scheduler, make_request("x", 6, 10))
+    request = add_request(scheduler, "x", 6, 10)
     drafted = set()
     while scheduler.has_unfinished_requests():
         drafts, known = tuple(request.draft_token_ids), request.prompt_token_ids + request.output_token_ids
@@ -219,7 +221,7 @@ def test_a_row_without_a_token_ends_the_request(index: int) -> None:
     """With the tokens before that row, as in plain decoding."""
     scheduler = drafting(20, "right")
     engine = FakeEngine(scheduler)
-    (request,) = add(scheduler, make_request("x", 3, 20))
+    request = add_request(scheduler, "x", 3, 20)
     engine.step()
     output = scheduler.schedule()
     sampled = list(engine.runner.execute(output).sampled_token_ids)
@@ -277,5 +279,5 @@ def test_what_is_no_drafter_is_refused_by_name() -> None:
 
 def test_a_request_of_one_token_takes_no_drafts() -> None:
     scheduler = drafting(20, "right")
-    (request,) = add(scheduler, make_request("x", 3, 1))
+    request = add_request(scheduler, "x", 3, 1)
     assert (request.takes_drafts, request.waits_for_tokens) == (False, False)

@@ -8,12 +8,13 @@ from tests.fake_engine import (
     FREE_SWAPS,
     FakeEngine,
     add,
+    add_request,
     both_loops,
     check_result,
     computed_tokens,
     make_child,
+    make_engine,
     make_request,
-    make_scheduler,
     work_of,
 )
 
@@ -53,10 +54,8 @@ def finish_all(engine: FakeEngine, *requests: Request) -> None:
 @caching
 @pytest.mark.parametrize("prompt_len", range(1, 14))
 def test_continuations_of_a_prompt_compute_its_last_token_alone(prompt_len: int, caches: bool, overlap: bool) -> None:
-    scheduler = make_scheduler(50, prefix_caching=caches)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    parent = make_request("parent", prompt_len, 6)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, prefix_caching=caches, overlap=overlap)
+    parent = add_request(scheduler, "parent", prompt_len, 6)
     run_until_known(engine, parent)
     children = [make_child(parent, f"{n}", 6, num_shared=prompt_len) for n in range(3)]
     fork(scheduler, parent, *children)
@@ -74,10 +73,8 @@ def test_continuations_of_a_prompt_compute_its_last_token_alone(prompt_len: int,
 
 
 def test_who_writes_first_copies_and_the_last_writes_in_place() -> None:
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 6, 8)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50)
+    parent = add_request(scheduler, "parent", 6, 8)
     engine.step()
     shared = parent.block_ids[1]
     first, second = children = [make_child(parent, name, 8, num_shared=6) for name in ("first", "second")]
@@ -97,10 +94,8 @@ def test_who_writes_first_copies_and_the_last_writes_in_place() -> None:
 
 def test_a_child_may_have_some_of_its_parents_tokens() -> None:
     """Beside one that has more: the parent copies the block that it writes to, not the one it was forked at last."""
-    scheduler = make_scheduler(50, prefix_caching=True)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 10, 8)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, prefix_caching=True)
+    parent = add_request(scheduler, "parent", 10, 8)
     engine.step()
     longer, shorter = make_child(parent, "longer", 4), make_child(parent, "shorter", 4, num_shared=6)
     fork(scheduler, parent, longer, shorter)
@@ -118,10 +113,8 @@ def test_a_child_may_have_some_of_its_parents_tokens() -> None:
 @caching
 def test_a_child_goes_on_from_all_its_parent_has(caches: bool, overlap: bool) -> None:
     """As beams do: they have its output, and a token of their own."""
-    scheduler = make_scheduler(50, prefix_caching=caches)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    parent = make_request("parent", 9, 12)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, prefix_caching=caches, overlap=overlap)
+    parent = add_request(scheduler, "parent", 9, 12)
     run_until_known(engine, parent, 4)
     known = 9 + len(parent.output_token_ids)
     child = make_child(parent, "child", 5, own=[1, 2, 3])
@@ -134,8 +127,7 @@ def test_a_child_goes_on_from_all_its_parent_has(caches: bool, overlap: bool) ->
 @both_loops
 def test_a_child_of_a_prompt_that_is_computed_in_chunks(overlap: bool) -> None:
     """It has what is computed, also what the step in flight computes, and computes the rest itself."""
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(50, overlap=overlap)
     other, parent = make_request("other", 3, 10), make_request("parent", 40, 4)
     add(scheduler, other, parent)
     engine.step()
@@ -148,10 +140,8 @@ def test_a_child_of_a_prompt_that_is_computed_in_chunks(overlap: bool) -> None:
 
 def test_a_token_in_flight_is_no_childs() -> None:
     """Two steps are in flight: the second one computes the token that the first one samples, which nobody knows."""
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler, overlap=True)
-    parent = make_request("parent", 9, 12)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, overlap=True)
+    parent = add_request(scheduler, "parent", 9, 12)
     run_until_known(engine, parent, 2)
     engine.launch()
     assert parent.num_computed_tokens == 9 + len(parent.output_token_ids) + 1
@@ -164,8 +154,7 @@ def test_a_token_in_flight_is_no_childs() -> None:
 
 def test_others_may_find_the_block_that_a_child_fills_in_the_same_step() -> None:
     """It is the child's own by then, and what they need of it is written before anybody reads."""
-    scheduler = make_scheduler(50, prefix_caching=True, max_num_seqs=2)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(50, prefix_caching=True, max_num_seqs=2)
     parent, other = make_request("parent", 6, 2), make_request("other", 3, 9)
     add(scheduler, parent, other)
     engine.step()
@@ -183,10 +172,8 @@ def test_others_may_find_the_block_that_a_child_fills_in_the_same_step() -> None
 
 
 def test_a_child_that_waits_can_be_forked_itself() -> None:
-    scheduler = make_scheduler(50, max_num_seqs=1)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 7, 6)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, max_num_seqs=1)
+    parent = add_request(scheduler, "parent", 7, 6)
     engine.step()
     child = make_child(parent, "child", 6)
     fork(scheduler, parent, child)
@@ -198,10 +185,8 @@ def test_a_child_that_waits_can_be_forked_itself() -> None:
 
 
 def test_a_prompt_of_one_token_shares_nothing() -> None:
-    scheduler = make_scheduler(10)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 1, 4)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(10)
+    parent = add_request(scheduler, "parent", 1, 4)
     engine.step()
     child = make_child(parent, "child", 4, num_shared=1)
     fork(scheduler, parent, child)
@@ -210,8 +195,7 @@ def test_a_prompt_of_one_token_shares_nothing() -> None:
 
 
 def test_children_have_the_rank_of_their_parent() -> None:
-    scheduler = make_scheduler(50, max_num_seqs=2)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(50, max_num_seqs=2)
     parent, later, last = (make_request(name, 5, 6) for name in ("parent", "later", "last"))
     add(scheduler, parent, later, last)
     engine.step()
@@ -232,10 +216,8 @@ def test_children_have_the_rank_of_their_parent() -> None:
 @caching
 @pytest.mark.parametrize("prompt_len", [5, 6, 7, 8])
 def test_a_kept_request_is_forked_after_its_end(prompt_len: int, caches: bool, overlap: bool) -> None:
-    scheduler = make_scheduler(50, prefix_caching=caches)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    parent = make_request("parent", prompt_len, 1, keeps_blocks=True)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, prefix_caching=caches, overlap=overlap)
+    parent = add_request(scheduler, "parent", prompt_len, 1, keeps_blocks=True)
     engine.run()
     assert parent.finish_reason == "length"
     assert scheduler.pool.num_used == 2
@@ -252,10 +234,8 @@ def test_a_kept_request_is_forked_after_its_end(prompt_len: int, caches: bool, o
 
 
 def test_while_a_request_is_kept_all_its_children_copy() -> None:
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 6, 1, keeps_blocks=True)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50)
+    parent = add_request(scheduler, "parent", 6, 1, keeps_blocks=True)
     engine.run()
     children = [make_child(parent, f"{n}", 5) for n in range(2)]
     fork(scheduler, parent, *children)
@@ -271,10 +251,8 @@ def test_while_a_request_is_kept_all_its_children_copy() -> None:
 
 @caching
 def test_a_child_outlives_a_parent_that_keeps_nothing(caches: bool) -> None:
-    scheduler = make_scheduler(50, prefix_caching=caches, max_num_seqs=1)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 10, 2)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, prefix_caching=caches, max_num_seqs=1)
+    parent = add_request(scheduler, "parent", 10, 2)
     engine.step()
     child = make_child(parent, "child", 5, num_shared=10)
     fork(scheduler, parent, child)
@@ -294,10 +272,8 @@ def test_a_child_outlives_a_parent_that_keeps_nothing(caches: bool) -> None:
 @pytest.mark.parametrize("prompt_len", [6, 7, 8])
 def test_a_block_that_the_parent_filled_is_not_written_to(prompt_len: int, overlap: bool) -> None:
     """Its child waited until the parent had ended, and has it alone; but it is found as what the parent wrote."""
-    scheduler = make_scheduler(50, prefix_caching=True, max_num_seqs=1)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    parent = make_request("parent", prompt_len, 6)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, prefix_caching=True, max_num_seqs=1, overlap=overlap)
+    parent = add_request(scheduler, "parent", prompt_len, 6)
     run_until_known(engine, parent)
     child = make_child(parent, "child", 6, num_shared=prompt_len)
     fork(scheduler, parent, child)
@@ -307,17 +283,14 @@ def test_a_block_that_the_parent_filled_is_not_written_to(prompt_len: int, overl
     assert scheduler.pool.digest(shared) is not None or copies_of(engine), "it is full, or the parent has left it"
     finish_all(engine, parent, child)
     # Who begins as the parent did finds its block as the parent wrote it: the fake model compares every slot.
-    again = make_request("again", parent.prompt_token_ids + parent.output_token_ids[:3], 2)
-    add(scheduler, again)
+    again = add_request(scheduler, "again", parent.prompt_token_ids + parent.output_token_ids[:3], 2)
     finish_all(engine, again)
     assert again.num_cached_tokens == 8
 
 
 def test_an_ended_request_that_kept_nothing_has_nothing_to_give() -> None:
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 6, 2)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50)
+    parent = add_request(scheduler, "parent", 6, 2)
     engine.run()
     child = make_child(parent, "child", 4)
     fork(scheduler, parent, child)
@@ -327,10 +300,8 @@ def test_an_ended_request_that_kept_nothing_has_nothing_to_give() -> None:
 
 
 def test_letting_go_before_the_end_keeps_nothing() -> None:
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 6, 5, keeps_blocks=True)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50)
+    parent = add_request(scheduler, "parent", 6, 5, keeps_blocks=True)
     engine.step()
     scheduler.end_forking(parent)
     assert parent.block_ids, "it runs"
@@ -343,10 +314,9 @@ def test_letting_go_before_the_end_keeps_nothing() -> None:
 @both_loops
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_preempted_parent_has_nothing_to_give(mode: str, overlap: bool) -> None:
-    scheduler = make_scheduler(
-        6, num_swap_blocks=10, arguments={"preemption_mode": mode}, max_model_len=24, max_num_seqs=2
+    scheduler, engine = make_engine(
+        6, num_swap_blocks=10, arguments={"preemption_mode": mode}, max_model_len=24, max_num_seqs=2, overlap=overlap
     )
-    engine = FakeEngine(scheduler, overlap=overlap)
     first, parent = make_request("first", 8, 15), make_request("parent", 6, 15)
     add(scheduler, first, parent)
     while parent.num_preemptions == 0:
@@ -364,16 +334,15 @@ def test_a_preempted_parent_has_nothing_to_give(mode: str, overlap: bool) -> Non
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_forked_requests_are_preempted_and_come_back(mode: str, caches: bool, overlap: bool) -> None:
     """What they share goes to the host once for each, and comes back as blocks of their own."""
-    scheduler = make_scheduler(
+    scheduler, engine = make_engine(
         10,
         prefix_caching=caches,
         num_swap_blocks=40,
         arguments={"preemption_mode": mode, "costs": FREE_SWAPS},
         max_model_len=32,
+        overlap=overlap,
     )
-    engine = FakeEngine(scheduler, overlap=overlap)
-    parent = make_request("parent", 10, 20)
-    add(scheduler, parent)
+    parent = add_request(scheduler, "parent", 10, 20)
     run_until_known(engine, parent)
     children = [make_child(parent, f"{n}", 20, own=[n]) for n in range(3)]
     fork(scheduler, parent, *children)
@@ -386,19 +355,16 @@ def test_forked_requests_are_preempted_and_come_back(mode: str, caches: bool, ov
 
 
 def test_an_urgent_request_takes_the_place_of_forked_ones() -> None:
-    scheduler = make_scheduler(
+    scheduler, engine = make_engine(
         9, num_swap_blocks=20, arguments={"policy": "priority", "preemption_mode": "swap"}, max_model_len=32
     )
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 10, 6, priority=1)
-    add(scheduler, parent)
+    parent = add_request(scheduler, "parent", 10, 6, priority=1)
     engine.step()
     children = [make_child(parent, f"{n}", 6, own=[n]) for n in range(3)]
     fork(scheduler, parent, *children)
     engine.step()
     assert [request.status for request in children].count(Status.RUNNING) >= 2
-    urgent = make_request("urgent", 16, 8)
-    add(scheduler, urgent)
+    urgent = add_request(scheduler, "urgent", 16, 8)
     assert "urgent" in work_of(engine.step())
     assert scheduler.num_preemptions > 0
     finish_all(engine, parent, *children, urgent)
@@ -409,8 +375,7 @@ def test_an_urgent_request_takes_the_place_of_forked_ones() -> None:
 
 
 def test_what_is_kept_goes_first_and_then_what_the_last_holder_has() -> None:
-    scheduler = make_scheduler(8, max_num_seqs=1, max_model_len=32)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(8, max_num_seqs=1, max_model_len=32)
     kept, ended = make_request("kept", 4, 1, keeps_blocks=True), make_request("ended", 7, 3)
     add(scheduler, kept)
     engine.run()
@@ -435,10 +400,8 @@ def test_what_is_kept_goes_first_and_then_what_the_last_holder_has() -> None:
 
 def test_who_is_alone_with_holders_takes_their_blocks_back_and_goes_on() -> None:
     """It has the pool full, and only a waiting child names the block it writes to: no block becomes free by that."""
-    scheduler = make_scheduler(2, max_model_len=8, max_num_seqs=1)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 6, 2)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(2, max_model_len=8, max_num_seqs=1)
+    parent = add_request(scheduler, "parent", 6, 2)
     engine.step()
     child = make_child(parent, "child", 2, num_shared=6)
     fork(scheduler, parent, child)
@@ -452,8 +415,7 @@ def test_who_is_alone_with_holders_takes_their_blocks_back_and_goes_on() -> None
 
 def test_of_what_a_step_copies_nothing_is_overwritten_in_it() -> None:
     """One copies a block; then the last who names it has to give it up, for another who needs one to copy to."""
-    scheduler = make_scheduler(5, max_model_len=16, max_num_seqs=2)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(5, max_model_len=16, max_num_seqs=2)
     one, two = requests = [make_request(name, 6, 2) for name in ("one", "two")]
     add(scheduler, *requests)
     engine.step()
@@ -469,14 +431,12 @@ def test_of_what_a_step_copies_nothing_is_overwritten_in_it() -> None:
 
 
 def test_the_first_that_waits_gets_what_is_kept_where_nobody_runs() -> None:
-    scheduler = make_scheduler(8, max_model_len=32)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(8, max_model_len=32)
     kept = [make_request(f"kept {n}", 7, 1, keeps_blocks=True) for n in range(3)]
     add(scheduler, *kept)
     engine.run()
     assert scheduler.pool.num_free == 2
-    long = make_request("long", 20, 4)
-    add(scheduler, long)
+    long = add_request(scheduler, "long", 20, 4)
     engine.step()
     assert [bool(request.block_ids) for request in kept] == [True, False, False], "no more than it takes"
     child = make_child(kept[2], "child", 3)
@@ -489,13 +449,11 @@ def test_the_first_that_waits_gets_what_is_kept_where_nobody_runs() -> None:
 
 
 def test_while_others_run_who_waits_leaves_what_is_held_alone() -> None:
-    scheduler = make_scheduler(8, max_model_len=32)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(8, max_model_len=32)
     kept, running = make_request("kept", 7, 1, keeps_blocks=True), make_request("running", 9, 4)
     add(scheduler, kept, running)
     engine.step()
-    late = make_request("late", 15, 2)
-    add(scheduler, late)
+    late = add_request(scheduler, "late", 15, 2)
     while running.status is Status.RUNNING:
         assert late.status is Status.WAITING
         engine.step()
@@ -505,13 +463,10 @@ def test_while_others_run_who_waits_leaves_what_is_held_alone() -> None:
 
 
 def test_a_holder_itself_is_taken_in_by_what_others_hold() -> None:
-    scheduler = make_scheduler(6, max_model_len=24, max_num_seqs=1)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 6, 1, keeps_blocks=True)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(6, max_model_len=24, max_num_seqs=1)
+    parent = add_request(scheduler, "parent", 6, 1, keeps_blocks=True)
     engine.run()
-    other = make_request("other", 11, 1, keeps_blocks=True)
-    add(scheduler, other)
+    other = add_request(scheduler, "other", 11, 1, keeps_blocks=True)
     engine.run()
     child = make_child(parent, "child", 4, own=list(range(8)))
     fork(scheduler, parent, child)
@@ -526,10 +481,8 @@ def test_a_holder_itself_is_taken_in_by_what_others_hold() -> None:
 
 def test_a_waiting_child_leaves_room_for_its_copy() -> None:
     """All its tokens have blocks; but one of these is to be copied, and there is no other."""
-    scheduler = make_scheduler(4, max_model_len=16)
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 14, 2)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(4, max_model_len=16)
+    parent = add_request(scheduler, "parent", 14, 2)
     engine.step()
     child = make_child(parent, "child", 2, num_shared=14)
     fork(scheduler, parent, child)
@@ -546,16 +499,16 @@ def test_a_waiting_child_leaves_room_for_its_copy() -> None:
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted", "kept", "let go"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_an_aborted_parent_leaves_its_children_as_they_are(state: str, mode: str, caches: bool) -> None:
-    scheduler = make_scheduler(
+    scheduler, engine = make_engine(
         20,
         prefix_caching=caches,
         num_swap_blocks=20,
         arguments={"preemption_mode": mode, "policy": "priority"},
         max_num_seqs=2,
     )
-    engine = FakeEngine(scheduler)
-    parent = make_request("parent", 10, 1 if state in ("kept", "let go") else 10, priority=2, keeps_blocks=True)
-    add(scheduler, parent)
+    parent = add_request(
+        scheduler, "parent", 10, 1 if state in ("kept", "let go") else 10, priority=2, keeps_blocks=True
+    )
     if state != "waiting":
         engine.step()
     children = [make_child(parent, f"{n}", 4, num_shared=10) for n in range(2)]
@@ -578,10 +531,8 @@ def test_an_aborted_parent_leaves_its_children_as_they_are(state: str, mode: str
 @pytest.mark.parametrize("steps", range(5))
 def test_aborted_children_give_back_what_they_hold(steps: int, overlap: bool) -> None:
     """Before they run, while they do and when they have ended, with steps of theirs in flight."""
-    scheduler = make_scheduler(50, prefix_caching=True, max_num_seqs=3)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    parent = make_request("parent", 10, 8)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, prefix_caching=True, max_num_seqs=3, overlap=overlap)
+    parent = add_request(scheduler, "parent", 10, 8)
     run_until_known(engine, parent)
     children = [make_child(parent, f"{n}", 3, own=[n]) for n in range(4)]
     fork(scheduler, parent, *children)
@@ -596,13 +547,10 @@ def test_aborted_children_give_back_what_they_hold(steps: int, overlap: bool) ->
 
 @both_loops
 def test_a_stop_token_ends_a_parent_whose_next_step_is_in_flight(overlap: bool) -> None:
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    free = make_request("parent", 6, 4)
-    add(scheduler, free)
+    scheduler, engine = make_engine(50, overlap=overlap)
+    free = add_request(scheduler, "parent", 6, 4)
     engine.run()
-    parent = make_request("parent", 6, 20, stop=frozenset(free.output_token_ids[2:3]), keeps_blocks=True)
-    add(scheduler, parent)
+    parent = add_request(scheduler, "parent", 6, 20, stop=frozenset(free.output_token_ids[2:3]), keeps_blocks=True)
     while parent.status is not Status.FINISHED:
         engine.step()
     children = [make_child(parent, f"{n}", 4, own=[n]) for n in range(2)]
@@ -617,10 +565,8 @@ def test_a_stop_token_ends_a_parent_whose_next_step_is_in_flight(overlap: bool) 
 
 def test_what_a_broken_step_was_to_compute_is_no_childs() -> None:
     """A child was given what the step in flight computes."""
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler, overlap=True)
-    parent = make_request("parent", 10, 4)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, overlap=True)
+    parent = add_request(scheduler, "parent", 10, 4)
     engine.launch()
     child = make_child(parent, "child", 4)
     fork(scheduler, parent, child)
@@ -633,13 +579,10 @@ def test_what_a_broken_step_was_to_compute_is_no_childs() -> None:
 
 def test_what_a_broken_step_was_to_compute_is_not_kept() -> None:
     """A request ended with the step in flight that computes its last token, and is forked when that has broken."""
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler, overlap=True)
-    free = make_request("parent", 6, 4)
-    add(scheduler, free)
+    scheduler, engine = make_engine(50, overlap=True)
+    free = add_request(scheduler, "parent", 6, 4)
     engine.run()
-    parent = make_request("parent", 6, 20, stop=frozenset(free.output_token_ids[2:3]), keeps_blocks=True)
-    add(scheduler, parent)
+    parent = add_request(scheduler, "parent", 6, 20, stop=frozenset(free.output_token_ids[2:3]), keeps_blocks=True)
     while parent.status is not Status.FINISHED:
         engine.step()
     assert engine.runner.written, "the token behind the one that ended it is being sampled"
@@ -653,10 +596,8 @@ def test_what_a_broken_step_was_to_compute_is_not_kept() -> None:
 
 @both_loops
 def test_who_was_to_keep_its_blocks_keeps_none_that_a_broken_step_wrote_to(overlap: bool) -> None:
-    scheduler = make_scheduler(50)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    parent = make_request("parent", 10, 4, keeps_blocks=True)
-    add(scheduler, parent)
+    scheduler, engine = make_engine(50, overlap=overlap)
+    parent = add_request(scheduler, "parent", 10, 4, keeps_blocks=True)
     for ended in ([], [parent]):
         engine.launch()
         assert engine.fail_steps("the reason") == ended
@@ -669,8 +610,7 @@ def test_who_was_to_keep_its_blocks_keeps_none_that_a_broken_step_wrote_to(overl
 
 @both_loops
 def test_after_a_broken_step_children_that_waited_are_served(overlap: bool) -> None:
-    scheduler = make_scheduler(50, prefix_caching=True, max_num_seqs=2)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(50, prefix_caching=True, max_num_seqs=2, overlap=overlap)
     parent, other = make_request("parent", 10, 9), make_request("other", 3, 9)
     add(scheduler, parent, other)
     run_until_known(engine, parent, 3)
@@ -685,9 +625,8 @@ def test_after_a_broken_step_children_that_waited_are_served(overlap: bool) -> N
 
 def test_a_child_that_lacks_room_for_a_copy_alone_gives_its_blocks_up() -> None:
     """It has two of three blocks, and the second is published: to write to it, it would need two more."""
-    scheduler = make_scheduler(3, prefix_caching=True, max_num_seqs=1)
-    engine = FakeEngine(scheduler)
-    (parent,) = add(scheduler, make_request("parent", 6, 6))
+    scheduler, engine = make_engine(3, prefix_caching=True, max_num_seqs=1)
+    parent = add_request(scheduler, "parent", 6, 6)
     while parent.num_computed_tokens < 9:
         engine.step()
     middle = make_child(parent, "middle", 3, num_shared=7)

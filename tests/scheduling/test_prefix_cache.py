@@ -7,13 +7,13 @@ import pytest
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request
-from tests.fake_engine import make_request
+from tests.fake_engine import cache_over, make_request
 
 SIZE = 4
 
 
 def make_cache(num_blocks: int = 40, **arguments) -> PrefixCache:
-    return PrefixCache(BlockPool(num_blocks), SIZE, **arguments)
+    return cache_over(BlockPool(num_blocks), SIZE, **arguments)
 
 
 def admit(cache: PrefixCache, request: Request) -> int:
@@ -122,7 +122,7 @@ def test_a_salt_keeps_requests_apart(cache: PrefixCache) -> None:
 def test_the_facts_are_in_every_digest() -> None:
     """One pool, as if the model was exchanged under it."""
     pool = BlockPool(20)
-    one, other = PrefixCache(pool, SIZE, facts=("model", "bf16")), PrefixCache(pool, SIZE, facts=("model", "int8"))
+    one, other = (cache_over(pool, SIZE, facts=("model", dtype)) for dtype in ("bf16", "int8"))
     first = prompt_of("first")
     admit(one, first)
     compute(one, first, 18)

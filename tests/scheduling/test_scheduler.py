@@ -15,10 +15,12 @@ from compiled_llm.scheduling.scheduler import Scheduler
 from tests.fake_engine import (
     FakeEngine,
     add,
+    add_request,
     both_loops,
     check_result,
     expected_tokens,
     finishing_order,
+    make_engine,
     make_request,
     make_scheduler,
     work_of,
@@ -36,8 +38,7 @@ def test_first_come_first_served(overlap: bool) -> None:
 
 
 def test_a_step_decodes_before_anything_else_however_long_the_prompt_that_waits() -> None:
-    scheduler = make_scheduler(40)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(40)
     add(scheduler, make_request("a", 3, 20), make_request("b", 3, 20))
     engine.step()
     add(scheduler, make_request("long", 40, 2))
@@ -46,56 +47,49 @@ def test_a_step_decodes_before_anything_else_however_long_the_prompt_that_waits(
 
 
 def test_decodes_go_first_even_if_a_chunked_prompt_is_older() -> None:
-    scheduler = make_scheduler(40)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(40)
     add(scheduler, make_request("long", 60, 2), make_request("short", 2, 10))
     assert work_of(engine.step()) == {"short": 2, "long": 14}
     assert work_of(engine.step()) == {"short": 1, "long": 15}
 
 
 def test_a_long_prompt_leaves_half_of_the_step_to_later_ones_that_fit() -> None:
-    scheduler = make_scheduler(60)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(60)
     add(scheduler, make_request("long", 60, 2), make_request("too long", 20, 2), make_request("fits", 8, 2))
     assert work_of(engine.step()) == {"fits": 8, "long": 8}
 
 
 def test_a_long_prompt_takes_what_the_others_leave() -> None:
-    scheduler = make_scheduler(60)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(60)
     add(scheduler, make_request("long", 60, 2), make_request("a", 3, 2), make_request("b", 3, 2))
     assert work_of(engine.step()) == {"a": 3, "b": 3, "long": 10}
 
 
 def test_a_short_prompt_behind_two_long_ones_starts_in_the_next_step() -> None:
-    scheduler = make_scheduler(60)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(60)
     add(scheduler, make_request("long 1", 60, 2), make_request("long 2", 60, 2))
     engine.step()
-    (short,) = add(scheduler, make_request("short", 5, 2))
+    short = add_request(scheduler, "short", 5, 2)
     assert work_of(engine.step()) == {"short": 5, "long 1": 11}
     assert len(short.output_token_ids) == 1
 
 
 def test_of_two_long_prompts_the_second_starts_when_the_first_is_through() -> None:
-    scheduler = make_scheduler(60)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(60)
     add(scheduler, make_request("a", 24, 4), make_request("b", 24, 4))
     work = [work_of(engine.step()) for _ in range(4)]
     assert work == [{"a": 16}, {"a": 8, "b": 8}, {"a": 1, "b": 15}, {"a": 1, "b": 1}]
 
 
 def test_without_chunked_prefill_a_prompt_runs_whole_or_waits() -> None:
-    scheduler = make_scheduler(60, chunked_prefill=False, max_num_batched_tokens=64)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(60, chunked_prefill=False, max_num_batched_tokens=64)
     add(scheduler, make_request("a", 40, 4), make_request("b", 40, 4), make_request("c", 4, 4))
     assert work_of(engine.step()) == {"a": 40}, "b does not fit, and c is behind it"
     assert work_of(engine.step()) == {"a": 1, "b": 40, "c": 4}
 
 
 def test_without_chunked_prefill_a_prefix_that_is_found_need_not_fit() -> None:
-    scheduler = make_scheduler(60, prefix_caching=True, chunked_prefill=False, max_num_batched_tokens=64)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(60, prefix_caching=True, chunked_prefill=False, max_num_batched_tokens=64)
     common = list(range(32))
     add(scheduler, make_request("first", common, 8))
     engine.step()
@@ -104,16 +98,14 @@ def test_without_chunked_prefill_a_prefix_that_is_found_need_not_fit() -> None:
 
 
 def test_no_more_requests_run_than_there_are_seats() -> None:
-    scheduler = make_scheduler(100)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(100)
     add(scheduler, *[make_request(f"{i}", 1, 3) for i in range(6)])
     assert list(work_of(engine.step())) == ["0", "1", "2", "3"]
     assert (len(scheduler.running), scheduler.num_waiting) == (4, 2)
 
 
 def test_a_request_waits_until_all_its_tokens_have_blocks_and_the_running_ones_room_to_grow() -> None:
-    scheduler = make_scheduler(5)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(5)
     add(scheduler, make_request("a", 7, 5), make_request("b", 10, 2))
     assert work_of(engine.step()) == {"a": 7}, "3 blocks are free: b takes them all, a may need one"
     while "a" in (work := work_of(engine.step())):
@@ -131,7 +123,7 @@ def test_capacity_is_the_smaller_of_model_and_pool() -> None:
 @both_loops
 def test_a_prompt_of_one_token_and_an_output_of_one(overlap: bool) -> None:
     scheduler = make_scheduler(4)
-    (request,) = add(scheduler, make_request("x", 1, 1))
+    request = add_request(scheduler, "x", 1, 1)
     FakeEngine(scheduler, overlap=overlap).run()
     assert len(request.output_token_ids) == 1
     check_result(request)
@@ -185,8 +177,9 @@ def test_while_nothing_decodes_the_target_is_nothing() -> None:
 
 
 def test_without_a_target_a_step_has_a_size_of_its_own_beside_decodes() -> None:
-    scheduler = make_scheduler(100, max_num_batched_tokens=64, max_tokens_beside_decodes=24, token_bucket_sizes=(64,))
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(
+        100, max_num_batched_tokens=64, max_tokens_beside_decodes=24, token_bucket_sizes=(64,)
+    )
     add(scheduler, make_request("first", 40, 20))
     assert work_of(engine.step()) == {"first": 40}
     add(scheduler, make_request("long", 40, 2))
@@ -194,13 +187,12 @@ def test_without_a_target_a_step_has_a_size_of_its_own_beside_decodes() -> None:
 
 
 def test_a_prompt_gets_a_token_at_least_beside_decodes_that_fill_the_bucket() -> None:
-    scheduler = make_scheduler(
+    scheduler, engine = make_engine(
         100,
         arguments={"target_itl_ms": 1, "costs": StepCosts({4: 1.0, 16: 1.0})},
         max_num_seqs=8,
         token_bucket_sizes=(4, 16),
     )
-    engine = FakeEngine(scheduler)
     add(scheduler, *[make_request(f"{i}", 2, 10) for i in range(4)])
     engine.step()
     add(scheduler, make_request("long", 30, 2))
@@ -224,15 +216,14 @@ def test_the_target_follows_what_is_measured() -> None:
 @both_loops
 def test_a_finished_request_is_left_as_it_is(overlap: bool) -> None:
     scheduler = make_scheduler(20)
-    (request,) = add(scheduler, make_request("x", 3, 2))
+    request = add_request(scheduler, "x", 3, 2)
     FakeEngine(scheduler, overlap=overlap).run()
     scheduler.finish(request, "abort")
     assert request.finish_reason == "length"
 
 
 def test_aborts_wherever_a_request_stands() -> None:
-    scheduler = make_scheduler(8, num_swap_blocks=20, arguments={"preemption_mode": "swap"}, max_model_len=24)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(8, num_swap_blocks=20, arguments={"preemption_mode": "swap"}, max_model_len=24)
     requests = add(scheduler, *[make_request(f"{i}", 5, 15) for i in range(5)])
     while not any(request.host_block_ids for request in requests):
         engine.step()
@@ -246,8 +237,7 @@ def test_aborts_wherever_a_request_stands() -> None:
 
 @both_loops
 def test_when_steps_break_their_requests_go_on_by_themselves_and_then_the_others(overlap: bool) -> None:
-    scheduler = make_scheduler(100, max_num_seqs=2)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(100, max_num_seqs=2, overlap=overlap)
     a, b, waiting = add(scheduler, *[make_request(name, 4, 6) for name in ("a", "b", "waiting")])
     engine.step()
     scheduler.schedule()  # launched, and then the device broke
@@ -261,14 +251,13 @@ def test_when_steps_break_their_requests_go_on_by_themselves_and_then_the_others
 
 
 def test_when_steps_break_what_they_computed_cannot_be_found() -> None:
-    scheduler = make_scheduler(100, prefix_caching=True)
-    engine = FakeEngine(scheduler, overlap=True)
+    scheduler, engine = make_engine(100, prefix_caching=True, overlap=True)
     prompt = list(range(16))
-    (broken,) = add(scheduler, make_request("broken", prompt, 4))
+    broken = add_request(scheduler, "broken", prompt, 4)
     engine.step()
     engine.fail_steps("the reason")
     scheduler.finish(broken, "abort")
-    (again,) = add(scheduler, make_request("again", prompt, 4))
+    again = add_request(scheduler, "again", prompt, 4)
     engine.run()
     assert again.num_cached_tokens == 0
     check_result(again)
@@ -276,8 +265,7 @@ def test_when_steps_break_what_they_computed_cannot_be_found() -> None:
 
 def test_when_steps_break_what_was_swapped_out_is_computed_again() -> None:
     """It may not have arrived."""
-    scheduler = make_scheduler(8, num_swap_blocks=20, arguments={"preemption_mode": "swap"}, max_model_len=24)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(8, num_swap_blocks=20, arguments={"preemption_mode": "swap"}, max_model_len=24)
     requests = add(scheduler, *[make_request(f"{i}", 5, 15) for i in range(3)])
     while not (swapped := [request for request in requests if request.host_block_ids]):
         engine.step()

@@ -7,20 +7,11 @@ import pytest
 
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Status
-from tests.fake_engine import (
-    FakeEngine,
-    add,
-    both_loops,
-    check_result,
-    expected_tokens,
-    make_request,
-    make_scheduler,
-)
+from tests.fake_engine import add, add_request, both_loops, check_result, expected_tokens, make_engine, make_request
 
 
 def test_a_token_in_flight_is_fed_back_by_its_place_in_the_step_before() -> None:
-    scheduler = make_scheduler(20)
-    engine = FakeEngine(scheduler, overlap=True)
+    scheduler, engine = make_engine(20, overlap=True)
     add(scheduler, make_request("a", 3, 4), make_request("b", 3, 4))
     first, second = engine.step(), engine.step()
     assert first is not None
@@ -31,11 +22,10 @@ def test_a_token_in_flight_is_fed_back_by_its_place_in_the_step_before() -> None
 
 
 def test_the_surplus_token_of_a_request_that_stopped_is_dropped() -> None:
-    scheduler = make_scheduler(20)
-    engine = FakeEngine(scheduler, overlap=True)
+    scheduler, engine = make_engine(20, overlap=True)
     prompt = list(range(3))
     stop = expected_tokens(prompt, 3)
-    (request,) = add(scheduler, make_request("x", prompt, 20, frozenset(stop[-1:])))
+    request = add_request(scheduler, "x", prompt, 20, frozenset(stop[-1:]))
     engine.run()
     assert request.output_token_ids == stop
     assert len(engine.outputs) == 4, "a step more than tokens: it was launched before the stop was known"
@@ -46,16 +36,14 @@ def test_the_surplus_token_of_a_request_that_stopped_is_dropped() -> None:
 
 
 def test_no_step_runs_beyond_the_last_token_that_fits() -> None:
-    scheduler = make_scheduler(20)
-    engine = FakeEngine(scheduler, overlap=True)
+    scheduler, engine = make_engine(20, overlap=True)
     add(scheduler, make_request("x", 3, 4))
     engine.run()
     assert len(engine.outputs) == 4
 
 
 def test_an_abort_while_its_token_is_in_flight() -> None:
-    scheduler = make_scheduler(20)
-    engine = FakeEngine(scheduler, overlap=True)
+    scheduler, engine = make_engine(20, overlap=True)
     aborted, other = add(scheduler, make_request("aborted", 3, 20), make_request("other", 3, 6))
     for _ in range(3):
         engine.step()
@@ -71,11 +59,10 @@ def test_an_abort_while_its_token_is_in_flight() -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_preemption_while_its_token_is_in_flight(mode: str) -> None:
-    scheduler = make_scheduler(
-        100, num_swap_blocks=20, arguments={"preemption_mode": mode, "policy": "priority"}, max_num_seqs=1
+    scheduler, engine = make_engine(
+        100, num_swap_blocks=20, arguments={"preemption_mode": mode, "policy": "priority"}, max_num_seqs=1, overlap=True
     )
-    engine = FakeEngine(scheduler, overlap=True)
-    (request,) = add(scheduler, make_request("x", 3, 8, priority=1))
+    request = add_request(scheduler, "x", 3, 8, priority=1)
     engine.step()
     engine.step()
     add(scheduler, make_request("urgent", 3, 2))
@@ -92,11 +79,14 @@ def test_a_preemption_while_its_token_is_in_flight(mode: str) -> None:
 def test_a_preempted_request_may_end_by_its_token_in_flight() -> None:
     prompt = list(range(3))
     stop = frozenset(expected_tokens(prompt, 2)[-1:])
-    scheduler = make_scheduler(
-        100, num_swap_blocks=20, arguments={"preemption_mode": "swap", "policy": "priority"}, max_num_seqs=1
+    scheduler, engine = make_engine(
+        100,
+        num_swap_blocks=20,
+        arguments={"preemption_mode": "swap", "policy": "priority"},
+        max_num_seqs=1,
+        overlap=True,
     )
-    engine = FakeEngine(scheduler, overlap=True)
-    (request,) = add(scheduler, make_request("x", prompt, 8, stop, priority=1))
+    request = add_request(scheduler, "x", prompt, 8, stop, priority=1)
     engine.step()
     engine.step()
     add(scheduler, make_request("urgent", 3, 2))
@@ -110,21 +100,19 @@ def test_a_preempted_request_may_end_by_its_token_in_flight() -> None:
 @both_loops
 def test_an_id_used_again_right_after_an_abort(overlap: bool) -> None:
     """The step in flight is the old request's; its token does not go to the new one."""
-    scheduler = make_scheduler(20)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    (old,) = add(scheduler, make_request("x", [1, 2, 3], 20))
+    scheduler, engine = make_engine(20, overlap=overlap)
+    old = add_request(scheduler, "x", [1, 2, 3], 20)
     engine.step()
     engine.step()
     scheduler.finish(old, "abort")
-    (new,) = add(scheduler, make_request("x", [4, 5], 3))
+    new = add_request(scheduler, "x", [4, 5], 3)
     engine.run()
     assert new.output_token_ids == expected_tokens([4, 5], 3)
     assert new.finish_reason == "length"
 
 
 def test_a_published_block_behind_one_in_flight_does_not_make_that_one_published() -> None:
-    scheduler = make_scheduler(20, prefix_caching=True)
-    engine = FakeEngine(scheduler, overlap=True)
+    scheduler, engine = make_engine(20, prefix_caching=True, overlap=True)
     prompt = list(range(9))
     add(scheduler, make_request("before", prompt, 1))
     engine.run()

@@ -12,9 +12,11 @@ from tests.fake_engine import (
     FREE_SWAPS,
     FakeEngine,
     add,
+    add_request,
     both_loops,
     check_result,
     finishing_order,
+    make_engine,
     make_request,
     make_scheduler,
     work_of,
@@ -122,7 +124,7 @@ def test_a_pool_that_ran_out_takes_nobody_in_in_that_step() -> None:
     a, b = add(scheduler, make_request("a", 6, 6), make_request("b", 6, 4))
     engine = FakeEngine(scheduler)
     engine.step()
-    (c,) = add(scheduler, make_request("c", 1, 1))
+    c = add_request(scheduler, "c", 1, 1)
     while b.num_preemptions == 0:
         output = engine.step()
     assert work_of(output) == {"a": 1}
@@ -158,7 +160,7 @@ def test_an_urgent_request_takes_the_seat_of_the_least_urgent(overlap: bool) -> 
     engine = FakeEngine(scheduler, overlap=overlap)
     a, b = add(scheduler, make_request("a", 4, 8, priority=1), make_request("b", 4, 8, priority=2))
     engine.step()
-    (urgent,) = add(scheduler, make_request("urgent", 4, 2, priority=0))
+    urgent = add_request(scheduler, "urgent", 4, 2, priority=0)
     assert work_of(engine.step()) == {"a": 1, "urgent": 4}
     assert (a.num_preemptions, b.num_preemptions) == (0, 1)
     engine.run()
@@ -183,7 +185,7 @@ def test_it_takes_blocks_from_as_many_as_it_needs_and_no_more() -> None:
 def test_an_equally_urgent_one_is_not_preempted() -> None:
     scheduler = make_priority_scheduler(100, max_num_seqs=1)
     engine = FakeEngine(scheduler)
-    (first,) = add(scheduler, make_request("first", 4, 8, priority=1))
+    first = add_request(scheduler, "first", 4, 8, priority=1)
     engine.step()
     add(scheduler, make_request("second", 4, 2, priority=1))
     engine.run()
@@ -197,7 +199,7 @@ def test_nobody_is_preempted_where_it_would_not_help() -> None:
     add(scheduler, make_request("holder", 16, 4, priority=0), make_request("small", 2, 8, priority=5))
     engine.step()
     engine.step()
-    (urgent,) = add(scheduler, make_request("urgent", 16, 4, priority=0))
+    urgent = add_request(scheduler, "urgent", 16, 4, priority=0)
     assert "small" in work_of(engine.step())
     engine.run()
     assert scheduler.num_preemptions == 0
@@ -206,8 +208,7 @@ def test_nobody_is_preempted_where_it_would_not_help() -> None:
 
 def test_shared_blocks_of_who_would_be_preempted_are_no_help() -> None:
     """The small one's blocks are the holder's too: without it, no more would be free."""
-    scheduler = make_scheduler(8, prefix_caching=True, arguments={"policy": "priority"})
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(8, prefix_caching=True, arguments={"policy": "priority"})
     common = list(range(16))
     add(scheduler, make_request("holder", [*common, 1], 7, priority=0))
     engine.step()

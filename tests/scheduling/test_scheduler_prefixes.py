@@ -10,9 +10,11 @@ from compiled_llm.scheduling.request import Request
 from tests.fake_engine import (
     FakeEngine,
     add,
+    add_request,
     both_loops,
     check_result,
     computed_tokens,
+    make_engine,
     make_request,
     make_scheduler,
     work_of,
@@ -162,12 +164,11 @@ def test_requests_held_back_go_on_when_that_which_they_wait_for_ends(how: str) -
 
 
 def test_a_single_token_that_fills_the_block_wakes_them_too() -> None:
-    scheduler = make_scheduler(100, prefix_caching=True, max_num_batched_tokens=5, max_num_seqs=2)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(100, prefix_caching=True, max_num_batched_tokens=5, max_num_seqs=2)
     prompt = list(range(16))
-    (first,) = add(scheduler, make_request("first", prompt, 4))
+    first = add_request(scheduler, "first", prompt, 4)
     assert [work_of(engine.step()) for _ in range(3)] == [{"first": 5}] * 3
-    (second,) = add(scheduler, make_request("second", [*prompt, 1], 4))
+    second = add_request(scheduler, "second", [*prompt, 1], 4)
     _, awaited = scheduler.prefix_cache.find(second)
     assert awaited is not None
     scheduler.waiting.remove(second)
@@ -190,8 +191,7 @@ def test_nobody_waits_for_the_less_urgent() -> None:
 
 
 def test_a_salt_keeps_requests_apart() -> None:
-    scheduler = make_scheduler(100, prefix_caching=True)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(100, prefix_caching=True)
     prompt = list(range(16))
     for name, salt in [("a", "x"), ("b", "x"), ("c", "y"), ("d", "")]:
         add(scheduler, make_request(name, prompt, 2, cache_salt=salt))
@@ -201,12 +201,11 @@ def test_a_salt_keeps_requests_apart() -> None:
 
 @pytest.mark.parametrize("num_tokens", [15, 16, 17])
 def test_never_all_of_a_prompt_is_a_hit(num_tokens: int) -> None:
-    scheduler = make_scheduler(100, prefix_caching=True, max_num_batched_tokens=32)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(100, prefix_caching=True, max_num_batched_tokens=32)
     prompt = list(range(num_tokens))
     add(scheduler, make_request("a", prompt, 2))
     engine.run()
-    (again,) = add(scheduler, make_request("b", prompt, 2))
+    again = add_request(scheduler, "b", prompt, 2)
     engine.run()
     assert again.num_cached_tokens == (num_tokens - 1) // 4 * 4
     assert again.num_cached_tokens < num_tokens
@@ -214,11 +213,10 @@ def test_never_all_of_a_prompt_is_a_hit(num_tokens: int) -> None:
 
 
 def test_a_prompt_of_one_token_more_than_what_is_cached_is_a_decode() -> None:
-    scheduler = make_scheduler(100, prefix_caching=True)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(100, prefix_caching=True)
     add(scheduler, make_request("a", list(range(8)), 1))
     engine.run()
-    (b,) = add(scheduler, make_request("b", list(range(9)), 3))
+    b = add_request(scheduler, "b", list(range(9)), 3)
     assert work_of(engine.step()) == {"b": 1}
     engine.run()
     check_result(b)
@@ -226,8 +224,7 @@ def test_a_prompt_of_one_token_more_than_what_is_cached_is_a_decode() -> None:
 
 def test_a_block_that_two_computed_is_shared_from_then_on() -> None:
     """Two requests sample the same tokens side by side: nobody could have known."""
-    scheduler = make_scheduler(100, prefix_caching=True)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(100, prefix_caching=True)
     prompt = list(range(5))
     a, b = add(scheduler, make_request("a", prompt, 12), make_request("b", prompt, 12))
     while len(a.output_token_ids) < 10:
@@ -240,19 +237,17 @@ def test_a_block_that_two_computed_is_shared_from_then_on() -> None:
 
 
 def test_a_second_turn_finds_what_the_first_generated() -> None:
-    scheduler = make_scheduler(100, prefix_caching=True)
-    engine = FakeEngine(scheduler)
-    (first,) = add(scheduler, make_request("first", 6, 11))
+    scheduler, engine = make_engine(100, prefix_caching=True)
+    first = add_request(scheduler, "first", 6, 11)
     engine.run()
-    (second,) = add(scheduler, make_request("second", [*first.prompt_token_ids, *first.output_token_ids, 1, 2, 3], 4))
+    second = add_request(scheduler, "second", [*first.prompt_token_ids, *first.output_token_ids, 1, 2, 3], 4)
     engine.run()
     assert second.num_cached_tokens == 16, "of the first's 17 tokens the last one was never computed"
     check_result(second)
 
 
 def test_what_is_used_last_is_evicted_last_and_the_end_of_a_prompt_before_its_beginning() -> None:
-    scheduler = make_scheduler(8, prefix_caching=True, max_model_len=32)
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(8, prefix_caching=True, max_model_len=32)
     old, new = list(range(12)), list(range(100, 112))
     for prompt in (old, new):
         add(scheduler, make_request(f"{prompt[0]}", prompt, 1))

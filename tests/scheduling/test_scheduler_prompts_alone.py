@@ -10,12 +10,13 @@ from tests.fake_engine import (
     FREE_SWAPS,
     FakeEngine,
     add,
+    add_request,
     both_loops,
     check_result,
     computed_tokens,
     drafters,
+    make_engine,
     make_request,
-    make_scheduler,
     work_of,
 )
 
@@ -26,8 +27,7 @@ def num_sampled(engine: FakeEngine) -> int:
 
 @both_loops
 def test_each_token_is_computed_once_and_none_is_sampled(overlap: bool) -> None:
-    scheduler = make_scheduler(40)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(40, overlap=overlap)
     requests = add(scheduler, *(make_request(f"{count}", count, 0) for count in (1, 2, 16, 17, 33, 64)))
     engine.run()
     for request in requests:
@@ -40,8 +40,7 @@ def test_each_token_is_computed_once_and_none_is_sampled(overlap: bool) -> None:
 
 @both_loops
 def test_they_run_beside_others(overlap: bool) -> None:
-    scheduler = make_scheduler(40)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(40, overlap=overlap)
     generating = add(scheduler, make_request("a", 3, 9), make_request("b", 20, 4))
     alone = add(scheduler, make_request("c", 30, 0), make_request("d", 1, 0))
     engine.run()
@@ -53,9 +52,8 @@ def test_they_run_beside_others(overlap: bool) -> None:
 @both_loops
 def test_a_chunk_of_one_token_at_the_end(overlap: bool) -> None:
     """What a running request lacks is one token then, as if it decoded."""
-    scheduler = make_scheduler(40)
-    engine = FakeEngine(scheduler, overlap=overlap)
-    (request,) = add(scheduler, make_request("a", 17, 0))
+    scheduler, engine = make_engine(40, overlap=overlap)
+    request = add_request(scheduler, "a", 17, 0)
     assert work_of(engine.step()) == {"a": 16}
     assert work_of(engine.step()) == {"a": 1}
     engine.run()
@@ -67,11 +65,10 @@ def test_a_chunk_of_one_token_at_the_end(overlap: bool) -> None:
 def test_the_limit_of_cached_tokens(overlap: bool) -> None:
     prompt = list(range(30))
     for most, found in [(0, 0), (3, 0), (4, 4), (11, 8), (27, 24), (28, 28), (64, 28), (None, 28)]:
-        scheduler = make_scheduler(40, prefix_caching=True)
-        engine = FakeEngine(scheduler, overlap=overlap)
-        (first,) = add(scheduler, make_request("first", prompt, 0))
+        scheduler, engine = make_engine(40, prefix_caching=True, overlap=overlap)
+        first = add_request(scheduler, "first", prompt, 0)
         engine.run()
-        (second,) = add(scheduler, make_request("second", prompt, 0, most_cached_tokens=most))
+        second = add_request(scheduler, "second", prompt, 0, most_cached_tokens=most)
         engine.run()
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, found)
         assert computed_tokens(engine) == 30 + 30 - found
@@ -79,8 +76,7 @@ def test_the_limit_of_cached_tokens(overlap: bool) -> None:
 
 @both_loops
 def test_a_context_that_comes_many_times_at_once_is_computed_once(overlap: bool) -> None:
-    scheduler = make_scheduler(200, prefix_caching=True, max_num_seqs=8)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(200, prefix_caching=True, max_num_seqs=8, overlap=overlap)
     context = list(range(40))
     requests = [
         make_request(f"{index}", [*context, 100 + index, 200 + index], 0, most_cached_tokens=40) for index in range(8)
@@ -97,11 +93,10 @@ def ending_requests() -> list[Request]:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_one_that_is_preempted_while_its_last_step_runs_ends_by_it(mode: str) -> None:
-    scheduler = make_scheduler(20, num_swap_blocks=20, arguments={"preemption_mode": mode, "costs": FREE_SWAPS})
-    engine = FakeEngine(scheduler)
-    (first,) = add(scheduler, make_request("first", 8, 30))
+    scheduler, engine = make_engine(20, num_swap_blocks=20, arguments={"preemption_mode": mode, "costs": FREE_SWAPS})
+    first = add_request(scheduler, "first", 8, 30)
     engine.step()
-    (last,) = add(scheduler, make_request("last", 13, 0))
+    last = add_request(scheduler, "last", 13, 0)
     assert work_of(engine.launch()) == {"first": 1, "last": 13}
     assert scheduler.running.pop() is last
     scheduler.running_set.preempt(last)
@@ -115,8 +110,7 @@ def test_one_that_is_preempted_while_its_last_step_runs_ends_by_it(mode: str) ->
 
 @both_loops
 def test_after_a_step_that_breaks_they_are_computed_again(overlap: bool) -> None:
-    scheduler = make_scheduler(40)
-    engine = FakeEngine(scheduler, overlap=overlap)
+    scheduler, engine = make_engine(40, overlap=overlap)
     requests = add(scheduler, *ending_requests())
     engine.launch()
     assert engine.fail_steps("the reason") == []
@@ -127,8 +121,7 @@ def test_after_a_step_that_breaks_they_are_computed_again(overlap: bool) -> None
 
 @pytest.mark.parametrize("name", ["right", "half right"])
 def test_no_draft_follows_their_last_token(name: str) -> None:
-    scheduler = make_scheduler(60, drafter=drafters(3)[name])
-    engine = FakeEngine(scheduler)
+    scheduler, engine = make_engine(60, drafter=drafters(3)[name])
     requests = add(scheduler, make_request("a", 5, 12), make_request("b", 9, 0), make_request("c", 1, 0))
     engine.run()
     for request in requests:

@@ -19,6 +19,7 @@ from tests.fake_engine import (
     make_child,
     make_request,
     make_scheduler,
+    names_of,
     work_of,
 )
 
@@ -36,9 +37,9 @@ def add_requests(scheduler: Scheduler, max_tokens: int = 8) -> dict[str, Request
 
 def computes(output: SchedulerOutput, name: str, position: int) -> bool:
     """Whether a step computes the token at ``position`` of a request."""
-    if name not in output.request_ids:
+    if name not in names_of(output):
         return False
-    index = output.request_ids.index(name)
+    index = names_of(output).index(name)
     start = output.num_computed_tokens[index]
     return start <= position < start + output.num_scheduled_tokens[index]
 
@@ -104,7 +105,7 @@ def test_while_some_are_tried_nobody_else_runs_and_steps_do_not_overlap(overlap:
         is_searching = scheduler.suspects.is_searching
         output = engine.launch()
         if is_searching and scheduler.suspects.is_searching and output is not None:
-            tried.append(set(output.request_ids))
+            tried.append(set(names_of(output)))
             assert len(engine._launched) <= 1
             assert not any(output.feedback[index] >= 0 for index in range(len(output.request_ids)))
         if "late" not in requests and len(engine.broken) == 2:
@@ -122,7 +123,7 @@ def test_while_some_are_tried_nobody_else_runs_and_steps_do_not_overlap(overlap:
 @both_loops
 def test_requests_that_break_steps_only_together_end_after_some_faults(overlap: bool) -> None:
     """Nobody can say which of them is the cause."""
-    engine = make_engine(overlap, lambda output: {"a", "b"} <= set(output.request_ids) and output.num_tokens <= 8)
+    engine = make_engine(overlap, lambda output: {"a", "b"} <= set(names_of(output)) and output.num_tokens <= 8)
     requests = add_requests(engine.scheduler, max_tokens=40)
     engine.run()
     assert engine.scheduler.counts.num_unexplained_faults == MOST_UNEXPLAINED

@@ -6,7 +6,7 @@ import pytest
 
 from compiled_llm.api.streaming import Stream
 from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
-from tests.fake_engine import LIMITS, FakeEngine, check_result, make_request, make_scheduler
+from tests.fake_engine import LIMITS, FakeEngine, add_request, check_result, make_request, make_scheduler
 
 SIZE = LIMITS.block_size
 
@@ -110,8 +110,7 @@ def test_dropped_places_make_a_shorter_hit() -> None:
     engine = FakeEngine(scheduler)
     prompt = make_request("first", 41, 4).prompt_token_ids
     for name, hit in (("first", 0), ("all", 40), ("again", 8)):
-        request = make_request(name, list(prompt), 4)
-        scheduler.add(request)
+        request = add_request(scheduler, name, list(prompt), 4)
         engine.run()
         check_result(request)
         assert request.num_cached_tokens == hit, name

@@ -15,7 +15,7 @@ from tests.scripts.test_gpu_validate import ROOT, load
 def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     yield load(ROOT / "scripts" / "gpu_step_measured.py")
-    for name in ("gpu_step_page", "gpu_step_tables", "inspect_gpu_step", "bench", "bench.tables", "bench.workloads"):
+    for name in ("gpu_step_page", "gpu_step_tables", "bench"):
         sys.modules.pop(name, None)
 
 

@@ -25,7 +25,7 @@ def load(name: str) -> Any:
 def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     yield load("gpu_step_tables")
-    for name in ("gpu_step_page", "inspect_gpu_step", "bench", "bench.tables", "bench.workloads"):
+    for name in ("gpu_step_page", "bench"):
         sys.modules.pop(name, None)
 
 

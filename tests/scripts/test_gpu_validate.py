@@ -54,7 +54,7 @@ def test_a_part_is_a_command_that_its_script_understands(
     script, *arguments = (
         gpu_validate.PARTS[part].command.format(json=tmp_path / "out.json", folder=tmp_path / "out").split()
     )
-    if script == "-m":
+    if script == "-m" and arguments[0] == "pytest":
         assert [name for name in arguments if name.startswith("tests/") and not (ROOT / name).is_file()] == []
         return
     parse = argparse.ArgumentParser.parse_known_args
@@ -66,6 +66,9 @@ def test_a_part_is_a_command_that_its_script_understands(
 
     for parser in (argparse.ArgumentParser, FlagParser):
         monkeypatch.setattr(parser, "parse_args", parse_args)
+    if script == "-m":
+        assert arguments.pop(0) == "compiled_llm"
+        script = "compiled_llm/__main__.py"
     monkeypatch.syspath_prepend(str((ROOT / script).parent))
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(Parsed):
@@ -131,8 +134,8 @@ def test_parts_that_do_not_fit_are_left_out_and_resumed(
 # Says when it began to prepare, when it was ready, and when it measured.
 _TURN = """
 import pathlib, sys, time
-sys.path.insert(0, {bench!r})
-from turns import wait_for_turn
+sys.path.insert(0, {root!r})
+from compiled_llm.bench.program_turns import wait_for_turn
 times = [time.time()]
 time.sleep({prepares})
 times.append(time.time())
@@ -150,7 +153,7 @@ def in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float, cores:
     for name, prepares in (("slow", 0.6), ("quick", 0.1), ("other", 0.3)):
         script = tmp_path / f"{name}.py"
         status = 3 if name == "other" else 0
-        script.write_text(_TURN.format(bench=str(ROOT / "scripts" / "bench"), prepares=prepares, status=status))
+        script.write_text(_TURN.format(root=str(ROOT), prepares=prepares, status=status))
         parts[name] = Part(60, f"{script} {tmp_path / name}.times {{json}}", 10)
     monkeypatch.setattr(gpu_validate, "PARTS", parts)
     found = gpu_validate.run_in_turns(list(parts), tmp_path, gpu_validate.Budget(60), cores, gib)
@@ -201,8 +204,11 @@ def test_an_interrupt_ends_those_that_wait(on_a_gpu: Path, monkeypatch: pytest.M
     assert started[0].process.poll() is not None
 
 
+_WAITS = "from compiled_llm.bench.program_turns import wait_for_turn; wait_for_turn()"
+
+
 def test_who_waits_for_a_turn_ends_with_the_giver(tmp_path: Path) -> None:
-    waits = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts' / 'bench')!r}); import turns; turns.wait_for_turn()"
+    waits = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {_WAITS}"
     gives = (
         "import pathlib, subprocess, sys, time\n"
         f"waiting = subprocess.Popen([sys.executable, '-c', {waits!r}], stderr=subprocess.DEVNULL)\n"

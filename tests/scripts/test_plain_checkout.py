@@ -11,12 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
-# They run in environments of other engines.
-OF_OTHERS = ("gguf_model.py", "bench_peers_worker.py")
-PROGRAMS = [
-    path for path in sorted(SCRIPTS.rglob("*.py")) if "__main__" in path.read_text() and path.name not in OF_OTHERS
-]
-DRAWN = ("gpu_validate.py", "bench_kernels.py")
+PROGRAMS = [path for path in sorted(SCRIPTS.rglob("*.py")) if "__main__" in path.read_text()]
+DRAWN = ("gpu_validate.py",)
 
 
 def modules(path: Path) -> Iterator[str]:
@@ -44,7 +40,7 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=name_of)
 def test_the_checkout_is_found_before_the_package_is_loaded(path: Path) -> None:
-    own = "own_checkout" if path.parent.name == "bench" else "bench.own_checkout"
+    own = "own_checkout"
     names = list(in_order(path))
     assert own in names
     before = names[: names.index(own)]

@@ -47,14 +47,6 @@ def test_the_learning_rate_ends_at_zero(script: ModuleType) -> None:
     assert factors[2:] == sorted(factors[2:], reverse=True)
 
 
-def test_a_file_keeps_its_side_of_the_split(script: ModuleType) -> None:
-    files = {f"package/module_{i}.py": "" for i in range(500)}
-    train, held_out = script.split_files(files)
-    assert train.keys() | held_out.keys() == files.keys()
-    assert not train.keys() & held_out.keys()
-    assert script.split_files(dict(list(files.items())[:100]))[1].keys() <= held_out.keys()
-
-
 @pytest.mark.parametrize(
     "arguments",
     ["--minutes 0", "--minutes nan", "--seed -1", "--max-files 3", "--vocab-size 256", "--context-length 30",

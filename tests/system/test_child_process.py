@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm import child_process
+from compiled_llm.system import child_process
 from compiled_llm.system.child_process import Channel, ChildProcess, decoded, encoded, with_package
 
 TEXT = "naïve \ud800 🚀"
@@ -97,7 +97,7 @@ def test_a_python_process_finds_the_package_where_this_one_has_it(tmp_path: Path
     environment = with_package({"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)})
     command = [sys.executable, "-P", "-c", "import compiled_llm, sys; print(compiled_llm.__file__, sys.path)"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert Path(done.stdout.split()[0]).samefile(Path(child_process.__file__).parent / "__init__.py")
+    assert Path(done.stdout.split()[0]).samefile(Path(child_process.__file__).parents[1] / "__init__.py")
     assert repr(str(tmp_path)) in done.stdout, "what the user has named is there still"
 
 

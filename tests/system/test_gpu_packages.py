@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from compiled_llm.__main__ import main
 from compiled_llm.system.gpu_packages import check_triton
 
 ROOT = Path(__file__).parents[2]
-# Programs that look at code for GPUs, with the arguments that they require.
-NEED_TRITON = (
-    ("inspect_gpu_step.py",),
-    ("gpu_step_tables.py",),
-    ("gpu_code.py", "--output", "code"),
-    ("tune_attention.py",),
-    ("tune_linear.py", "--kind", "int8"),
-    ("bench/bench_quantized.py",),
-)
+# Programs and commands that look at code for GPUs, with the arguments that they require.
+PROGRAMS = (("gpu_step_tables.py",), ("gpu_code.py", "--output", "code"))
+COMMANDS = ("report gpu-step", "tune attention", "tune linear --kind int8")
 
 
 @pytest.fixture
@@ -29,7 +24,7 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_triton")
-@pytest.mark.parametrize("words", NEED_TRITON, ids=lambda words: words[0])
+@pytest.mark.parametrize("words", PROGRAMS, ids=lambda words: words[0])
 def test_a_program_that_needs_it_says_so_before_anything_else(
     words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -41,6 +36,16 @@ def test_a_program_that_needs_it_says_so_before_anything_else(
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert f"{path.name} needs Triton" in said
+    assert "pip install -e '.[gpu]'" in said
+
+
+@pytest.mark.usefixtures("no_triton")
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_that_needs_it_says_so_before_anything_else(words: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    said = capsys.readouterr().err
+    assert f"compiled-llm {words.split(' --')[0]} needs Triton" in said
     assert "pip install -e '.[gpu]'" in said
 
 
@@ -74,8 +79,9 @@ def run(python: Path, *words: str, **environment: str) -> str:
 SERVE = """
 import importlib.util
 import torch
-from compiled_llm import CompiledEngine, SamplingParams, hardware
+from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling.compiler import compile_ahead, from_bytes, to_bytes
+from compiled_llm.system import hardware
 
 assert importlib.util.find_spec("triton") is None
 with CompiledEngine(bucket_sizes=(2,), progress="off", enforce_eager=True) as engine:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm import CompiledEngine, progress
+from compiled_llm import CompiledEngine
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.ops.kernel_build import OPS
+from compiled_llm.system import progress
 from compiled_llm.system.progress import Stage, StartProgress
 from compiled_llm.worker.cpu_kernels import KernelBuild
 

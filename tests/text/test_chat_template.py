@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from compiled_llm.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
-from compiled_llm.text.template_process import TemplateProcess
+from compiled_llm.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate, TemplateProcess
 from tests.chat_templates import CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}

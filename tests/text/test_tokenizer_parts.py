@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.tokenizer import Tokenizer
-from compiled_llm.text.tokenizer_probes import probe_texts
+from compiled_llm.text.tokenizer_parts import probe_texts
 from tests.chat_templates import INST
 from tests.drawn import cases
 from tests.tokenizer_pairs import BOS, CLASSES, END, EOS, FILES, TEXTS, USER, write_pair

@@ -8,7 +8,7 @@ import torch
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, WindowOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest, WindowOutput
 from compiled_llm.worker import block_tables
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.request_rows import RequestRows
@@ -45,7 +45,7 @@ def test_tables_follow_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
                 updates.append((name, start, tuple(rng.randrange(1, 99) for _ in range(count))))
             lengths[name] = start + count
         output = SchedulerOutput(
-            admissions=tuple(Admission(name, SamplingParams(temperature=0), 0, (), ()) for name in admitted),
+            admissions=tuple(StartedRequest(name, SamplingParams(temperature=0), 0, (), ()) for name in admitted),
             table_updates=tuple(updates),
             released_request_ids=tuple(gone),
             windows=(WindowOutput(table_updates=tuple((n, start, (7,) * len(b)) for n, start, b in updates)),),

@@ -9,10 +9,9 @@ import torch
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.compiling import build_processes
-from compiled_llm.compiling.build_processes import BuildProcesses
+from compiled_llm.compiling.build_processes import BuildProcesses, Built, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.gpu_properties import GpuTarget
-from compiled_llm.compiling.messages import Built, Job
 from compiled_llm.models.config_file import read_config
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker import build_ahead, graph_fields

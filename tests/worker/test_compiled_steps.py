@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.compiling.build_processes import Job, receive, send
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.keys import machine_fields
-from compiled_llm.compiling.messages import Job, receive, send
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.system.progress import StartProgress
 from tests.families import checkpoint

@@ -6,8 +6,8 @@ import pytest
 
 from compiled_llm import EngineConfig, SamplingParams
 from compiled_llm.models.config_file import read_config
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
-from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
+from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.runner import ModelRunner
 from tests.families import checkpoint
@@ -77,7 +77,7 @@ def run(
         feedback=tuple(feedback or [-1] * len(requests)),
         token_ids=tuple(token for name in requests for token in tokens[name]),
         resets=admits,
-        admissions=tuple(Admission(name, PARAMS[name], seeds[name], (), ()) for name in requests if admits),
+        admissions=tuple(StartedRequest(name, PARAMS[name], seeds[name], (), ()) for name in requests if admits),
         table_updates=tuple((name, 0, BLOCKS[name]) for name in requests if admits),
     )
     return runner.collect(runner.launch(output))

@@ -15,7 +15,7 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.config_file import read_config
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
 from compiled_llm.step.sampling import SamplingInput
@@ -83,7 +83,7 @@ class Served:
         self.kept[name] = keep
         return CompiledFunction(function, name, CPU, enforce_eager=True)
 
-    def admit(self, *admissions: Admission, released: Sequence[str] = ()) -> None:
+    def admit(self, *admissions: StartedRequest, released: Sequence[str] = ()) -> None:
         self.rows.update(SchedulerOutput(admissions=admissions, released_request_ids=tuple(released)))
         self.stage.admit(admissions, self.rows)
 
@@ -126,8 +126,8 @@ def sampling_input(rows: int, position: int = 0) -> SamplingInput:
     )
 
 
-def admission(name: str, prompt: Sequence[int] = (50,), output: Sequence[int] = (), **params: Any) -> Admission:
-    return Admission(name, SamplingParams(temperature=0, **params), 0, tuple(prompt), tuple(output))
+def admission(name: str, prompt: Sequence[int] = (50,), output: Sequence[int] = (), **params: Any) -> StartedRequest:
+    return StartedRequest(name, SamplingParams(temperature=0, **params), 0, tuple(prompt), tuple(output))
 
 
 def rising(rows: int) -> Tensor:
@@ -147,7 +147,7 @@ def test_only_rows_whose_token_is_due_want_something() -> None:
     }
     step = SchedulerOutput(
         request_ids=tuple(asks),
-        admissions=tuple(Admission(name, params, 0, (), ()) for name, params in asks.items()),
+        admissions=tuple(StartedRequest(name, params, 0, (), ()) for name, params in asks.items()),
     )
     rows = store.update(step)
     assert SamplingNeeds.of(rows, [True, False, False], store) == (False, False, False)

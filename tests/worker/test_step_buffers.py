@@ -11,7 +11,7 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.models.weights import tensors
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, StateOutput, WindowOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest, StateOutput, WindowOutput
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -56,7 +56,7 @@ def step_of(*items: Item, released: tuple[str, ...] = ()) -> SchedulerOutput:
         num_samples=tuple(item.samples for item in items),
         feedback=tuple(item.feedback for item in items),
         token_ids=tuple(token for item in items for token in item.tokens),
-        admissions=tuple(Admission(item.name, item.params, item.seed, (), ()) for item in items if item.params),
+        admissions=tuple(StartedRequest(item.name, item.params, item.seed, (), ()) for item in items if item.params),
         table_updates=tuple((item.name, item.first_block, tuple(item.blocks)) for item in items if item.blocks),
         released_request_ids=released,
     )

@@ -6,14 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.api.config import EngineConfig
+from compiled_llm import CompiledEngine, LogitsTransform, SamplingParams
 from compiled_llm.api.outputs import RequestOutput
-from compiled_llm.checkpoint.model_files import checkpoint_directory
-from compiled_llm.engine.core import EngineCore
-from compiled_llm.models.config_file import read_config
+from compiled_llm.engine.failures import RequestsFailedWarning
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.worker.worker_process import WorkerProcess
 
 ARGUMENTS = {
     "enforce_eager": True,
@@ -45,11 +41,13 @@ def engine() -> Iterator[CompiledEngine]:
 
 
 @pytest.fixture(scope="module")
-def process(engine: CompiledEngine) -> Iterator[WorkerProcess]:
-    process = WorkerProcess(engine.config, engine.model_config, checkpoint_directory(engine.config))
-    yield process
-    process.close()
-    assert process._process.exitcode == 0
+def remote() -> Iterator[CompiledEngine]:
+    """The same engine with its model in another process."""
+    with CompiledEngine(worker="process", **ARGUMENTS) as remote:
+        yield remote
+    assert remote.runner._process.exitcode == 0
+    assert remote.compile_report().graphs == 0, "what was known of it stays"
+    assert remote.stats().execute_seconds > 0
 
 
 def serve(engine: CompiledEngine) -> list[RequestOutput]:
@@ -64,60 +62,78 @@ def content(outputs: list[RequestOutput]) -> list[object]:
 
 
 def test_the_same_outputs_as_in_one_process(
-    engine: CompiledEngine, process: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+    engine: CompiledEngine, remote: CompiledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With prompts in chunks, preemption by swap, sampling, penalties, a grammar, and two steps in flight."""
     expected = content(serve(engine))
-    assert process.facts == engine.runner.facts
-    core = EngineCore(engine.config, engine.model_config, engine.tokenizer, process)
-    monkeypatch.setattr(engine, "_core", core)
+    assert remote.runner.facts == engine.runner.facts
     most_launched = 0
+    launch = remote.runner.launch
 
-    def launch(output: SchedulerOutput) -> int:
+    def counting(output: SchedulerOutput) -> int:
         nonlocal most_launched
-        most_launched = max(most_launched, 1 + len(core.launched))
-        return WorkerProcess.launch(process, output)
+        most_launched = max(most_launched, 1 + len(remote._core.launched))
+        return launch(output)
 
-    monkeypatch.setattr(process, "launch", launch)
-    assert content(serve(engine)) == expected
-    stats = engine.stats()
+    monkeypatch.setattr(remote.runner, "launch", counting)
+    assert content(serve(remote)) == expected
+    stats = remote.stats()
     assert most_launched == 2
     assert stats.num_swap_preemptions > 0
     assert stats.num_swapped_in_tokens > 0
     assert stats.num_steps > stats.num_requests
 
 
-def test_an_error_of_a_step_has_its_text_and_the_worker_goes_on(
-    engine: CompiledEngine, process: WorkerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = content(serve(engine))
-    core = EngineCore(engine.config, engine.model_config, engine.tokenizer, process)
-    monkeypatch.setattr(engine, "_core", core)
+def test_the_reports_are_those_of_the_other_process(engine: CompiledEngine, remote: CompiledEngine) -> None:
+    remote.reset_report()
+    remote.add_request("me", "Once upon", SamplingParams(max_tokens=9))
+    while remote.has_unfinished_requests():
+        remote.step()
+        assert remote.stats().prepare_seconds > 0  # asked while a step is launched
+    assert remote._work == engine._work
+    ours, theirs = ([(r.name, r.graphs, r.cache) for r in one.compile_report().reports] for one in (engine, remote))
+    assert theirs == ours
+    assert remote.memory_report().bytes_of("weights") == engine.memory_report().bytes_of("weights")
+    assert "steps" in str(remote.report(measure_limits=False))
+    with remote.runner.uncompiled():
+        assert content(serve(remote)) == content(serve(engine))
+    with pytest.raises(ValueError, match="profile_steps must be 0 with worker='process'"):
+        remote.reset_report(profile_steps=1)
+
+
+def test_an_error_of_a_step_has_its_text_and_the_worker_goes_on(engine: CompiledEngine, remote: CompiledEngine) -> None:
+    expected, process = content(serve(engine)), remote.runner
     unknown = process.launch(SchedulerOutput(request_ids=("nobody",), num_scheduled_tokens=(1,), token_ids=(5,)))
     process.launch(SchedulerOutput(released_request_ids=("nobody",)))  # its error is dropped with it
+    assert process.times.num_padding_tokens >= 0, "an answer comes after the results, which stay to be collected"
     with pytest.raises(RuntimeError, match="KeyError: 'nobody'") as error:
         process.collect(unknown)
     assert "request_rows.py" in error.value.__notes__[0]
-    assert content(serve(engine)) == expected
+    assert content(serve(remote)) == expected
 
 
-def test_a_bad_argument_is_the_error_that_it_would_be_here(engine: CompiledEngine) -> None:
-    config = EngineConfig(enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
+def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
     with pytest.raises(ValueError, match="kv_cache_memory_bytes must be from"):
-        WorkerProcess(config, engine.model_config, checkpoint_directory(config))
+        CompiledEngine(worker="process", enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
+
+    class Local(LogitsTransform):
+        name, fields = "local", {}
+
+    with pytest.raises(ValueError, match="must go to another process with worker='process'"):
+        CompiledEngine(worker="process", logits_transforms=[Local()])
 
 
-def test_a_dead_process_is_an_error_with_its_exit_code_and_the_end_is_final() -> None:
-    config = EngineConfig(enforce_eager=True, bucket_sizes=(1,), max_model_len=32, num_kv_blocks=4)
-    directory = checkpoint_directory(config)
-    process = WorkerProcess(config, read_config(directory), directory)
+def test_requests_of_a_dead_process_end_with_its_exit_code_and_the_end_is_final() -> None:
+    sizes = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 32, "num_kv_blocks": 4}
+    engine = CompiledEngine(worker="process", **sizes)
+    process = engine.runner
     os.kill(process._process.pid, signal.SIGKILL)
-    message = "the worker process ended with exit code -9"
-    with pytest.raises(RuntimeError, match=message):
-        process.collect(0)
-    with pytest.raises(RuntimeError, match=message):
-        process.launch(SchedulerOutput())
-    process.close()
-    process.close()
+    with pytest.warns(RequestsFailedWarning):
+        (output,) = engine.generate("abc", use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert output.outputs[0].stop_reason == "RuntimeError: the worker process ended with exit code -9"
+    assert engine.stats().num_exception_failures == 1
+    engine.close()
+    engine.close()
     with pytest.raises(RuntimeError, match="the worker process is closed"):
         process.launch(SchedulerOutput())

@@ -15,6 +15,7 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.inputs import KVCache, LayerCache
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import ARCHITECTURES, family_of
@@ -72,7 +73,7 @@ def test_every_position_of_300_tokens(model_type: str, tmp_path: Path) -> None:
     def logits(cache: KVCache, begin: int, end: int, table: list[int]) -> Tensor:
         step = step_input([(tokens[begin:end], begin)], [table])
         with torch.no_grad():
-            hidden = model.forward(weights, step, cache, config, model.layers(config), end - begin)
+            hidden = model.forward(weights, step, cache, config, for_queries(model.layers(config), end - begin))
             return model.head(weights, hidden, config)
 
     first, second = list(range(1, 1 + NUM_BLOCKS)), list(range(1 + NUM_BLOCKS, 1 + 2 * NUM_BLOCKS))
@@ -126,7 +127,7 @@ def test_it_agrees_with_our_own_files(model_type: str, tmp_path: Path) -> None:
         )
         step = step_input([(tokens, 0)], [list(range(1, 16))])
         with torch.no_grad():
-            hidden = model.forward(weights, step, cache, config, model.layers(config), len(tokens))
+            hidden = model.forward(weights, step, cache, config, for_queries(model.layers(config), len(tokens)))
             found.append(model.head(weights, hidden, config))
     assert ARCHITECTURES[config.architecture]
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
@@ -147,7 +148,11 @@ def test_bfloat16_is_as_close_as_transformers_is(tmp_path: Path) -> None:
         rounded = theirs(tokens[None]).logits[0].float()
         exact = theirs.float()(tokens[None]).logits[0]
         hidden = model.forward(
-            weights, step_input([(tokens.tolist(), 0)], [list(range(1, 7))]), cache, config, model.layers(config), 21
+            weights,
+            step_input([(tokens.tolist(), 0)], [list(range(1, 7))]),
+            cache,
+            config,
+            for_queries(model.layers(config), 21),
         )
         own = model.head(weights, hidden, config).float()
     error, allowed = (x.sub(exact).square().mean().sqrt() for x in (own, rounded))

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.heads import DenseHeads, HeadRows, PackedHeads
 from compiled_llm.models.linears.packed import Packed
-from compiled_llm.models.linears.protocol import Linear, LinearKind, Part
+from compiled_llm.models.linears.protocol import Linear, LinearKind, StoredLinear
 from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.quantized.plan import read_quantization
@@ -19,7 +19,7 @@ from tests.models.linears.test_kinds import TensorTake
 
 HEADS, FIRST, OTHERS, INPUTS = 5, 12, 20, 33
 NAME = "model.layers.0.self_attn.kv_b_proj"
-PART = Part(NAME, HEADS * (FIRST + OTHERS), INPUTS)
+PART = StoredLinear(NAME, HEADS * (FIRST + OTHERS), INPUTS)
 
 
 def check(layers: tuple[Linear, Linear], weight: Tensor) -> None:
@@ -64,10 +64,10 @@ def test_they_are_not_rounded_at_load() -> None:
 class QuantizedTake(TensorTake):
     """Gives ``tensors`` as int8 codes of a scale for each row, in two pieces."""
 
-    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+    def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         return WeightFormat("int8")
 
-    def quantized(self, part: Part, scheme: Scheme, put: Callable) -> tuple[Tensor | None, Tensor | None]:
+    def quantized(self, part: StoredLinear, scheme: Scheme, put: Callable) -> tuple[Tensor | None, Tensor | None]:
         rows = self.tensors[f"{part.name}.weight"]
         scales = torch.full((len(rows), 1), 0.5)
         for start in (40, 0):

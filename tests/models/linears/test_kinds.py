@@ -14,7 +14,7 @@ from compiled_llm.models.linears import kinds
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.packed import Packed
-from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Put, Take
+from compiled_llm.models.linears.protocol import Linear, LinearKind, Put, StoredLinear, Take
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors as tensors_of
 from compiled_llm.ops import native
@@ -53,7 +53,7 @@ def test_parts_over_the_same_input_are_one_layer(
     kind: LinearKind, dtype: torch.dtype, bias: bool, in_features: int
 ) -> None:
     torch.manual_seed(0)
-    parts = [Part(name, size, in_features, bias) for name, size in (("q", 17), ("k", 16), ("v", 5))]
+    parts = [StoredLinear(name, size, in_features, bias) for name, size in (("q", 17), ("k", 16), ("v", 5))]
     tensors = {f"{part.name}.weight": torch.randn(part.out_features, in_features).to(dtype) for part in parts}
     tensors |= {f"{part.name}.bias": torch.randn(part.out_features).to(dtype) for part in parts if bias}
 
@@ -128,13 +128,13 @@ class Int8(NamedTuple):
         return False
 
     @classmethod
-    def take(cls, take: Take, parts: Sequence[Part]) -> "Int8":
+    def take(cls, take: Take, parts: Sequence[StoredLinear]) -> "Int8":
         dense = Dense.take(take, parts)
         scale = dense.weight.abs().amax(1, keepdim=True) / 127
         return cls((dense.weight / scale).round().to(torch.int8), scale, dense.bias)
 
     @staticmethod
-    def take_table(take: Take, part: Part) -> Dense:
+    def take_table(take: Take, part: StoredLinear) -> Dense:
         return Dense.take_table(take, part)
 
     @staticmethod

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.linears import mixture
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
@@ -47,10 +48,14 @@ def used() -> UsedExperts:
 def test_computes_what_the_single_ops_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ops for a GPU, here by their references, beside those of a CPU."""
     apart, together = used(), used()
-    total, normed, chosen = routed(X, DELTA, NORM, EPS, WEIGHTS, NUM_TOKENS, apart, ROUTER)
+    total, same_total = Residual(X, EPS), Residual(X, EPS)
+    for residual in (total, same_total):
+        residual.add(DELTA)
+    normed, chosen = routed(total.normed(NORM), WEIGHTS, NUM_TOKENS, apart, ROUTER)
     monkeypatch.setattr(mixture, "routes_at_once", lambda *args: True)
-    same_total, same, at_once = routed(X, DELTA, NORM, EPS, WEIGHTS, NUM_TOKENS, together, ROUTER)
-    assert torch.equal(same_total, total)
+    same, at_once = routed(same_total.normed(NORM), WEIGHTS, NUM_TOKENS, together, ROUTER)
+    assert same_total.delta is None
+    assert torch.equal(same_total.tensor(), total.tensor())
     torch.testing.assert_close(same, normed)
     assert torch.equal(at_once.places, chosen.places)
     torch.testing.assert_close(at_once.weights, chosen.weights)
@@ -75,11 +80,12 @@ def test_a_router_may_have_a_norm_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     plain = WEIGHTS._replace(linear=weights.linear)
     assert weights.norm is not None
     seen = rms_norm(X, weights.norm, EPS) * 0.3
-    want = routed(seen, None, None, EPS, plain, NUM_TOKENS, used(), router)[2]
+    want = routed(Residual(seen, EPS).normed(None), plain, NUM_TOKENS, used(), router)[1]
     for at_once in (False, True):
         monkeypatch.setattr(mixture, "routes_at_once", lambda *args, at_once=at_once: at_once)
-        x, normed, chosen = routed(X, None, NORM, EPS, weights, NUM_TOKENS, used(), router)
-        assert torch.equal(x, X)
+        x = Residual(X, EPS)
+        normed, chosen = routed(x.normed(NORM), weights, NUM_TOKENS, used(), router)
+        assert torch.equal(x.tensor(), X)
         torch.testing.assert_close(normed, rms_norm(X, NORM, EPS))
         assert torch.equal(chosen.places, want.places)
         torch.testing.assert_close(chosen.weights, want.weights, atol=1e-2, rtol=1e-2)

@@ -5,7 +5,7 @@ import torch
 
 from compiled_llm.checkpoint.loader import RandomReader
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_skip
 from compiled_llm.models.weights import Source
@@ -13,9 +13,9 @@ from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
 
 CPU = torch.device("cpu")
 PARTS = [
-    Part("model.embed_tokens", 8, 32, role="head", also="lm_head"),
-    Part("model.layers.1.self_attn.q_proj", 8, 32),
-    Part("model.layers.1.mlp.experts.0.up_proj", 8, 32),
+    StoredLinear("model.embed_tokens", 8, 32, role="head", also="lm_head"),
+    StoredLinear("model.layers.1.self_attn.q_proj", 8, 32),
+    StoredLinear("model.layers.1.mlp.experts.0.up_proj", 8, 32),
 ]
 
 
@@ -29,7 +29,7 @@ def quantizing(name="int4", **options):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_layer_multiplies_with_its_rounded_weights(name):
-    parts = [Part("a", 24, 96, bias=True), Part("b", 10, 96, bias=True)]
+    parts = [StoredLinear("a", 24, 96, bias=True), StoredLinear("b", 10, 96, bias=True)]
     plain, layer = source(Dense).linear(*parts), source(quantizing(name)).linear(*parts)
     scheme = SCHEMES[name]
     rounded = dequantize(quantize(plain.weight, scheme.form), scheme.form)
@@ -47,7 +47,7 @@ def test_what_stays_in_the_model_s_dtype():
     kind = quantizing(skip=("model.layers.1", "down_proj", "*.o_proj"))
 
     def is_quantized(name, role="layer"):
-        return kind.scheme(Part(name, 8, 32, role=role)) is not None
+        return kind.scheme(StoredLinear(name, 8, 32, role=role)) is not None
 
     assert is_quantized("model.layers.0.mlp.up_proj")
     assert not is_quantized("model.layers.1.mlp.up_proj")
@@ -80,11 +80,11 @@ def test_a_tied_head_has_both_names():
 
 
 def test_layers_in_another_dtype_than_the_model_s_stay_in_it():
-    assert isinstance(source(quantizing()).linear(Part("a", 8, 32), dtype=torch.bfloat16), Dense)
+    assert isinstance(source(quantizing()).linear(StoredLinear("a", 8, 32), dtype=torch.bfloat16), Dense)
 
 
 def test_parts_kept_differently_are_layers_of_their_own():
-    parts = [Part("q_proj", 8, 32), Part("k_proj", 4, 32)]
+    parts = [StoredLinear("q_proj", 8, 32), StoredLinear("k_proj", 4, 32)]
     layer = source(quantizing(skip=("k_proj",))).linear(*parts)
     assert isinstance(layer, Joined)
     assert [type(part) for part in layer.layers] == [Quantized, Dense]
@@ -105,7 +105,7 @@ def test_head_and_embedding_are_chosen_apart():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_experts(name):
-    parts = [[Part(f"{e}.gate", 8, 64), Part(f"{e}.up", 8, 64)] for e in range(3)]
+    parts = [[StoredLinear(f"{e}.gate", 8, 64), StoredLinear(f"{e}.up", 8, 64)] for e in range(3)]
     parts = [[part._replace(name=part.name + "_proj") for part in one] for one in parts]
     plain, layer = source(Dense).experts(parts, 2), source(quantizing(name)).experts(parts, 2)
     assert isinstance(layer, QuantizedExperts)
@@ -136,6 +136,6 @@ class _Of:
 
 
 def test_experts_of_a_layer_are_skipped_together():
-    parts = [[Part("0.up_proj", 8, 32)], [Part("1.up_proj", 8, 32)]]
+    parts = [[StoredLinear("0.up_proj", 8, 32)], [StoredLinear("1.up_proj", 8, 32)]]
     with pytest.raises(ValueError, match="quantization_skip must name all experts"):
         source(quantizing(skip=("0.up_proj",))).experts(parts, 1)

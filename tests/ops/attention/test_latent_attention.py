@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.attention.latent_attention import latent_attention, latent_attention_reference
 from compiled_llm.ops.kernel_build import isas_of
-from tests.drawn import drawn
+from tests.drawn import cases, drawn
 from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE
 from tests.ops.attention.cpu_kernel import reordered
 from tests.ops.attention.latent_cases import GRID, alone, check, make_case, one_chunk
@@ -82,8 +82,10 @@ def test_reference_is_attention_over_expanded_heads() -> None:
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv_dtype", ALL_KV_DTYPES)
-@pytest.mark.parametrize("name", GRID)
+_KERNEL = {f"{name}-{kv_dtype}": (name, kv_dtype) for name in GRID for kv_dtype in ALL_KV_DTYPES}
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), cases(_KERNEL, 24, _KERNEL))
 def test_kernel(attend: Attend, name: str, kv_dtype: str) -> None:
     check(make_case(**GRID[name], dtype=torch.bfloat16, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
 

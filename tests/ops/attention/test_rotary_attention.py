@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import paged_attention, rope, rotary_attention
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.ops import Keys, Turn, paged_attention, rope, rotary_attention
 from compiled_llm.ops.rowwise.reference import rms_norm_reference, rope_reference
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, make_case
 
@@ -193,9 +194,10 @@ def test_compiles_without_spills(
 
 def on_cpu(case: AttentionCase, turn: tuple, **changed) -> Tensor:
     values = dict(zip((field.name for field in fields(case)), case.args(), strict=True))
-    names = (*CACHES, "slot_mapping", "block_table", "query_start_loc", "seq_lens")
-    given = {name: values[name] for name in ("sm_scale", "max_query_len", "window", "soft_cap")} | changed
-    return rotary_attention(*turn, *(values[name] for name in names), num_heads=case.q.shape[1], eps=EPS, **given)
+    keys = Keys(**{name: values[name] for name in Keys._fields})
+    given = {name: values[name] for name in ("max_query_len", "window", "soft_cap")} | changed
+    kind = AttentionSpec(case.q.shape[1], case.k.shape[1], case.q.shape[2], values["sm_scale"], **given)
+    return rotary_attention(turn[0], Turn(*turn[1:], EPS), keys, kind)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

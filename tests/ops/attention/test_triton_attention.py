@@ -355,12 +355,11 @@ def test_decodes_compile_without_spills(
     """And all programs of the grid run at once."""
     step = {"group": group, "num_requests": 8, "max_query_len": 1}
     _, (kernel, args, kwargs) = launches(monkeypatch, capability, head_dim, BF16, kv_dtype, **step)
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
-    assert usage["STACK"] + usage["LOCAL"] == 0
+    binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
+    shared = binary.metadata.shared
     programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).split_programs_per_sm
     assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
-    assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS
+    assert programs * kwargs["num_warps"] * -(-registers // 8) * 256 <= ahead_of_time.REGISTERS
 
 
 @pytest.mark.battery

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import decode_attention, rms_norm, rope, rotary_decode_attention
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.ops import Turn, decode_attention, rms_norm, rope, rotary_decode_attention
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan_reference
 from compiled_llm.ops.attention.heads import heads_of
 from compiled_llm.ops.attention.tiles import (
@@ -321,14 +322,13 @@ def test_decodes_compile_without_spills(
     """And all programs of the grid run at once."""
     capability, head_dim, group, kv_dtype, requests, *new = DECODES[name]
     kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype, requests, *new)
-    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-    usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
-    assert usage["STACK"] + usage["LOCAL"] == 0
+    binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
+    shared = binary.metadata.shared
     programs = 2  # of the kernel for one request, see decode_splits
     if kernel is triton_decode.decode_kernel:
         programs = decode_tile(default_config(head_dim, 2, 1 if kv_dtype else 2, capability)).programs_per_sm
     assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
-    assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS
+    assert programs * kwargs["num_warps"] * -(-registers // 8) * 256 <= ahead_of_time.REGISTERS
 
 
 # ---- on the CPU -----------------------------------------------------------------------------------------------------
@@ -356,9 +356,8 @@ def test_the_reference_is_the_ops_of_a_cpu(rotary: bool) -> None:
     scores = {"sinks": None, "sm_scale": case.sm_scale, "window": 0, "soft_cap": 0.0}
     if rotary:
         qkv, cos_sin, q_norm, k_norm, v_norm, scale = turning(case, BF16, True, "normed")
-        out = rotary_decode_attention(
-            qkv, cos_sin, q_norm, k_norm, v_norm, scale, *own, plan, num_heads=4, eps=EPS, **scores
-        )  # fmt: skip
+        turn, kind = Turn(cos_sin, q_norm, k_norm, v_norm, scale, EPS), AttentionSpec(4, 2, 64, case.sm_scale)
+        out = rotary_decode_attention(qkv, turn, own, plan, kind)
         q, values["k"] = rope(qkv, cos_sin, q_norm, k_norm, 4, 2, EPS)
         values["v"] = rms_norm(case.v.reshape(-1, 64), v_norm, EPS).view(case.v.shape)
         values["q"] = q * scale[:, None]
@@ -369,8 +368,8 @@ def test_the_reference_is_the_ops_of_a_cpu(rotary: bool) -> None:
     assert not out[3:].any()
     assert torch.equal(own[0][1:].view(torch.int16), values["k_cache"][1:].view(torch.int16))
     if rotary:  # from queries alone, of a cache that has the new keys
-        queries = qkv[:, : 4 * 64], cos_sin, q_norm, None, None, scale
-        assert torch.equal(rotary_decode_attention(*queries, *own, plan, num_heads=4, eps=EPS, **scores), out)
+        turn = turn._replace(k_norm=None, v_norm=None)
+        assert torch.equal(rotary_decode_attention(qkv[:, : 4 * 64], turn, own, plan, kind), out)
 
 
 if __name__ == "__main__":

@@ -302,13 +302,11 @@ def test_kernels_compile_without_spills(
     capability, kind, heads, size, kv_dtype = COMPILED[name]
     tiles = latent_tiles(size, 2, 1 if kv_dtype else 2, capability)
     for kernel, args, kwargs in launches(monkeypatch, capability, kind, heads, size, kv_dtype):
-        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-        usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
-        assert usage["STACK"] + usage["LOCAL"] == 0, kernel.__name__
+        binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
         if kernel.__name__ in ("latent_attention_kernel", "latent_decode_attention_kernel"):
             programs = getattr(tiles, kind).programs_per_sm
-            assert programs * (shared + 1024) <= SHARED_MEMORY[capability] + 1024
-            assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS
+            assert programs * (binary.metadata.shared + 1024) <= SHARED_MEMORY[capability] + 1024
+            assert programs * kwargs["num_warps"] * -(-registers // 8) * 256 <= ahead_of_time.REGISTERS
 
 
 # ---- on the CPU -----------------------------------------------------------------------------------------------------

@@ -156,10 +156,7 @@ def test_every_tile_adds_up_by_the_same_instruction(
         if (tile := tuple(kwargs.items())) in seen:
             continue
         seen.add(tile)
-        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-        print(f"{kwargs['BLOCK_M']} x {kwargs['BLOCK_N']}: {usage['REG']} registers, {binary.metadata.shared} bytes")
-        assert usage["STACK"] == usage["LOCAL"] == 0
+        binary, _ = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
         assert binary.metadata.shared <= SHARED_MEMORY[capability]
         assert products(binary.asm["ptx"], dtype) == {instruction}
     assert len(seen) == len(triton_linear.tiles_of(dtype.itemsize, capability)), "a tile that no number of rows takes"
@@ -181,9 +178,7 @@ def test_measured_tiles_add_up_likewise(
     around = Surroundings(activation="silu" if product.around == "gate" else "")
     shape = product.out_features, product.in_features
     made = launch(monkeypatch, (9, 0), torch.bfloat16, found.m, around, found, shape)
-    binary = ahead_of_time.compiled(*made, (9, 0))
-    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-    assert usage["STACK"] == usage["LOCAL"] == 0
+    binary, _ = ahead_of_time.without_spills(made, (9, 0), tmp_path)
     assert binary.metadata.shared <= SHARED_MEMORY[9, 0]
     assert products(binary.asm["ptx"], torch.bfloat16) == {WGMMA if found.n >= 64 else MMA}
 

@@ -77,7 +77,7 @@ def test_choices_that_a_layer_cannot_have_are_refused(message: str, folder: Path
     layer, choices = REFUSED[message]
     path = path_of(H200)
     save(path, H200, (9, 0), {layer: choices})
-    with pytest.raises(ValueError, match=rf"(?s)NVIDIA_H200\.json.*{message}.*tune_linear.py"):
+    with pytest.raises(ValueError, match=rf"(?s)NVIDIA_H200\.json.*{message}.*tune linear"):
         choose(INT4, 1, (9, 0), H200)
 
 
@@ -91,7 +91,7 @@ def test_only_activations_as_they_are_have_one_kind_of_instruction(folder: Path)
 def test_other_files_are_refused(text: str, folder: Path) -> None:
     folder.mkdir()
     path_of(H200).write_text(text)
-    with pytest.raises(ValueError, match=r"NVIDIA_H200\.json is no file of tiles .*tune_linear.py"):
+    with pytest.raises(ValueError, match=r"NVIDIA_H200\.json is no file of tiles .*tune linear"):
         choose(INT4, 1, (9, 0), H200)
 
 

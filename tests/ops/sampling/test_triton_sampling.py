@@ -202,13 +202,9 @@ def test_compiles_without_spills(
 
     assert [kernel.__name__ for kernel, _, _ in recorded] == [f"{name}_kernel" for name in KERNELS]
     for kernel, args, kwargs in recorded:
-        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-        print(f"{kernel.__name__}: {usage['REG']} registers, {binary.metadata.shared} bytes of shared memory")
-        assert usage["STACK"] == 0, kernel.__name__
-        assert usage["LOCAL"] == 0, kernel.__name__
+        binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
         # Two programs on an SM at once.
-        assert 2 * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS, kernel.__name__
+        assert 2 * kwargs["num_warps"] * -(-registers // 8) * 256 <= ahead_of_time.REGISTERS, kernel.__name__
         assert binary.metadata.shared <= 48 * 1024, kernel.__name__
 
 
@@ -216,15 +212,11 @@ def test_compiles_without_spills(
 def test_greedy_tokens_compile_without_spills(
     capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    recorded: list = []
-    for name in ("part_kernel", "row_kernel"):
-        monkeypatch.setattr(triton_greedy, name, ahead_of_time.Recorder(getattr(triton_greedy, name), recorded))
+    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_greedy)
     triton_greedy.greedy_tokens(torch.empty(8, 151936, dtype=torch.bfloat16, device="meta"))
     assert len(recorded) == 2
-    for kernel, args, kwargs in recorded:
-        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
-        assert usage["STACK"] == usage["LOCAL"] == 0, kernel.__name__
+    for launch in recorded:
+        ahead_of_time.without_spills(launch, capability, tmp_path)
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,414 @@
+"""What the benchmarks that serve requests share: flags, requests, the engine or transformers, and what they did.
+
+The flags of the requests are those of ``vllm bench``. Without any of them, the requests have random tokens.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from compiled_llm.api.command_line import FlagParser, check_least, engine_config, errors_end
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.outputs import EngineStats, RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.bench import hf
+from compiled_llm.bench.workloads import WORKLOADS, Requests, WorkloadRequest, random_tokens
+from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
+from compiled_llm.checkpoint.shapes import model_of
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
+from compiled_llm.report import machine_limits
+from compiled_llm.text.prompts import check_token_ids
+from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.worker.device import resolve_device
+
+NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 32, 1024, 128  # of random requests
+_SMALLEST_MODEL_LEN = 1024
+BACKENDS = ("compiled-llm", "hf")
+# Flags of the engine that transformers has too. It has none of the sampling flags.
+_HF_FLAGS = ("model", "tokenizer", "dtype", "device", "seed")
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "disable_detokenize")
+# Flags of random requests alone, and flags of all requests except those of a workload.
+_RANDOM_FLAGS = ("input_len", "random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
+_LENGTH_FLAGS = ("dataset_name", "dataset_path", "num_prompts", "output_len", *_RANDOM_FLAGS)
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+
+def add_backend_flag(parser: FlagParser) -> None:
+    """``--backend hf``: transformers.generate instead of the engine."""
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="hf is transformers.generate")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument("--top-p", type=float, default=1.0, help="(default: 1)")
+    group.add_argument("--top-k", type=int, default=0, help="0: all (default: 0)")
+    group.add_argument("--disable-detokenize", action="store_true", help="leave the outputs as token ids")
+
+
+def add_report_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write the engine's report, as HTML and JSON")
+
+
+def add_request_flags(parser: FlagParser) -> None:
+    add = parser.add_argument_group("requests").add_argument
+    add("--workload", choices=WORKLOADS, help="of docs/performance.md; it defines all requests")
+    add("--dataset-name", choices=("random", "custom"), help="custom where there is a --dataset-path")
+    rows = "rows with prompt or prompt_token_ids, and output_len unless --output-len is given"
+    add("--dataset-path", type=Path, metavar="FILE.jsonl", help=rows)
+    add("--num-prompts", type=int, help=f"default: {NUM_PROMPTS} random ones, or all of a file, else its first ones")
+    add("--input-len", type=int, help="the same as --random-input-len")
+    add("--output-len", type=int, help="of every request; overrides those of the rows")
+    add("--random-input-len", type=int, help=f"tokens after the prefix (default: {INPUT_LEN})")
+    add("--random-output-len", type=int, help=f"default: {OUTPUT_LEN}")
+    spread = "draw both lengths from [length * (1 - R), length * (1 + R)] (default: 0)"
+    add("--random-range-ratio", type=float, metavar="R", help=spread)
+    add("--random-prefix-len", type=int, help="tokens that all prompts start with (default: 0)")
+    parser.seldom |= {f"--{name.replace('_', '-')}" for name in (*_RANDOM_FLAGS, "dataset_name")} - {"--input-len"}
+
+
+def check_serving(args: argparse.Namespace, parser: FlagParser) -> None:
+    """``ValueError`` for a sampling parameter, a ``--report`` or a backend that cannot be; nothing is loaded yet."""
+    sampling_of(args, [WorkloadRequest([], 1)])
+    if args.report is not None and args.report.exists() and not args.report.is_dir():
+        raise ValueError(f"--report {args.report} is a file: give a directory")
+    own = {field.name for field in dataclasses.fields(EngineConfig)} - set(_HF_FLAGS)
+    for name in sorted(own | {"report", *_SAMPLING_FLAGS}) if getattr(args, "backend", None) == "hf" else []:
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning for --backend hf: leave it out")
+
+
+# ---- model and engine -----------------------------------------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    """The model of the flags, before its weights are loaded.
+
+    Attributes:
+        name: the checkpoint's or the shape's, for the results.
+        config: ``max_model_len`` may still be None.
+        tokenizer: None if the directory has none, as for a shape.
+    """
+
+    name: str
+    directory: Path
+    config: EngineConfig
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+
+
+@contextlib.contextmanager
+def described_model(args: argparse.Namespace) -> Iterator[Model]:
+    """The model and the engine's config of the flags; ``ValueError`` for bad ones."""
+    changes: dict[str, Any] = {}
+    if args.model is None:
+        if args.load_format not in ("auto", "dummy"):
+            raise ValueError(
+                f"--load-format must be 'dummy' with --shape, which has no weights, given {args.load_format!r}: "
+                "give --model"
+            )
+        changes = {"load_format": "dummy"}
+    with model_of(args) as named:
+        config = dataclasses.replace(engine_config(args), **{"model": named["model"], **changes})
+        directory = checkpoint_directory(config)
+        yield Model(
+            name=args.model or args.shape,
+            directory=directory,
+            config=config,
+            model_config=read_config(directory),
+            tokenizer=load_tokenizer(config, directory),
+        )
+
+
+def start_engine(
+    program: str, args: argparse.Namespace, make_requests: Callable[[argparse.Namespace, Model], Requests]
+) -> tuple[Model, Requests, CompiledEngine, float]:
+    """(model, requests, an engine that holds them, seconds of its start). Ends ``program`` if an argument is bad."""
+    with errors_end(program), described_model(args) as model:
+        requests = make_requests(args, model)
+        started = time.perf_counter()
+        engine = CompiledEngine.from_config(config_for(model, requests))
+        return model, requests, engine, time.perf_counter() - started
+
+
+def load_hf(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The model in transformers, and its ``start_seconds`` and ``dtype``. ``ValueError`` as ``config_for``."""
+    config_for(model, requests)
+    started, device = time.perf_counter(), resolve_device(args.device)
+    random_weights = model.config.load_format == "dummy"
+    module = hf.load(model.directory, model.config.dtype, device, args.seed, random_weights=random_weights)
+    start_seconds = time.perf_counter() - started
+    return module, {"start_seconds": start_seconds, "dtype": str(module.dtype).removeprefix("torch.")}
+
+
+def config_for(model: Model, requests: Requests) -> EngineConfig:
+    """The config, with a ``max_model_len`` that the requests fit in if the flags give none.
+
+    It is 1024 or the next larger power of two, so that workloads of about the same length share compiled code.
+    ``ValueError``: a request is longer than ``max_model_len`` or than the model allows.
+    """
+    longest = max(len(request.prompt_token_ids) + request.output_len for request in requests)
+    most = model.model_config.max_position_embeddings
+    allowed = min(most, model.config.max_model_len or most)
+    if longest > allowed:
+        raise ValueError(
+            f"the longest request must fit in {allowed} tokens, prompt and output together, given {longest}: "
+            "shorten it, or raise --max-model-len where the model allows it"
+        )
+    if model.config.max_model_len is not None:
+        return model.config
+    length = max(_SMALLEST_MODEL_LEN, 1 << (longest - 1).bit_length())
+    return dataclasses.replace(model.config, max_model_len=min(most, length))
+
+
+def sampling_of(args: argparse.Namespace, requests: Requests, *, ignore_eos: bool = True) -> list[SamplingParams]:
+    """Parameters of each request: ``output_len`` tokens, or fewer if ``ignore_eos`` is False and the model ends it."""
+    return [
+        SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            max_tokens=request.output_len,
+            ignore_eos=ignore_eos,
+            detokenize=not args.disable_detokenize,
+        )
+        for request in requests
+    ]
+
+
+# ---- requests -------------------------------------------------------------------------------------------------------
+
+
+def requests_of(args: argparse.Namespace, model: Model) -> Requests:
+    """The requests of the flags; ``ValueError`` for bad ones. Text is encoded here: no measured time includes it."""
+    if args.workload is not None:
+        _refuse(args, _LENGTH_FLAGS, "--workload, which defines its requests")
+        return WORKLOADS[args.workload](model.model_config.vocab_size, args.seed)
+    check_least(args, num_prompts=1, input_len=1, output_len=1, random_input_len=1, random_output_len=1)
+    check_least(args, random_prefix_len=0)
+    if args.dataset_path is None:
+        if args.dataset_name == "custom":
+            raise ValueError("--dataset-name custom needs --dataset-path FILE.jsonl")
+        return _random_requests(args, model.model_config.vocab_size)
+    if args.dataset_name == "random":
+        raise ValueError(f"--dataset-name must be custom with --dataset-path {args.dataset_path}, given 'random'")
+    _refuse(args, _RANDOM_FLAGS, "--dataset-path, whose prompts have their own lengths")
+    requests = _read_requests(args.dataset_path, args.output_len, model)
+    if args.num_prompts is not None and args.num_prompts > len(requests):
+        raise ValueError(
+            f"--num-prompts must be at most {len(requests)}, the rows of {args.dataset_path}, given {args.num_prompts}"
+        )
+    return requests[: args.num_prompts]
+
+
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} cannot be given with {reason}: leave one of the two out")
+
+
+def _random_requests(args: argparse.Namespace, vocab_size: int) -> Requests:
+    for general, own in (("input_len", "random_input_len"), ("output_len", "random_output_len")):
+        if getattr(args, general) is not None:
+            _refuse(args, (own,), f"--{general.replace('_', '-')}, which means the same")
+    input_len = _first_given(args.input_len, args.random_input_len, INPUT_LEN)
+    output_len = _first_given(args.output_len, args.random_output_len, OUTPUT_LEN)
+    prefix_len = _first_given(args.random_prefix_len, 0)
+    ratio = 0.0 if args.random_range_ratio is None else args.random_range_ratio
+    if not 0 <= ratio < 1:
+        raise ValueError(f"--random-range-ratio must be at least 0 and below 1, given {ratio}")
+
+    rng = random.Random(args.seed)
+    prefix = random_tokens(rng, vocab_size, prefix_len)
+
+    def length(mean: int) -> int:
+        return rng.randint(max(1, math.floor(mean * (1 - ratio))), math.ceil(mean * (1 + ratio)))
+
+    lengths = [(length(input_len), length(output_len)) for _ in range(_first_given(args.num_prompts, NUM_PROMPTS))]
+    return [WorkloadRequest(prefix + random_tokens(rng, vocab_size, i), o) for i, o in lengths]
+
+
+def _first_given(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _read_requests(path: Path, output_len: int | None, model: Model) -> Requests:
+    # Not splitlines(), which also splits at line separators that JSON strings may hold.
+    lines = path.read_text(encoding="utf-8").split("\n")
+    requests = [
+        _parse_row(f"{path}, line {number}", line, output_len, model.tokenizer, model.model_config.vocab_size)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not requests:
+        raise ValueError(f"--dataset-path {path} must hold at least one row, given none")
+    return requests
+
+
+def _parse_row(
+    where: str, line: str, output_len: int | None, tokenizer: Tokenizer | None, vocab_size: int
+) -> WorkloadRequest:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
+        raise ValueError(f"{where}: a row must be an object with either 'prompt' or 'prompt_token_ids'")
+    unknown = sorted(row.keys() - {"prompt", "prompt_token_ids", "output_len"})
+    if unknown:
+        raise ValueError(f"{where}: unknown key: {', '.join(unknown)}. Allowed, apart from the prompt: output_len")
+    count = row.get("output_len") if output_len is None else output_len
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{where}: output_len must be an integer of at least 1, given {count!r}: or give --output-len")
+    if "prompt_token_ids" in row:
+        token_ids = row["prompt_token_ids"]
+        if not isinstance(token_ids, list):
+            raise ValueError(f"{where}: prompt_token_ids must be a list of integers, given {token_ids!r:.100}")
+        check_token_ids(f"{where}: prompt_token_ids", token_ids, vocab_size)
+    elif tokenizer is None:
+        raise ValueError(f"{where}: the model has no tokenizer: give prompt_token_ids, or --tokenizer")
+    elif not isinstance(row["prompt"], str):
+        raise ValueError(f"{where}: prompt must be a str, given {row['prompt']!r:.100}")
+    else:
+        token_ids = tokenizer.encode(row["prompt"])
+    if not token_ids:
+        raise ValueError(f"{where}: the prompt must not be empty")
+    return WorkloadRequest(token_ids, count)
+
+
+# ---- what they did --------------------------------------------------------------------------------------------------
+
+
+def percentiles(values: Sequence[float], shown: Sequence[float]) -> dict[str, float]:
+    """Percentile -> value, interpolated between neighbours as numpy does; keys like "99" and "99.9"."""
+    return {f"{p:g}": float(np.percentile(values, p)) for p in shown}
+
+
+def summary(metric: str, values: Sequence[float], shown: Sequence[float]) -> dict[str, float]:
+    """``mean_ttft_ms``, ``median_``, ``std_`` and ``p99_`` of seconds, for ``metric`` "ttft"; 0 if there is none."""
+    milliseconds = [value * 1e3 for value in values] or [0.0]
+    result = {
+        f"mean_{metric}_ms": float(np.mean(milliseconds)),
+        f"median_{metric}_ms": float(np.median(milliseconds)),
+        f"std_{metric}_ms": float(np.std(milliseconds)),
+    }
+    return result | {f"p{p}_{metric}_ms": value for p, value in percentiles(milliseconds, shown).items()}
+
+
+def generate(
+    engine: CompiledEngine, requests: Requests, params: list[SamplingParams]
+) -> tuple[float, list[RequestOutput]]:
+    """(seconds, outputs) of requests that are submitted at once; each must get exactly the tokens that it asks for."""
+    prompts = [request.prompt_token_ids for request in requests]
+    started = time.perf_counter()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    for output, request in zip(outputs, requests, strict=True):
+        completion = output.outputs[0]
+        if len(completion.token_ids) != request.output_len:
+            raise RuntimeError(
+                f"request {output.request_id} got {len(completion.token_ids)} tokens of {request.output_len}: "
+                f"{completion.finish_reason}, {completion.stop_reason}"
+            )
+    return seconds, outputs
+
+
+def ttft(output: RequestOutput) -> float:
+    """Seconds from a request's arrival to its first token."""
+    assert output.metrics.first_token_time is not None
+    return output.metrics.first_token_time - output.metrics.arrival_time
+
+
+def tpots(outputs: Sequence[RequestOutput]) -> list[float]:
+    """Seconds a token after the first one, of the requests that have another."""
+    found = []
+    for output in outputs:
+        metrics, count = output.metrics, len(output.outputs[0].token_ids)
+        if count > 1:
+            assert metrics.first_token_time is not None
+            assert metrics.finished_time is not None
+            found.append((metrics.finished_time - metrics.first_token_time) / (count - 1))
+    return found
+
+
+def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """Costs of the steps between two readings of an engine's statistics."""
+    steps = max(1, after.num_steps - before.num_steps)
+    padding = after.num_padding_tokens - before.num_padding_tokens
+    computed = after.num_computed_tokens - before.num_computed_tokens
+    return {
+        "num_steps": after.num_steps - before.num_steps,
+        "step_milliseconds": (after.execute_seconds - before.execute_seconds) / steps * 1e3,
+        "launch_microseconds_a_step": (after.launch_seconds - before.launch_seconds) / steps * 1e6,
+        "host_microseconds_a_step": (after.host_seconds - before.host_seconds) / steps * 1e6,
+        "padding_share": padding / max(1, padding + computed),
+        "num_computed_tokens": computed,
+        "prefix_hit_tokens": after.prefix_hit_tokens - before.prefix_hit_tokens,
+        "num_preemptions": after.num_preemptions - before.num_preemptions,
+    }
+
+
+def engine_facts(engine: CompiledEngine, start_seconds: float) -> dict[str, Any]:
+    """Sizes and dtypes of an engine, and figures of its start and its compiled graphs."""
+    report, limits = engine.compile_report(), engine.runner.limits
+    return {
+        "start_seconds": start_seconds,
+        "graphs": report.graphs,
+        "graph_breaks": report.graph_breaks,
+        "recompiles": report.recompiles,
+        "compile_seconds": report.compile_seconds,
+        "cuda_graph_bytes": sum(graph.cuda_graph_bytes for graph in report.reports),
+        "cache_misses": report.cache_count("miss"),
+        "enforce_eager": engine.config.enforce_eager,
+        "dtype": str(engine.runner.dtype).removeprefix("torch."),
+        "kv_cache_dtype": engine.config.kv_cache_dtype,
+        "max_model_len": limits.max_model_len,
+        "bucket_sizes": limits.decode_bucket_sizes,
+        "token_bucket_sizes": limits.token_bucket_sizes,
+    }
+
+
+def compiled_line(facts: Mapping[str, Any]) -> str:
+    """``engine_facts`` as one line of text."""
+    if facts["enforce_eager"]:
+        return f"not compiled; start {facts['start_seconds']:.1f} s"
+    return (
+        f"{facts['graphs']} graphs, {facts['graph_breaks']} graph breaks, {facts['recompiles']} recompiles after "
+        f"ready, start {facts['start_seconds']:.1f} s of which compiling {facts['compile_seconds']:.1f} s, "
+        f"{facts['cache_misses']} not found in the cache"
+    )
+
+
+def steps_line(steps: Mapping[str, float]) -> str:
+    """``steps_between`` as one line of text."""
+    return (
+        f"{steps['num_steps']} of {steps['step_milliseconds']:.2f} ms, host {steps['host_microseconds_a_step']:.0f} us "
+        f"each, padding {steps['padding_share']:.1%}, {steps['prefix_hit_tokens']} tokens found in the prefix cache"
+    )
+
+
+def prepare_report(engine: CompiledEngine, path: Path | None) -> None:
+    """If a report is requested and the machine's limits are unknown, measure them: before the runs, not after them."""
+    if path is not None:
+        machine_limits.measured(engine.runner.device, engine.runner.dtype)
+
+
+def write_report(engine: CompiledEngine, path: Path | None) -> None:
+    """What the engine did since its ``reset_report``, into a directory."""
+    if path is not None:
+        engine.report().write(path)
+        print(f"\nReport: {path / 'report.html'}")

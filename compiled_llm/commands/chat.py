@@ -1,0 +1,94 @@
+"""Talk with a model in the terminal.
+
+    compiled-llm chat
+    compiled-llm chat --model DIR --system "Answer in one sentence."
+    printf 'Hello\\n/stats\\n' | compiled-llm chat
+
+A line is a message; one that begins with ``/`` is a command (``/help`` lists them). Ctrl-C ends the answer, Ctrl-D
+leaves. The model's chat template makes the prompt; a model without one gets the turns as text. What is not a terminal
+is read as a script of lines: answers go to stdout, everything else to stderr.
+
+Exit status: 0, 1 when a line of a script could not be answered, 2 for bad arguments, 143 after SIGTERM, 141 when stdout
+was closed.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from compiled_llm.api.command_line import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_arguments,
+    sampling_params,
+)
+from compiled_llm.system.process import GuardedStream, StopSignals
+from compiled_llm.system.program import run_program
+
+# Sampling parameters for outputs other than one answer that is printed.
+_WITHOUT = (
+    "n",
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+    "output_kind",
+    "truncate_prompt_tokens",
+    "split_special_tokens",
+)
+_BUNDLED = (
+    "the bundled model completes Python and was trained on no conversation: it takes what you say as comments, and "
+    "writes the function below them"
+)
+_WITHOUT_TEMPLATE = (
+    "the model has no chat template, so it may be none for chats: it gets the turns as text, after User: and Assistant:"
+)
+
+
+def parser(program: str) -> FlagParser:
+    parser = FlagParser(prog=program, description="Talk with a model in the terminal. /help there lists its commands.")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    add_sampling_arguments(parser, _WITHOUT, max_tokens="a quarter of the context", temperature="the model's, or 0.7")
+    add_engine_arguments(parser)
+    return parser
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+
+    def run(stdout: GuardedStream, signals: StopSignals) -> int:
+        flags = parser(program)
+        args = flags.parse_args(arguments)
+        with flags.ending_errors():
+            return _chat(args, stdout)
+
+    return run_program(program, run)
+
+
+def _chat(args: argparse.Namespace, stdout: GuardedStream) -> int:
+    config = engine_config(args)
+    sampling_params(args)  # its errors come before torch is loaded, which takes seconds
+    from compiled_llm.engine.engine import CompiledEngine
+    from compiled_llm.offline.serving import run_sampling
+    from compiled_llm.terminal.chat import Chat
+    from compiled_llm.terminal.conversation import Conversation
+
+    given = sampling_arguments(args)
+    sampling, _ = run_sampling(config, given)
+
+    def write(piece: str) -> None:
+        stdout.write(piece)
+        stdout.flush()
+        if isinstance(stdout.failure, BrokenPipeError):
+            raise stdout.failure
+
+    with CompiledEngine.from_config(config) as engine:
+        if "max_tokens" not in given:
+            sampling["max_tokens"] = max(1, engine.scheduler.request_capacity // 4)
+        sampling = {name: value for name, value in sampling.items() if name not in _WITHOUT}
+        conversation = Conversation(engine, sampling, write, args.system)
+        note = _BUNDLED if config.model is None else None if conversation.has_template else _WITHOUT_TEMPLATE
+        if note is not None:
+            print(f"({note})", file=sys.stderr, flush=True)
+        return Chat(conversation, _WITHOUT).run()

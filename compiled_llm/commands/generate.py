@@ -1,0 +1,103 @@
+"""Complete a text, and print the answer as it comes.
+
+    compiled-llm generate "def fibonacci(n):"
+    compiled-llm generate "class Stack:" --max-tokens 200 --temperature 0
+    compiled-llm generate - --model DIR < prompt.txt
+
+``-`` reads the text from standard input, without the line break at its end. Without ``--model`` the bundled model
+answers. The answer alone goes to stdout; what the start says, and a line with tokens and seconds, goes to stderr.
+
+Exit status: 0, 1 when the answer ended with an error or could not be written, 2 for bad arguments, 128 + the signal's
+number after SIGINT (130) or SIGTERM (143), 141 when stdout was closed.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from compiled_llm.api.command_line import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_arguments,
+    sampling_params,
+)
+from compiled_llm.offline.flags import DEFAULT_SAMPLING
+from compiled_llm.system.process import GuardedStream, StopSignals
+from compiled_llm.system.program import BROKEN_PIPE_STATUS, run_program
+
+# Sampling parameters for outputs other than the text that is printed here.
+NOT_PRINTED = ("logprobs", "prompt_logprobs", "detokenize", "output_kind")
+
+
+def parser(program: str) -> FlagParser:
+    parser = FlagParser(prog=program, description="Complete a text, and print the answer as it comes.")
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="what to complete, in quotes, or - for standard input")
+    parser.add_argument("--quiet", action="store_true", help="print the answer alone")
+    add_sampling_arguments(parser, NOT_PRINTED, **DEFAULT_SAMPLING)
+    add_engine_arguments(parser)
+    return parser
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+
+    def run(stdout: GuardedStream, signals: StopSignals) -> int:
+        flags = parser(program)
+        args = flags.parse_args(arguments)
+        with flags.ending_errors():
+            return _generate(program, args, stdout)
+
+    return run_program(program, run)
+
+
+def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
+    text, config = _text(args.text), engine_config(args)
+    sampling_params(args)  # its errors come before torch is loaded, which takes seconds
+    if args.quiet and config.progress == "auto":
+        config = dataclasses.replace(config, progress="off")
+    from compiled_llm.api.sampling_params import SamplingParams
+    from compiled_llm.engine.engine import CompiledEngine
+    from compiled_llm.offline.serving import run_sampling
+    from compiled_llm.terminal.answer import Answer
+
+    sampling, _ = run_sampling(config, sampling_arguments(args))
+    params = SamplingParams(**sampling, output_kind="delta")
+
+    def write(piece: str) -> None:
+        stdout.write(piece)
+        stdout.flush()
+
+    answer = Answer(write, params.n)
+    with CompiledEngine.from_config(config) as engine:
+        try:
+            for output in engine.stream(text, params):
+                answer.take(output)
+                if stdout.failure is not None:
+                    return BROKEN_PIPE_STATUS
+        except KeyboardInterrupt:
+            answer.end_line()
+            raise
+    if answer.error is not None:
+        print(f"{program}: error: {answer.error}", file=sys.stderr)
+        return 1
+    if not args.quiet:
+        print(f"{program}: {answer.summary}", file=sys.stderr)
+    return 0
+
+
+def _text(words: Sequence[str]) -> str:
+    """The text to complete. ``ValueError`` where there is none, or several."""
+    if len(words) != 1:
+        given = f"{len(words)} words" if words else "none"
+        raise ValueError(
+            f'TEXT must be one argument, as in "def fibonacci(n):", or - for standard input, given {given}'
+        )
+    if words[0] != "-":
+        return words[0]
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input must be text in UTF-8: {error}") from error

@@ -1,0 +1,7 @@
+"""The commands of ``compiled-llm tune``: a file each."""
+
+COMMANDS = {
+    "buckets": "bucket sizes that suit the work of earlier runs",
+    "attention": "tiles of the attention kernels that are fast on this GPU",
+    "linear": "products and tiles of linear layers that are fast on this GPU",
+}

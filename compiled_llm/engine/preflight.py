@@ -1,0 +1,163 @@
+"""What an engine would say of a model before it starts: from config, tokenizer and headers, without reading weights."""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.checkpoint.generation_config import (
+    default_sampling_params,
+    listed,
+    suggested_sampling,
+    warn_of_unserved,
+)
+from compiled_llm.checkpoint.loader import checked_tensors
+from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer, model_config, with_end_of_text
+from compiled_llm.checkpoint.quantization import linears_of
+from compiled_llm.compiling.compiler import check_torch
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.quantized.described import described
+from compiled_llm.models.registry import code_of, family_of, with_stream
+from compiled_llm.step import kv_cache
+from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.text.tokenizer_parts import probe_texts
+from compiled_llm.worker import exactness
+from compiled_llm.worker.device import resolve_device, use_device
+from compiled_llm.worker.memory import (
+    StartMemory,
+    check_room_for_weights,
+    estimated_activations,
+    free_bytes,
+    num_bytes,
+    total_bytes,
+)
+from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
+from compiled_llm.worker.runner import STEP_DEFAULTS
+
+_MIB = 2**20
+
+T = TypeVar("T")
+
+
+def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """What there is to know of a model and of its room on this machine, as (what, text), a row as soon as it is known.
+
+    The steps are those of an engine's start, up to where that reads weights.
+
+    Raises:
+        ValueError: the model cannot be served with ``config``: the engine's own error.
+    """
+    directory = checkpoint_directory(config, with_weights=False)
+    yield "model", config.model or "the bundled model"
+    made, notes = _with_notes(lambda: model_config(directory, config.model_impl, config.dtype))
+    made = with_stream(made, config.stream)
+    yield "family", f"{made.architecture}, by {code_of(made)}"
+    yield "sizes", _sizes(made)
+    yield from notes
+    tokenizer = load_tokenizer(config, directory)
+    yield from _of_tokenizer(directory, made, tokenizer)
+    if tokenizer is not None:
+        made, lines = with_end_of_text(made, tokenizer)
+        yield from (("note", line) for line in (*tokenizer.notes, *lines))
+
+    device = resolve_device(config.device)
+    check_torch(device, config.enforce_eager)
+    dtype = getattr(torch, made.dtype if config.dtype == "auto" else config.dtype)
+    cache_dtypes = kv_cache.layer_dtypes(config, dtype, made)
+    use_device(device, cache_dtypes, made)
+    limits = EngineLimits.resolve(config, made.max_position_embeddings, STEP_DEFAULTS[device.type])
+    limits = with_state_slots(limits, config, made, dtype)
+    yield from _of_sampling(directory, limits)
+
+    linears = linears_of(config, made, device, dtype)
+    served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
+    description = family_of(served).describe(served, dtype, linears)
+    weight_bytes = num_bytes(description.weights)
+    published = f", {described(json.loads(made.published))}" if made.published else ""
+    yield "weights", f"{kv_cache.dtype_name(dtype)}{published}: {weight_bytes / _MIB:,.1f} MiB in memory"
+    if config.model is not None and not Path(config.model).expanduser().is_dir() and not _has_weights(directory):
+        yield "files", "the weights were not downloaded from the hub, and their headers not read"
+    elif config.load_format != "dummy":
+        stored, notes = _with_notes(lambda: checked_tensors(directory, served, description))
+        files = {tensor.path for tensor in stored.values()}
+        size = sum(path.stat().st_size for path in files) / _MIB
+        yield (
+            "files",
+            f"{len(files)} of {size:,.1f} MiB together; their tensors have the names and shapes of the family",
+        )
+        yield from notes
+    yield "exact bits", exactness.described(exactness.obstacles(config, device, linears, made))
+
+    sizes = PoolSizes.of(made, cache_dtypes, limits, dtype)
+    state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
+    yield "KV cache", f"{kv_cache.describe(made, cache_dtypes, dtype)}{state}"
+    where = "GPU" if device.type == "cuda" else "machine"
+    yield (
+        "memory",
+        f"{free_bytes(device) / 2**30:,.1f} GiB of the {where}'s {total_bytes(device) / 2**30:,.1f} are free",
+    )
+    check_room_for_weights(description.weights, linears, config, served, directory, device, dtype)
+    activations = estimated_activations(made, limits, dtype, linears)
+    memory = StartMemory(config, limits, device, sizes, kv_cache.num_tensors(made, cache_dtypes), activations)
+    memory.check(weight_bytes)
+    yield "room", _room(memory, limits, made)
+
+
+def _sizes(made: ModelConfig) -> str:
+    return (
+        f"{made.num_layers} layers, hidden size {made.hidden_size}, {made.num_heads} heads and {made.num_kv_heads} KV "
+        f"heads of {made.head_dim}, vocabulary {made.vocab_size:,}, {made.max_position_embeddings:,} positions"
+    )
+
+
+def _with_notes(call: Callable[[], T]) -> tuple[T, list[tuple[str, str]]]:
+    """What ``call`` returns, and a row for each of its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return result, [("note", str(warning.message)) for warning in caught]
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
+
+
+def _of_tokenizer(directory: Path, made: ModelConfig, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
+    if tokenizer is None:
+        yield "tokenizer", "none: it serves prompt_token_ids only"
+        return
+    templates = ", ".join(tokenizer.chat_templates) or "none"
+    names = ", ".join(f"{name} {text!r}" for name, text in tokenizer.named_tokens.items()) or "none"
+    differs = any("transformers" in note for note in tokenizer.notes)
+    texts = len(probe_texts(tokenizer.special_tokens))
+    probed = "see the notes" if differs else f"the tokens of transformers' class, on {texts} texts"
+    count = len(tokenizer.vocabulary()[1])
+    yield "tokenizer", f"{count:,} tokens; {probed}"
+    yield "special tokens", names
+    yield "chat template", templates
+    if count > made.vocab_size:
+        yield "note", f"the tokenizer has {count:,} tokens, and config.json says vocab_size={made.vocab_size:,}"
+
+
+def _of_sampling(directory: Path, limits: EngineLimits) -> Iterator[tuple[str, str]]:
+    suggested: dict[str, Any] = suggested_sampling(directory)
+    default_sampling_params(suggested)
+    yield "sampling", f"generation_config.json suggests {listed(suggested) or 'nothing'}"
+    yield from _with_notes(lambda: warn_of_unserved(directory, limits.max_model_len))[1]
+
+
+def _room(memory: StartMemory, limits: EngineLimits, made: ModelConfig) -> str:
+    """How long a request may be, and how many of the longest ones run at once."""
+    most = memory.longest_request()
+    longest = min(most, made.max_position_embeddings)
+    fits = f"max_model_len may be up to {longest:,}"
+    if limits.stream is not None:
+        return f"{fits} in the cache; requests themselves may be longer (sliding_window)"
+    if longest < made.max_position_embeddings:
+        fits += f", of the model's {made.max_position_embeddings:,}"
+    return f"{fits}; room for {most // limits.max_model_len:,} requests of {limits.max_model_len:,} tokens at once"

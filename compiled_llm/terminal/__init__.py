@@ -1,0 +1,1 @@
+"""A person at a terminal: answers as they come, a chat, and completion in a shell."""

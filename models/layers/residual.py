@@ -1,0 +1,159 @@
+"""The residual stream: what the blocks of a decoder (attention, MLPs, experts) read, and add to.
+
+A layer is written as papers write it::
+
+    x += attention(x.normed(w.input_norm), ...)
+    x += mlp(x.normed(w.mlp_norm), w.mlp)
+
+and what is one op on a device is found here, in the order that these lines are run in: nothing in them is computed
+before it is needed. ``x.normed(norm)`` is a norm that the linear layer computes that reads it, ``x += block`` a sum
+that the next norm computes. On a GPU a product of few rows takes in the sum behind it, and one with quantised weights
+the norm before it, too (``linears/fused.py``). Both devices round at the same places.
+"""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from compiled_llm import ops
+from compiled_llm.models.linears.fused import activated_linear, surrounded, takes_norm, takes_what_follows
+from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.ops.linear.surroundings import Surroundings
+
+
+class LayerNorm(NamedTuple):
+    """The weights of a layer norm, in the model's dtype."""
+
+    weight: Tensor  # [D]
+    bias: Tensor  # [D]
+
+
+Norm = Tensor | LayerNorm  # a Tensor [D] is the weight of an RMS norm
+
+
+class Summand(Protocol):
+    """What a block gives, before it is added to the residual stream that it has read."""
+
+    def add_to(self, residual: "Residual") -> None: ...
+
+
+class Residual:
+    """The sum ``[T, D]`` of a model's first input and all that blocks have given: ``(x + delta) * scale``.
+
+    Attributes:
+        eps: of all norms of the model.
+        delta: what is still to be added; None: nothing.
+        delta_norm: ``[D]``, the weight of an RMS norm of ``delta``, if it has one.
+        scale: ``[1]`` float32, of the sum; None: 1.
+    """
+
+    def __init__(self, x: Tensor, eps: float) -> None:
+        self.x, self.eps = x, eps
+        self.delta: Tensor | None = None
+        self.delta_norm: Tensor | None = None
+        self.scale: Tensor | None = None
+
+    def __iadd__(self, block: Summand) -> "Residual":
+        block.add_to(self)
+        return self
+
+    def add(self, delta: Tensor, norm: Tensor | None = None) -> None:
+        """Add ``delta`` ``[T, D]``, or its RMS norm by ``norm`` ``[D]``: with the next norm."""
+        if self.delta is not None:
+            self.tensor()
+        self.delta, self.delta_norm = delta, norm
+
+    def multiply(self, scale: Tensor) -> None:
+        """Multiply the sum by ``scale`` ``[1]`` float32: with the next norm."""
+        assert self.delta is not None, "a sum is multiplied"
+        self.scale = scale
+
+    def normed(self, norm: Norm | None) -> "Normed":
+        """Its norm; itself without one."""
+        return Normed(self, norm)
+
+    def tensor(self) -> Tensor:
+        """``[T, D]``."""
+        if self.delta is not None:
+            self.settle(ops.sum_of_norms(self.x, None, self.delta, self.delta_norm, self.eps, self.scale))
+        return self.x
+
+    def settle(self, x: Tensor) -> None:
+        """Note that the sum is ``x``, which an op has computed."""
+        self.x, self.delta, self.delta_norm, self.scale = x, None, None, None
+
+
+class Normed:
+    """The norm of a residual stream, computed by what reads it. It is read once."""
+
+    def __init__(self, residual: Residual, norm: Norm | None) -> None:
+        self.residual, self.norm = residual, norm
+
+    @property
+    def eps(self) -> float:
+        return self.residual.eps
+
+    def tensor(self) -> Tensor:
+        """``[T, D]``. See ``ops.rms_norm`` and ``ops.layer_norm``."""
+        of, norm, delta = self.residual, self.norm, self.residual.delta
+        if delta is None or norm is None:
+            x = of.x if delta is None else of.tensor()
+            if isinstance(norm, LayerNorm):
+                return ops.layer_norm(x, norm.weight, norm.bias, of.eps)
+            return x if norm is None else ops.rms_norm(x, norm, of.eps)
+        is_plain_sum = of.delta_norm is None and of.scale is None
+        if isinstance(norm, LayerNorm):
+            assert is_plain_sum, "no family has another beside layer norms"
+            x, y = ops.add_layer_norm(of.x, delta, norm.weight, norm.bias, of.eps)
+        elif is_plain_sum:
+            x, y = ops.add_rms_norm(of.x, delta, norm, of.eps)
+        else:
+            x, y = ops.norm_of_sum(of.x, delta, of.delta_norm, norm, of.eps, of.scale)
+        of.settle(x)
+        return y
+
+    def linear(self, linear: Linear, activation: str = "", gated: bool = True, factor: Tensor | None = None) -> Tensor:
+        """``activated_linear`` of the norm, ``[T, N]``."""
+        of, norm = self.residual, self.norm
+        if of.x.is_cuda and of.delta is None and isinstance(norm, Tensor) and takes_norm(linear, of.x):
+            return surrounded(of.x, linear, Surroundings(norm, of.eps, activation, gated=gated))
+        return activated_linear(self.tensor(), linear, activation, gated, factor)
+
+
+class BlockOutput:
+    """A block's last linear layer with its input: ``norm(linear(x) * multiplier + beside)``, a ``Summand``."""
+
+    multiplier: float = 1.0
+    beside: Tensor | None = None  # [T, D]
+    norm: Tensor | None = None  # [D], the weight of an RMS norm
+
+    def __init__(self, x: Tensor, linear: Linear) -> None:
+        self.x, self.linear = x, linear
+
+    def __mul__(self, multiplier: float) -> "BlockOutput":
+        self.multiplier = multiplier
+        return self
+
+    def plus(self, beside: Tensor) -> "BlockOutput":
+        self.beside = beside
+        return self
+
+    def normed(self, norm: Tensor) -> "BlockOutput":
+        self.norm = norm
+        return self
+
+    def tensor(self) -> Tensor:
+        """``[T, D]``, without the norm."""
+        y = activated_linear(self.x, self.linear)
+        if self.multiplier != 1.0:
+            y = y * self.multiplier
+        return y if self.beside is None else y + self.beside
+
+    def add_to(self, residual: Residual) -> None:
+        """With a norm it is always left to the next norm, as is the norm itself."""
+        linear, x = self.linear, self.x
+        if self.norm is None and takes_what_follows(linear, x, "residual"):
+            around = Surroundings(residual=residual.tensor(), multiplier=self.multiplier, beside=self.beside)
+            residual.settle(surrounded(x, linear, around))
+        else:
+            residual.add(self.tensor(), self.norm)

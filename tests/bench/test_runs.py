@@ -1,0 +1,484 @@
+"""A tiny run of each benchmark: the keys that documents and programs read, and what the table says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_llm.bench import (
+    attention,
+    gpt_fast,
+    harness,
+    host,
+    kernels,
+    latency,
+    loading,
+    offline,
+    product_ways,
+    products,
+    recurrent,
+    sampling,
+    serve,
+    settings,
+    shared,
+    start,
+    throughput,
+)
+from compiled_llm.offline.modes import MODES
+from compiled_llm.ops.native import cache_directory
+from compiled_llm.report import machine_limits
+from compiled_llm.report.machine_limits import MachineLimits
+from tests import mxfp4
+from tests.families import checkpoint
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "compiled_llm" / "demo_model"
+TINY = ("--shape", "tiny", "--enforce-eager")
+SMALL = (*TINY, "--bucket-sizes", "1,4")
+RANDOM = ("--random-input-len", "20", "--random-output-len", "4", "--num-prompts", "5")
+LIMITS = MachineLimits("cpu", "bfloat16", 1e9, 1e12, "made up", "2026-01-01T00:00:00+00:00")
+Run = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits and caches of a small machine."""
+    monkeypatch.setattr(harness, "CACHED_BYTES", 1 << 16)
+    monkeypatch.setattr(recurrent, "CACHED_BYTES", 1 << 16)
+    monkeypatch.setattr(attention, "limit_runs", lambda device, dtype: harness.limit_runs(device, dtype, 16))
+    monkeypatch.setattr(machine_limits, "measured", lambda device, dtype, **options: LIMITS)
+    monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: LIMITS)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a benchmark -> (its JSON line, all that it printed)."""
+
+    def ran(bench: ModuleType, *words: str, status: int = 0) -> tuple[dict[str, Any], str]:
+        assert bench.main("compiled-llm bench it", list(map(str, words))) == status
+        out = capsys.readouterr().out
+        result = json.loads(out.splitlines()[-1])
+        assert result["benchmark"]
+        assert result["machine"]["torch"] == torch.__version__
+        return result, out
+
+    return ran
+
+
+def test_latency(run: Run, tmp_path: Path) -> None:
+    words = (
+        "--batch-size",
+        "3",
+        "--input-len",
+        "40",
+        "--output-len",
+        "4",
+        "--num-iters",
+        "2",
+        "--report",
+        tmp_path / "r",
+    )
+    result, _ = run(latency, *SMALL, *words, "--output-json", tmp_path / "a.json", "--enable-prefix-caching")
+    assert json.loads((tmp_path / "a.json").read_text()) == result
+    low, high = sorted(result["latencies"])
+    assert result["avg_latency"] == pytest.approx((low + high) / 2)
+    assert result["percentiles"]["90"] == pytest.approx(low + 0.9 * (high - low))
+    assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    for whole, ttft, tpot in zip(result["latencies"], result["ttfts"], result["tpots"], strict=True):
+        assert 0 < ttft + 3 * tpot <= whole
+    assert (result["steps"]["num_steps"], result["steps"]["prefix_hit_tokens"]) == (2 * 4, 2 * 3 * 32)
+    assert (result["engine"]["dtype"], result["engine"]["enforce_eager"]) == ("bfloat16", True)
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert sum(phase["num_tokens"] for phase in report["phases"]) == 2 * 3 * (8 + 3), "no warm-up"
+
+
+def test_latency_of_transformers_and_of_one_token(run: Run) -> None:
+    words = ("--shape", "tiny", "--batch-size", "2", "--input-len", "9", "--num-iters", "2")
+    result, _ = run(latency, *words, "--output-len", "4", "--backend", "hf")
+    assert (result["backend"], result["engine"]["dtype"]) == ("hf", "bfloat16")
+    for whole, ttft, tpot in zip(result["latencies"], result["ttfts"], result["tpots"], strict=True):
+        assert ttft + 3 * tpot == pytest.approx(whole)
+    result, _ = run(latency, *words, "--output-len", "1", "--backend", "hf", "--num-iters-warmup", "0")
+    assert (result["tpots"], result["median_tpot_ms"]) == ([None, None], None)
+
+
+def test_throughput(run: Run, tmp_path: Path) -> None:
+    """W3: 512 tokens that 16 requests share. Those of the last run were not found in what an earlier one left."""
+    words = ("--workload", "W3", "--repeats", "3", "--token-bucket-sizes", "512", "--report", tmp_path / "r")
+    result, _ = run(throughput, *SMALL, *words, "--output-json", tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text()) == result
+    assert (result["num_requests"], result["workload"]) == (16, "W3")
+    assert result["steps"]["prefix_hit_tokens"] == 15 * 512
+    assert result["elapsed_time"] == sorted(result["elapsed_times"])[1]
+    assert (
+        result["total_num_tokens"] == result["total_prompt_tokens"] + result["total_output_tokens"] == 16 * (544 + 32)
+    )
+    assert result["requests_per_second"] == pytest.approx(16 / result["elapsed_time"])
+    assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"] < result["elapsed_times"][-1] * 1e3
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert sum(phase["num_tokens"] for phase in report["phases"]) == 512 + 16 * (32 + 31), "the last run alone"
+
+
+def test_throughput_of_transformers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    generate = throughput.hf.generate
+    monkeypatch.setattr(throughput.hf, "generate", lambda *given: (batches.append(len(given[1])), generate(*given)))
+    words = ("--shape", "tiny", *RANDOM, "--repeats", "1", "--backend", "hf", "--hf-max-batch-size", "3")
+    result, _ = run(throughput, *words)
+    assert batches == [1, 3, 2], "one to warm up, then five, three at a time"
+    assert (result["total_output_tokens"], result["hf_max_batch_size"]) == (20, 3)
+
+
+def test_serve(run: Run, tmp_path: Path) -> None:
+    words = ("--request-rate", "200", "--goodput", "ttft:1e9", "tpot:1e9", "--metric-percentiles", "90,99")
+    result, _ = run(
+        serve, *SMALL, *RANDOM, *words, "--save-result", "--save-detailed", "--result-dir", tmp_path / "new"
+    )
+    (path,) = (tmp_path / "new").iterdir()
+    assert path.name.startswith("compiled-llm-200qps-tiny-")
+    saved = json.loads(path.read_text())
+    assert {key: saved[key] for key in result} == result
+    assert "itls" not in result
+    assert (saved["completed"], saved["failed"], saved["request_rate"], saved["max_concurrency"]) == (5, 0, 200, None)
+    assert saved["request_goodput"] == saved["request_throughput"] == pytest.approx(5 / saved["duration"])
+    assert (saved["input_lens"], saved["output_lens"], saved["errors"]) == ([20] * 5, [4] * 5, [""] * 5)
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        assert 0 < saved[f"p90_{metric}_ms"] <= saved[f"p99_{metric}_ms"]
+    for ttft, itls, whole in zip(saved["ttfts"], saved["itls"], saved["latencies"], strict=True):
+        assert ttft + sum(itls) == pytest.approx(whole)
+
+
+def test_serve_searches_a_rate_and_queues_at_the_client(run: Run) -> None:
+    result, _ = run(serve, *SMALL, *RANDOM, "--goodput", "e2el:1e9", "--find-goodput")
+    assert result["request_rate"] == result["goodput_search"]["max_request_rate"] == "inf"
+    words = ("--goodput", "e2el:0", "--find-goodput", "--num-warmups", "0", "--num-prompts", "2", "--input-len", "5")
+    result, out = run(serve, *SMALL, *words, "--output-len", "2", status=1)
+    assert "no rate with 90% of the requests" in out
+    assert [trial["goodput_share"] for trial in result["goodput_search"]["trials"]] == [0] * 6
+    metrics = "client_queue_time,e2el_including_client_queue,e2el"
+    result, _ = run(serve, *SMALL, *RANDOM, "--max-concurrency", "1", "--percentile-metrics", metrics)
+    together = result["mean_client_queue_time_ms"] + result["mean_e2el_ms"]
+    assert result["mean_e2el_including_client_queue_ms"] == pytest.approx(together)
+
+
+def test_settings(run: Run, tmp_path: Path) -> None:
+    words = ("--precisions", "none", "int4/int8", "--workloads", "W1", "--repeats", "1", "--json", tmp_path / "a.json")
+    result, out = run(settings, *TINY, *words)
+    assert json.loads((tmp_path / "a.json").read_text()) == result
+    plain, quantised = result["rows"]
+    assert (plain["setting"], quantised["setting"], plain["ratio"]) == ("none", "int4/int8", 1)
+    assert quantised["weights_gb"] < 0.7 * plain["weights_gb"]
+    assert plain["of_limit"] == pytest.approx(plain["median"] * plain["weights_gb"])
+    assert [len(values) for values in result["speeds"]["W1"].values()] == [1, 1]
+    assert "tiny, bfloat16" in out
+
+
+def test_settings_of_modes(run: Run) -> None:
+    result, _ = run(settings, *TINY, "--modes", "--workloads", "rows", "--rows", "3", "--repeats", "1")
+    assert [row["setting"] for row in result["rows"]] == list(MODES)
+    assert all(row["median"] > 0 for row in result["rows"])
+
+
+@pytest.mark.parametrize("flags", [("--cold",), ()])
+def test_loading(run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
+    dropped: list[Any] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *what: dropped.append(what))
+    model = checkpoint("llama")
+    result, out = run(loading, "--model", model, "--rounds", "2", *flags)
+    assert len(dropped) == (2 * 3 if flags else 0), "before each read and each load, the first ones included"
+    assert result["from"] == ("disk" if flags else "page cache")
+    assert result["file_bytes"] == (model / "model.safetensors").stat().st_size
+    assert result["weight_bytes"] > 0.9 * result["file_bytes"]
+    assert min(result[name] for name in ("read_seconds", "load_seconds", "load_over_read")) > 0
+    assert "load over plain read" in out
+
+
+def test_loading_experts_in_mxfp4(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory as in the file, but for scales of two bytes, not one, and tables."""
+    plain = {name: value for name, value in mxfp4.CONFIG.items() if name != "quantization_config"}
+    monkeypatch.setitem(start.SHAPES, "tiny", {**plain, "hidden_size": 512, "intermediate_size": 512})
+    result, _ = run(loading, "--shape", "tiny", "--mxfp4", "--rounds", "1")
+    assert 0.85 < result["file_bytes"] / result["weight_bytes"] < 0.96
+
+
+@pytest.mark.battery
+def test_the_promise_of_the_peak_at_full_size(tmp_path: Path) -> None:
+    start.write_checkpoint(tmp_path, "qwen3-0.6b")
+    assert loading.measure(tmp_path, "auto", 1)["peak_over_weights"] < 1.2
+
+
+def test_host(run: Run, tmp_path: Path) -> None:
+    words = ("--requests", "2", "--waiting", "0,3", "--steps", "6", "--kinds", "final", "--output", tmp_path / "new")
+    result, _ = run(host, *words)
+    assert json.loads((tmp_path / "new" / "host.json").read_text())["results"] == result["results"]
+    assert [(row["waiting"], row["outputs of"]) for row in result["results"]] == [(0, "final"), (3, "final")]
+    for row in result["results"]:
+        parts = [row[part] for part in host.PARTS]
+        assert min(parts) > 0
+        assert row["host"] / 4 < sum(parts) < 2 * row["host"]  # medians of parts, and the median of their sum
+
+
+@pytest.mark.battery
+def test_an_engine_that_does_not_start_is_said_and_the_others_run() -> None:
+    """In processes of their own, as on a GPU."""
+    args = host.parser("it").parse_args(["--steps", "4", "--kinds", "final", "--graphs", "manual"])
+    bad, good = host.in_processes(args, [0, 1])
+    assert (bad["requests"], good["requests"]) == (0, 1)
+    assert "bucket_sizes" in bad["error"]
+    assert good["host"] > 0
+
+
+def test_sampling(run: Run) -> None:
+    result, _ = run(sampling, *TINY, "--batch-size", "2", "--context", "20", "--rounds", "2")
+    assert list(result["kinds"]) == list(sampling.KINDS)
+    assert all(kind["ms"] > 0 and kind["share"] > 0 for kind in result["kinds"].values())
+    assert [name for name, kind in result["kinds"].items() if "replaced_ms" in kind] == ["greedy", "top-k+top-p"]
+    assert (result["step_ms"] > 0, result["graph_breaks"], result["recompiles"]) == (True, 0, 0)
+
+
+def test_kernels(run: Run, tmp_path: Path) -> None:
+    words = ("--model", DEMO, "--device", "cpu", "--batch-size", "3", "--context", "20", "--repeats", "2")
+    result, out = run(kernels, *words, "--enforce-eager", "--prompts", "30", "--json", tmp_path / "a.json")
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert "demo_model, bfloat16, 3 requests of 22 keys, the mean" in out
+    assert result["launches"] == len(saved["in_order"]) > 20
+    rows = {row["name"]: row for row in result["kernels"]}
+    layers = json.loads((DEMO / "config.json").read_text())["num_hidden_layers"]
+    assert rows["compiled_llm::paged_attention"]["count"] == layers
+    assert sum(row["us"] for row in rows.values()) == pytest.approx(result["busy_us"])
+    (prompt,) = saved["prompts"]
+    assert (prompt["tokens"], prompt["launches"]) == (30, len(prompt["in_order"]))
+    assert min(prompt["first_token_ms"], result["step_us"]) > 0
+
+
+def test_attention(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--seconds", "0", "--block-size", "16", "8")
+    cases = ("--decode", "1x70,3x20", "--prefill", "5+20", "--kv-dtype", "int8")
+    result, out = run(attention, *sizes, *cases, "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    rows = result["rows"]
+    assert [(row["case"], row["kv_dtype"], row["block_size"]) for row in rows] == [
+        (case, dtype, size)
+        for case in ("decode 1x70,3x20", "prefill 5+20")
+        for dtype in ("bfloat16", "int8")
+        for size in (16, 8)
+    ]
+    for row in rows:
+        others = {"uniform"} if "," in row["case"] else set()
+        assert set(row["seconds"]) == {"op", "gather", "sdpa", "flex", "hf-paged"} | others
+        assert (row["left_out"], "to_uniform" in row) == ({}, bool(others))
+    assert sum(line.startswith(("decode ", "prefill ")) for line in out.splitlines()) == len(rows)
+    result, _ = run(attention, *sizes, "--decode", "2x40", "--prefill", "--kv-dtype", "--turned", "--hot")
+    assert result["turned"]
+
+
+def test_products(run: Run, tmp_path: Path) -> None:
+    words = ("--size", "256x128", "8x48", "16x64x8x2", "--rows", "1", "33", "--seconds", "0")
+    result, out = run(products, *words, "--json", tmp_path / "a.json")
+    rows = result["results"]
+    assert [(row["layer"], row["rows"]) for row in rows] == [
+        (s, n) for s in ("256x128", "8x48", "16x64x8x2") for n in (1, 33)
+    ]
+    for row in rows:
+        assert min(row[key] for key in ("op_us", "linear_us", "gb_per_s", "of read", "faster")) > 0
+    first = rows[0]
+    assert first["gb_per_s"] == pytest.approx(256 * 128 * 2 / first["op_us"] / 1e3)
+    assert rows[1]["tflop_per_s"] == pytest.approx(33 * 2 * 256 * 128 / rows[1]["op_us"] / 1e6)
+    assert rows[4]["gb_per_s"] == pytest.approx(2 * 16 * 64 * 2 / rows[4]["op_us"] / 1e3), "of two experts"
+    assert "sizes as given, bfloat16, kernels: " in out
+    result, _ = run(products, "--size", "256x128", "--kind", "int8", "int4_w4a8", "--rows", "3", "--seconds", "0")
+    assert [row["kind"] for row in result["results"]] == ["int8", "int4_w4a8"]
+    assert {layer.name: layer[1:3] for layer in product_ways.layers_of("qwen3-0.6b")} == {
+        "qkv": (4096, 1024),
+        "o": (1024, 2048),
+        "gate_up": (6144, 1024),
+        "down": (1024, 3072),
+        "lm_head": (151936, 1024),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("int8_w8a8", ["24x64"]),
+        *(
+            pytest.param(kind, ["24x64", "16x64x4x2"], marks=pytest.mark.battery)
+            for kind in ("int8_w8a8", "int8", "int4", "int4_w4a8", "fp8", "mxfp4")
+        ),
+    ],
+)
+def test_quantised_products_of_a_gpu_in_tritons_interpreter(kind: str, sizes: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "compiled_llm", "bench", "products", "--kind", kind, "--size", *sizes]
+    done = subprocess.run(
+        [*command, "--rows", "1", "17", "--seconds", "0", "--rounds", "1", "--json", tmp_path / "a.json"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert result["machine"]["command"].startswith("compiled-llm bench products --kind ")
+    assert [(row["layer"], row["rows"]) for row in result["results"]] == [(s, rows) for s in sizes for rows in (1, 17)]
+    for row in result["results"]:
+        assert row["left_out"] == {}
+        assert ("int_mm_us" in row) == (kind == "int8_w8a8" and row["layer"] == "24x64" and row["rows"] == 17)
+
+
+def test_a_wrong_product_ends_the_run_and_a_broken_other_way_is_left_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--size", "48x32", "--rows", "3", "--seconds", "0")
+    packed_linear = product_ways.packed_linear
+
+    def broken(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not for\nthis machine")
+
+    monkeypatch.setattr(torch.nn.functional, "linear", broken)
+    monkeypatch.setattr(product_ways, "right", lambda layer, x, plain, route: x.float() @ plain.float().T)
+    result, out = run(products, *words)
+    assert result["results"][0]["left_out"] == {"linear": "RuntimeError: not for this machine"}
+    assert "linear is left out: RuntimeError: not for this machine" in out
+    monkeypatch.setattr(product_ways, "packed_linear", lambda *given: packed_linear(*given) * 1.1)
+    assert products.main("it", list(words)) == 1
+    assert "it: error: plain, 48x32, 3 rows: off by 0.1" in capsys.readouterr().err
+
+
+def test_recurrent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {
+        recurrent.Layer("rule", "gated_delta_rule", (1, 2, 16, 32)): 2 * 16 * 32 * 4,
+        recurrent.Layer("convolution", "short_convolution", (256, 4)): 3 * 256 * 2,
+        recurrent.Layer("scan", "mamba2_scan", (2, 16, 1, 16)): 2 * 16 * 16 * 4,
+    }
+    monkeypatch.setattr(recurrent, "LAYERS", list(small))
+    result, _ = run(recurrent, "--rounds", "5", "--tokens", "9", "--batch-size", "3")
+    for row, nbytes in zip(result["results"], small.values(), strict=True):
+        assert (row["rounds"], row["state_kb"]) == (5, nbytes / 1e3)
+        assert row["decode_gb_per_s"] == pytest.approx(2 * 3 * nbytes / row["decode_us"] / 1e3)
+        assert min(row["of_read"], row["chunk_us_per_token_and_head"]) > 0
+
+
+def test_a_start_and_one_that_fails(tmp_path: Path) -> None:
+    """A real start, on weights of a checkpoint that is written for it; what a start costs is no test's business."""
+    words = (*TINY, "--bucket-sizes", "1", "--max-model-len", "64", "--num-kv-blocks", "8")
+    with start.engine_arguments(start.parser("it").parse_args(words)) as arguments:
+        assert arguments.keys() >= {"model", "enforce_eager", "bucket_sizes"}
+        assert "load_format" not in arguments
+        found = start.start(start.THIS, cache_directory(), arguments, tmp_path / "a.log")
+    assert set(found["seconds"]) == set(start.STAGES)
+    assert all(seconds >= 0 for seconds in found["seconds"].values())
+    assert sum(found["seconds"].values()) == pytest.approx(found["total"], abs=0.01)
+    assert (found["hits"], found["misses"], found["recompiles"], found["dtype"]) == (0, 0, 0, "bfloat16")
+    assert {"weights", "make pool"} <= found["parts"].keys()
+    assert "imported" in (tmp_path / "a.log").read_text()
+    (tmp_path / "compiled_llm").mkdir()
+    (tmp_path / "compiled_llm" / "__init__.py").write_text("raise SystemExit('no such model')")
+    found = start.start(tmp_path, cache_directory(), {}, tmp_path / "b.log")
+    assert "ended with status 1 after" in found["error"]
+    assert found["log"] == ["no such model"]
+
+
+def test_two_checkouts_start_in_turns(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "compiled_llm").mkdir()
+    (tmp_path / "compiled_llm" / "__init__.py").touch()
+    seen: list[tuple[Path, Path]] = []
+
+    def started(checkout: Path, cache: Path, *given: Any, **options: Any) -> dict[str, Any]:
+        seen.append((checkout, cache))
+        total = 60.0 if len(seen) <= 2 else 10.0 + len(seen)
+        figures = {"cpu": 1.0, "cpu of processes": 0.0, "load": 0.5, "hits": 0, "misses": 1, "dtype": "bfloat16"}
+        seconds = dict.fromkeys(start.STAGES, total / len(start.STAGES))
+        return figures | {"seconds": seconds, "total": total, "parts": {"build": 2.0}, "tokens": [[len(seen)]]}
+
+    monkeypatch.setattr(start, "start", started)
+    result, out = run(start, "--demo", "--other", tmp_path, "--warm-runs", "3")
+    assert [checkout for checkout, _ in seen] == [start.THIS, tmp_path] * 4
+    assert len({cache for _, cache in seen}) == 2, "a warm start uses what the cold one left"
+    assert (result["this"]["cold"]["total"], [one["total"] for one in result["this"]["warm"]]) == (60, [13, 15, 17])
+    assert next(line for line in out.splitlines() if line.startswith("total")).split() == [
+        "total",
+        "60",
+        "60",
+        "15",
+        "16",
+    ]
+    assert "this: cold and warm starts give OTHER TOKENS" in out
+
+
+@pytest.mark.battery
+def test_a_start_without_a_gpu(run: Run) -> None:
+    pytest.importorskip("triton")
+    sizes = ("--bucket-sizes", "1", "--token-bucket-sizes", "128", "--max-model-len", "256")
+    result, _ = run(start, "--shape", "tiny", "--without-gpu", "h200", *sizes)
+    assert list(result["starts"]) == ["cold", "warm"]
+    assert result["starts"]["warm"]["found"] == result["starts"]["warm"]["functions"] > 0
+
+
+def test_gpt_fast(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model with the interface of gpt-fast's."""
+    (tmp_path / "model.py").write_text("""
+import torch
+
+class Transformer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = torch.nn.Embedding(32, 8)
+        self.output = torch.nn.Linear(8, 32, bias=False)
+        self.seen = []
+
+    @classmethod
+    def from_name(cls, name):
+        assert name == "tiny"
+        return cls()
+
+    def setup_caches(self, max_batch_size, max_seq_length):
+        self.register_buffer("keys", torch.zeros(max_batch_size, max_seq_length, 8, dtype=torch.bfloat16))
+
+    def forward(self, tokens, positions):
+        assert self.keys.abs().sum() > 0
+        self.seen.append(int(positions[0]))
+        return self.output(self.tok_embeddings(tokens) + self.keys[:, positions])
+""")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    models, load = [], gpt_fast.load
+    monkeypatch.setattr(gpt_fast, "load", lambda args: models.append(load(args)) or models[0])
+    words = ("--shape", "tiny", "--device", "cpu", "--eager", "--context", "6", "--tokens", "3")
+    result, _ = run(gpt_fast, "--checkout", tmp_path, *words)
+    assert models[0].seen == 7 * [6, 7, 8]
+    assert len(result["token_ms_of_each"]) == 5
+    assert result["weights_gb_per_s"] == pytest.approx(32 * 8 * 2 / result["token_ms"] / 1e6)
+    monkeypatch.delitem(sys.modules, "model")
+
+
+@pytest.mark.battery
+def test_shared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    words = ("--num-kv-blocks", "70", "--progress", "off", "--seconds", "0.2", "--rounds", "2")
+    result, _ = run(shared, *TINY, *words)
+    assert list(result["rows"]) == ["alone", "one busy loop", "two busy loops", "two engines"]
+    assert all(row["tokens_per_second"] > 0 and row["cores"] > 0 for row in result["rows"].values())
+    assert [len(found["two engines"]) for found in result["rounds"]] == [2, 2]
+    assert result["environment"]["GOMP_SPINCOUNT"] == "7"
+
+
+@pytest.mark.battery  # two starts of the command
+@pytest.mark.parametrize("order", [True, False])
+def test_offline(run: Run, order: bool) -> None:
+    words = ("--rows", "12", "--max-tokens", "2", "--enforce-eager", "--bucket-sizes", "1,4", "--generated", "12")
+    more = ("--order", "--prefixes", "2", "--prefix-tokens", "200", "--longest-tokens", "4", "--num-kv-blocks", "64")
+    result, _ = run(offline, *words, *(more if order else ()))
+    assert set(result["rows_per_s"]) == ({"given", "ordered"} if order else {"run", "generate"})
+    assert result["ratio"] > 0

@@ -1,0 +1,40 @@
+"""Engines beside each other and beside other programs: ratios and shares are those within a round."""
+
+import psutil
+
+from compiled_llm.bench import settings, shared
+
+
+def test_ratios_are_those_within_a_round() -> None:
+    speeds = {"W4": {"none": [10.0, 100.0, 50.0], "int8": [20.0, 150.0, 200.0]}}
+    _, row = settings.rows_of(speeds, {"none": 4, "int8": 2}, 1e9)
+    assert (row["median"], row["min"], row["max"], row["ratio"]) == (150, 20, 200, 2)
+    assert row["of_limit"] is None
+
+
+def speed(*speeds: float) -> list[dict[str, float]]:
+    return [{"tokens_per_second": one, "cores": one / 100} for one in speeds]
+
+
+def test_shares_are_of_the_same_round_and_of_the_slower_engine() -> None:
+    rows = shared.compared(
+        [
+            {"alone": speed(100), "one busy loop": speed(50), "two engines": speed(60, 40)},
+            {"alone": speed(200), "one busy loop": speed(140), "two engines": speed(90, 95)},
+            {"alone": speed(100), "one busy loop": speed(60), "two engines": speed(50, 50)},
+        ]
+    )
+    assert rows["alone"]["share"] == 1
+    assert rows["alone"]["goal"] is None
+    assert (rows["one busy loop"]["share"], rows["one busy loop"]["least_share"]) == (0.6, 0.5)
+    assert rows["one busy loop"]["goal"] == shared.GOALS["one busy loop"]
+    assert rows["two engines"]["share"] == 0.45
+    assert rows["two engines"]["tokens_per_second"] == 50
+    assert rows["two engines"]["cores"] == 0.5
+
+
+def test_busy_loops_run_and_end() -> None:
+    before = set(psutil.Process().children())
+    with shared.busy_loops(2):
+        assert len(set(psutil.Process().children()) - before) == 2
+    assert set(psutil.Process().children()) == before

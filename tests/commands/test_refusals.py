@@ -1,0 +1,88 @@
+"""What commands refuse, before anything is loaded or measured: status 2, with the reason on stderr."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm.__main__ import main
+
+NOWHERE = "/no/such/directory"
+KV = "report kv-cache --max-tokens 8"
+INT8 = "report weights --max-tokens 8 --quantization int8"
+PERPLEXITY = f"report perplexity --text {__file__}"
+QUANTIZE = "quantize --output new --window 256 --max-tokens 600 --eval-max-tokens 0 --method"
+LM_EVAL = "report lm-eval --tasks a"
+COMMANDS_WITH_JSON = ("exact", KV, INT8, PERPLEXITY, f"{QUANTIZE} rtn --kind int8", "compile", "tune buckets --trace t")
+REFUSED = {
+    **{f"{command} --json {NOWHERE}/out.json": "its directory is not there" for command in COMMANDS_WITH_JSON},
+    f"exact --model {NOWHERE}": NOWHERE,
+    "exact --kv-cache-dtypes int4": "kv_cache_dtype must be one of",
+    "exact --dtype int8": "dtype must be one of",
+    "exact --requests 0": "--requests must be at least 1",
+    "exact --tokens 1024": "--tokens must be below 1024",
+    "exact --device tpu": "device must be",
+    "report kv-cache": "--kv-cache-dtype must be one of int8, fp8, given auto",
+    f"{KV} --kv-cache-dtype int8 --kv-cache-skip-layers 4": "kv_cache_skip_layers must be layers of the model, 0 to 3",
+    f"{KV} --kv-cache-dtype int8 --kv-cache-skip-layers 0,1,2,3": "leave a layer",
+    f"{KV} --kv-cache-dtype int8 --text no-such-file.txt": "no-such-file.txt",
+    f"{KV} --kv-cache-dtype int8 --window 1025": "at most the model's length, 1024",
+    f"{KV} --kv-cache-dtype int8 --chunk 0": "--chunk must be at least 1",
+    "report weights": "give either --quantization",
+    f"{INT8} --quantized-model x": "give either --quantization",
+    f"{INT8},int5": "quantization must be",
+    f"{INT8},fp8 --quantization-group-size 64": "quantization_group_size must be None",
+    f"{INT8} --quantization-head int3": "quantization_head must be",
+    "report weights --quantized-model x --quantization-skip layers.0": "without quantization",
+    f"report weights --quantized-model {NOWHERE}": NOWHERE,
+    f"{INT8} --quantization-skip * --quantization-head none": "no layer is quantised",
+    f"{INT8} --speed-tokens 1": "--speed-tokens must be at least 2",
+    f"{INT8} --speed-tokens 1024 --no-layers": "--speed-tokens must be below",
+    f"{PERPLEXITY} --stride 0": "--stride must be at least 1, given 0",
+    f"{PERPLEXITY} --strides 5": "unknown flag --strides",
+    "report lm-eval": "the following arguments are required: --tasks",
+    f"{LM_EVAL} --dtype int3": "dtype must be one of",
+    f"{LM_EVAL} --limit 5": "unknown flag --limit",
+    f"{LM_EVAL} -- --model hf": "--model must be given before the --",
+    f"{LM_EVAL} -- --device=cpu": "--device=cpu must be given before the --",
+    f"{LM_EVAL} b": "flags of lm-eval are given after a --, given 'b'",
+    "report gpu-step --picture step.txt": "must end in .png, .svg or .pdf",
+    f"report gpu-step --picture {NOWHERE}/step.png": "its directory is not there",
+    "report gpu-step --measured nothing.json": "No such file",
+    "report gpu-step --measured nothing.json --bucket tokens_512": "--bucket must be one, given tokens_512",
+    "report gpu-step --bucket 8": "--bucket must be decode_<size> or tokens_<size>, given '8'",
+    f"{QUANTIZE} rtn --kind int8 --group-size 32": "scales of its own",
+    f"{QUANTIZE} smoothquant --kind int4": "choose method awq, gptq or awq+gptq",
+    f"{QUANTIZE} rtn --kind int4 --group-size 96": "no multiple of the group size 96",
+    f"{QUANTIZE} rtn --kind int4 --group-size 8": "multiple of 16",
+    f"{QUANTIZE} rtn --kind int8_w8a8 --zeros": "given zeros",
+    f"{QUANTIZE} awq --kind int4 --alpha 0.5": "alpha must be",
+    f"{QUANTIZE} rtn --kind int8 --skip layers.0 gate_up": "given 'gate_up', which no layer has",
+    "compile --enforce-eager": "compiles nothing",
+    f"compile --export {NOWHERE}/file": "its directory is not there",
+    f"compile --shape tiny --import {__file__}": "is no bundle",
+    "tune buckets --trace none.json": "No such file",
+    "tune buckets --trace none.json --max-buckets 0": "--max-buckets must be at least 1",
+    "tune buckets --trace none.json --runs-per-start 0": "--runs-per-start must be above 0",
+    "tune attention": "no CUDA GPU here",
+    "tune linear": "no CUDA GPU here",
+    "tune linear --layer 6144": "must be OUTPUTSxINPUTS",
+    "tune linear --rows 64 16": "--rows must rise",
+    "tune linear --rows 512 --kind bfloat16": "--rows must begin with up to 256",
+    "tune linear --kind int5": "must be one of",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_is_refused(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        status: object = main(command.split())
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert REFUSED[command] in " ".join(capsys.readouterr().err.split())
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
