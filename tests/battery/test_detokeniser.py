@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.text import context_decoding
+from compiled_llm.text import output_text
 from compiled_llm.text.output_text import ContextDecoding, OutputText
 from compiled_llm.text.tokenizer import Tokenizer
 
@@ -272,7 +272,7 @@ def test_many_tokens_at_once_are_one_after_the_other(
 ) -> None:
     """Pieces of any length between single tokens. After each, all that is decided is shown, and no more."""
     rng, at_once = random.Random(3), ContextDecoding._add_at_once
-    monkeypatch.setattr(context_decoding, "_TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr(output_text, "_TOKENS_AT_ONCE", 20)
 
     def counted(text: ContextDecoding, token_ids: list[int]) -> str | None:
         piece = at_once(text, token_ids)
