@@ -53,6 +53,7 @@ ALLOWED = {
     ("compiled_llm/checkpoint/kept_values.py", "pickle"): _OWN_CACHE,
     ("compiled_llm/compiling/build_processes.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/worker/worker_process.py", "multiprocessing"): _OWN_PIPE,
+    ("compiled_llm/worker/worker_process.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/bench/host.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/shared.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/harness.py", "multiprocessing"): _OWN_PIPE,
