@@ -205,8 +205,9 @@ def test_the_test_sees_a_copy_of_the_cache() -> None:
         return copy.sin()
 
     cache = torch.zeros(NUM_BLOCKS + 1, 2, 8, 16)
+    function = CompiledFunction(step, "step", torch.device("cpu"), enforce_eager=False)
     with torch._inductor.config.patch(fx_graph_cache=False):
-        _, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=False), cache)
+        _, codes = run_and_get_code(lambda: function.warm_up(lambda: (cache,)))
     assert copies(codes, cache)
 
 
@@ -270,6 +271,7 @@ def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(
         assert torch.allclose(function(torch.zeros(40)), torch.full((40,), 71.0).sin() * 3)
         return function.report().cache, function.report().reason
 
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)  # its directory is a fresh one
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     assert start() == ("miss", "nothing of that name is stored")
     assert start() == ("hit", "")

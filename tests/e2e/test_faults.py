@@ -147,7 +147,7 @@ def test_one_request_that_breaks_its_steps_ends_alone(
         worker.position = None
         check_others(found, expected, "logits are not finite" if error is None else f"{type(error).__name__}: {error}")
         assert engine.stats().since(before).failures == {kind: int(kind == counted) for kind in before.failures}
-        assert 1 <= worker.num_broken <= 2 + 3, "8 run at once"
+        assert 1 <= worker.num_broken <= 2 + 5, "32 run at once"
         check_it_serves(engine, control)
 
 

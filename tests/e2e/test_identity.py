@@ -67,14 +67,13 @@ def test_buckets_of_several_sizes(dtype: str, prompts: list[list[int]], expected
 
 @DTYPES
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
+def test_a_pool_so_small_that_requests_are_preempted(
     dtype: str, mode: str, prompts: list[list[int]], expected: dict[str, list[list[int]]]
 ) -> None:
     longest = max(map(len, prompts)) + NUM_TOKENS
     with CompiledEngine(
         dtype=dtype,
         **COMPILED_SIZES,
-        max_num_batched_tokens=16,
         num_kv_blocks=-(-longest // 16) + 6,
         preemption_mode=mode,
         swap_space_bytes=2**22,
@@ -90,12 +89,13 @@ def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
 
 
 def test_eager_and_other_block_sizes(prompts: list[list[int]], expected: dict[str, list[list[int]]]) -> None:
-    for block_size, chunked in ((1, True), (32, False)):
+    for block_size, chunked, batched in ((1, True, None), (16, True, 16), (32, False, None)):
         with CompiledEngine(
             dtype="float32",
             enforce_eager=True,
             block_size=block_size,
             enable_chunked_prefill=chunked,
+            max_num_batched_tokens=batched,
             bucket_sizes=(16,),
         ) as engine:
             assert tokens_of(engine, prompts[:16]) == expected["float32"][:16]

@@ -211,6 +211,7 @@ def test_rows_that_ask_for_nothing_come_out_bit_for_bit(dtype: torch.dtype) -> N
     assert bits(changed(logits, alone, counts)) == bits(logits.float())
 
 
+@pytest.mark.battery  # in the ordinary run e2e/test_sampling.py has it compiled, with all else
 def test_compiled_they_do_too_and_the_others_are_as_uncompiled() -> None:
     logits, asked, counts = all_and_nothing()
     position = torch.zeros(len(logits), dtype=torch.int32)
