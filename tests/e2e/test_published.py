@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import eager_mask
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
-from compiled_llm.models.wrappers import language_model
+from compiled_llm.models.architecture_name import language_model
 from tests.models.published_gemma4 import GEMMA4
 from tests.models.published_moe import MOE
 from tests.models.scaled_down import scaled_down
