@@ -41,7 +41,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "0")):
         os.environ.setdefault(name, value)
     if any((path / "ops").is_dir() for path in paths):  # all rooms
-        build_kernels()
+        build_kernels(every_set="battery" in option.markexpr)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,16 +16,19 @@ def num_processes() -> int:
     return max(1, min(granted_cores(), free_memory() // _BYTES_PER_PROCESS))
 
 
-def build_kernels() -> None:
-    """Build the C++ libraries of the ordinary run side by side, so that no two processes build one at the same time.
+def build_kernels(every_set: bool) -> None:
+    """Build the C++ libraries of the run side by side, so that no two processes build one at the same time.
 
     Says nothing of errors: the tests meet them again.
+
+    Args:
+        every_set: of all instruction sets, as a battery needs them; else of those of the ordinary run.
     """
     from compiled_llm.ops import native
-    from compiled_llm.ops.kernel_build import OPS, kernel_library, op_library
+    from compiled_llm.ops.kernel_build import OPS, isas_of, kernel_library, op_library
     from tests.ops.instruction_sets import ordinary_sets
 
-    names = [kernel_library(op, isa) for op in OPS for isa in ordinary_sets(op)]
+    names = [kernel_library(op, isa) for op in OPS for isa in (isas_of if every_set else ordinary_sets)(op)]
     names += [op_library(op) for op in (*OPS, "limits_cpu")]
     with ThreadPoolExecutor(granted_cores()) as pool:
         for library in filter(native.must_be_built, names):

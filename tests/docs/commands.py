@@ -159,7 +159,6 @@ EXPENSIVE = (
     r"printf [^|]*\| compiled-llm generate -.*",
     r"compiled-llm generate \"[^\"]*\"( --max-tokens .*)?",
     _COMMAND + r" report perplexity\b.*",
-    _PYTHON + r" -c \"import transformers\..*",
 )
 
 
@@ -173,8 +172,9 @@ def is_expensive(statement: str) -> bool:
 
 
 def words_of(statement: str) -> list[str]:
-    """As a shell splits it, without variables set or unset in front of the command."""
+    """As a shell splits it, without variables set or unset in front of the command; of a pipe, the last command."""
     words = shlex.split(re.sub(rf"^{_UNSET}", "", statement))
+    words = words[len(words) - words[::-1].index("|") :] if "|" in words else words
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)
     return words
