@@ -1,4 +1,5 @@
-"""Write the tables of docs/engine_arguments.md and docs/sampling_parameters.md from the classes' docstrings.
+"""Write the tables of docs/engine_arguments.md and docs/sampling_parameters.md from the classes' docstrings, and
+docs/rooms.svg from the imports.
 
     python scripts/make_docs.py
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import bench.own_checkout
+import rooms
 
 from compiled_llm import EngineConfig, SamplingParams, StructuredOutputsParams
 from compiled_llm.api.command_line import FlagParser, attribute_docs
@@ -69,6 +71,7 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "engine_arguments.md": f"{_ENGINE}\n{_NOTE}\n\n{table(EngineConfig)}\n",
         DOCS / "sampling_parameters.md": f"{_SAMPLING}\n{_NOTE}\n\n{table(SamplingParams)}\n",
+        DOCS / "rooms.svg": rooms.picture(),
     }
 
 

@@ -6,13 +6,12 @@ import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from scripts.rooms import FILES, ROOT, imports, module_of, room_of
+
 PACKAGE = ROOT / "compiled_llm"
-FILES = sorted(path for top in ("scripts", "compiled_llm", "models", "ops") for path in (ROOT / top).rglob("*.py"))
 # Loaded by programs that have no use for torch, and by the scheduler.
-WITHOUT_TORCH = ("scheduling", "constraints", "compiled_llm/*.py")
+WITHOUT_TORCH = ("scheduling", "constraints", "api", "system")
 LOADS_TORCH = {"compiled_llm.system.hardware"}
 
 
@@ -26,42 +25,6 @@ def rooms() -> dict[str, set[str]]:
         name: set(names[index + 1 :]) if may.strip() == "all below" else set(re.findall(r"`(\S+?)/?`", may))
         for index, (name, may) in enumerate(rows)
     }
-
-
-def module_of(path: Path) -> str:
-    """Its dotted name; ``ops`` and ``models`` are imported as part of the package."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    dotted = ".".join(part for part in parts if part != "__init__")
-    return dotted if parts[0] in ("compiled_llm", "scripts") else f"compiled_llm.{dotted}"
-
-
-MODULES = frozenset(map(module_of, FILES))
-
-
-def room_of(module: str) -> str | None:
-    """The room that a module lies in; None for other people's modules."""
-    top, *parts = module.split(".")
-    if top == "scripts":
-        return "scripts"
-    if top != "compiled_llm":
-        return None
-    if parts in ([], ["__main__"]):
-        return "compiled_llm"
-    return parts[0]
-
-
-@cache
-def imports(path: Path) -> tuple[str, ...]:
-    """The modules that a file imports, also within functions and for types alone."""
-    found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += (name if name in MODULES else str(node.module) for name in names)
-    return tuple(found)
 
 
 def test_rooms_import_as_the_table_says() -> None:

@@ -36,6 +36,7 @@ _OWN_MODULE = "the name is a constant of this package"
 _OWN_LIBRARY = "a library of this package, or one built from its sources into the user's own cache"
 ALLOWED = {
     ("compiled_llm/__init__.py", "import_module"): _OWN_MODULE,
+    ("compiled_llm/__main__.py", "import_module"): _OWN_MODULE,
     ("compiled_llm/offline/reading.py", "import_module"): _OWN_MODULE,
     ("ops/library.py", "import_module"): _OWN_MODULE,
     ("models/registry.py", "import_module"): _OWN_MODULE,
