@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
-PROGRAMS = [path for path in sorted(SCRIPTS.rglob("*.py")) if "__main__" in path.read_text()]
+PROGRAMS = [path for path in sorted(SCRIPTS.rglob("*.py")) if 'if __name__ == "__main__"' in path.read_text()]
 DRAWN = ("gpu_validate.py",)
 
 
