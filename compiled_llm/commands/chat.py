@@ -69,11 +69,14 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 def _chat(args: argparse.Namespace, stdout: GuardedStream) -> int:
     config = engine_config(args)
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
+    from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
     from compiled_llm.engine.engine import CompiledEngine
     from compiled_llm.offline.serving import run_sampling
     from compiled_llm.terminal.chat import Chat
     from compiled_llm.terminal.conversation import Conversation
 
+    if not has_tokenizer(config, checkpoint_directory(config)):
+        raise ValueError("the model has no tokenizer, and a chat needs one: give --tokenizer")
     given = sampling_arguments(args)
     sampling, _ = run_sampling(config, given)
 

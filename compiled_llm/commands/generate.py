@@ -59,10 +59,13 @@ def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> 
     if args.quiet and config.progress == "auto":
         config = dataclasses.replace(config, progress="off")
     from compiled_llm.api.sampling_params import SamplingParams
+    from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
     from compiled_llm.engine.engine import CompiledEngine
     from compiled_llm.offline.serving import run_sampling
     from compiled_llm.terminal.answer import Answer
 
+    if not has_tokenizer(config, checkpoint_directory(config)):
+        raise ValueError("the model has no tokenizer, and a text needs one: give --tokenizer")
     sampling, _ = run_sampling(config, sampling_arguments(args))
     params = SamplingParams(**sampling, output_kind="delta")
 

@@ -78,8 +78,9 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
     description = family_of(served).describe(served, dtype, linears)
     weight_bytes = num_bytes(description.weights)
-    published = f", {described(json.loads(made.published))}" if made.published else ""
-    yield "weights", f"{kv_cache.dtype_name(dtype)}{published}: {weight_bytes / _MIB:,.1f} MiB in memory"
+    kept = f", {described(json.loads(made.published))}" if made.published else ""
+    kept += f", rounded to {config.quantization}" if config.quantization is not None else ""
+    yield "weights", f"{kv_cache.dtype_name(dtype)}{kept}: {weight_bytes / _MIB:,.1f} MiB in memory"
     if config.model is not None and not Path(config.model).expanduser().is_dir() and not _has_weights(directory):
         yield "files", "the weights were not downloaded from the hub, and their headers not read"
     elif config.load_format != "dummy":

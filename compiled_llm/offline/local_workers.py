@@ -4,14 +4,13 @@ import argparse
 import contextlib
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_llm.system.child_process import Channel, with_package
+from compiled_llm.system.child_process import Channel, described_end, with_package
 
 
 def local_settings(args: argparse.Namespace, num_gpus: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -128,7 +127,7 @@ class LocalProcesses:
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
-        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return described_end(status)
 
     def close(self) -> None:
         for number in list(self._processes):

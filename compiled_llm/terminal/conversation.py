@@ -39,8 +39,7 @@ class Conversation:
         write: Callable[[str], object],
         system: str | None = None,
     ) -> None:
-        if engine.tokenizer is None:
-            raise ValueError("a chat needs a tokenizer, and the model has none: give --tokenizer")
+        assert engine.tokenizer is not None
         self.engine, self.sampling, self.system = engine, sampling, system
         self.has_template = "default" in engine.tokenizer.chat_templates
         self.messages: list[dict[str, str]] = []

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
 
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.text.byte_level import REPLACEMENT, ByteLevelDecoding
@@ -65,23 +64,13 @@ class OutputText:
         return self._text.take(finished)
 
 
-# -- Any tokenizer: what tokens add to a text, by decoding them with some tokens before them
-
-
-class Decoder(Protocol):
-    """A tokenizer."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        """The text of these tokens."""
-
-    def byte_value(self, token_id: int) -> int | None:
-        """The byte that a token is, if it is one and the decoder reads it so."""
-
-
 class ContextDecoding:
-    """What tokens add to a text, for any tokenizer. A character that is not complete is held back."""
+    """What tokens of any tokenizer add to a text, found by decoding them with some tokens before them.
 
-    def __init__(self, tokenizer: Decoder, before: Sequence[int], skip_special_tokens: bool) -> None:
+    A character that is not complete is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special_tokens: bool) -> None:
         """``before``: the last tokens of the prompt."""
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         # Decoding goes over the last tokens that show. Of what they decode to, ``num_read`` characters are in the text

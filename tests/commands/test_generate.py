@@ -1,13 +1,16 @@
 """compiled-llm generate: the answer on stdout as it comes, all else on stderr."""
 
 import io
+import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.__main__ import main
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.terminal.answer import Answer
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
@@ -75,6 +78,18 @@ def test_bad_arguments_are_told_in_three_lines(
     assert where.startswith(f"  given: {given}")
     assert todo == "  see:   compiled-llm generate --help"
     assert out == ""
+
+
+@pytest.mark.parametrize("command", [["generate", "a"], ["chat"]])
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompiledEngine, "from_config", None)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(DEMO_MODEL / name, tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--model", str(tmp_path)])
+    assert "the model has no tokenizer, and a " in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_it_cleanly(

@@ -44,6 +44,12 @@ def test_the_longest_request_is_what_the_memory_allows(monkeypatch: pytest.Monke
     room(free, longest)
 
 
+def test_flags_of_the_engine_change_the_rows() -> None:
+    rows = dict(look_at(EngineConfig(quantization="int8", kv_cache_dtype="int8")))
+    assert rows["weights"].startswith("bfloat16, rounded to int8: ")
+    assert rows["KV cache"].startswith("int8, 1088 bytes a token")
+
+
 def test_what_is_not_served_is_named(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, directory)
