@@ -51,7 +51,7 @@ def test_a_product_with_other_numbers_is_left_out_and_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = products.Case(Product(32, 64, "residual"), 4, Gpu())
-    right, _ = case.right(4)
+    right = case.right(4)
     assert 0 < case.seconds(4, product_choices.Choice(4, "apart")) < 60
     monkeypatch.setattr(case, "run", lambda copy, rows, choice: right + 1)
     assert case.seconds(4, product_choices.Choice(4, "fused")) == float("inf")
