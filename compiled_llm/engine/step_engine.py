@@ -101,7 +101,7 @@ class StepEngine:
     def own_runner(self) -> ModelRunner:
         """The model runner, for what reads its tensors or code. Raises ``ValueError`` if another process has it."""
         if not isinstance(self.runner, ModelRunner):
-            raise ValueError('worker must be "inline" here, given "process": this reads what the runner holds')
+            raise ValueError("model_process must be False here, given True: this reads what the runner holds")
         return self.runner
 
     @property
