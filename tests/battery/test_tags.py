@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.weights import tensors
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
@@ -70,9 +71,7 @@ class TagModel:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def forward(
-        self, weights: None, step_input: StepInput, kv_cache: KVCache, config: object, layers: tuple, max_query_len: int
-    ) -> Tensor:
+    def forward(self, weights: None, step_input: StepInput, kv_cache: KVCache, config: object, layers: tuple) -> Tensor:
         """Write a tag for each token, padding included, and return them all."""
         s = step_input
         tags = torch.stack([torch.zeros_like(s.input_ids), s.input_ids, s.positions, torch.full_like(s.positions, -1)])
@@ -87,7 +86,7 @@ class TagModel:
         while before is None or not torch.equal(before, tags):
             before = tags.clone()
             for row in rows:
-                assert 1 <= starts[row + 1] - starts[row] <= max_query_len
+                assert 1 <= starts[row + 1] - starts[row] <= layers[0].max_query_len
                 first = positions[starts[row]]
                 if states is None:
                     context = self._context(s, kv_cache, row, first - 1) if first else 0
@@ -116,7 +115,7 @@ class TagModel:
                     states.convolution[slot, 0] = torch.stack([tags[index, POSITION] + 1, tags[index, CONTEXT]])
 
     def layers(self, config: object) -> tuple:
-        return ()
+        return (AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0),)  # of one, for what steps may have
 
     def head(self, weights: None, rows: Tensor, config: object) -> Tensor:
         """Logits with the next token of each row on top."""

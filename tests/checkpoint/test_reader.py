@@ -21,6 +21,7 @@ from compiled_llm.checkpoint.reader import CheckpointReader
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, stored_tensors
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
+from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family
@@ -127,7 +128,9 @@ def logits(directory: Path) -> Tensor:
     model, prompt = family(config.architecture), list(range(5, 26))
     weights, step = load(directory), step_input([(prompt, 0)], [list(range(1, 7))])
     with torch.no_grad():
-        hidden = model.forward(weights, step, empty_cache(config), config, model.layers(config), len(prompt))
+        hidden = model.forward(
+            weights, step, empty_cache(config), config, for_queries(model.layers(config), len(prompt))
+        )
         return model.head(weights, hidden, config)
 
 

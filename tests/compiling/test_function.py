@@ -267,11 +267,11 @@ def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(
         function = CompiledFunction(
             add, "add", torch.device("cpu"), enforce_eager=False, cache=CompileCache(tmp_path / "graphs", {})
         )
-        function.warm_up(lambda: (torch.ones(40),))
+        with torch._inductor.config.patch(cpp_cache_precompile_headers=False):  # their directory is a fresh one
+            function.warm_up(lambda: (torch.ones(40),))
         assert torch.allclose(function(torch.zeros(40)), torch.full((40,), 71.0).sin() * 3)
         return function.report().cache, function.report().reason
 
-    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)  # its directory is a fresh one
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     assert start() == ("miss", "nothing of that name is stored")
     assert start() == ("hit", "")

@@ -13,6 +13,7 @@ import torch
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.worker.runner import ModelRunner
@@ -73,14 +74,14 @@ class FaultyWorker:
         self.num_broken += 1
         if self.error is not None:
             raise self.error
-        row = output.first_rows()[output.request_ids.index(CAUSE)]
+        row = output.first_rows()[output.request_ids.index(RequestId(CAUSE))]
         sampled = [*result.sampled_token_ids[:row], -1, *result.sampled_token_ids[row + 1 :]]
         return dataclasses.replace(result, sampled_token_ids=tuple(sampled))
 
     def _breaks(self, output: SchedulerOutput) -> bool:
-        if self.position is None or CAUSE not in output.request_ids:
+        if self.position is None or RequestId(CAUSE) not in output.request_ids:
             return False
-        index = output.request_ids.index(CAUSE)
+        index = output.request_ids.index(RequestId(CAUSE))
         return output.num_computed_tokens[index] + output.num_scheduled_tokens[index] > self.position
 
 

@@ -44,6 +44,7 @@ STEPS = {
     "phi3": Case("phi3", (7,), (5, 10)),
     "qwen2": Case("qwen2", (8,), (5, 10)),
     "seed-oss": Case("seed-oss", (7,), (5, 10)),
+    "seed-oss-tied": Case("seed-oss-tied", (7,), (5, 10)),
     "qwen3": Case("qwen3", (7,), (5, 10)),
     "qwen3-untied": Case("qwen3-untied", (7,), (5, 10)),
     "mixtral": Case("mixtral", (7,), (5, 10)),

@@ -67,7 +67,7 @@ def break_steps(monkeypatch: pytest.MonkeyPatch, causes: set[str], error: Except
 
     def broken(runner: ModelRunner, output: SchedulerOutput) -> Any:
         launched = launch(runner, output)
-        if causes.intersection(output.request_ids) and left[0]:
+        if causes.intersection(request_id.name for request_id in output.request_ids) and left[0]:
             left[0] -= 1
             raise error
         return launched

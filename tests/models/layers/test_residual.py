@@ -8,10 +8,7 @@ from compiled_llm.models.layers import residual
 from compiled_llm.models.layers.residual import BlockOutput, LayerNorm, Residual
 from compiled_llm.models.linears import fused
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.exact import Exact
 from compiled_llm.ops import activation, add_layer_norm, add_rms_norm, gated_activation, rms_norm, scaled_sum
-from compiled_llm.ops.linear.product_choices import MAX_ROWS
-from compiled_llm.ops.torch_private_gpu import FakeTensorMode
 
 EPS = 1e-6
 
@@ -91,29 +88,3 @@ def test_a_multiplier_and_what_is_beside(is_fused: bool) -> None:
     x += (BlockOutput(DELTA[:, :12], DOWN) * 0.5).plus(DELTA)
     assert (x.delta is None) == is_fused
     torch.testing.assert_close(x.tensor(), X + (DOWN.apply(DELTA[:, :12]) * 0.5 + DELTA))
-
-
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize(
-    ("nbytes", "rows", "asks"), [(0, 1, False), (1 << 20, 1, True), (1 << 20, MAX_ROWS + 1, False)]
-)
-def test_a_norm_of_few_rows_asks_for_the_weights_behind_it(
-    exact: bool, nbytes: int, rows: int, asks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list = []
-
-    def asking(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, weight: Tensor, nbytes: int) -> tuple:
-        asked.append((weight, nbytes))
-        return x, x
-
-    monkeypatch.setattr(residual, "norm_asking", asking)
-    for module in (fused, residual):
-        monkeypatch.setattr(module, "ASKED_BYTES", nbytes)
-    with FakeTensorMode():
-        x, weight, norm = (torch.empty(*s, dtype=torch.bfloat16, device="cuda") for s in ((rows, 16), (8, 16), (16,)))
-        linear = Exact(Dense(weight)) if exact else Dense(weight)
-        Residual(x, EPS).normed(norm).linear(linear)
-        second = Residual(x, EPS)
-        second.add(x)
-        second.normed(norm).linear(linear)
-    assert asked == [(weight, nbytes)] * (2 * asks)
