@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import select
+import subprocess
 import sys
 import time
 
@@ -32,13 +33,23 @@ def test_bad_arguments(engine: CompiledEngine, capsys: pytest.CaptureFixture[str
         assert len(capsys.readouterr().err.splitlines()) == 3
 
 
+# In the new process: its standard input becomes the terminal that Ctrl-C is typed into. A fork of this process, which
+# has threads, might hang before it runs anything.
+_TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "compiled_llm", *sys.argv[1:]])
+"""
+
+
 class _Terminal:
     """The command in a terminal of its own."""
 
     def __init__(self, *arguments: str) -> None:
-        self.pid, self._terminal = pty.fork()
-        if self.pid == 0:
-            os.execv(sys.executable, [sys.executable, "-m", "compiled_llm", *arguments])
+        self._terminal, side = pty.openpty()
+        command = [sys.executable, "-c", _TAKE_TERMINAL, *arguments]
+        self._process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, start_new_session=True)
+        os.close(side)
 
     def type(self, keys: str) -> None:
         os.write(self._terminal, keys.encode())
@@ -56,7 +67,7 @@ class _Terminal:
         return shown
 
     def status(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._process.wait()
 
 
 @pytest.fixture
