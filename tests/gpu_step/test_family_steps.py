@@ -24,7 +24,7 @@ from compiled_llm.ops.triton_programmatic import wait_for_launches_before  # noq
 from tests.gpu_step.family_steps import too_early  # noqa: E402
 
 # The others: battery.
-SAMPLE = ("qwen3-moe, programmatic",)
+SAMPLE = ("qwen3, programmatic",)
 
 
 @functools.cache

@@ -228,7 +228,7 @@ def test_compiles_without_spills(
     tmp_path: Path,
 ) -> None:
     cases = list(compiled_cases(dtype, norm_dtype))
-    for name, given in dict(cases).items() if once else cases:  # once: the last case of each op
+    for name, given in [*dict(cases).items()][::3] if once else cases:  # once: a case of each third op
         (launch,) = recorded_launches(monkeypatch, name, given)
         binary, registers = ahead_of_time.without_spills(launch, capability, tmp_path)
         print(f"{name}: {registers} registers, {binary.metadata.shared} bytes of shared memory")

@@ -171,7 +171,7 @@ SM_80, SM_90 = (8, 0), (9, 0)
 # Capability, rows, vocabulary, dtype: aligned rows and others, one program a row and many, one chunk and thousands.
 COMPILED = [
     pytest.param(SM_80, 1, 151936, torch.bfloat16, marks=pytest.mark.battery),
-    (SM_80, 32, 50257, torch.float32),
+    pytest.param(SM_80, 32, 50257, torch.float32, marks=pytest.mark.battery),
     (SM_90, 1, 151936, torch.bfloat16),
     pytest.param(SM_90, 256, 151936, torch.float32, marks=pytest.mark.battery),
     pytest.param(SM_90, 4, 2**22, torch.float16, marks=pytest.mark.battery),
