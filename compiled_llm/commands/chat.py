@@ -8,8 +8,8 @@ A line is a message; one that begins with ``/`` is a command (``/help`` lists th
 leaves. The model's chat template makes the prompt; a model without one gets the turns as text. What is not a terminal
 is read as a script of lines: answers go to stdout, everything else to stderr.
 
-Exit status: 0, 1 when a line of a script could not be answered, 2 for bad arguments, 143 after SIGTERM, 141 when stdout
-was closed.
+Exit status: 0, 1 when a line of a script could not be answered, 2 for bad arguments, 143 after SIGTERM, 130 after
+SIGINT in a script, 141 when stdout was closed.
 """
 
 import argparse

@@ -38,12 +38,16 @@ class Chat:
     def run(self) -> int:
         """Returns the exit status: 0; 1 where a line of a script could not be answered."""
         is_terminal = sys.stdin.isatty()
-        with _python_interrupts():
+        with _python_interrupts() if is_terminal else contextlib.nullcontext():
             for line in _terminal_lines() if is_terminal else _script_lines():
                 try:
                     self._take(line)
                 except BrokenPipeError:
                     break
+                except KeyboardInterrupt as interrupt:  # before an answer began, or in a command
+                    if interrupt.args:
+                        raise
+                    _tell("stopped")
                 except (ValueError, OSError) as error:
                     self._has_failed = True
                     _tell(f"error: {error}")
@@ -140,7 +144,10 @@ def _tell(note: str | None) -> None:
 
 @contextlib.contextmanager
 def _python_interrupts() -> Iterator[None]:
-    """Ctrl-C raises ``KeyboardInterrupt`` each time, unless the program was started with SIGINT ignored."""
+    """Ctrl-C raises ``KeyboardInterrupt`` each time, unless the program was started with SIGINT ignored.
+
+    That one has no arguments. Those of ``StopSignals`` have the signal's number, and end the program.
+    """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -174,8 +181,10 @@ def _terminal_lines() -> Iterator[str]:
         except EOFError:
             print()
             return
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             print()
+            if interrupt.args:
+                raise
             if is_leaving:
                 return
             is_leaving, parts = True, []

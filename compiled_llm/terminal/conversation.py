@@ -74,7 +74,7 @@ class Conversation:
             self.messages.pop()
         try:
             return self._answer(kept=len(self.messages))
-        except ValueError:
+        except (ValueError, KeyboardInterrupt):
             self.messages = before
             raise
 
@@ -106,17 +106,19 @@ class Conversation:
                 raise ValueError(self._is_full(len(prompt.token_ids)))
             params = self._params(room)
             stream = self.engine.stream(prompt, params)
-        except ValueError:
+        except (ValueError, KeyboardInterrupt):
             del self.messages[kept:]
             raise
         self.last = answer = Answer(self._write)
         try:
             for output in stream:
                 answer.take(output)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            self.messages.append({"role": "assistant", "content": answer.texts[0]})
             stream.close()
             answer.end_line()
-            self.messages.append({"role": "assistant", "content": answer.texts[0]})
+            if interrupt.args:  # not Ctrl-C, but a signal that ends the program
+                raise
             return "stopped; what came of the answer stays in the conversation, /retry asks again"
         if answer.error is not None:
             del self.messages[kept:]

@@ -4,9 +4,11 @@ import io
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -66,15 +68,25 @@ class _Terminal:
         assert text in shown, f"{text!r} is not in {shown!r}"
         return shown
 
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def status(self) -> int:
-        return self._process.wait()
+        return self._process.wait(60)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._terminal)
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> _Terminal:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Terminal]:
     monkeypatch.setenv("TERM", "dumb")
     sizes = ("--bucket-sizes", "1", "--token-bucket-sizes", "64", "--num-kv-blocks", "64", "--max-model-len", "1024")
-    return _Terminal("chat", "--enforce-eager", *sizes, "--max-tokens", "1000", "--ignore-eos")
+    terminal = _Terminal("chat", "--enforce-eager", *sizes, "--max-tokens", "1000", "--ignore-eos")
+    yield terminal
+    terminal.end()
 
 
 def test_in_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_leaves(terminal: _Terminal) -> None:
@@ -93,3 +105,16 @@ def test_in_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_leaves(terminal: _Termi
     terminal.type("\x04")
     terminal.until("")
     assert terminal.status() == 0
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("while_it_answers", [True, False])
+def test_sigterm_ends_the_chat(terminal: _Terminal, while_it_answers: bool) -> None:
+    terminal.until("> ")
+    if while_it_answers:
+        terminal.type("Read a file\n")
+        terminal.until("Read a file\r\n")
+        terminal.until("\n")
+    terminal.send(signal.SIGTERM)
+    terminal.until("")
+    assert terminal.status() == 128 + signal.SIGTERM

@@ -1,6 +1,7 @@
 """A conversation: what the prompts are, what is kept, and what is said when an answer ends early."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,33 @@ def test_an_interrupt_ends_the_answer_alone(engine: CompiledEngine) -> None:
     assert "tokens/s" in talk.last.summary
     talk.retry()
     assert len(talk.messages) == 2
+
+
+def test_a_signal_that_ends_the_program_is_no_ctrl_c(engine: CompiledEngine) -> None:
+    def write(piece: str) -> None:
+        raise KeyboardInterrupt(signal.SIGTERM)
+
+    talk = Conversation(engine, {**SAMPLING, "max_tokens": 100}, write)
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("a")
+    assert not engine.has_unfinished_requests()
+
+
+def test_an_interrupt_before_the_answer_keeps_the_conversation(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Conversation(engine, {**SAMPLING, "max_tokens": 2}, lambda piece: None)
+    talk.say("a")
+    before = list(talk.messages)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "encode_chat", interrupted)
+    for ask in (lambda: talk.say("b"), talk.retry):
+        with pytest.raises(KeyboardInterrupt):
+            ask()
+        assert talk.messages == before
 
 
 def test_without_a_template_turns_are_text(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
