@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.api.version import __version__ as __version__
+from compiled_llm.system import clock as _clock  # noqa: F401 - it takes the time of this import
 
 if TYPE_CHECKING:
     from compiled_llm.api.config import EngineConfig as EngineConfig

@@ -25,6 +25,7 @@ from typing import Any
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
 from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.system import clock
 
 
 def parser(program: str) -> FlagParser:
@@ -55,13 +56,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def _compile(args: argparse.Namespace) -> dict[str, Any]:
     """Start the engine that the flags describe, and say what its start found and made."""
-    import psutil
-
     from compiled_llm.compiling.bundle import export_bundle, import_bundle
     from compiled_llm.engine.engine import CompiledEngine
 
     result: dict[str, Any] = {}
-    imports = time.time() - psutil.Process().create_time()
+    imports = time.perf_counter() - clock.PACKAGE_IMPORTED
     if args.imported is not None:
         print(f"taking in {args.imported}, which is a program: its code runs from now on", file=sys.stderr)
         result["imported_files"] = import_bundle(args.imported)

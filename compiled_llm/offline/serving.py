@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import psutil
-
 from compiled_llm.api.command_line import engine_config
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.outputs import RequestOutput
@@ -27,6 +25,7 @@ from compiled_llm.offline.openai_batch import TokenTexts
 from compiled_llm.offline.rows import Row, RowResult, RowSource, RunProgress
 from compiled_llm.report import machine_limits
 from compiled_llm.report.report import RunReport
+from compiled_llm.system import clock
 from compiled_llm.text.prompts import Prompt
 
 QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler
@@ -187,7 +186,7 @@ class LocalEngine:
         self._args = args
         self._engine = CompiledEngine.from_config(engine_config(args))
         self._server = RowServer(self._engine, sampling)
-        self._start_seconds = time.time() - psutil.Process().create_time()  # of the process: imports count
+        self._start_seconds = time.perf_counter() - clock.PACKAGE_IMPORTED
 
     def prepare_report(self) -> None:
         """Measure the machine's limits and start the engine's log, if the flags ask for them.

@@ -98,7 +98,10 @@ def test_in_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_leaves(terminal: _Termi
     assert "(stopped; what came of the answer stays" in terminal.until("> ")
     terminal.type("/st\t\n")
     assert "conversation  2 messages" in terminal.until("> ")
-    terminal.type("half a line\x03")
+    terminal.type("half a line")
+    terminal.until("half a line")
+    time.sleep(1)  # readline sees a signal while it waits for keys alone, and waits again a moment after its echo
+    terminal.type("\x03")
     assert "(Ctrl-C again or Ctrl-D leaves)" in terminal.until("> ")
     terminal.type("/set\n")
     assert "ignore_eos True" in terminal.until("> "), "the Ctrl-C before is forgotten"
