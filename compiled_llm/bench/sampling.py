@@ -45,6 +45,7 @@ KINDS: dict[str, Params] = {
     "top-p": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
     "top-k+top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 1},
     "min-p": {"temperature": 0.8, "min_p": 0.05, "seed": 1},
+    "top-n-sigma": {"temperature": 0.8, "top_n_sigma": 1.0, "seed": 1},
     "full": _FILTERS
     | {
         "presence_penalty": 0.5,
@@ -101,6 +102,7 @@ class Measured:
         fields.top_k.fill_(p.top_k or vocab_size)
         fields.top_p.fill_(p.top_p)
         fields.min_p.fill_(p.min_p)
+        fields.top_n_sigma.fill_(p.top_n_sigma)
         if self.needs.changed_logits:
             self.sampling.fill(range(rows), SchedulerOutput(num_samples=(1,) * rows), self.runner.rows, rows)
 
@@ -114,7 +116,8 @@ class Measured:
 def sorted_sampler(logits: Tensor, params: SamplingInput) -> Tensor:
     """The same in plain torch."""
     random = uniform(params.seed, params.position)
-    return sample_tokens_reference(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
+    filters = params.top_k, params.top_p, params.min_p, params.top_n_sigma
+    return sample_tokens_reference(logits, params.temperature, *filters, random)
 
 
 def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float, dict[str, dict[str, float]]]:

@@ -30,6 +30,7 @@ def job(name: str) -> Job:
         top_p=torch.ones(2),
         top_k=torch.full((2,), 5, dtype=torch.int32),
         min_p=torch.zeros(2),
+        top_n_sigma=torch.zeros(2),
         seed=torch.arange(2),
         position=torch.zeros(2).int(),
     )

@@ -121,6 +121,7 @@ def sampling_input(rows: int, position: int = 0) -> SamplingInput:
         top_p=torch.ones(rows),
         top_k=torch.full((rows,), VOCAB, dtype=torch.int32),
         min_p=torch.zeros(rows),
+        top_n_sigma=torch.zeros(rows),
         seed=torch.zeros(rows, dtype=torch.int64),
         position=torch.full((rows,), position, dtype=torch.int32),
     )
