@@ -26,14 +26,8 @@ _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "top_k", "min_p", "top_n_sigma", "repetition_penalty", "stop_token_ids"),
     *("skip_special_tokens", "include_stop_str_in_output", "bad_words", "allowed_token_ids", "prompt_logprobs"),
-    *(
-        "ignore_eos",
-        "min_tokens",
-        "truncate_prompt_tokens",
-        "split_special_tokens",
-        "structured_outputs",
-        "logits_transforms",
-    ),
+    *("truncate_prompt_tokens", "split_special_tokens", "structured_outputs", "logits_transforms"),
+    *("ignore_eos", "min_tokens"),
 )
 # Fields that change nothing in a batch: names of users, of the account's plan, and the like.
 _WITHOUT_EFFECT = {
