@@ -24,6 +24,7 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.weights import tensors
 from tests.checkpoint.test_reader import logits, rounded, write
+from tests.models.quantized import test_bitsandbytes as bitsandbytes
 from tests.models.quantized import test_compressed_tensors as ct
 from tests.models.quantized import test_gptq as gptq
 
@@ -424,11 +425,18 @@ FLOATS = {
         inputs="activation_scale",
     ),
     "modelopt FP8": _fp8(_MODELOPT, scale="weight_scale", inputs="input_scale"),
+    "nf4": Case(functools.partial(bitsandbytes.as_nf4, nested=False), bitsandbytes.CONFIG, "matrices"),
+    "nf4, nested": Case(
+        functools.partial(bitsandbytes.as_nf4, nested=True),
+        {**bitsandbytes.CONFIG, "bnb_4bit_use_double_quant": True},
+        "matrices",
+    ),
     "modelopt NVFP4": Case(as_modelopt_nvfp4, {**_MODELOPT, "quant_algo": "NVFP4"}, "matrices"),
 }
 _FLOATS_BY_DEFAULT = {("qwen3", name) for name in FLOATS} | {
     ("mixtral", "nvfp4-pack-quantized"),
     ("mixtral", "fp8, a scale"),
+    ("mixtral", "nf4, nested"),
 }
 
 
@@ -449,4 +457,4 @@ def test_rounding_is_no_detail() -> None:
     matrix = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     for name, each in FLOATS.items():
         error = (each.make(matrix)["dequantised"] - matrix).norm() / matrix.norm()
-        assert (0.05 if "fp4" in name.lower() else 0.001) < error < 0.2
+        assert (0.05 if "4" in name else 0.001) < error < 0.2
