@@ -33,6 +33,7 @@ from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput, uniform
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 
@@ -97,12 +98,8 @@ class Measured:
     def prepare(self) -> None:
         """Write the parameters into the buffers, for all rows of the step."""
         vocab_size, rows = self.runner.model_config.vocab_size, self.bucket.num_requests
-        fields, p = self.sampling_input, self.params
-        fields.temperature.fill_(p.temperature)
-        fields.top_k.fill_(p.top_k or vocab_size)
-        fields.top_p.fill_(p.top_p)
-        fields.min_p.fill_(p.min_p)
-        fields.top_n_sigma.fill_(p.top_n_sigma)
+        for line in SAMPLING:
+            getattr(self.sampling_input, str(line.name)).fill_(line.value(self.params, 1, vocab_size))
         if self.needs.changed_logits:
             self.sampling.fill(range(rows), SchedulerOutput(num_samples=(1,) * rows), self.runner.rows, rows)
 

@@ -19,12 +19,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiled_llm.api.command_line import FlagParser, add_engine_arguments
+from compiled_llm.api.command_line import FlagParser, add_engine_arguments, engine_config
 from compiled_llm.commands.generate import text_argument
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import run_program
-
-_OF_THE_TOKENIZER = ("model", "revision", "tokenizer", "tokenizer_revision", "split_special_tokens")
 
 
 def parser(program: str) -> FlagParser:
@@ -35,7 +33,7 @@ def parser(program: str) -> FlagParser:
         "--chat", action="store_true", help="the text is a user's message, in the model's chat template"
     )
     parser.add_argument("--json", action="store_true", help="print text, ids and tokens as one line of JSON")
-    add_engine_arguments(parser, *_OF_THE_TOKENIZER)
+    add_engine_arguments(parser, "model", "revision", "tokenizer", "tokenizer_revision", "split_special_tokens")
     return parser
 
 
@@ -53,13 +51,12 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
 def _tokenize(program: str, args: argparse.Namespace) -> int:
     text = _text(args)
-    from compiled_llm.api.config import EngineConfig
     from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
     from compiled_llm.text.chat import ChatEncoder
     from compiled_llm.text.prompts import Capacity, encode_prompt
     from compiled_llm.text.tokenizer import TokenBytes
 
-    config = EngineConfig(**{name: getattr(args, name) for name in _OF_THE_TOKENIZER})
+    config = engine_config(args)
     tokenizer = load_tokenizer(config, checkpoint_directory(config, with_weights=False))
     if tokenizer is None:
         raise ValueError("the model has no tokenizer, and a text needs one: give --tokenizer")
