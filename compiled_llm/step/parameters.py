@@ -2,6 +2,7 @@
 
 To add one: a field of ``SamplingParams``, which checks it; a line here; and a tensor of the same name in
 ``SamplingInput`` or ``LogitsInput``, which the graph reads. Buffers, requests' rows and padding are made from the line.
+Which tokens stay, as by top-k, is decided in the op ``sample_tokens``.
 """
 
 from collections.abc import Callable, Sequence
