@@ -151,7 +151,10 @@ class _Decoded(NamedTuple):
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
 
         def put(start: int, rows: QuantizedRows) -> None:
-            weight[start : start + len(rows.codes)] = dequantize(rows, form).to(self.dtype)
+            values = dequantize(rows, form).to(self.dtype)
+            if not values.isfinite().all():
+                raise ValueError(f"{name} holds values too large for {str(self.dtype)[6:]}: choose a wider dtype")
+            weight[start : start + len(values)] = values
 
         order, _ = self.take.quantized(part, scheme, put)
         if order is None or weight.is_meta:

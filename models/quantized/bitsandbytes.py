@@ -63,7 +63,8 @@ class Nf4:
     def decode(self, tensors: Mapping[str, Tensor], first: int, count: int) -> QuantizedRows:
         state = _state(tensors[_STATE])
         out_features, in_features = state["shape"]
-        if out_features * in_features != 2 * tensors["weight"].numel() or in_features % _GROUP:
+        is_whole = out_features * in_features == 2 * tensors["weight"].numel() and in_features % _GROUP == 0
+        if not is_whole or first + count > out_features:
             raise ValueError(f"{_STATE} must have the shape of the layer, given {out_features} x {in_features}")
         if (tensors["weight.quant_map"] - torch.tensor(NF4_VALUES)).abs().max() > 1e-5:
             raise ValueError("weight.quant_map must have the 16 values of NF4, found others")

@@ -110,6 +110,7 @@ def test_refused(fields: dict[str, Any], word: str) -> None:
         ({"blocksize": 128}, "blocksize 64, given .*128"),
         ({"shape": [N * K]}, "a shape of two numbers"),
         ({"shape": [N, K + 64]}, f"the shape of the layer, given {N} x {K + 64}"),
+        ({"shape": [N // 2, 2 * K]}, f"the shape of the layer, given {N // 2} x {2 * K}"),
         ({"nested_offset": None}, "nested_offset, a number"),
         ({"nested_blocksize": 128}, "nested_blocksize 256"),
     ],
