@@ -192,8 +192,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, without: Collection[
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The EngineConfig that the flags say. ``ValueError`` as the config itself raises it."""
-    return EngineConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)})
+    """The EngineConfig that the flags say; what has no flag is its default. ``ValueError`` as the config raises it."""
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    return EngineConfig(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:

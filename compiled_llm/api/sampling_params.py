@@ -30,6 +30,7 @@ _NUMBERS = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
+    "top_n_sigma": (0.0, 100.0),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
@@ -42,7 +43,8 @@ class SamplingParams:
     """Sampling parameters of one request. Out of range: ``ValueError`` with the name, what is allowed and was given.
 
     Logits change in this order: ``logit_bias``, penalties, ``logits_transforms``, masks (``allowed_token_ids``,
-    ``bad_words``, ``min_tokens``, ``structured_outputs``); then temperature, top-k, top-p and min-p choose.
+    ``bad_words``, ``min_tokens``, ``structured_outputs``); then temperature, top-k, top-p, min-p and
+    top-n-sigma choose.
 
     Attributes:
         n: how many continuations to generate, each with random numbers of its own. They share the prompt's KV blocks.
@@ -52,6 +54,8 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; 1 is off.
         top_k: keep the k most likely tokens; 0 or -1 is off.
         min_p: keep the tokens that are at least this times as likely as the most likely one; 0 is off.
+        top_n_sigma: keep the tokens whose logit is at most this many standard deviations of the logits below the
+            largest one; 0 is off. Temperature does not change which tokens stay.
         presence_penalty: subtracted from the logits of tokens that the output has; -2 to 2.
         frequency_penalty: subtracted from the logits of tokens once for each time that the output has them; -2 to 2.
         repetition_penalty: of tokens in prompt or output, positive logits are divided by it, others multiplied; 1 is
@@ -90,6 +94,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

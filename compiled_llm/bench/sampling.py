@@ -33,6 +33,7 @@ from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput, uniform
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 
@@ -45,6 +46,7 @@ KINDS: dict[str, Params] = {
     "top-p": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
     "top-k+top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 1},
     "min-p": {"temperature": 0.8, "min_p": 0.05, "seed": 1},
+    "top-n-sigma": {"temperature": 0.8, "top_n_sigma": 1.0, "seed": 1},
     "full": _FILTERS
     | {
         "presence_penalty": 0.5,
@@ -96,11 +98,8 @@ class Measured:
     def prepare(self) -> None:
         """Write the parameters into the buffers, for all rows of the step."""
         vocab_size, rows = self.runner.model_config.vocab_size, self.bucket.num_requests
-        fields, p = self.sampling_input, self.params
-        fields.temperature.fill_(p.temperature)
-        fields.top_k.fill_(p.top_k or vocab_size)
-        fields.top_p.fill_(p.top_p)
-        fields.min_p.fill_(p.min_p)
+        for line in SAMPLING:
+            getattr(self.sampling_input, str(line.name)).fill_(line.value(self.params, 1, vocab_size))
         if self.needs.changed_logits:
             self.sampling.fill(range(rows), SchedulerOutput(num_samples=(1,) * rows), self.runner.rows, rows)
 
@@ -114,7 +113,8 @@ class Measured:
 def sorted_sampler(logits: Tensor, params: SamplingInput) -> Tensor:
     """The same in plain torch."""
     random = uniform(params.seed, params.position)
-    return sample_tokens_reference(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
+    filters = params.top_k, params.top_p, params.min_p, params.top_n_sigma
+    return sample_tokens_reference(logits, params.temperature, *filters, random)
 
 
 def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float, dict[str, dict[str, float]]]:

@@ -242,6 +242,8 @@ class QuantizedLayer:
             raise self._damaged(error) from error
         if self.scheme.form.element == "fp8" and ((rows.codes & 127) == 127).any():
             raise self._damaged("the weights hold NaN: the file is damaged")
+        if rows.codes.shape != (count, self._in_features):
+            raise self._damaged(f"rows must have {self._in_features} weights, found {rows.codes.shape[1]}")
         put(first, rows)
 
     def _damaged(self, why: object) -> CheckpointError:

@@ -47,10 +47,14 @@ def in_family_layout(stored: dict[str, StoredTensor], description: Description[A
 
 def difference(tensor: StoredTensor, wanted: StoredPart) -> str | None:
     """What ``tensor`` is, and what it should be; None where it is what it should be."""
-    if tensor.shape not in wanted.shapes:
+    if not any(_fits(tensor.shape, shape) for shape in wanted.shapes):
         return f"{tensor.shape!s:.100}, config.json implies {' or '.join(map(str, wanted.shapes))}"
     kinds = [name for name, dtype in DTYPES.items() if dtype in wanted.dtypes]
     return None if tensor.dtype in kinds else f"{tensor.dtype}; allowed: {', '.join(kinds)}"
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return len(shape) == len(wanted) and all(size in (-1, found) for found, size in zip(shape, wanted, strict=True))
 
 
 def _taken_apart(stack: StoredTensor, experts: Sequence[Sequence[StoredLinear]]) -> dict[str, StoredTensor]:

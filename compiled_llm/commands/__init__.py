@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "batch": "serve files of rows, and write a result for each",
     "check": "what there is to know of a model before it is served",
+    "tokenize": "the token ids of a text, and what each token stands for",
     "exact": "prove that a request's bits do not depend on how it is served",
     "report": "what a run did, what quantisation costs, what a GPU would run",
     "quantize": "write a quantised checkpoint, calibrated on a text",

@@ -54,7 +54,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
 
 def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
-    text, config = _text(args.text), engine_config(args)
+    text, config = text_argument(args.text), engine_config(args)
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
     if args.quiet and config.progress == "auto":
         config = dataclasses.replace(config, progress="off")
@@ -91,8 +91,8 @@ def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> 
     return 0
 
 
-def _text(words: Sequence[str]) -> str:
-    """The text to complete. ``ValueError`` where there is none, or several."""
+def text_argument(words: Sequence[str]) -> str:
+    """The text of TEXT. ``ValueError`` where there is none, or several."""
     if len(words) != 1:
         given = f"{len(words)} words" if words else "none"
         raise ValueError(

@@ -22,11 +22,10 @@ OPENAI_KEYS = {"body", "url", "method"}  # any of them tells the format
 _URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
 # Fields of either kind of body that are sampling parameters of the same name.
-_SAMPLING = (
-    *("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("skip_special_tokens", "include_stop_str_in_output", "bad_words", "allowed_token_ids", "prompt_logprobs"),
-    *("truncate_prompt_tokens", "split_special_tokens", "structured_outputs", "logits_transforms"),
+_SAMPLING = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name not in ("logprobs", "detokenize", "output_kind")
 )
 # Fields that change nothing in a batch: names of users, of the account's plan, and the like.
 _WITHOUT_EFFECT = {

@@ -2,6 +2,7 @@
 
 To add one: a field of ``SamplingParams``, which checks it; a line here; and a tensor of the same name in
 ``SamplingInput`` or ``LogitsInput``, which the graph reads. Buffers, requests' rows and padding are made from the line.
+Which tokens stay, as by top-k, is decided in the op ``sample_tokens``.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ SAMPLING = (
     Parameter("top_p", torch.float32, 1.0, lambda params, seed, vocab_size: params.top_p),
     Parameter("top_k", torch.int32, 1, _top_k),
     Parameter("min_p", torch.float32, 0.0, lambda params, seed, vocab_size: params.min_p),
+    Parameter("top_n_sigma", torch.float32, 0.0, lambda params, seed, vocab_size: params.top_n_sigma),
     Parameter("seed", torch.int64, 0, lambda params, seed, vocab_size: seed),
 )
 # Read by ``logits.process_logits``: fields of ``LogitsInput``.

@@ -18,6 +18,7 @@ class SamplingInput(NamedTuple):
     top_p: Tensor  # [R] float32, 1 for off
     top_k: Tensor  # [R] int32, the vocabulary's size for off
     min_p: Tensor  # [R] float32, 0 for off
+    top_n_sigma: Tensor  # [R] float32, 0 for off
     seed: Tensor  # [R] int64
     position: Tensor  # [R] int32, of the token to be sampled
 
@@ -25,8 +26,10 @@ class SamplingInput(NamedTuple):
 def sample(logits: Tensor, params: SamplingInput) -> Tensor:
     """Sample a token for each row of logits, ``[R, V]`` of any float dtype -> ``[R]`` int64.
 
-    Temperature first, then top-k, then top-p over the tokens that top-k left, then min-p, as transformers and vLLM do.
-    Rows with temperature 0 take the most likely token; rows whose largest logit is not finite have ``NO_TOKEN``.
+    Temperature first, then top-k, then top-p over the tokens that top-k left, then min-p, as transformers and vLLM do;
+    then top-n-sigma. Rows with temperature 0 take the most likely token; rows whose largest logit is not finite have
+    ``NO_TOKEN``.
     """
     random = uniform(params.seed, params.position)
-    return sample_tokens(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
+    filters = params.top_k, params.top_p, params.min_p, params.top_n_sigma
+    return sample_tokens(logits, params.temperature, *filters, random)

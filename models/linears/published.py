@@ -30,7 +30,7 @@ from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, ZERO_DTYPES, Q
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A ``LinearKind`` that packs a checkpoint's codes as they are.
+    """A ``LinearKind`` that packs a checkpoint's codes as they are; codes that no kernel reads, as ``plain``.
 
     Attributes:
         plain: the kind of the layers that the checkpoint does not quantise.
@@ -52,10 +52,19 @@ class Published:
     def _scheme(self, part: StoredLinear) -> Scheme | None:
         return self.plan.scheme(part.name)
 
-    def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
+    def _is_plain(self, parts: Sequence[StoredLinear]) -> bool:
         schemes = [self._scheme(part) for part in parts]
-        if all(scheme is None for scheme in schemes):
-            return self.plain.take(take, parts)
+        return all(scheme is None or not scheme.form.has_kernels for scheme in schemes)
+
+    def _decoded(self, take: Take, parts: Sequence[StoredLinear]) -> Take:
+        """``take``, in which the weights of ``parts`` are in the model's dtype."""
+        schemes = {f"{part.name}.weight": (part, scheme) for part in parts if (scheme := self._scheme(part))}
+        return _Decoded(take, schemes) if schemes else take
+
+    def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
+        if self._is_plain(parts):
+            return self.plain.take(self._decoded(take, parts), parts)
+        schemes = [self._scheme(part) for part in parts]
         first = schemes[0]
         # Parts that have an order of inputs or a scale of activations each need not have the same.
         alike = (
@@ -80,10 +89,10 @@ class Published:
         return Quantized(weight, take_bias(take, parts), computed, out_features, in_features, dtype, input_scale, order)
 
     def take_table(self, take: Take, part: StoredLinear) -> Linear:
+        if self._is_plain([part]):
+            return self.plain.take_table(self._decoded(take, [part]), part)
         scheme = self._scheme(part)
-        if scheme is None:
-            return self.plain.take_table(take, part)
-        if scheme.ordered:
+        if scheme is not None and scheme.ordered:
             raise ValueError(
                 f"actorder must be 'weight' or null for {part.name}, of which rows are read, given 'group'"
             )
@@ -98,8 +107,8 @@ class Published:
                 "config.json: quantization_config must quantise all experts of a layer alike, without an order of "
                 f"inputs or static activations, as it does not for {parts[0].name} and others. Load another checkpoint"
             )
-        if first is None:
-            return self.plain.take_experts(take, experts, top_k)
+        if first is None or not first.form.has_kernels:
+            return self.plain.take_experts(self._decoded(take, parts), experts, top_k)
         out_features, in_features = sum(part.out_features for part in experts[0]), parts[0].in_features
         form = _kept(take, parts, first)
         weight = empty_quantized(form, out_features, in_features, take.device, len(experts))
@@ -117,17 +126,14 @@ class Published:
         return QuantizedExperts(weight, biases, computed, len(experts), out_features, in_features, top_k)
 
     def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
-        scheme = self._scheme(part)
-        decoded = take if scheme is None else _Decoded(take, part, scheme)
-        return self.plain.take_heads(decoded, part, num_heads, first)
+        return self.plain.take_heads(self._decoded(take, [part]), part, num_heads, first)
 
 
 class _Decoded(NamedTuple):
-    """What ``take`` gives, with the weight of one ``part`` in the model's dtype."""
+    """What ``take`` gives, with the weights that ``schemes`` names in the model's dtype."""
 
     take: Take
-    part: StoredLinear
-    scheme: Scheme
+    schemes: Mapping[str, tuple[StoredLinear, Scheme]]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,21 +144,30 @@ class _Decoded(NamedTuple):
         return self.take.device
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        assert name == f"{self.part.name}.weight"
-        form = self.take.kept(self.part, self.scheme)
+        if name not in self.schemes:
+            return self.take(name, shape)
+        part, scheme = self.schemes[name]
+        form = self.take.kept(part, scheme)
         weight = torch.empty(shape, dtype=self.dtype, device=self.device)
 
         def put(start: int, rows: QuantizedRows) -> None:
-            weight[start : start + len(rows.codes)] = dequantize(rows, form).to(self.dtype)
+            values = dequantize(rows, form).to(self.dtype)
+            if not values.isfinite().all():
+                raise ValueError(f"{name} holds values too large for {str(self.dtype)[6:]}: choose a wider dtype")
+            weight[start : start + len(values)] = values
 
-        order, _ = self.take.quantized(self.part, self.scheme, put)
+        order, _ = self.take.quantized(part, scheme, put)
         if order is None or weight.is_meta:
             return weight
         return weight[:, order.argsort()]
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        first = 0
         for name, shape in shapes.items():
-            put(0, self(name, shape))
+            weight = self(name, shape)
+            if not weight.is_meta:
+                put(first, weight)
+            first += shape[0]
 
     def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         return self.take.kept(part, scheme)

@@ -15,6 +15,7 @@ def described(config: Mapping[str, Any]) -> str:
     notes = ["kept as fp4 in groups of 16"] if any("nvfp4" in kind.lower() for kind in kinds) else []
     notes += ["experts, kept as fp4 in groups of 32"] if method == "mxfp4" else []
     notes += ["activations stay in the model's dtype"] if kept else []
+    notes += ["expanded to the model's dtype at load"] if method == "bitsandbytes" else []
     return " ".join([method, *kinds]) + (f" ({'; '.join(notes)})" if notes else "")
 
 
@@ -51,11 +52,16 @@ def _mxfp4(config: Mapping[str, Any]) -> tuple[list[str], bool]:
     return [], False
 
 
+def _bitsandbytes(config: Mapping[str, Any]) -> tuple[list[str], bool]:
+    return [config["bnb_4bit_quant_type"]], False
+
+
 def _bits(config: Mapping[str, Any]) -> tuple[list[str], bool]:
     return [f"{config.get('bits', 4)} bits"], False
 
 
 _READERS = {
+    "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "modelopt": _modelopt,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from compiled_llm.models.quantized import fields
+from compiled_llm.models.quantized.bitsandbytes import read_bitsandbytes
 from compiled_llm.models.quantized.compressed_tensors import read_compressed_tensors
 from compiled_llm.models.quantized.fp8 import read_fp8, read_modelopt
 from compiled_llm.models.quantized.gptq import read_awq, read_gptq
@@ -11,7 +12,8 @@ from compiled_llm.models.quantized.mxfp4 import read_mxfp4
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.quantized.torchao import read_torchao
 
-# What GPTQ, AWQ and torchao leave as it is without saying so: they quantise the layers' own linear layers alone.
+# What GPTQ, AWQ, torchao and bitsandbytes leave as it is without saying so: they quantise the layers' own linear
+# layers alone.
 _NOT_IN_LAYERS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe")
 _ROUTERS = ("gate", "router")
 
@@ -79,6 +81,10 @@ def _torchao(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     return _within_layers(*read_torchao(given))
 
 
+def _bitsandbytes(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    return _within_layers(*read_bitsandbytes(given))
+
+
 def _within_layers(
     scheme: Scheme, skipped: tuple[str, ...], *, routers: bool = False
 ) -> Callable[[str], Scheme | None]:
@@ -99,6 +105,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]
     "fp8": _fp8,
     "modelopt": _modelopt,
     "torchao": _torchao,
+    "bitsandbytes": _bitsandbytes,
     "mxfp4": read_mxfp4,
 }
 GENERAL = tuple(method for method in _READERS if method != "mxfp4")

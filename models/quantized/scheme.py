@@ -20,7 +20,7 @@ class StoredPart(NamedTuple):
     """What a checkpoint has, or may have, under a name.
 
     Attributes:
-        shapes, dtypes: any of these.
+        shapes, dtypes: any of these; -1 in a shape stands for any size.
         required: whether it must be there.
         used: whether ``decode`` reads it; the others are allowed and left.
     """

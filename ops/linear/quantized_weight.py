@@ -3,7 +3,8 @@
     W[n, k] = (value(code[n, k]) - zero[n, g]) * scale[n, g]        g = k // group_size
 
 Elements are ``int8`` and ``int4`` (-8 to 7), ``fp8`` (e4m3, without infinities) and ``fp4`` (e2m1). A group is
-``group_size`` inputs of one output, or all of them. MXFP4 is fp4 in groups of 32 whose scales are powers of two.
+``group_size`` inputs of one output, or all of them. MXFP4 is fp4 in groups of 32 whose scales are powers of two. No
+kernel reads ``nf4``, 16 quantiles of the normal distribution: layers that have it are expanded at the load.
 
 For CPUs codes lie as the kernels read them, in tiles of 16 outputs; N out_features, K in_features, G groups of a row:
 
@@ -26,9 +27,15 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.linear.packed_linear import TILE, pack_words
 
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
-LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0}
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}  # of the elements that kernels read
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0, "nf4": 1.0}
 """The largest value of each element that has a negative of the same size."""
+# Dettmers et al., 2023, appendix E.
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 SCALE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ZERO_DTYPES = {"int8": torch.int8, **SCALE_DTYPES}
 DTYPE_NAMES = {dtype: name for name, dtype in ZERO_DTYPES.items()}
@@ -38,7 +45,7 @@ class WeightFormat(NamedTuple):
     """How the weights of a layer are quantised.
 
     Attributes:
-        element: "int8", "int4", "fp8" (e4m3) or "fp4" (e2m1).
+        element: "int8", "int4", "fp8" (e4m3), "fp4" (e2m1) or "nf4".
         group_size: inputs of an output that share a scale; 0: all. A multiple of 8, of 16 at most 128 where not 0.
         zeros: whether groups have a zero point.
         scale_dtype: what scales are kept in: "float32", "bfloat16" or "float16".
@@ -50,6 +57,10 @@ class WeightFormat(NamedTuple):
     zeros: bool = False
     scale_dtype: str = "float32"
     zero_dtype: str = "int8"
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.element in BITS
 
     @property
     def bits(self) -> int:
@@ -71,7 +82,8 @@ class QuantizedRows(NamedTuple):
     """Rows of a quantised matrix, in no kernel's order.
 
     Attributes:
-        codes: ``[n, K]`` int8; integers as they are, fp8 as its bits, fp4 as 0 to 15 (the sign is bit 3).
+        codes: ``[n, K]`` int8; integers as they are, fp8 as its bits, fp4 and nf4 as 0 to 15 (the sign of
+            fp4 is bit 3).
         scales: ``[n, G]`` float32.
         zeros: ``[n, G]`` float32, in units of the codes; or None.
     """
@@ -100,6 +112,8 @@ def code_values(codes: Tensor, element: str) -> Tensor:
         return codes.view(torch.float8_e4m3fn).float()
     if element == "fp4":
         return _fp4_values().to(codes.device)[codes.long()]
+    if element == "nf4":
+        return torch.tensor(NF4_VALUES, device=codes.device)[codes.long()]
     return codes.float()
 
 
@@ -182,6 +196,9 @@ def _codes(scaled: Tensor, form: WeightFormat) -> Tensor:
         above = sum((magnitude > b) if i % 2 == 0 else (magnitude >= b) for i, b in enumerate(bounds.tolist()))
         assert isinstance(above, Tensor)
         return (above + 8 * torch.signbit(scaled)).to(torch.int8)
+    if form.element == "nf4":
+        values = torch.tensor(NF4_VALUES, device=scaled.device)
+        return torch.bucketize(scaled, (values[1:] + values[:-1]) / 2).to(torch.int8)
     least = -most - 1 if form.zeros or form.element == "int4" else -most
     return torch.round(scaled).clamp(least, most).to(torch.int8)
 

@@ -59,18 +59,19 @@ Tensor greedy_tokens(const Tensor& logits) {
 }
 
 Tensor sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                     const Tensor& min_p, const Tensor& uniform) {
+                     const Tensor& min_p, const Tensor& top_n_sigma, const Tensor& uniform) {
   CHECK_VALUE(logits.dim() == 2, "logits must be [R, V], got ", logits.sizes());
   const int64_t rows = logits.size(0);
   const float* temperatures = row_data<float>(temperature, "temperature", kFloat, rows);
   const int32_t* top_ks = row_data<int32_t>(top_k, "top_k", kInt, rows);
   const float* top_ps = row_data<float>(top_p, "top_p", kFloat, rows);
   const float* min_ps = row_data<float>(min_p, "min_p", kFloat, rows);
+  const float* top_n_sigmas = row_data<float>(top_n_sigma, "top_n_sigma", kFloat, rows);
   const double* uniforms = row_data<double>(uniform, "uniform", kDouble, rows);
   for (int64_t r = 0; r < rows; ++r)
     CHECK_VALUE(top_ks[r] > 0, "sample_tokens: top_k[", r, "] must be at least 1, got ", top_ks[r]);
   return choose(logits, [&](int64_t r) {
-    return Choice{temperatures[r], top_ps[r], min_ps[r], top_ks[r], uniforms[r]};
+    return Choice{temperatures[r], top_ps[r], min_ps[r], top_n_sigmas[r], top_ks[r], uniforms[r]};
   });
 }
 

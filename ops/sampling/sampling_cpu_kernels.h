@@ -1,6 +1,7 @@
 // The kernels of sampling for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the macros.
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "../cpu/vectors.h"
@@ -133,6 +134,27 @@ TARGET int64_t draw(const Row& row, float least, double uniform) {
   return last;
 }
 
+// The standard deviation of a row's logits above -inf; infinite, so that every token stays, where a square overflows.
+template <class T>
+TARGET double standard_deviation(const T* logits, const Row& row, float maximum) {
+  const auto total = [&](auto term) TARGET {
+    double sum = 0;
+    for (int64_t c = 0; c < row.chunks; ++c) {
+      Vec terms = {};
+      for (int64_t i = c * kChunk; i < (c + 1) * kChunk; i += kLanes) {
+        const Vec x = load_logits(logits, i, row.vocabulary);
+        terms += x > -kInfinity ? term(maximum - x) : Vec{};
+      }
+      sum += sum_of_lanes(terms);
+    }
+    return sum;
+  };
+  const double count = total([](Vec) TARGET { return broadcast(1); });
+  const float mean = static_cast<float>(total([](Vec distance) TARGET { return distance; }) / count);
+  const double squares = total([&](Vec distance) TARGET { return (distance - mean) * (distance - mean); });
+  return std::isnan(squares) ? kInfinity : std::sqrt(squares / count);
+}
+
 // The token of one row.
 template <class T>
 TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, std::vector<float>& found) {
@@ -177,7 +199,12 @@ TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, st
     if (least == 0) least = static_cast<float>((1 - choice.top_p) * total / row.vocabulary * 0.999);
     least = search(row, least, choice.top_p * total, &Kept::sum, found);
   }
-  return draw(row, std::max(least, choice.min_p), choice.uniform);
+  least = std::max(least, choice.min_p);
+  if (choice.top_n_sigma > 0) {
+    const double depth = choice.top_n_sigma * standard_deviation(logits, row, maximum);
+    least = std::max(least, exp2(static_cast<float>(-depth * scale)));
+  }
+  return draw(row, least, choice.uniform);
 }
 
 inline Kernels kernels() { return {sample<float>, sample<BFloat16>, sample<Half>}; }

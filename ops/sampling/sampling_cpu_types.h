@@ -15,7 +15,7 @@ constexpr int64_t kNoToken = -1;          // the same
 
 // The parameters of a row.
 struct Choice {
-  float temperature = 0, top_p = 1, min_p = 0;
+  float temperature = 0, top_p = 1, min_p = 0, top_n_sigma = 0;
   int64_t top_k = 1;
   double uniform = 0;
 };

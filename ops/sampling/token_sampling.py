@@ -38,9 +38,15 @@ def keep_greedy_tokens(logits: Tensor, last_tokens: Tensor) -> None:
 
 
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_n_sigma: Tensor,
+    uniform: Tensor,
 ) -> Tensor:
-    """Choose a token for each row: temperature, then top-k, then top-p over what top-k left, then min-p.
+    """Choose a token for each row: temperature, then top-k, top-p over what top-k left, min-p and top-n-sigma.
 
     Args:
         logits: ``[R, V]`` float32, bfloat16 or float16; the last stride is 1. -inf bans a token.
@@ -48,12 +54,13 @@ def sample_tokens(
         top_k: ``[R]`` int32, at least 1; V or more is off.
         top_p: ``[R]`` float32, above 0; 1 is off (Holtzman et al., 2020, arXiv:1904.09751).
         min_p: ``[R]`` float32, 0 to 1; 0 is off (Nguyen et al., 2024, arXiv:2407.01082).
+        top_n_sigma: ``[R]`` float32, at least 0, which is off (Tang et al., 2024, arXiv:2411.07641).
         uniform: ``[R]`` float64 in [0, 1).
 
     Returns:
         ``[R]`` int64: ids of the vocabulary, or ``NO_TOKEN``.
     """
-    return torch.ops.compiled_llm.sample_tokens(logits, temperature, top_k, top_p, min_p, uniform)
+    return torch.ops.compiled_llm.sample_tokens(logits, temperature, top_k, top_p, min_p, top_n_sigma, uniform)
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
@@ -99,8 +106,8 @@ define_op(
     cpu="sampling_cpu",
 )
 define_op(
-    "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform)"
-    " -> Tensor",
+    "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor top_n_sigma,"
+    " Tensor uniform) -> Tensor",
     reference=sample_tokens_reference,
     fake=_fake,
     cpu="sampling_cpu",

@@ -2,7 +2,7 @@
 
 Depths. A token's depth is the distance of its logit from the row's largest, as an int32: 0 for the most likely token,
 2^24 more for each halving of the weight. So equal depths are equal weights, to the resolution of a float32. Together,
-top-k, top-p and min-p are a limit: the largest depth that stays.
+top-k, top-p, min-p and top-n-sigma are a limit: the largest depth that stays.
 
 Exact sums. A weight is ``2^(-depth / 2^24)`` in whole units, an int64, the unit such that the sum of any row fits. So a
 sum does not depend on the order of its terms, nor a token on the rows beside it, on the number of programs or on which
@@ -137,13 +137,36 @@ def _search_row(
 
 
 @triton.jit
-def maxima_kernel(logits, maxima, found, row_stride, vocabulary, num_chunks):
-    """The largest logit of each chunk; an empty list."""
+def _standard_deviation(row_moments, num_chunks, BLOCK_C: tl.constexpr):
+    """From the moments of chunks. Infinite, so that every token stays, where a square overflows."""
+    chunks = tl.arange(0, BLOCK_C)
+    counts = tl.load(row_moments + chunks, mask=chunks < num_chunks, other=0.0)
+    means = tl.load(row_moments + num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
+    squares = tl.load(row_moments + 2 * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
+    count = tl.sum(counts, 0)
+    deviations = means - tl.sum(counts * means, 0) / count
+    variance = tl.sum(squares + counts * deviations * deviations, 0) / count
+    return tl.where(variance == variance, tl.sqrt(variance), float("inf"))
+
+
+@triton.jit
+def maxima_kernel(logits, top_n_sigma, maxima, moments, found, row_stride, vocabulary, num_chunks):
+    """The largest logit of each chunk; an empty list; and for top-n-sigma, of each chunk's logits above -inf, their
+    number, mean and sum of squared deviations, in ``moments`` ``[R, 3, num_chunks]``."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.program_id(1) * TILE + tl.arange(0, TILE)
     tokens = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = _load_logits(logits + row * row_stride, tokens, vocabulary)
     tl.store(maxima + row * num_chunks + chunks, tl.max(x, 1), mask=chunks < num_chunks)
+    if tl.load(top_n_sigma + row) > 0:
+        allowed = x > float("-inf")
+        count = tl.sum(allowed.to(tl.float32), 1)
+        mean = tl.sum(tl.where(allowed, x, 0.0), 1) / tl.maximum(count, 1.0)
+        deviations = tl.where(allowed, x - mean[:, None], 0.0)
+        place = moments + row * 3 * num_chunks + chunks
+        tl.store(place, count, mask=chunks < num_chunks)
+        tl.store(place + num_chunks, mean, mask=chunks < num_chunks)
+        tl.store(place + 2 * num_chunks, tl.sum(deviations * deviations, 1), mask=chunks < num_chunks)
     if tl.program_id(1) == 0:
         tl.store(found + row * 3, 0)
         tl.store(found + row * 3 + 1, BANNED)
@@ -206,7 +229,7 @@ def gather_kernel(
 
 @triton.jit
 def limit_kernel(
-    logits, temperature, top_k, top_p, min_p, maxima, partial, found, listed, limits,
+    logits, temperature, top_k, top_p, min_p, top_n_sigma, maxima, moments, partial, found, listed, limits,
     row_stride, vocabulary, num_chunks, splits,
     UNIT: tl.constexpr, LISTED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -216,6 +239,10 @@ def limit_kernel(
     if drawn:
         smallest = tl.maximum(tl.load(min_p + row), 2.0**-64)
         limit = tl.minimum(tl.maximum(-tl.log2(smallest) * HALVING, 0.0).to(tl.int32), BANNED - 1)
+        deviations = tl.load(top_n_sigma + row)
+        if deviations > 0:
+            reach = deviations * _standard_deviation(moments + row * 3 * num_chunks, num_chunks, BLOCK_C)
+            limit = tl.minimum(limit, tl.minimum(reach * per_unit, BANNED * 1.0).to(tl.int32))
         by_count = tl.load(top_k + row) < vocabulary
         share = tl.load(top_p + row)
         if by_count | (share < 1):

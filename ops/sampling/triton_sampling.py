@@ -3,10 +3,10 @@
 The kernels, each a fixed grid that follows from the shapes and the GPU alone. Nothing is read back, so a call can be
 captured in a CUDA graph. Programs of a row that does not need a kernel leave it at once.
 
-    maxima      every row           the largest logit of each chunk
+    maxima      every row           the largest logit of each chunk; with top-n-sigma, its moments
     narrow      top-k or top-p      a pass of the search, launched LEVELS times
     gather      top-k or top-p      the list of the depths still in question
-    limit       all but greedy      the end of the search, and min-p
+    limit       all but greedy      the end of the search, min-p and top-n-sigma
     sums        all but greedy      the sum of the weights that stay, for each chunk
     draw        every row           the chunk, and then the token within it
 """
@@ -61,7 +61,13 @@ def _check(logits: Tensor, **columns: tuple[Tensor, torch.dtype]) -> None:
 
 
 def sample_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_n_sigma: Tensor,
+    uniform: Tensor,
 ) -> Tensor:
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
@@ -76,6 +82,7 @@ def sample_tokens(
         top_k=(top_k, torch.int32),
         top_p=(top_p, torch.float32),
         min_p=(min_p, torch.float32),
+        top_n_sigma=(top_n_sigma, torch.float32),
         uniform=(uniform, torch.float64),
     )
     rows, vocabulary = logits.shape
@@ -90,6 +97,7 @@ def sample_tokens(
     most_listed = min(MOST_LISTED, triton.next_power_of_2(vocabulary))
 
     maxima = torch.empty((rows, num_chunks), dtype=torch.float32, device=device)
+    moments = torch.empty((rows, 3, num_chunks), dtype=torch.float32, device=device)
     sums = torch.empty((rows, num_chunks), dtype=torch.int64, device=device)
     partial = torch.empty((LEVELS.value, rows, splits, CELLS.value), dtype=torch.int64, device=device)
     found = torch.empty((rows, 3), dtype=torch.int32, device=device)
@@ -102,15 +110,16 @@ def sample_tokens(
     options = {"BLOCK_C": triton.next_power_of_2(num_chunks), **OPTIONS}
     split = {"BLOCK_S": triton.next_power_of_2(splits), **options}
     with torch.cuda.device_of(logits):
-        maxima_kernel[(rows, tiles)](logits, maxima, found, *shape, **OPTIONS)
+        maxima_kernel[(rows, tiles)](logits, top_n_sigma, maxima, moments, found, *shape, **OPTIONS)
         for level in range(LEVELS.value):
             narrow_kernel[(rows, splits)](*filters, maxima, partial, *shape, per_split, LEVEL=level, **unit, **split)
         gather_kernel[(rows, splits)](
             *filters, maxima, partial, found, listed, *shape, per_split, LISTED=most_listed, **split
         )
         limit_kernel[(rows,)](
-            *filters, min_p, maxima, partial, found, listed, limits, *shape, splits, LISTED=most_listed, **unit, **split
-        )
+            *filters, min_p, top_n_sigma, maxima, moments, partial, found, listed, limits, *shape, splits,
+            LISTED=most_listed, **unit, **split,
+        )  # fmt: skip
         sums_kernel[(rows, tiles)](logits, temperature, maxima, limits, sums, *shape, **unit, **options)
         draw_kernel[(rows,)](logits, temperature, uniform, maxima, limits, sums, out, *shape, **unit, **options)
     return out

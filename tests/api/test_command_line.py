@@ -77,6 +77,7 @@ def test_values_arrive() -> None:
         (["--n", "3"], "n", 3),
         (["--min-tokens", "4"], "min_tokens", 4),
         (["--min-p", "0.25"], "min_p", 0.25),
+        (["--top-n-sigma", "1.5"], "top_n_sigma", 1.5),
         (["--presence-penalty", "-0.5"], "presence_penalty", -0.5),
         (["--frequency-penalty", "1.5"], "frequency_penalty", 1.5),
         (["--repetition-penalty", "1.1"], "repetition_penalty", 1.1),

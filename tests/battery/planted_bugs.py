@@ -812,8 +812,10 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         all rows have the first one's top_k
             sample: params.top_k => params.top_k[:1].repeat(len(logits))
         top_p and min_p are mixed up
-            sample: sample_tokens(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
-                => sample_tokens(logits, params.temperature, params.top_k, 1 - params.min_p, 1 - params.top_p, random)
+            sample: params.top_k, params.top_p, params.min_p, params.top_n_sigma
+                => params.top_k, 1 - params.min_p, 1 - params.top_p, params.top_n_sigma
+        top_n_sigma is forgotten
+            sample: params.top_n_sigma => params.top_n_sigma * 0
         """,
     ),
     (

@@ -366,6 +366,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.write is None and args.compare is None:
         parser.error("give --write FILE, --compare FILE or both")
+    names = [name for name, *_ in engines()]
+    if not any(args.only in name for name in names):
+        parser.error(f"--only must be a part of one of {', '.join(names)}, given {args.only}")
     before = json.loads(args.compare.read_text()) if args.compare else None
     cases = record(args.only)
     made_by = {"torch": torch.__version__, "threads": torch.get_num_threads()}

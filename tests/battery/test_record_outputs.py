@@ -54,3 +54,12 @@ def test_the_set_has_every_family_dtype_and_cache_dtype() -> None:
         for dtype in ("float32", "bfloat16", "float16"):
             for cache in ("auto", "int8", "fp8"):
                 assert {f"{model}-{dtype}-{cache}-{size}" for size in ("large", "swap", "recompute")} <= names
+
+
+def test_engines_that_are_not_there_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["record_outputs.py", "--write", "x.json", "--only", "llama-int3"])
+    with pytest.raises(SystemExit, match="2"):
+        record_outputs.main()
+    assert "--only must be a part of one of llama-float32-auto-large, " in capsys.readouterr().err

@@ -38,6 +38,7 @@ def seeded_requests(count: int) -> list[Seeded]:
             top_k=rng.choice([0, 0, 1, 5, 50]),
             top_p=rng.choice([1.0, 1.0, 0.5, 0.95]),
             min_p=rng.choice([0.0, 0.0, 0.05, 0.3]),
+            top_n_sigma=rng.choice([0.0, 0.0, 1.0, 3.0]),
             presence_penalty=rng.choice([0.0, 0.0, 1.0, -0.5]),
             frequency_penalty=rng.choice([0.0, 0.0, 0.7, -0.3]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.9]),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,11 @@ def test_the_help_of_the_program_has_a_line_for_each_command(capsys: pytest.Capt
     assert len(out.splitlines()) <= 40
     assert main([]) == 2
     assert capsys.readouterr() == ("", out)
+
+
+def test_the_document_of_commands_has_a_row_for_each() -> None:
+    document = (Path(__file__).parents[2] / "docs/commands.md").read_text()
+    assert [name for name in COMMANDS if f"\n| [`{name}`](" not in document] == []
 
 
 def test_completion_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from compiled_llm.compiling.build_processes import BuildProcesses, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.parallel import build_missing, useful_workers
+from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import sampler_function
 from compiled_llm.system.progress import StartProgress
@@ -25,14 +26,9 @@ def make_sampler():
 
 
 def job(name: str) -> Job:
-    params = SamplingInput(
-        temperature=torch.ones(2),
-        top_p=torch.ones(2),
-        top_k=torch.full((2,), 5, dtype=torch.int32),
-        min_p=torch.zeros(2),
-        seed=torch.arange(2),
-        position=torch.zeros(2).int(),
-    )
+    padding = {str(line.name): torch.full((2,), line.padding, dtype=line.dtype) for line in SAMPLING}
+    padding |= {"temperature": torch.ones(2), "top_k": torch.full((2,), 5, dtype=torch.int32), "seed": torch.arange(2)}
+    params = SamplingInput(**padding, position=torch.zeros(2).int())
     args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64)
     return Job(name, make_sampler, args, torch.get_num_threads(), weight=3.0, depends={})
 

@@ -281,7 +281,7 @@ def test_a_bad_argument_of_a_transform_costs_its_request_alone(engine: CompiledE
 EVERY_KIND: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 1},
-    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 2, "logprobs": 3},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "top_n_sigma": 2.5, "seed": 2, "logprobs": 3},
     {"repetition_penalty": 1.3, "logprobs": 0},
     {"temperature": 1.2, "seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"logit_bias": {400: 5.0, 8: -10.0}, "prompt_logprobs": 2},

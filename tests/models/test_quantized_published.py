@@ -24,6 +24,7 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.weights import tensors
 from tests.checkpoint.test_reader import logits, rounded, write
+from tests.models.quantized import test_bitsandbytes as bitsandbytes
 from tests.models.quantized import test_compressed_tensors as ct
 from tests.models.quantized import test_gptq as gptq
 
@@ -424,11 +425,18 @@ FLOATS = {
         inputs="activation_scale",
     ),
     "modelopt FP8": _fp8(_MODELOPT, scale="weight_scale", inputs="input_scale"),
+    "nf4": Case(functools.partial(bitsandbytes.as_nf4, nested=False), bitsandbytes.CONFIG, "matrices"),
+    "nf4, nested": Case(
+        functools.partial(bitsandbytes.as_nf4, nested=True),
+        {**bitsandbytes.CONFIG, "bnb_4bit_use_double_quant": True},
+        "matrices",
+    ),
     "modelopt NVFP4": Case(as_modelopt_nvfp4, {**_MODELOPT, "quant_algo": "NVFP4"}, "matrices"),
 }
 _FLOATS_BY_DEFAULT = {("qwen3", name) for name in FLOATS} | {
     ("mixtral", "nvfp4-pack-quantized"),
     ("mixtral", "fp8, a scale"),
+    ("mixtral", "nf4, nested"),
 }
 
 
@@ -444,9 +452,29 @@ def test_logits_of_floats_are_those_of_transformers(tmp_path: Path, model: str, 
     check_case(tmp_path, model, FLOATS[name])
 
 
+def test_nf4_of_another_size_or_too_large_for_the_dtype_is_refused(tmp_path: Path) -> None:
+    write_source("qwen3", tmp_path / "source")
+
+    def load(folder: str, make: Callable[[Tensor], Layer], dtype: torch.dtype) -> None:
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, tmp_path / "source", make, bitsandbytes.CONFIG)
+        made = tmp_path / folder / "quantised"
+        config = read_config(made)
+        loader.load_weights(made, config, dtype, torch.device("cpu"), quantization.published(config, Packed))
+
+    def says_half(matrix: Tensor) -> Layer:
+        half = bitsandbytes.as_nf4(matrix.view(-1, 64), nested=False)[bitsandbytes.STATE]
+        return bitsandbytes.as_nf4(matrix, nested=False) | {bitsandbytes.STATE: half}
+
+    with pytest.raises(ValueError, match=r"layers\.\d\..*rows must have (128|256) weights, found 64"):
+        load("half", says_half, torch.float32)
+    with pytest.raises(ValueError, match=r"_proj\.weight holds values too large for float16: choose a wider dtype"):
+        load("large", lambda matrix: bitsandbytes.as_nf4(matrix * 1e6, nested=False), torch.float16)
+
+
 def test_rounding_is_no_detail() -> None:
     """Codes stand for other matrices than those that were rounded: else the tests above would show nothing."""
     matrix = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     for name, each in FLOATS.items():
         error = (each.make(matrix)["dequantised"] - matrix).norm() / matrix.norm()
-        assert (0.05 if "fp4" in name.lower() else 0.001) < error < 0.2
+        assert (0.05 if "4" in name else 0.001) < error < 0.2

@@ -13,6 +13,7 @@ NEUTRAL = {
     "top_p": 1.0,
     "top_k": VOCAB,
     "min_p": 0.0,
+    "top_n_sigma": 0.0,
     "seed": 7,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,

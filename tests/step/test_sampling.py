@@ -27,6 +27,7 @@ class Filters:
     top_k: int = OFF
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
 
     def rows(self, count: int, seed: int = 0) -> SamplingInput:
         return SamplingInput(
@@ -34,12 +35,13 @@ class Filters:
             top_p=torch.full((count,), self.top_p),
             top_k=torch.full((count,), self.top_k, dtype=INT32),
             min_p=torch.full((count,), self.min_p),
+            top_n_sigma=torch.full((count,), self.top_n_sigma),
             seed=torch.full((count,), seed, dtype=INT64),
             position=torch.arange(count, dtype=INT32),
         )
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Of each token, ``[V]``, according to transformers."""
+        """Of each token, ``[V]``, according to transformers, which lacks top-n-sigma."""
         ids, scores = torch.empty(1, 0, dtype=INT64), logits[None].double() / self.temperature
         if self.top_k < logits.shape[-1]:
             scores = TopKLogitsWarper(self.top_k)(ids, scores)
@@ -47,6 +49,8 @@ class Filters:
             scores = TopPLogitsWarper(self.top_p)(ids, scores)
         if self.min_p > 0:
             scores = MinPLogitsWarper(self.min_p)(ids, scores)
+        if self.top_n_sigma > 0:
+            scores = scores.masked_fill(logits < logits.max() - self.top_n_sigma * logits.std(correction=0), -math.inf)
         return scores[0].softmax(-1)
 
 
@@ -61,6 +65,8 @@ class Filters:
         (Filters(top_p=0.8), None),
         (Filters(top_p=0.05), 1),
         (Filters(min_p=0.1), None),
+        (Filters(top_n_sigma=1.5), None),
+        (Filters(temperature=2.0, top_n_sigma=1.5), None),
         (Filters(top_k=12, top_p=0.9), None),
         (Filters(temperature=1.5, top_p=0.9), None),
         (Filters(top_k=9, min_p=0.05), None),
@@ -86,6 +92,7 @@ def test_each_filter_changes_the_distribution() -> None:
     """So the test above can fail: samples of one kind are unlikely for any other."""
     logits = torch.randn(40) * 2
     kinds = [Filters(), Filters(temperature=0.9), Filters(top_k=9), Filters(top_p=0.95), Filters(min_p=0.1)]
+    kinds.append(Filters(top_n_sigma=1.0))
     probabilities = [kind.probabilities(logits) for kind in kinds]
     for mine, kind in enumerate(kinds):
         tokens = sample(logits.expand(NUM_SAMPLES, -1), kind.rows(NUM_SAMPLES, seed=5))
@@ -101,7 +108,7 @@ def test_rows_of_temperature_0_are_greedy_in_any_mix() -> None:
     assert torch.equal(greedy_tokens(logits), logits.argmax(-1))
     assert not torch.equal(sampled[1::2], greedy_tokens(logits)[1::2]), "these are sampled"
     assert torch.equal(sample(logits, Filters(temperature=1e-30).rows(6)), greedy_tokens(logits))
-    banned = Filters(temperature=0.0, top_k=3, top_p=0.1, min_p=0.5).rows(6)
+    banned = Filters(temperature=0.0, top_k=3, top_p=0.1, min_p=0.5, top_n_sigma=0.1).rows(6)
     assert torch.equal(sample(logits, banned), greedy_tokens(logits)), "no filter bans the likeliest token"
 
 
@@ -119,6 +126,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         top_p=1 - number % 4 * 0.2,
         top_k=torch.tensor([1000, 50, 2, 1, 300], dtype=INT32)[number % 5],
         min_p=(number % 2) * 0.01,
+        top_n_sigma=torch.tensor([0.0, 1.0, 2.5])[number % 3],
         seed=number % 7 - 3,
         position=(number % 2).int(),
     )

@@ -18,6 +18,7 @@ from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
+from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
@@ -116,14 +117,8 @@ def bucket(rows: int) -> Bucket:
 
 def sampling_input(rows: int, position: int = 0) -> SamplingInput:
     """All greedy."""
-    return SamplingInput(
-        temperature=torch.zeros(rows),
-        top_p=torch.ones(rows),
-        top_k=torch.full((rows,), VOCAB, dtype=torch.int32),
-        min_p=torch.zeros(rows),
-        seed=torch.zeros(rows, dtype=torch.int64),
-        position=torch.full((rows,), position, dtype=torch.int32),
-    )
+    padding = {str(line.name): torch.full((rows,), line.padding, dtype=line.dtype) for line in SAMPLING}
+    return SamplingInput(**padding, position=torch.full((rows,), position, dtype=torch.int32))
 
 
 def admission(name: str, prompt: Sequence[int] = (50,), output: Sequence[int] = (), **params: Any) -> StartedRequest:

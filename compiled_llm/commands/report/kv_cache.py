@@ -12,18 +12,16 @@ Ends in one JSON line. Exit status: 0, 1 when a scale is zero or not finite, 2 f
 from collections.abc import Sequence
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, add_engine_arguments, errors_end
-from compiled_llm.api.config import QUANTISED_DTYPES, EngineConfig
+from compiled_llm.api.command_line import FlagParser, add_engine_arguments, engine_config, errors_end
+from compiled_llm.api.config import QUANTISED_DTYPES
 from compiled_llm.commands.report.text_flags import LEAST, add_text_flags
-
-_ENGINE_ARGUMENTS = ("model", "dtype", "device", "kv_cache_dtype", "kv_cache_skip_layers")
 
 
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Report what a quantised KV cache costs in quality, on a text.")
     add_text_flags(made)
     tables.add_json_flag(made)
-    add_engine_arguments(made, *_ENGINE_ARGUMENTS)
+    add_engine_arguments(made, "model", "dtype", "device", "kv_cache_dtype", "kv_cache_skip_layers")
     return made
 
 
@@ -34,7 +32,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     if args.kv_cache_dtype not in QUANTISED_DTYPES:
         flags.error(f"--kv-cache-dtype must be one of {', '.join(QUANTISED_DTYPES)}, given {args.kv_cache_dtype}")
     with flags.ending_errors():
-        engine = EngineConfig(**{name: getattr(args, name) for name in _ENGINE_ARGUMENTS})
+        engine = engine_config(args)
 
     from compiled_llm.quality import kv_cache  # it loads torch, which takes seconds
     from compiled_llm.quality.teacher_forcing import BadScaleError

@@ -7,6 +7,7 @@ import torchao.quantization as ao
 
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.quantized.plan import read_quantization
+from tests.models.quantized import test_bitsandbytes as bitsandbytes
 from tests.models.quantized import test_compressed_tensors as ct
 from tests.models.quantized import test_gptq as gptq
 from tests.models.quantized.test_torchao import fields_of
@@ -39,6 +40,7 @@ _KEPT = "activations stay in the model's dtype"
             f"modelopt NVFP4 (kept as fp4 in groups of 16; {_KEPT})",
         ),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 (experts, kept as fp4 in groups of 32)"),
+        ({"quantization_config": bitsandbytes.CONFIG}, "bitsandbytes nf4 (expanded to the model's dtype at load)"),
         (fields_of(ao.Int8WeightOnlyConfig(version=2)), "torchao Int8WeightOnlyConfig"),
         (
             fields_of(ao.Int8DynamicActivationInt8WeightConfig(version=2)),

@@ -80,7 +80,7 @@ def test_nvfp4_of_modelopt() -> None:
         ({**FP8, "scale_fmt": "ue8m0"}, "scale_fmt"),
         ({**FP8, "expert_dtype": "fp4"}, "expert_dtype"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo"),
-        ({"quant_method": "bitsandbytes"}, "quant_method"),
+        ({"quant_method": "hqq"}, "quant_method"),
         ({"bits": 4}, "quant_method"),
         ("fp8", "quant_method"),
     ],

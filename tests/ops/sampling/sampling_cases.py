@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.sampling.reference import MIN_TEMPERATURE, NO_TOKEN, sample_tokens_reference
+from compiled_llm.ops.sampling.reference import MIN_TEMPERATURE, NO_TOKEN, sample_tokens_reference, standard_deviations
 
 OFF = 2**31 - 1  # a top_k
 TEMPERATURES = (0.0, 1e-30, 0.3, 0.7, 1.0, 1.0, 2.0, 100.0)
 TOP_KS = (1, 2, 5, 50, 1000, 7777, OFF, OFF, OFF)
 TOP_PS = (1e-6, 0.1, 0.5, 0.9, 0.999, 1.0, 1.0)
 MIN_PS = (0.0, 0.0, 0.0, 0.01, 0.1, 1.0)
+TOP_N_SIGMAS = (0.0, 0.0, 0.0, 0.0, 0.3, 1.0, 3.0, 100.0)
 UNIFORMS = (0.0, math.nextafter(1.0, 0.0))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,6 +30,7 @@ class SamplingCase(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+    top_n_sigma: Tensor
     uniform: Tensor
 
     def rows(self, index: slice | Tensor) -> "SamplingCase":
@@ -87,6 +89,7 @@ def make_case(
     top_ks: tuple[int, ...] = TOP_KS,
     top_ps: tuple[float, ...] = TOP_PS,
     min_ps: tuple[float, ...] = MIN_PS,
+    top_n_sigmas: tuple[float, ...] = TOP_N_SIGMAS,
     seed: int = 0,
 ) -> SamplingCase:
     """A random call: each row draws its parameters from the tuples. Everything is drawn on the CPU."""
@@ -103,6 +106,7 @@ def make_case(
         top_k=choice(tuple(min(k, vocabulary + 1) if k != OFF else k for k in top_ks), torch.int32),
         top_p=choice(top_ps),
         min_p=choice(min_ps),
+        top_n_sigma=choice(top_n_sigmas),
         uniform=torch.where(extreme, choice(UNIFORMS, torch.float64), uniform),
     )
 
@@ -158,6 +162,7 @@ def acceptable(
     top_k: int,
     top_p: float,
     min_p: float,
+    top_n_sigma: float,
     uniform: float,
     tolerance: float = 1e-6,
 ) -> bool:
@@ -180,7 +185,9 @@ def acceptable(
         return weight * (1 - tolerance * (1 - math.log(max(weight, 1e-300))))
 
     # The least weight that stays, at the lowest and at the highest.
-    lowest, highest = slightly_less(min_p), min(2 * min_p - slightly_less(min_p), 1.0)
+    reach = top_n_sigma * float(standard_deviations(logits[None])) if top_n_sigma > 0 else math.inf
+    limit = max(min_p, math.exp(-reach / max(temperature, MIN_TEMPERATURE)))
+    lowest, highest = slightly_less(limit), min(2 * limit - slightly_less(limit), 1.0)
     kth = float(falling[min(top_k, len(falling)) - 1])
     lowest, highest = max(lowest, slightly_less(kth)), max(highest, kth)
     if top_p < 1:
@@ -229,7 +236,9 @@ def check(
     return tokens
 
 
-def probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+def probabilities(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, top_n_sigma: float
+) -> Tensor:
     """The exact distribution of one row, ``[V]`` float64, token by token from the definition."""
     weights = ((logits.double() - logits.max()) / temperature).exp()
     falling = sorted(weights.tolist(), reverse=True)
@@ -241,6 +250,9 @@ def probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float, 
             if mass >= top_p * sum(falling):
                 break
     weights[(weights < least) | (weights < min_p)] = 0
+    if top_n_sigma > 0:
+        allowed = logits[logits > -math.inf].double()
+        weights[logits.double() < allowed.max() - top_n_sigma * allowed.std(correction=0)] = 0
     return weights / weights.sum()
 
 

@@ -100,6 +100,7 @@ def test_distribution(name: str, temperature: float) -> None:
         torch.full((count,), filters["top_k"], dtype=torch.int32),
         torch.full((count,), filters["top_p"]),
         torch.full((count,), filters["min_p"]),
+        torch.full((count,), filters["top_n_sigma"]),
         torch.rand(count, dtype=torch.float64),
     )
     counts = OP(*case.to("cuda")).cpu().bincount(minlength=300)
@@ -114,7 +115,7 @@ def test_a_captured_graph_follows_its_inputs() -> None:
             (
                 {},
                 {"temperatures": (0.0,)},
-                {"top_ks": (OFF,), "top_ps": (1.0,), "min_ps": (0.0,)},
+                {"top_ks": (OFF,), "top_ps": (1.0,), "min_ps": (0.0,), "top_n_sigmas": (0.0,)},
                 {"pattern": "peaked", "temperatures": (0.7,), "top_ks": (20,), "top_ps": (0.95,)},
                 {"pattern": "few-values", "scale": 0.5, "temperatures": (1.0,), "top_ps": (0.9,)},
                 {},

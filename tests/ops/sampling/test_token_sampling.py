@@ -117,6 +117,7 @@ ROW = st.tuples(
     st.one_of(st.integers(1, 40), st.just(OFF)),
     st.one_of(st.floats(1e-6, 1.0), st.just(1.0)),
     st.one_of(st.floats(0.0, 1.0), st.just(0.0)),
+    st.one_of(st.floats(0.0, 4.0), st.just(0.0)),
     st.one_of(st.floats(0.0, 1.0, exclude_max=True), st.sampled_from([0.0, math.nextafter(1.0, 0.0)])),
 )
 
@@ -125,7 +126,7 @@ ROW = st.tuples(
 @given(st.integers(1, 40).flatmap(lambda v: st.lists(st.lists(LOGIT, min_size=v, max_size=v), min_size=1)), st.data())
 def test_any_rows(logits: list[list[float]], data: st.DataObject) -> None:
     params = [data.draw(ROW) for _ in logits]
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float64)
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float32, torch.float64)
     columns = [
         torch.tensor(column, dtype=dtype) for column, dtype in zip(zip(*params, strict=True), dtypes, strict=True)
     ]
@@ -135,14 +136,15 @@ def test_any_rows(logits: list[list[float]], data: st.DataObject) -> None:
 
 # ---- the distribution -----------------------------------------------------------------------------------------------
 
-OFFS = {"top_k": OFF, "top_p": 1.0, "min_p": 0.0}
+OFFS = {"top_k": OFF, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": 0.0}
 FILTERS = {
     "plain": {},
     "top-k": {"top_k": 7},
     "top-p": {"top_p": 0.8},
     "min-p": {"min_p": 0.05},
+    "top-n-sigma": {"top_n_sigma": 1.0},
     "top-k-top-p": {"top_k": 12, "top_p": 0.9},
-    "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.1},
+    "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.1, "top_n_sigma": 1.7},
 }
 
 
@@ -158,6 +160,7 @@ def test_distribution(name: str, temperature: float, kernels: native.Kernels) ->
         torch.full((count,), filters["top_k"], dtype=torch.int32),
         torch.full((count,), filters["top_p"]),
         torch.full((count,), filters["min_p"]),
+        torch.full((count,), filters["top_n_sigma"]),
         torch.rand(count, dtype=torch.float64),
     )
     counts = sampling.sample_tokens(*case).bincount(minlength=300)
@@ -184,6 +187,7 @@ def test_every_token_that_stays_can_be_drawn(run: Op) -> None:
             torch.full((rows,), filters.get("top_k", OFF), dtype=torch.int32),
             torch.full((rows,), filters.get("top_p", 1.0)),
             torch.full((rows,), filters.get("min_p", 0.0)),
+            torch.full((rows,), filters.get("top_n_sigma", 0.0)),
             (probs.cumsum(0) - probs / 2)[tokens],
         )
         assert torch.equal(run(*case), tokens)
@@ -193,7 +197,15 @@ def test_every_token_that_stays_can_be_drawn(run: Op) -> None:
 
 
 def accepted(weights: list[float], **params: float) -> list[int]:
-    params = {"temperature": 1.0, "top_k": OFF, "top_p": 1.0, "min_p": 0.0, "uniform": 0.0, **params}
+    params = {
+        "temperature": 1.0,
+        "top_k": OFF,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "top_n_sigma": 0.0,
+        "uniform": 0.0,
+        **params,
+    }
     return [token for token in range(len(weights)) if acceptable(token, torch.tensor(weights).log(), **params)]
 
 
@@ -209,6 +221,8 @@ def test_the_check_accepts_one_token_but_at_a_boundary() -> None:
     assert accepted(weights, top_p=0.8) == [0, 1]  # two tokens have this very share, or three by rounding
     assert accepted(weights, min_p=0.5) == [1]
     assert accepted(weights, min_p=0.4 + 1e-7) == [0, 1]
+    assert accepted([0.1, 0.1, 0.8], top_n_sigma=2.1) == [2]  # the distance is 2.12 standard deviations
+    assert accepted([0.1, 0.1, 0.8], top_n_sigma=2.2) == [0]
     assert accepted(weights, temperature=0.0) == [1]
     assert accepted([0.3, 0.3, 0.4, 0.3], top_k=2, uniform=0.9) == [3]  # equals stay together
     assert accepted([0.0, 0.0]) == []  # NO_TOKEN alone
@@ -265,6 +279,7 @@ def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
         ({"top_k": torch.tensor([1, 2, 0, 4], dtype=torch.int32)}, r"top_k\[2\] must be at least 1, got 0"),
         ({"top_p": torch.ones(8)[::2]}, r"top_p must be a contiguous \[4\]"),
         ({"min_p": case.min_p[None]}, r"min_p must be a contiguous \[4\]"),
+        ({"top_n_sigma": case.top_n_sigma.half()}, r"top_n_sigma must be a contiguous \[4\]"),
         ({"uniform": case.uniform.float()}, r"uniform must be a contiguous \[4\]"),
     ]
     for change, message in wrong:

@@ -118,6 +118,14 @@ def a_uniform_of_1_takes_the_last_that_stays(device: str = "cpu") -> None:
 
 # Nearly equal weights, all in the range that is left after the first passes.
 HOT = {"scale": 0.1, "temperatures": (100.0,), "top_ks": (1, 2, 5, 50, OFF), "top_ps": (1e-6, 0.1, 1.0)}
+# No other filter, and a chunk that is banned whole.
+SIGMAS = {
+    "temperatures": (0.7, 1.0, 3.0),
+    "top_ks": (OFF,),
+    "top_ps": (1.0,),
+    "min_ps": (0.0,),
+    "top_n_sigmas": (0.5, 2.0),
+}
 # Where the list is too short: both filters over all tokens, and passes over weights that many tokens share.
 SEARCHES = {
     "top-k": {"top_ks": (300, 3000), "top_ps": (1.0,)},
@@ -158,6 +166,7 @@ INTERPRETED: dict[str, tuple[Callable, dict]] = {
     },
     **{f"strided-{dtype}": (strided_rows_give_the_same, {"dtype": dtype}) for dtype in DTYPES},
     **{f"greedy-{dtype}": (greedy_tokens_are_the_first_of_the_largest, {"dtype": dtype}) for dtype in DTYPES},
+    "top-n-sigma": (of_the_grid, {"vocabulary": 5000, "pattern": "banned", "rows": 16, **SIGMAS}),
     "no-number": (no_number_gives_no_token, {}),
     "top-k-0": (a_top_k_below_1_is_1, {}),
     "uniform-1": (a_uniform_of_1_takes_the_last_that_stays, {}),
@@ -239,6 +248,7 @@ def test_refuses_wrong_inputs() -> None:
         ({"top_k": case.top_k.long()}, "top_k must be .*got .*int64"),
         ({"top_p": torch.ones(8)[::2]}, "top_p must be a contiguous"),
         ({"min_p": case.min_p.to("meta")}, "min_p must be .* on cpu, got .* on meta"),
+        ({"top_n_sigma": case.top_n_sigma[1:]}, r"top_n_sigma must be .*got \[3\]"),
         ({"uniform": case.uniform.float()}, "uniform must be .*float64"),
     ]
     for change, message in wrong:
@@ -265,7 +275,7 @@ def test_greedy_tokens_refuse_wrong_inputs() -> None:
 ORDINARY = (
     *("257-float32-banned", "1500-float32-normal-0.1", "1500-bfloat16-equal", "1500-float16-peaked", "top-k-0"),
     *("short-list-both-few-values", "extremes-7-torch.float16", "strided-torch.bfloat16", "greedy-torch.float16"),
-    *("no-number", "programs-few-values"),
+    *("no-number", "top-n-sigma", "programs-few-values"),
 )
 
 
