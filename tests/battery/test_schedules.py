@@ -469,7 +469,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     "num_examples",
-    [pytest.param(60, id="small"), pytest.param(1_000, id="full", marks=pytest.mark.battery)],
+    [pytest.param(20, id="small"), pytest.param(1_000, id="full", marks=pytest.mark.battery)],
 )
 def test_state_machine(num_examples: int, battery_counts: Counter[str]) -> None:
     machine = type("CountingScheduleMachine", (ScheduleMachine,), {"counts": battery_counts})

@@ -9,6 +9,7 @@ import pytest
 
 from compiled_llm import CompiledEngine
 from tests.drafting import KINDS, RecordedDrafter, check_equal, serve, work_of
+from tests.drawn import marked
 
 EAGER: dict[str, Any] = {
     "enforce_eager": True,
@@ -26,7 +27,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", marked(ENGINES, ("chunks, swap, overlap",)))
 def test_the_same_as_plain_decoding(name: str) -> None:
     arguments = EAGER | ENGINES[name]
     with CompiledEngine(**arguments) as engine:

@@ -128,7 +128,8 @@ def test_inference_mode_around_the_engine_changes_nothing(engine: CompiledEngine
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     with torch.inference_mode():
         started_inside = CompiledEngine(enforce_eager=True, dtype="float32", bucket_sizes=(1,))
-    (output,) = started_inside.generate(PROMPT, GREEDY, use_tqdm=False)
+    with started_inside:
+        (output,) = started_inside.generate(PROMPT, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
@@ -292,7 +293,17 @@ def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_past_it_en
         assert (len(ended.outputs[0].token_ids), ended.outputs[0].finish_reason) == (12, "length")
 
 
-@pytest.mark.parametrize("name", EVERY_CONFIG)
+# With -m battery: their caches and steps are those of another family here, and tests/models/test_forward.py compares
+# their logits.
+ALIKE = (
+    *("llama-rope3-tied", "llama-biases", "seed-oss-tied", "ministral3", "smollm3", "granite", "qwen2", "qwen3-untied"),
+    *("glm4", "glm4-moe", "qwen3-moe", "mistral4", "deepseek-v2", "deepseek-v3-halves", "gemma2", "olmo2", "olmo3"),
+    *("starcoder2", "starcoder2-without-biases", "gpt-neox", "gpt-neox-in-turn", "lfm2-tied", "lfm2-moe", "qwen3.5"),
+    *("granite-hybrid-moe", "nemotron-h"),
+)
+
+
+@pytest.mark.parametrize("name", marked(EVERY_CONFIG, set(EVERY_CONFIG) - set(ALIKE)))
 def test_every_familys_greedy_tokens_equal_transformers(name: str) -> None:
     prompt, sizes = [5, 6, 7, 8, 9] * 4, {"bucket_sizes": (2,), "token_bucket_sizes": (8,), "max_model_len": 64}
     with CompiledEngine(str(checkpoint(name)), enforce_eager=True, num_kv_blocks=20, **sizes) as engine:
@@ -305,17 +316,7 @@ def test_every_familys_greedy_tokens_equal_transformers(name: str) -> None:
 
 
 # The others: battery. They are in tests/models/test_published.py too, with the shapes of published models.
-DUMMY = (
-    "llama-biases",
-    "gpt2",
-    "gpt-oss",
-    "gemma4",
-    "qwen3-moe",
-    "deepseek-v3",
-    "qwen3-next",
-    "nemotron-h-moe",
-    "lfm2",
-)
+DUMMY = ("gpt2", "gpt-oss", "deepseek-v3", "nemotron-h-moe")
 
 
 @pytest.mark.parametrize("name", marked(EVERY_CONFIG, DUMMY))
@@ -326,9 +327,8 @@ def test_dummy_weights_serve_every_family(name: str, tmp_path: Path) -> None:
         assert [len(output.outputs[0].token_ids) for output in outputs] == [16, 16]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_serves(dtype: str) -> None:
-    with CompiledEngine(dtype=dtype, enforce_eager=True, bucket_sizes=(2,)) as engine:
+def test_half_precision_serves() -> None:
+    with CompiledEngine(dtype="float16", enforce_eager=True, bucket_sizes=(2,)) as engine:
         (output,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
         assert len(output.outputs[0].text) > 3
 

@@ -10,7 +10,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
 from tests.families import COMPILED_SIZES
 
-NUM_PROMPTS, NUM_TOKENS = 24, 48
+NUM_PROMPTS, NUM_TOKENS = 16, 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 

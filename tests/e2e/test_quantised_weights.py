@@ -62,7 +62,7 @@ def test_compiled_once_and_nothing_more() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "mixtral", "gpt-oss", "glm4-moe", "gemma4-moe"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt-oss", "gemma4-moe"])
 def test_other_families(name: str) -> None:
     plain, rounded = serve(name, dtype="float32"), serve(name, quantization="int8", dtype="float32")
     for (tokens, found), (other_tokens, other) in zip(plain, rounded, strict=True):
