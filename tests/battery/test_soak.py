@@ -108,7 +108,7 @@ def memory() -> tuple[int, int]:
     [
         pytest.param("demo", 20_000, 120, False, False, id="full-sync", marks=pytest.mark.battery),
         pytest.param("demo", 20_000, 120, False, True, id="full-async", marks=pytest.mark.battery),
-        pytest.param("lfm2", 80, 44, True, True, id="small-states"),
+        pytest.param("lfm2", 240, 44, True, True, id="small-states"),
         pytest.param("lfm2", 20_000, 120, False, True, id="full-states", marks=pytest.mark.battery),
     ],
 )
