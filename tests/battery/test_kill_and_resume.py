@@ -1,6 +1,6 @@
 """B13: an offline run that is killed at random points and resumed each time has every row of a whole run, once.
 
-In the ordinary run, tests/offline/test_output_file.py kills what writes rows, and test_run.py goes on with what is left.
+In the ordinary run, tests/offline/test_output_file.py kills what writes rows, and test_run.py goes on with the rest.
 """
 
 import json
