@@ -68,6 +68,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries complain at the end of what is left of them
+
+
 class _Summary:
     """What the end of the run shows. All of it is read from reports, which xdist brings from the other processes."""
 

@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"async_scheduling": False},
     "compiled overlapping": {"async_scheduling": True},
 }
-SIZES = {"num_kv_blocks": 24, "swap_space_bytes": 2**22, "check_invariants": True}
+SIZES = {"num_kv_blocks": 24, "swap_space_bytes": 2**22, "preemption_mode": "swap", "check_invariants": True}
 
 
 class FaultyWorker:
