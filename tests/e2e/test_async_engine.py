@@ -15,6 +15,7 @@ import pytest
 
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, EngineConfig, RequestOutput, SamplingParams
 from compiled_llm.constraints.grammar_processes import GrammarProcesses
+from tests.drawn import marked
 from tests.e2e.test_failures import break_once
 
 EAGER: dict[str, Any] = {
@@ -550,7 +551,7 @@ def test_requests_that_are_being_prepared_count_as_unfinished(monkeypatch: pytes
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("what", SLOW)
+@pytest.mark.parametrize("what", marked(SLOW, ("long text", "grammar", "chat template")))
 def test_a_request_that_takes_long_to_prepare_stalls_no_stream(
     sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:

@@ -141,8 +141,7 @@ def test_experts_of_a_published_gpt_oss_stay_in_four_bits(tmp_path: Path) -> Non
 
 def test_a_published_gpt_oss_is_the_same_in_any_company(tmp_path: Path) -> None:
     mxfp4.write_checkpoint(tmp_path)
-    for dtype in ("bfloat16", "float32"):
-        together = serve(tmp_path, dtype=dtype)
-        alone = [serve(tmp_path, [prompt], dtype=dtype)[0] for prompt in PROMPTS]
-        preempted = serve(tmp_path, num_kv_blocks=12, dtype=dtype)
-        assert together == alone == preempted
+    together = serve(tmp_path, dtype="bfloat16")
+    alone = [serve(tmp_path, [prompt], dtype="bfloat16")[0] for prompt in PROMPTS]
+    preempted = serve(tmp_path, num_kv_blocks=12, dtype="bfloat16")
+    assert together == alone == preempted

@@ -484,18 +484,18 @@ def together(engine: CompiledEngine, prompt: list[int], **params: Any) -> tuple[
     return last, used
 
 
-@pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(
-    ("length", "max_tokens", "cached", "uncached"),
+    ("caching", "length", "max_tokens", "most_used"),
     [
-        (40, 8, 2 + 3, 2 + 3),  # two full blocks in common, and the one that was half full for each
-        (48, 8, 3 + 3, 2 + 3 + 3),  # all full: the last token is computed anew, in a copy unless its block is cached
-        (47, 1, 3, 3),  # the first has ended when the others begin
-        (5, 12, 3, 3),
+        (True, 40, 8, 2 + 3),  # two full blocks in common, and the one that was half full for each
+        (True, 48, 8, 3 + 3),  # all full: the last token is computed anew
+        (False, 48, 8, 2 + 3 + 3),  # in a copy unless its block is cached
+        (True, 47, 1, 3),  # the first has ended when the others begin
+        (False, 5, 12, 3),
     ],
 )
 def test_completions_share_the_blocks_of_their_prompt(
-    engine: CompiledEngine, caching: bool, length: int, max_tokens: int, cached: int, uncached: int
+    engine: CompiledEngine, caching: bool, length: int, max_tokens: int, most_used: int
 ) -> None:
     prompt = ids_of(engine, LONG * 2)[:length]
     assert len(prompt) == length
@@ -506,7 +506,7 @@ def test_completions_share_the_blocks_of_their_prompt(
         before = other.stats()
         output, used = together(other, prompt, max_tokens=max_tokens, n=3)
         stats = other.stats().since(before)
-        assert used == (cached if caching else uncached)
+        assert used == most_used
         # The prompt once; the last token of it, whose logits they need, once for each of the others.
         assert stats.num_computed_tokens == length + 2 + 3 * (max_tokens - 1)
         assert (stats.num_requests, stats.num_finished, stats.num_output_tokens) == (1, 1, 3 * max_tokens)
