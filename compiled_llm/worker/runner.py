@@ -193,7 +193,8 @@ class ModelRunner(Worker):
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
         self._last_needs: tuple[Any, tuple[int, ...], SamplingNeeds] = None, (), SamplingNeeds(False, False, False)
-        use_own_cache_directory()
+        if not config.enforce_eager or self.device.type != "cpu":  # else there is no code in it that this engine runs
+            use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
         builds = self._start_builds(config, progress, gpu_target(pool))
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))

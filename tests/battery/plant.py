@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from types import CodeType, ModuleType
 from typing import Any
 
-import hypothesis.stateful  # noqa: F401
+import hypothesis  # noqa: F401
 import pytest
 
 from tests.battery.planted_bugs import Bug, Checks

@@ -137,7 +137,7 @@ SCORING = Checks(
     (
         "tests/scheduling/test_scheduler_prompts_alone.py",
         "tests/e2e/test_scoring.py::test_only_what_is_asked_for_is_computed",
-        "tests/e2e/test_scoring.py::test_equal_to_the_bit_to_generating[bfloat16]",
+        "tests/e2e/test_scoring.py::test_equal_to_the_bit_to_generating[bfloat16 with an int8 cache]",
     ),
     load_torch=True,
 )
@@ -150,7 +150,7 @@ BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), 
 BEAM_GROUP = Checks(("tests/engine/test_beam_search.py",), load_torch=True)
 BEAMS = Checks(
     (
-        "tests/e2e/test_beam_search.py::test_equal_to_transformers[blocks of 4]",
+        "tests/e2e/test_beam_search.py::test_equal_to_transformers[more beams than seats]",
         "tests/e2e/test_beam_search.py::test_end_of_text_is_reached",
         "tests/e2e/test_beam_search.py::test_beams_share_their_blocks",
     ),

@@ -9,9 +9,6 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.request import Request
@@ -357,75 +354,3 @@ def test_random_operations(
     for what in ("hits", "evictions", "promises", "held back", "woken", "duplicates", "no room"):
         assert battery_counts[what] > 0, what
     assert battery_counts["orphans"] <= battery_counts["evictions"] / 20
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """The same world, with hypothesis to choose and to shrink what fails. Blocks of one token, and few of them."""
-
-    counts: Counter[str]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = World(1, self.counts, late_results=True, num_blocks=8)
-
-    def pick(self, items: list, data: st.DataObject):
-        return items[data.draw(st.integers(0, len(items) - 1))]
-
-    @rule(text=st.text("01", min_size=1, max_size=5))
-    def add(self, text: str) -> None:
-        self.world.add(text, salt="")
-
-    @precondition(lambda self: self.world.loose)
-    @rule(data=st.data(), shares=st.booleans())
-    def admit(self, data: st.DataObject, shares: bool) -> None:
-        self.world.admit(self.pick(self.world.loose, data), shares=shares)
-
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data(), count=st.integers(1, 6))
-    def compute(self, data: st.DataObject, count: int) -> None:
-        self.world.compute(self.pick(self.world.running, data), count)
-
-    @precondition(lambda self: any(named.to_publish for named in self.world.running))
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
-        self.world.publish(self.pick([named for named in self.world.running if named.to_publish], data))
-
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data(), token=st.sampled_from("01"))
-    def decode(self, data: st.DataObject, token: str) -> None:
-        named = self.pick(self.world.running, data)
-        self.world.compute(named, len(named.text))
-        self.world.extend(named, token)
-
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data(), comes_back=st.booleans())
-    def release(self, data: st.DataObject, comes_back: bool) -> None:
-        self.world.release(self.pick(self.world.running, data), comes_back=comes_back)
-
-    @precondition(lambda self: self.world.held_back)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        self.world.forget(data.draw(st.integers(0, len(self.world.held_back) - 1)))
-
-    def check_invariants(self, *args, **kwargs) -> None:  # after each rule
-        super().check_invariants(*args, **kwargs)
-        self.counts["operations"] += 1
-        self.world.check()
-        self.world.check_invariants()
-
-    def teardown(self) -> None:
-        self.world.finish()
-
-
-@pytest.mark.parametrize(
-    "num_examples",
-    [pytest.param(40, id="small"), pytest.param(1_000, id="full", marks=pytest.mark.battery)],
-)
-def test_state_machine(num_examples: int, battery_counts: Counter[str]) -> None:
-    machine = type("CountingPoolMachine", (PoolMachine,), {"counts": battery_counts})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(max_examples=num_examples, stateful_step_count=40, deadline=None, derandomize=True),
-    )
-    for what in ("hits", "evictions", "held back"):
-        assert battery_counts[what] > 0, what

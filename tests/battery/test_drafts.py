@@ -1,6 +1,6 @@
 """Decoding with drafts against plain decoding: tokens, texts, ends and log-probabilities, exactly, in many engines.
 
-A sample of it is in tests/e2e/test_drafts.py.
+Drafts change how many steps a request takes, and nothing else.
 """
 
 from collections import Counter
@@ -10,8 +10,17 @@ import pytest
 
 from compiled_llm import CompiledEngine
 from tests.drafting import KINDS, RecordedDrafter, check_equal, serve, work_of
-from tests.e2e.test_drafts import EAGER
 
+EAGER: dict[str, Any] = {
+    "enforce_eager": True,
+    "bucket_sizes": (4,),
+    "block_size": 8,
+    "max_model_len": 96,
+    "max_num_batched_tokens": 24,
+    "check_invariants": True,
+    "num_kv_blocks": 14,
+    "progress": "off",
+}
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_space_bytes": 2**24}
 ENGINES: dict[str, dict[str, Any]] = {
     "recompute": {"preemption_mode": "recompute"},
@@ -27,22 +36,35 @@ ENGINES: dict[str, dict[str, Any]] = {
     "compiled": {**SWAP, "enforce_eager": False, "async_scheduling": True, "dtype": "float32"},
     "compiled, bfloat16": {**SWAP, "enforce_eager": False, "dtype": "bfloat16"},
 }
+CASES = [
+    pytest.param("swap, overlap", 3, 2, id="small"),
+    *(
+        pytest.param(name, num_tokens, 5, id=f"full-{name}-{num_tokens}", marks=pytest.mark.battery)
+        for name in ENGINES
+        for num_tokens in (1, 3, 7)
+    ),
+]
 
 
-@pytest.mark.battery
-@pytest.mark.parametrize("num_tokens", [1, 3, 7])
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_same_as_plain_decoding(name: str, num_tokens: int, battery_counts: Counter[str]) -> None:
+@pytest.mark.parametrize(("name", "num_tokens", "most_prompts"), CASES)
+def test_the_same_as_plain_decoding(
+    name: str, num_tokens: int, most_prompts: int, battery_counts: Counter[str]
+) -> None:
     arguments = EAGER | ENGINES[name]
     with CompiledEngine(**arguments) as engine:
-        work = work_of(engine)
+        work = work_of(engine, most_prompts)
         plain = serve(engine, work)
         drafter = RecordedDrafter(num_tokens, engine.model_config.vocab_size)
     drafter.record(plain)
+    shares = {}
     with CompiledEngine(**arguments, drafter=drafter) as engine:
         for drafter.kind in KINDS:
+            before = engine.stats()
             check_equal(work, plain, serve(engine, work))
+            stats = engine.stats().since(before)
+            shares[drafter.kind] = stats.num_accepted_draft_tokens / stats.num_draft_tokens
         stats = engine.stats()
+    assert shares["wrong"] == 0 < shares["half right"] < shares["right"]
     assert stats.num_kv_blocks == EAGER["num_kv_blocks"] or "num_kv_blocks" in ENGINES[name]
     battery_counts["requests"] += stats.num_requests
     battery_counts["drafted"] += stats.num_draft_tokens

@@ -142,12 +142,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SMALL = (
-    "states-chunks-swap-async",
-    "chunks-swap-async-priority",
-    "no-cache-no-chunks",
-    "no-chunks-auto-async",
-)
+SMALL = ("states-chunks-swap-async", "chunks-swap-async-priority")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -231,7 +231,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("size", [pytest.param(8, id="small"), pytest.param(0, id="full", marks=pytest.mark.battery)])
+@pytest.mark.parametrize("size", [pytest.param(3, id="small"), pytest.param(0, id="full", marks=pytest.mark.battery)])
 @pytest.mark.parametrize("act", [send_signal, raise_fault])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_the_engine_serves_on_after_an_interrupt_at_any_line(

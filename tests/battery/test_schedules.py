@@ -3,16 +3,12 @@
 Some requests are forked on the way, whatever they are doing, and some keep their blocks for that when they have ended.
 """
 
-import itertools
 import pickle
 import random
 from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from compiled_llm.api.streaming import Stream
 from compiled_llm.scheduling.costs import StepCosts
@@ -26,7 +22,6 @@ from tests.fake_engine import (
     FakeEngine,
     check_result,
     drafters,
-    hash_of,
     make_child,
     make_request,
     make_scheduler,
@@ -386,97 +381,3 @@ def test_overload(num_requests: int, mode: str, overlap: bool, battery_counts: C
     middle = len(pool_bytes) // 2
     assert max(pool_bytes[middle:]) <= 1.3 * max(pool_bytes[:middle])
     assert sum(map(len, scheduler.waiting._heaps.values())) <= 64, "the queue keeps those that are gone"
-
-
-class ScheduleMachine(RuleBasedStateMachine):
-    """The same, with hypothesis to choose and to shrink what fails."""
-
-    counts: Counter[str]
-
-    @initialize(seed=st.integers(0, 10_000), overlap=st.booleans())
-    def start(self, seed: int, overlap: bool) -> None:
-        self.watch = Watch(FakeEngine(random_scheduler(random.Random(seed), drafts=True), overlap=overlap))
-        self.names = itertools.count()
-
-    @rule(
-        prefix=st.integers(0, 1),
-        num_shared=st.integers(0, MAX_LEN - 1),
-        num_own=st.integers(0, 8),
-        max_tokens=st.integers(0, MAX_LEN),
-        priority=st.integers(0, 2),
-        cache_salt=st.sampled_from(["", "x"]),
-        stops=st.booleans(),
-        id_of_a_finished_one=st.booleans(),
-        keeps_blocks=st.booleans(),
-    )
-    def add(
-        self, prefix, num_shared, num_own, max_tokens, priority, cache_salt, stops, id_of_a_finished_one, keeps_blocks
-    ) -> None:
-        name = f"{next(self.names)}"
-        own = [hash_of(f"{name}/{i}") for i in range(num_own)]
-        prompt = ([*range(100 * prefix, 100 * prefix + num_shared), *own] or [1])[: MAX_LEN - 1]
-        if id_of_a_finished_one and self.watch.ends:
-            name = next(reversed(self.watch.ends)).request_id.name
-            if any(request.request_id.name == name for request in self.watch.unfinished):
-                return
-        stop = frozenset(range(0, VOCABULARY, 5)) if stops else frozenset()
-        max_tokens = min(max_tokens, MAX_LEN - len(prompt))
-        self.watch.add(make_request(name, prompt, max_tokens, stop, priority, cache_salt, keeps_blocks))
-
-    @precondition(lambda self: self.watch.unfinished or self.watch.ends)
-    @rule(data=st.data(), seed=st.integers(0, 1_000))
-    def fork(self, data: st.DataObject, seed: int) -> None:
-        parents = [*self.watch.engine.scheduler.running, *self.watch.keeping] or list(self.watch.ends)
-        parent = data.draw(st.sampled_from(parents or list(self.watch.unfinished)))
-        for child in random_children(random.Random(seed), parent, f"{next(self.names)}"):
-            self.watch.fork(parent, child)
-
-    @precondition(lambda self: self.watch.keeping)
-    @rule(data=st.data())
-    def end_forking(self, data: st.DataObject) -> None:
-        self.watch.end_forking(data.draw(st.sampled_from(list(self.watch.keeping))))
-
-    @precondition(lambda self: self.watch.unfinished)
-    @rule(count=st.integers(1, 5))
-    def step(self, count: int) -> None:
-        for _ in range(count):
-            if self.watch.unfinished:
-                self.watch.step()
-
-    @precondition(lambda self: self.watch.unfinished)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.watch.abort(data.draw(st.sampled_from(list(self.watch.unfinished))))
-
-    @precondition(lambda self: self.watch.unfinished)
-    @rule(launched=st.booleans())
-    def fail(self, launched: bool) -> None:
-        """The device breaks, right after a step was launched or later."""
-        if launched:
-            self.watch.engine.launch()
-        self.counts["failed"] += len(self.watch.engine.fail_steps("the reason"))
-        self.watch.see_ends()
-
-    def teardown(self) -> None:
-        if hasattr(self, "watch"):
-            for _ in range(10_000):
-                if not self.watch.unfinished:
-                    break
-                self.watch.step()
-            self.watch.check_ends()
-            self.watch.count(self.counts)
-
-
-@pytest.mark.parametrize(
-    "num_examples",
-    [pytest.param(60, id="small"), pytest.param(1_000, id="full", marks=pytest.mark.battery)],
-)
-def test_state_machine(num_examples: int, battery_counts: Counter[str]) -> None:
-    machine = type("CountingScheduleMachine", (ScheduleMachine,), {"counts": battery_counts})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(max_examples=num_examples, stateful_step_count=30, deadline=None, derandomize=True),
-    )
-    # What is rarer depends on the constants that hypothesis finds in the modules that happen to be imported.
-    for what in ("aborted", "failed", "preemptions by recompute", "tokens hit", "forked"):
-        assert battery_counts[what] > 0, what

@@ -1,5 +1,6 @@
 """B5: what the prefix cache holds changes no token, whatever its dtype and whatever it served before."""
 
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -8,10 +9,10 @@ import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
 from tests.battery.reference import LENGTHS, model_directory, prompts
+from tests.drawn import marked
 
 NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-SIZES = [pytest.param(20, id="small"), pytest.param(100, id="full", marks=pytest.mark.battery)]
 
 BUCKETS: dict[str, Any] = {"bucket_sizes": (1, 8), "token_bucket_sizes": (4, 32)}
 
@@ -33,13 +34,18 @@ def conversations(model: str, count: int) -> list[list[int]]:
     return (known + turns)[:count]
 
 
+MODELS = [("demo", "auto"), ("demo", "int8"), ("demo", "fp8"), ("lfm2", "auto"), ("lfm2", "int8")]
+CASES = [
+    *(pytest.param("demo", "auto", 40, 20, id="small-demo"), pytest.param("lfm2", "int8", 1000, 20, id="small-lfm2")),
+    *(
+        pytest.param(*model, blocks, 100, id=f"full-{'-'.join(model)}-{blocks}", marks=pytest.mark.battery)
+        for model, blocks in itertools.product(MODELS, (1000, 40))
+    ),
+]
+
+
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("num_prompts", SIZES)
-@pytest.mark.parametrize(
-    ("model", "kv_cache_dtype"),
-    [("demo", "auto"), ("demo", "int8"), ("demo", "fp8"), ("lfm2", "auto"), ("lfm2", "int8")],
-)
-@pytest.mark.parametrize("num_kv_blocks", [1000, 40])
+@pytest.mark.parametrize(("model", "kv_cache_dtype", "num_kv_blocks", "num_prompts"), CASES)
 def test_cold_equals_warm(
     model: str, kv_cache_dtype: str, num_kv_blocks: int, num_prompts: int, battery_counts: Counter[str]
 ) -> None:
@@ -75,7 +81,7 @@ def test_cold_equals_warm(
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", marked(["auto", "int8", "fp8"], ("int8",)))
 def test_another_salt_finds_nothing_and_gives_the_same_tokens(kv_cache_dtype: str) -> None:
     prompt = next(prompt for prompt in prompts("demo") if len(prompt) > 60)
     cacheable = (len(prompt) - 1) // 16 * 16

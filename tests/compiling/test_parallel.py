@@ -1,53 +1,52 @@
 """Compiling in other processes: the same result as here, one message for what fails, and nothing left behind."""
 
-import functools
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_llm.compiling import parallel
 from compiled_llm.compiling.build_processes import BuildProcesses, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.parallel import build_missing, useful_workers
-from compiled_llm.step.parameters import SAMPLING
-from compiled_llm.step.sampling import SamplingInput
-from compiled_llm.step.step import sampler_function
 from compiled_llm.system.progress import StartProgress
 
 
-def make_sampler():
-    return sampler_function
+def scaled_sine(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.sin() * 3)
 
 
-def job(name: str) -> Job:
-    padding = {str(line.name): torch.full((2,), line.padding, dtype=line.dtype) for line in SAMPLING}
-    padding |= {"temperature": torch.ones(2), "top_k": torch.full((2,), 5, dtype=torch.int32), "seed": torch.arange(2)}
-    params = SamplingInput(**padding, position=torch.zeros(2).int())
-    args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64)
-    return Job(name, make_sampler, args, torch.get_num_threads(), weight=3.0, depends={})
+def make_scaled_sine() -> Callable:
+    return scaled_sine
+
+
+def job(name: str, *args: Tensor) -> Job:
+    return Job(name, make_scaled_sine, args, torch.get_num_threads(), weight=3.0, depends={})
 
 
 def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> None:
-    built = job("sample_2")
+    """What fails there is warned about and left to this process."""
+    built, fails = job("sine", torch.rand(2), torch.zeros(2)), job("fails", torch.ones(1))
     cache = CompileCache(tmp_path, {})
-    build_missing(cache, [built], num_workers=1, progress=StartProgress())
-    assert cache.built.keys() == {"sample_2"}
-    function = CompiledFunction(sampler_function, "sample_2", torch.device("cpu"), enforce_eager=False, cache=cache)
+    with pytest.warns(UserWarning, match="fails could not be compiled beside others"):
+        build_missing(cache, [fails, built], num_workers=1, progress=StartProgress())
+    assert cache.built.keys() == {"sine"}
+    assert isinstance(cache.find(cache.key_of("fails", scaled_sine, fails.args, {})), str)
+    function = CompiledFunction(scaled_sine, "sine", torch.device("cpu"), enforce_eager=False, cache=cache)
     function.warm_up(lambda: built.args)
     report = function.report()
     assert (report.cache, report.reason, report.graphs) == ("miss", "nothing of that name is stored", 1)
-    assert report.compile_seconds > cache.built["sample_2"][1]
-    logits, params, tokens = built.args
-    function(logits, params, tokens)
-    expected = torch.zeros(2, dtype=torch.int64)
-    sampler_function(logits, params, expected)
-    assert torch.equal(tokens, expected)
+    assert report.compile_seconds > cache.built["sine"][1]
+    x, out = built.args
+    function(x, out)
+    torch.testing.assert_close(out, x.sin() * 3)
 
     again = CompileCache(tmp_path, {})
     build_missing(again, [built], num_workers=1, progress=StartProgress())
@@ -55,7 +54,7 @@ def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> No
 
 
 def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path) -> None:
-    cache, built = CompileCache(tmp_path, {}), job("sample_2")
+    cache, built = CompileCache(tmp_path, {}), job("sine", torch.rand(2), torch.zeros(2))
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.warns(UserWarning, match=r"torch is set up otherwise here: the default dtype is 'torch.float32'"):
@@ -64,16 +63,6 @@ def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path
         torch.set_default_dtype(torch.float32)
     assert not cache.built
     assert not list(tmp_path.iterdir())
-
-
-def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Path) -> None:
-    cache = CompileCache(tmp_path, {})
-    too_few = (torch.ones(1),)
-    gone = Job("gone", functools.partial(make_sampler), too_few, 1, weight=3.0, depends={})
-    with pytest.warns(UserWarning, match="gone could not be compiled beside others"):
-        build_missing(cache, [gone], num_workers=1, progress=StartProgress())
-    assert isinstance(cache.find(cache.key_of("gone", sampler_function, gone.args, {})), str)
-    assert not cache.built
 
 
 def test_a_process_that_compiles_ends_with_the_one_that_asked() -> None:

@@ -128,7 +128,8 @@ def test_inference_mode_around_the_engine_changes_nothing(engine: CompiledEngine
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     with torch.inference_mode():
         started_inside = CompiledEngine(enforce_eager=True, dtype="float32", bucket_sizes=(1,))
-    (output,) = started_inside.generate(PROMPT, GREEDY, use_tqdm=False)
+    with started_inside:
+        (output,) = started_inside.generate(PROMPT, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
@@ -194,84 +195,6 @@ def test_end_of_text_ends_unless_ignored(engine: CompiledEngine, monkeypatch: py
         assert (completion.finish_reason, completion.stop_reason) == (reason, None)
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine: CompiledEngine) -> None:
-    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, seed=7, max_tokens=12)
-    other = SamplingParams(temperature=1.3, max_tokens=12)
-    (alone,) = engine.generate(PROMPT, params, use_tqdm=False)
-    for position in range(4):
-        batch = [other] * 4
-        batch[position] = params
-        outputs = engine.generate([PROMPT] * 4, batch, use_tqdm=False)
-        assert outputs[position].outputs[0].token_ids == alone.outputs[0].token_ids
-    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 2, "unseeded requests all sampled alike"
-
-
-def test_max_tokens_none_runs_to_the_models_length(engine: CompiledEngine) -> None:
-    length = engine.runner.limits.max_model_len
-    prompt = [5] * (length - 4)
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    completion = engine.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-    assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
-
-
-BAD_PROMPTS = [
-    ("", "empty"),
-    ([], "at least one token"),
-    ([5, 10**6], "prompt_token_ids"),
-    ([-1], "prompt_token_ids"),
-    ([1.5], "prompt_token_ids"),
-    (["x"], "prompt_token_ids"),
-    ([5] * 5000, "shorter than"),
-    ("x " * 5000, "shorter than"),
-    ("x" * 10**6, "too long"),
-    ({"prompt": 5}, "prompt must be a str"),
-    ({"prompt_token_ids": "x"}, "prompt_token_ids must be a list"),
-    ({"text": "x"}, "'prompt' or 'prompt_token_ids'"),
-    ({"prompt": "x", "prompt_token_ids": [1]}, "one key"),
-    ({"prompt": "x", "cache_salt": 5}, "cache_salt must be a str"),
-    ({"prompt": "x", "cache_salt": "x" * 2000}, "at most 1024 characters"),
-    ({"prompt": "x", "cache_salt": "\ud800"}, "cache_salt must be valid Unicode"),
-    (None, "NoneType"),
-    (5, "int"),
-    (b"x", "bytes"),
-    ("\ud800", "valid Unicode"),
-]
-
-
-def test_one_bad_prompt_never_costs_the_others(engine: CompiledEngine) -> None:
-    prompts = [prompt for prompt, _ in BAD_PROMPTS]
-    outputs = engine.generate([PROMPT, *prompts, PROMPT], GREEDY, use_tqdm=False)
-    assert outputs[0].outputs[0].token_ids == outputs[-1].outputs[0].token_ids
-    assert outputs[0].outputs[0].finish_reason in ("stop", "length")
-    for output, (prompt, words) in zip(outputs[1:-1], BAD_PROMPTS, strict=True):
-        assert output.outputs[0].finish_reason == "error"
-        assert words in str(output.outputs[0].stop_reason), prompt
-    with pytest.raises(ValueError, match="empty"):
-        engine.generate([PROMPT, ""], GREEDY, use_tqdm=False, raise_on_error=True)
-
-
-def test_bad_arguments_of_the_methods(engine: CompiledEngine) -> None:
-    with pytest.raises(ValueError, match="as many as the prompts, 2, given 1"):
-        engine.generate([PROMPT, PROMPT], [GREEDY])
-    with pytest.raises(ValueError, match="sampling_params"):
-        engine.generate(PROMPT, {"temperature": 0})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="priority must be 0 unless"):
-        engine.generate(PROMPT, GREEDY, priority=[1], raise_on_error=True)
-    with pytest.raises(ValueError, match="priority must have as many integers as there are prompts, 1, given 2"):
-        engine.generate(PROMPT, GREEDY, priority=[1, 2])
-    with pytest.raises(ValueError, match="priority must be 0 unless"):
-        engine.add_request("x", PROMPT, GREEDY, priority=1)
-    with pytest.raises(ValueError, match="request_id"):
-        engine.add_request("", PROMPT, GREEDY)
-    with pytest.raises(ValueError, match="stop_token_ids"):
-        engine.add_request("x", PROMPT, SamplingParams(stop_token_ids=[10**6]))
-    engine.add_request("x", PROMPT, GREEDY)
-    with pytest.raises(ValueError, match="request_id"):
-        engine.add_request("x", PROMPT, GREEDY)
-    engine.abort("x")
-    assert engine.generate([], GREEDY, use_tqdm=False) == []
-
-
 def test_a_model_without_a_tokenizer_takes_and_gives_ids() -> None:
     with CompiledEngine(str(checkpoint("llama")), enforce_eager=True, bucket_sizes=(2,)) as engine:
         (output,) = engine.generate([1, 2, 3], GREEDY, use_tqdm=False)
@@ -292,7 +215,17 @@ def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_past_it_en
         assert (len(ended.outputs[0].token_ids), ended.outputs[0].finish_reason) == (12, "length")
 
 
-@pytest.mark.parametrize("name", EVERY_CONFIG)
+# With -m battery: their caches and steps are those of another family here, and tests/models/test_forward.py compares
+# their logits.
+ALIKE = (
+    *("llama-rope3-tied", "llama-biases", "seed-oss-tied", "ministral3", "smollm3", "granite", "qwen2", "qwen3-untied"),
+    *("glm4", "glm4-moe", "qwen3-moe", "mistral4", "deepseek-v2", "deepseek-v3-halves", "gemma2", "olmo2", "olmo3"),
+    *("starcoder2", "starcoder2-without-biases", "gpt-neox", "gpt-neox-in-turn", "lfm2-tied", "lfm2-moe", "qwen3.5"),
+    *("granite-hybrid-moe", "nemotron-h"),
+)
+
+
+@pytest.mark.parametrize("name", marked(EVERY_CONFIG, set(EVERY_CONFIG) - set(ALIKE)))
 def test_every_familys_greedy_tokens_equal_transformers(name: str) -> None:
     prompt, sizes = [5, 6, 7, 8, 9] * 4, {"bucket_sizes": (2,), "token_bucket_sizes": (8,), "max_model_len": 64}
     with CompiledEngine(str(checkpoint(name)), enforce_eager=True, num_kv_blocks=20, **sizes) as engine:
@@ -305,17 +238,7 @@ def test_every_familys_greedy_tokens_equal_transformers(name: str) -> None:
 
 
 # The others: battery. They are in tests/models/test_published.py too, with the shapes of published models.
-DUMMY = (
-    "llama-biases",
-    "gpt2",
-    "gpt-oss",
-    "gemma4",
-    "qwen3-moe",
-    "deepseek-v3",
-    "qwen3-next",
-    "nemotron-h-moe",
-    "lfm2",
-)
+DUMMY = ("gpt2", "gpt-oss", "deepseek-v3", "nemotron-h-moe")
 
 
 @pytest.mark.parametrize("name", marked(EVERY_CONFIG, DUMMY))
@@ -326,9 +249,8 @@ def test_dummy_weights_serve_every_family(name: str, tmp_path: Path) -> None:
         assert [len(output.outputs[0].token_ids) for output in outputs] == [16, 16]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_serves(dtype: str) -> None:
-    with CompiledEngine(dtype=dtype, enforce_eager=True, bucket_sizes=(2,)) as engine:
+def test_half_precision_serves() -> None:
+    with CompiledEngine(dtype="float16", enforce_eager=True, bucket_sizes=(2,)) as engine:
         (output,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
         assert len(output.outputs[0].text) > 3
 
@@ -348,18 +270,6 @@ def test_models_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BloomForCausalLM"]}))
     with pytest.raises(ValueError, match=r"BloomForCausalLM.*Supported are Llama .*LlamaForCausalLM.* Qwen3"):
         CompiledEngine(str(tmp_path))
-    with pytest.raises(ValueError, match="bucket_size"):
-        CompiledEngine(bucket_size=(1,))
-    with pytest.raises(ValueError, match="device"):
-        CompiledEngine(device="cuda:99")
-    with pytest.raises(ValueError, match="kv_cache_dtype"):
-        CompiledEngine(dtype="float32", kv_cache_dtype="bfloat16")
-    with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
-        CompiledEngine(kv_cache_memory_bytes=10)
-    with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
-        CompiledEngine(kv_cache_memory_bytes=2**47)
-    with pytest.raises(ValueError, match="num_kv_blocks"):
-        CompiledEngine(num_kv_blocks=2**29)
 
 
 def test_a_target_that_no_bucket_meets_is_said_and_served() -> None:

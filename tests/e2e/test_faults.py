@@ -18,7 +18,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.worker.runner import ModelRunner
 from tests.drafting import RecordedDrafter, facts, serve, work_of
-from tests.drawn import cases
+from tests.drawn import marked
 from tests.families import COMPILED_SIZES, checkpoint
 
 CAUSE = "3"
@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"async_scheduling": False},
     "compiled overlapping": {"async_scheduling": True},
 }
-SIZES = {"num_kv_blocks": 24, "swap_space_bytes": 2**22, "check_invariants": True}
+SIZES = {"num_kv_blocks": 24, "swap_space_bytes": 2**22, "preemption_mode": "swap", "check_invariants": True}
 
 
 class FaultyWorker:
@@ -107,7 +107,7 @@ def check_it_serves(engine: CompiledEngine, control: list[RequestOutput]) -> Non
     assert stats.used_blocks == stats.used_swap_blocks == 0
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> Iterator[CompiledEngine]:
     with CompiledEngine(**COMPILED_SIZES, **SIZES, **WAYS[request.param]) as engine:
         yield engine
@@ -120,15 +120,21 @@ FAULTS = [
     ("out of host memory", True),
     ("not finite", True),
 ]
-_ENDINGS = {f"{way}-{kind}-{in_collect}": (way, kind, in_collect) for way in WAYS for kind, in_collect in FAULTS}
+# Of the ordinary run: each kind of fault in each place.
+ORDINARY = {
+    ("eager", "exception", False),
+    ("compiled overlapping", "exception", True),
+    ("compiled overlapping", "out of memory", False),
+    ("eager", "out of host memory", True),
+    ("compiled overlapping", "not finite", True),
+}
+ENDINGS = [
+    pytest.param(*case, id="-".join(map(str, case)), marks=() if case in ORDINARY else pytest.mark.battery)
+    for case in ((way, *fault) for way in WAYS for fault in FAULTS)
+]
 
 
-@pytest.mark.parametrize(
-    ("engine", "kind", "in_collect"),
-    # Each way, and each kind of fault in each place.
-    cases({name: (way, f"{kind} {at}") for name, (way, kind, at) in _ENDINGS.items()}, 9, _ENDINGS),
-    indirect=["engine"],
-)
+@pytest.mark.parametrize(("engine", "kind", "in_collect"), ENDINGS, indirect=["engine"])
 def test_one_request_that_breaks_its_steps_ends_alone(
     engine: CompiledEngine, kind: str, in_collect: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +158,7 @@ def test_one_request_that_breaks_its_steps_ends_alone(
         check_it_serves(engine, control)
 
 
+@pytest.mark.parametrize("engine", marked(WAYS, ("eager", "compiled overlapping")), indirect=True)
 def test_a_device_that_fails_for_good_ends_all_and_the_engine_says_so(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,8 +179,10 @@ def test_a_device_that_fails_for_good_ends_all_and_the_engine_says_so(
     check_it_serves(engine, control)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "lfm2", "qwen3-next", "nemotron-h"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turns", "overlapping"])
+@pytest.mark.parametrize("name", marked(["gemma3", "lfm2", "qwen3-next", "nemotron-h"], ("gemma3", "lfm2")))
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(False, marks=pytest.mark.battery), True], ids=["in turns", "overlapping"]
+)
 def test_windows_and_states(name: str, overlap: bool) -> None:
     sizes = {"bucket_sizes": (4,), "token_bucket_sizes": (16,), "max_num_batched_tokens": 16, "max_model_len": 64}
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=10, ignore_eos=True, logprobs=1)

@@ -10,7 +10,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
 from tests.families import COMPILED_SIZES
 
-NUM_PROMPTS, NUM_TOKENS = 24, 48
+NUM_PROMPTS, NUM_TOKENS = 16, 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -74,7 +74,7 @@ def test_a_pool_so_small_that_requests_are_preempted(
     with CompiledEngine(
         dtype=dtype,
         **COMPILED_SIZES,
-        num_kv_blocks=-(-longest // 16) + 6,
+        num_kv_blocks=-(-longest // 16) + 2,
         preemption_mode=mode,
         swap_space_bytes=2**22,
         check_invariants=True,
@@ -106,7 +106,7 @@ def test_requests_that_begin_alike_get_the_tokens_that_each_gets_alone(
     prompts: list[list[int]], kv_cache_dtype: str
 ) -> None:
     """600 tokens in common: on a CPU, attention reads the first 512 keys of them once for all."""
-    common = ([token for prompt in prompts for token in prompt] * 2)[:600]
+    common = ([token for prompt in prompts for token in prompt] * 5)[:600]
     requests = [common + prompt[: 5 + n] for n, prompt in enumerate(prompts[:5])]
     arguments = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype, "enforce_eager": True, "num_kv_blocks": 400}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

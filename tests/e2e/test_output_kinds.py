@@ -144,7 +144,7 @@ def test_an_abort_gives_the_rest(engine: CompiledEngine) -> None:
     assert [delta.outputs[0].text for delta in found["delta"]] == [""] * (len(found["delta"]) - 1) + [last.text]
 
 
-@pytest.mark.parametrize("case", ["several", "log-probabilities", "a stop string", "a grammar"])
+@pytest.mark.parametrize("case", ["several", "log-probabilities"])
 def test_the_async_engine(case: str) -> None:
     async def main() -> None:
         async with AsyncCompiledEngine(**ENGINE) as engine:

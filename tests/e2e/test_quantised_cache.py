@@ -12,7 +12,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
 from tests.families import COMPILED_SIZES
 
-NUM_PROMPTS, NUM_TOKENS = 16, 32
+NUM_PROMPTS, NUM_TOKENS = 16, 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 PROMPTS = [json.loads(row)["prompt"] for row in (DEMO_MODEL / "prompts.jsonl").read_text().splitlines()][:NUM_PROMPTS]
 
@@ -59,8 +59,9 @@ def test_compiled_in_chunks_of_16_with_preemptions(kv_cache_dtype: str, expected
         assert (report.graphs, report.graph_breaks, report.recompiles) == (5, 0, 0)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-@pytest.mark.parametrize(("batch", "block_size", "tokens"), [(8, 1, 16), (16, 32, 100)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "batch", "block_size", "tokens"), [("int8", 8, 1, 16), ("fp8", 16, 32, 100)]
+)
 def test_other_batches_chunks_and_block_sizes(
     kv_cache_dtype: str, batch: int, block_size: int, tokens: int, expected: dict[str, list[list[int]]]
 ) -> None:
@@ -77,17 +78,15 @@ def test_in_bfloat16_every_batch_gives_the_same_tokens(kv_cache_dtype: str) -> N
     arguments = {"dtype": "bfloat16", "enforce_eager": True}
     with engine(kv_cache_dtype, bucket_sizes=(16,), **arguments) as large:
         wanted = tokens_of(large)
-    for batch, tokens in ((1, 16), (3, 70)):
-        with engine(kv_cache_dtype, bucket_sizes=(batch,), token_bucket_sizes=(tokens,), **arguments) as small:
-            assert tokens_of(small) == wanted
+    with engine(kv_cache_dtype, bucket_sizes=(3,), token_bucket_sizes=(16,), **arguments) as small:
+        assert tokens_of(small) == wanted
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_skipped_layers_stay_in_the_models_dtype(kv_cache_dtype: str, expected: dict[str, list[list[int]]]) -> None:
+def test_skipped_layers_stay_in_the_models_dtype(expected: dict[str, list[list[int]]]) -> None:
     arguments = {"enforce_eager": True, "bucket_sizes": (16,)}
-    with engine(kv_cache_dtype, kv_cache_skip_layers=(0, 1, 2, 3), **arguments) as nothing_quantised:
+    with engine("int8", kv_cache_skip_layers=(0, 1, 2, 3), **arguments) as nothing_quantised:
         assert tokens_of(nothing_quantised) == expected["auto"]
-    with engine(kv_cache_dtype, kv_cache_skip_layers=(3, 0), **arguments) as mixed:
+    with engine("int8", kv_cache_skip_layers=(3, 0), **arguments) as mixed:
         kinds = [layer.k.dtype for layer in mixed.runner.steps.kv_cache]
         assert [kind == torch.float32 for kind in kinds] == [True, False, False, True]
         assert [layer.k_scale is None for layer in mixed.runner.steps.kv_cache] == [True, False, False, True]
@@ -106,13 +105,3 @@ def test_the_pool_counts_codes_and_scales_to_the_byte(kv_cache_dtype: str) -> No
         with engine(kv_cache_dtype, **arguments, kv_cache_skip_layers=layers) as sized:
             block = sized.runner.kv_cache_bytes // (sized.runner.facts.num_blocks + 1)
             assert sized.runner.facts.num_blocks == memory // block
-
-
-def test_sampled_tokens_do_not_depend_on_the_batch() -> None:
-    params = [SamplingParams(temperature=1.0, top_p=0.9, seed=n, max_tokens=12) for n in range(NUM_PROMPTS)]
-    outputs = []
-    for batch in (8, 16):
-        with engine("int8", enforce_eager=True, bucket_sizes=(batch,)) as sampling:
-            results = sampling.generate(PROMPTS, params, use_tqdm=False)
-            outputs.append([result.outputs[0].token_ids for result in results])
-    assert outputs[0] == outputs[1]

@@ -62,7 +62,7 @@ def test_compiled_once_and_nothing_more() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", "mixtral", "gpt-oss", "glm4-moe", "gemma4-moe"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt-oss", "gemma4-moe"])
 def test_other_families(name: str) -> None:
     plain, rounded = serve(name, dtype="float32"), serve(name, quantization="int8", dtype="float32")
     for (tokens, found), (other_tokens, other) in zip(plain, rounded, strict=True):
@@ -141,8 +141,7 @@ def test_experts_of_a_published_gpt_oss_stay_in_four_bits(tmp_path: Path) -> Non
 
 def test_a_published_gpt_oss_is_the_same_in_any_company(tmp_path: Path) -> None:
     mxfp4.write_checkpoint(tmp_path)
-    for dtype in ("bfloat16", "float32"):
-        together = serve(tmp_path, dtype=dtype)
-        alone = [serve(tmp_path, [prompt], dtype=dtype)[0] for prompt in PROMPTS]
-        preempted = serve(tmp_path, num_kv_blocks=12, dtype=dtype)
-        assert together == alone == preempted
+    together = serve(tmp_path, dtype="bfloat16")
+    alone = [serve(tmp_path, [prompt], dtype="bfloat16")[0] for prompt in PROMPTS]
+    preempted = serve(tmp_path, num_kv_blocks=12, dtype="bfloat16")
+    assert together == alone == preempted

@@ -125,51 +125,49 @@ def test_each_change_of_logits_gives_the_tokens_that_transformers_gives(
     assert engine.tokenizer is not None
     spell, vocab = engine.tokenizer.encode_piece, engine.model_config.vocab_size
     changed: set[int] = set()
-    for text in (PROMPT, LONG):
-        prompt = ids_of(engine, text)
-        free = tokens(engine, text)
-        assert free == generated(model, prompt)
-        phrase = engine.tokenizer.decode(free[4:7])
-        words = list(dict.fromkeys(tuple(spell(text)) for text in (phrase, " " + phrase.lstrip())))
-        assert max(map(len, words)) > 1
-        bias = {free[0]: -100.0, free[3]: -2.5, 400: 6.0}
-        allowed = sorted({*free[::2], *prompt, 300, 301})
-        banned = [token for token in range(vocab) if token not in allowed]
-        sequence_bias = [[[token], value] for token, value in bias.items()]
-        no_words = [list(word) for word in words]
-        cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
-            ({"repetition_penalty": 0.4}, {"repetition_penalty": 0.4}),
-            ({"logit_bias": bias}, {"sequence_bias": sequence_bias}),
-            ({"bad_words": phrase}, {"bad_words_ids": no_words}),
-            ({"allowed_token_ids": allowed}, {"suppress_tokens": banned}),
-            (
-                {
-                    "repetition_penalty": 1.2,
-                    "logit_bias": bias,
-                    "bad_words": phrase,
-                    "allowed_token_ids": allowed,
-                },
-                {
-                    "repetition_penalty": 1.2,
-                    "sequence_bias": sequence_bias,
-                    "bad_words_ids": no_words,
-                    "suppress_tokens": banned,
-                },
-            ),
-        ]
-        for case, (params, arguments) in enumerate(cases):
-            found = tokens(engine, text, **params)
-            assert found == generated(model, prompt, **arguments), params
-            changed |= {case} if found != free else set()
-            assert set(found) <= set(allowed) or "allowed_token_ids" not in params
+    prompt, free = ids_of(engine, PROMPT), tokens(engine)
+    assert free == generated(model, prompt)
+    phrase = engine.tokenizer.decode(free[4:7])
+    words = list(dict.fromkeys(tuple(spell(text)) for text in (phrase, " " + phrase.lstrip())))
+    assert max(map(len, words)) > 1
+    bias = {free[0]: -100.0, free[3]: -2.5, 400: 6.0}
+    allowed = sorted({*free[::2], *prompt, 300, 301})
+    banned = [token for token in range(vocab) if token not in allowed]
+    sequence_bias = [[[token], value] for token, value in bias.items()]
+    no_words = [list(word) for word in words]
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+        ({"repetition_penalty": 0.4}, {"repetition_penalty": 0.4}),
+        ({"logit_bias": bias}, {"sequence_bias": sequence_bias}),
+        ({"bad_words": phrase}, {"bad_words_ids": no_words}),
+        ({"allowed_token_ids": allowed}, {"suppress_tokens": banned}),
+        (
+            {
+                "repetition_penalty": 1.2,
+                "logit_bias": bias,
+                "bad_words": phrase,
+                "allowed_token_ids": allowed,
+            },
+            {
+                "repetition_penalty": 1.2,
+                "sequence_bias": sequence_bias,
+                "bad_words_ids": no_words,
+                "suppress_tokens": banned,
+            },
+        ),
+    ]
+    for case, (params, arguments) in enumerate(cases):
+        found = tokens(engine, **params)
+        assert found == generated(model, prompt, **arguments), params
+        changed |= {case} if found != free else set()
+        assert set(found) <= set(allowed) or "allowed_token_ids" not in params
     assert changed == set(range(6)), "some of it had no effect"
 
 
 def test_min_tokens_bans_what_ends_the_output(engine: CompiledEngine, model: transformers.PreTrainedModel) -> None:
     prompt, free = ids_of(engine, PROMPT), tokens(engine)
     stop = free[2]
-    for min_tokens in (1, 3, 4, 10, 24):
+    for min_tokens in (1, 4, 24):
         params = {"min_tokens": min_tokens, "stop_token_ids": [stop], "ignore_eos": False}
         completion = completed(engine, **params)
         expected = generated(model, prompt, min_new_tokens=min_tokens, eos_token_id=[EOS, stop])
@@ -210,7 +208,7 @@ def test_stop_strings_wait_for_the_minimum(engine: CompiledEngine) -> None:
     assert completed(engine, max_tokens=ends[0], stop=stop, min_tokens=ends[0]).finish_reason == "length"
 
 
-@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.8), (0.7, 0.4), (0.0, -1.0), (-2.0, 0.5)])
+@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, -1.0), (-2.0, 0.5)])
 def test_presence_and_frequency_penalties_against_a_plain_loop(
     engine: CompiledEngine, model: transformers.PreTrainedModel, presence: float, frequency: float
 ) -> None:
@@ -366,7 +364,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", marked(SETTINGS, ("swapped", "recomputed in chunks, cached", "steps ahead")))
+@pytest.mark.parametrize("name", marked(SETTINGS, ("swapped", "steps ahead")))
 def test_chunks_and_preemptions_change_nothing(alone: list[RequestOutput], name: str) -> None:
     with CompiledEngine(
         enforce_eager=True, bucket_sizes=(1, 4), max_model_len=64, **ARGUMENTS, **SETTINGS[name]
@@ -413,8 +411,12 @@ def logprobs_of(model: transformers.PreTrainedModel, ids: list[int]) -> Tensor:
         return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("asks", [{}, {"temperature": 1.3, "seed": 5, "repetition_penalty": 1.5, "top_k": 50}], ids=str)
-@pytest.mark.parametrize("arguments", [{}, {"max_num_batched_tokens": 16}], ids=["whole", "chunks"])
+CHANGED = {"temperature": 1.3, "seed": 5, "repetition_penalty": 1.5, "top_k": 50}
+
+
+@pytest.mark.parametrize(
+    ("asks", "arguments"), [({}, {"max_num_batched_tokens": 16}), (CHANGED, {})], ids=["chunks", "changed"]
+)
 def test_logprobs_are_those_of_transformers(
     engine: CompiledEngine, model: transformers.PreTrainedModel, asks: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
@@ -423,7 +425,7 @@ def test_logprobs_are_those_of_transformers(
     engine.reset_prefix_cache()
     prompt = ids_of(engine, LONG)
     plain = tokens(chunked, prompt, **asks)
-    for count in (5, 0, 20):
+    for count in (5, 0):
         for wants in ({"logprobs": count, "prompt_logprobs": count}, {"logprobs": count}):
             output = served(chunked, prompt, **wants, **asks)
             (completion,) = output.outputs
@@ -482,18 +484,18 @@ def together(engine: CompiledEngine, prompt: list[int], **params: Any) -> tuple[
     return last, used
 
 
-@pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(
-    ("length", "max_tokens", "cached", "uncached"),
+    ("caching", "length", "max_tokens", "most_used"),
     [
-        (40, 8, 2 + 3, 2 + 3),  # two full blocks in common, and the one that was half full for each
-        (48, 8, 3 + 3, 2 + 3 + 3),  # all full: the last token is computed anew, in a copy unless its block is cached
-        (47, 1, 3, 3),  # the first has ended when the others begin
-        (5, 12, 3, 3),
+        (True, 40, 8, 2 + 3),  # two full blocks in common, and the one that was half full for each
+        (True, 48, 8, 3 + 3),  # all full: the last token is computed anew
+        (False, 48, 8, 2 + 3 + 3),  # in a copy unless its block is cached
+        (True, 47, 1, 3),  # the first has ended when the others begin
+        (False, 5, 12, 3),
     ],
 )
 def test_completions_share_the_blocks_of_their_prompt(
-    engine: CompiledEngine, caching: bool, length: int, max_tokens: int, cached: int, uncached: int
+    engine: CompiledEngine, caching: bool, length: int, max_tokens: int, most_used: int
 ) -> None:
     prompt = ids_of(engine, LONG * 2)[:length]
     assert len(prompt) == length
@@ -504,7 +506,7 @@ def test_completions_share_the_blocks_of_their_prompt(
         before = other.stats()
         output, used = together(other, prompt, max_tokens=max_tokens, n=3)
         stats = other.stats().since(before)
-        assert used == (cached if caching else uncached)
+        assert used == most_used
         # The prompt once; the last token of it, whose logits they need, once for each of the others.
         assert stats.num_computed_tokens == length + 2 + 3 * (max_tokens - 1)
         assert (stats.num_requests, stats.num_finished, stats.num_output_tokens) == (1, 1, 3 * max_tokens)
@@ -555,7 +557,7 @@ def test_several_completions_in_a_stream(engine: CompiledEngine) -> None:
     next(iter(engine.stream(PROMPT, params)))  # and dropped: nothing of it stays, see _nothing_left_behind
 
 
-@pytest.mark.parametrize("num_steps", range(7))
+@pytest.mark.parametrize("num_steps", [0, 2, 4, 6])
 def test_a_request_of_several_completions_is_aborted_as_a_whole(num_steps: int) -> None:
     """While it waits, amid its prompt, when the others are about to begin, and later."""
     arguments = {"enforce_eager": True, "bucket_sizes": (1, 4), "max_num_batched_tokens": 16, **ARGUMENTS}

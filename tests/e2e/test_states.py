@@ -79,7 +79,7 @@ def test_hits_at_the_ends_of_blocks(name: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.battery)])
 def test_company_and_preemptions_change_no_bit(name: str, mode: str) -> None:
     rng = random.Random(2)
     prompts = [PROMPT[: rng.randrange(1, 90)] + [rng.randrange(3, 300) for _ in range(20)] for _ in range(12)]
@@ -124,21 +124,21 @@ class Drafter:
         return [3 if self.wrong and place % self.wrong == 0 else token for place, token in drafts]
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_drafts(wrong: int) -> None:
+def test_drafts() -> None:
     """The state goes on from the last token that was accepted."""
     params = SamplingParams(temperature=0, max_tokens=20, logprobs=3, ignore_eos=True)
     prompts = [PROMPT[:n] for n in (5, 16, 77, 200)]
     with engine_of("lfm2") as engine:
         plain = engine.generate(prompts, params, use_tqdm=False)
-    drafter = Drafter([output.prompt_token_ids + output.outputs[0].token_ids for output in plain], wrong)
-    with engine_of("lfm2", drafter=drafter) as engine:
-        drafted = engine.generate(prompts, params, use_tqdm=False)
-        stats = engine.stats()
-    assert stats.num_draft_tokens > 0
-    assert (stats.num_accepted_draft_tokens > 0) == (wrong != 1)
-    for one, other in zip(drafted, plain, strict=True):
-        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+    answers = [output.prompt_token_ids + output.outputs[0].token_ids for output in plain]
+    for wrong in (0, 1, 3):
+        with engine_of("lfm2", drafter=Drafter(answers, wrong)) as engine:
+            drafted = engine.generate(prompts, params, use_tqdm=False)
+            stats = engine.stats()
+        assert stats.num_draft_tokens > 0
+        assert (stats.num_accepted_draft_tokens > 0) == (wrong != 1)
+        for one, other in zip(drafted, plain, strict=True):
+            assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
 def test_continuations_and_beams() -> None:

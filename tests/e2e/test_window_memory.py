@@ -62,9 +62,9 @@ def test_a_window_has_a_pool_of_its_own_that_is_smaller(directory: str) -> None:
     "arguments",
     [
         pytest.param({}, marks=pytest.mark.battery),
-        {"num_kv_blocks": 40},
+        pytest.param({"num_kv_blocks": 40}, marks=pytest.mark.battery),
         {"num_kv_blocks": 44, "swap_space_bytes": 2**22, "preemption_mode": "swap"},
-        {"async_scheduling": True},
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.battery),
     ],
     ids=["roomy", "recomputed", "swapped", "overlapping"],
 )

@@ -18,12 +18,12 @@ ARGUMENTS = {
     "token_bucket_sizes": (16,),
     "max_model_len": 96,
     "block_size": 4,
-    "num_kv_blocks": 30,
+    "num_kv_blocks": 24,
     "swap_space_bytes": 2**20,
     "preemption_mode": "swap",
     "async_scheduling": True,
 }
-LONG = {"max_tokens": 40, "ignore_eos": True}
+LONG = {"max_tokens": 24, "ignore_eos": True}
 PARAMS = [
     SamplingParams(temperature=0, **LONG),
     SamplingParams(temperature=1.0, seed=3, logprobs=2, **LONG),
