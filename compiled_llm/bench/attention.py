@@ -1,7 +1,7 @@
 """Paged attention: time, bandwidth and arithmetic rate of the op, compared with the machine's limits and alternatives.
 
     compiled-llm bench attention                                    # a default grid, some minutes on a CPU
-    compiled-llm bench attention --device cuda --plot attention.png
+    compiled-llm bench attention --device cuda
     compiled-llm bench attention --decode 1x4096 1x8192,31x256 --prefill 512+1024 8x4+4096 --block-size 16 64
 
 A case is BATCHxCONTEXT for decode (CONTEXT keys, the new one included) and [BATCHx]TOKENS+CONTEXT for prefill. Commas
@@ -17,12 +17,10 @@ Everything of a case is timed in turns:
     sdpa      F.scaled_dot_product_attention on keys and values that are contiguous already (no paging at all); on a
               GPU cudnn and flash are two of its backends
     flex      compiled FlexAttention on the same contiguous keys and values
-    hf-paged  attention of transformers' continuous batching: its SDPA function with a mask, over a cache that works as
-              its own (write, then gather all requests' keys into one sequence)
     limits    memory: a sum over a large tensor on a CPU, a copy on a GPU (read and written); a large matrix product
 
 gather, sdpa and flex run once for each group of requests. No alternative has a quantised cache: they run in the model's
-dtype (gather and hf-paged with the first block size), and their columns are their times divided by that of the op in
+dtype (gather with the first block size), and their columns are their times divided by that of the op in
 that row. /model is the op's time relative to its own with a cache in the model's dtype. GB/s counts keys, values and
 scales, each read once, TFLOP/s the two products over the visible keys. `of limit` is the time that these bytes or these
 operations, whichever takes longer, would need at the machine's limits, over the time taken.
@@ -35,14 +33,12 @@ compiled first, in parallel processes, for --compile-seconds; cases that --limit
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,7 +104,6 @@ def parser(program: str) -> FlagParser:
     add("--statistic", choices=STATISTICS, default="median", help="min on a machine that others use")
     add("--threads", type=int, help="of torch, on the CPU")
     tables.add_json_flag(made)
-    add("--plot", type=tables.output_file, metavar="FILE.png", help="draw the table; needs matplotlib")
     return made
 
 
@@ -118,10 +113,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--seconds must be finite, given inf")
     if args.heads % args.kv_heads:
         raise ValueError(f"--heads must be a multiple of --kv-heads, given {args.heads} and {args.kv_heads}")
-    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot must end in .png, .svg or .pdf, given {str(args.plot)!r}")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or compiled-llm[plot]")
     for kind in ("decode", "prefill"):
         if getattr(args, kind) is None:
             setattr(args, kind, [parse_case(kind, text) for text in CASES[kind, args.device]])
@@ -268,44 +259,5 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
             rows += new
             if args.json:  # after each case: a run that is cut off keeps what was done
                 args.json.write_text(json.dumps(record | {"machine": facts}) + "\n")
-    if args.plot:
-        plot(rows, title, args.plot)
     finish("attention", record, args.json, device=args.device)
     return 0
-
-
-def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Two panels over the cases: the op's share of the limit, and the alternatives' times relative to the op's."""
-    from matplotlib.figure import Figure
-
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    shares: dict[str, dict[str, float]] = {}
-    times: dict[str, dict[str, float]] = {name: {} for name in ALTERNATIVES}
-    for row in rows:
-        label = f"{row['kv_dtype']}, blocks of {row['block_size']}"
-        shares.setdefault(label, {})[row["case"]] = 100 * row["share_of_limit"]
-        if label == next(iter(shares)):
-            for name in times.keys() & row["seconds"].keys():
-                times[name][row["case"]] = row["seconds"][name] / row["seconds"]["op"]
-
-    def bars(axes: Any, series: dict[str, dict[str, float]], base: float, digits: int) -> None:
-        width = 0.8 / max(1, len(series))
-        for i, (label, values) in enumerate(series.items()):
-            places = [cases.index(case) + (i - (len(series) - 1) / 2) * width for case in values]
-            drawn = axes.bar(places, [value - base for value in values.values()], width, base, label=label)
-            axes.bar_label(drawn, [f"{value:.{digits}f}" for value in values.values()], fontsize=7)
-        axes.axhline(base, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(cases)), [case.replace(" ", "\n").replace(",", ",\n") for case in cases])
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=max(1, len(series)), frameon=False)
-
-    figure = Figure(figsize=(max(9, 1.5 * len(cases)), 9), layout="constrained")
-    figure.suptitle(title)
-    upper, lower = figure.subplots(2, 1)
-    bars(upper, shares, 0, 0)
-    upper.set_ylabel("op: share of the machine's limit (%)")
-    bars(lower, {name: values for name, values in times.items() if values}, 1, 1)
-    lower.set_yscale("log")
-    lower.yaxis.set_major_formatter("{x:g}")
-    op = f"the op's with {next(iter(shares))}"
-    lower.set_ylabel(f"time relative to {op}\n(ratio, log scale; above 1 the op is faster)")
-    figure.savefig(path, dpi=150)

@@ -67,7 +67,6 @@ def parser(program: str) -> FlagParser:
     add("--max-concurrency", type=int, help="most requests in the engine at once (default: any number)")
     add("--num-warmups", type=int, default=1, help="requests served before the measurement (default: 1)")
     add("--ignore-eos", action="store_true", help="generate exactly output_len; for --dataset-path")
-    add = made.add_argument_group("goodput").add_argument
     add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"targets for {', '.join(GOODPUT_METRICS)}")
     add("--find-goodput", action="store_true", help="search the highest rate within the targets")
     add("--goodput-share", type=float, default=0.9, help="share of the requests that must meet them (default: 0.9)")
@@ -76,14 +75,21 @@ def parser(program: str) -> FlagParser:
     shown = f"of {', '.join((*METRICS, *QUEUE_METRICS))} (default: the first four)"
     add("--percentile-metrics", default=",".join(METRICS), help=shown)
     add("--metric-percentiles", default="99", help="e.g. 25,50,75,99.9 (default: 99)")
-    add("--save-result", action="store_true", help="write a JSON file")
     add("--save-detailed", action="store_true", help="with the times and texts of each request")
     add("--result-dir", type=Path, default=Path(), help="default: the current directory")
     add("--result-filename", help="default: LABEL-RATEqps-MODEL-DATE.json")
     add("--label", default="compiled-llm", help="start of the file name")
     serving.add_report_flag(made)
+    made.add_argument("--save-result", action="store_true", help="write a JSON file")
     made.seldom |= {"--goodput-share", "--goodput-steps", "--percentile-metrics", "--metric-percentiles", "--label"}
-    made.seldom |= {"--result-dir", "--result-filename", "--save-detailed", "--ignore-eos", "--disable-detokenize"}
+    made.seldom |= {
+        "--result-dir",
+        "--result-filename",
+        "--save-detailed",
+        "--ignore-eos",
+        "--disable-detokenize",
+        "--num-warmups",
+    }
     return made
 
 

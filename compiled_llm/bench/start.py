@@ -3,7 +3,6 @@
     compiled-llm bench start --demo --bucket-sizes 1,8,32
     compiled-llm bench start --shape qwen3-0.6b --dtype bfloat16 --max-model-len 1024 --other ../main
     compiled-llm bench start --shape qwen3-0.6b --device cuda --load-format dummy --seconds 90 --folder F
-    compiled-llm bench start --shape llama-3.1-8b --without-gpu h200 --bucket-sizes 4,8
 
 Each start is a process of its own. The first one of a checkout finds an empty cache directory and is the cold start;
 the others find what it left. ``--other`` measures another checkout too, the two in turns. A shape's weights are random,
@@ -13,9 +12,6 @@ they are made instead.
 On a machine that is lent for minutes, ``--seconds`` ends a start that is not ready by then, with all that it started.
 ``--folder`` keeps what each start said, its stacks when it was ended, and ``start.json`` after each start;
 ``--profile`` also where the time of a last warm start went.
-
-``--without-gpu`` measures what the processor spends on a GPU's start, on a machine without one
-(``start_without_gpu.py``).
 """
 
 import argparse
@@ -41,7 +37,6 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.bench.harness import finish
 from compiled_llm.checkpoint.quantization import published
 from compiled_llm.checkpoint.shapes import SHAPES, engine_parser
-from compiled_llm.gpu_step.gpus import GPUS
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family_of
@@ -61,9 +56,6 @@ def parser(program: str) -> FlagParser:
     made.add_argument("--seconds", type=float, default=1e6, help="for all starts together (default: no limit)")
     made.add_argument("--folder", type=Path, metavar="DIR", help="keep what each start said there")
     made.add_argument("--profile", action="store_true", help="profile one more warm start, into --folder")
-    made.add_argument("--without-gpu", choices=GPUS, help="what the processor spends on a start of that GPU")
-    made.add_argument("--layers", type=int, default=1000, help="with --without-gpu, at most so many (default: all)")
-    made.add_argument("--at-first-call", action="store_true", help="with --without-gpu, also compiled at first calls")
     tables.add_json_flag(made)
     return made
 
@@ -75,8 +67,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--other must be a checkout of the project, given {args.other}")
     if args.profile and args.folder is None:
         raise ValueError("--profile needs --folder, where it is written")
-    if args.at_first_call and args.without_gpu is None:
-        raise ValueError("--at-first-call needs --without-gpu")
 
 
 @contextlib.contextmanager
@@ -193,11 +183,7 @@ def table(starts: dict[str, dict[str, Any]]) -> str:
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    args = parser(program).parse_checked(check_arguments, arguments, warm_runs=1, seconds=1, layers=2)
-    if args.without_gpu is not None:
-        from compiled_llm.bench import start_without_gpu
-
-        return start_without_gpu.measure(args)
+    args = parser(program).parse_checked(check_arguments, arguments, warm_runs=1, seconds=1)
     checkouts = [THIS] if args.other is None else [THIS, args.other.resolve()]
     with engine_arguments(args) as given:
         starts = measure(checkouts, given, args)

@@ -173,4 +173,4 @@ def test_an_alternative_that_does_not_compile_is_said_once(
     said = "    flex is left out: does not compile: NotImplementedError: not on this machine"
     assert out.splitlines().count(said) == 1
     for row in json.loads(out.splitlines()[-1])["rows"]:
-        assert set(row["seconds"]) == {"op", "sdpa", "hf-paged"}
+        assert set(row["seconds"]) == {"op", "sdpa"}
