@@ -294,17 +294,10 @@ def test_products(run: Run, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"),
-    [
-        ("int8_w8a8", ["24x64"]),
-        *(
-            pytest.param(kind, ["24x64", "16x64x4x2"], marks=pytest.mark.battery)
-            for kind in ("int8_w8a8", "int8", "int4", "int4_w4a8", "fp8", "mxfp4")
-        ),
-    ],
-)
-def test_quantised_products_of_a_gpu_in_tritons_interpreter(kind: str, sizes: list[str], tmp_path: Path) -> None:
+@pytest.mark.battery
+@pytest.mark.parametrize("kind", ["int8_w8a8", "int8", "int4", "int4_w4a8", "fp8", "mxfp4"])
+def test_quantised_products_of_a_gpu_in_tritons_interpreter(kind: str, tmp_path: Path) -> None:
+    sizes = ["24x64", "16x64x4x2"]
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "compiled_llm", "bench", "products", "--kind", kind, "--size", *sizes]
     done = subprocess.run(
@@ -343,8 +336,9 @@ def test_a_wrong_product_ends_the_run_and_a_broken_other_way_is_left_out(
     assert "it: error: plain, 48x32, 3 rows: off by 0.1" in capsys.readouterr().err
 
 
-def test_a_start_and_one_that_fails(tmp_path: Path) -> None:
-    """A real start, on weights of a checkpoint that is written for it; what a start costs is no test's business."""
+@pytest.mark.battery
+def test_a_start(tmp_path: Path) -> None:
+    """On weights of a checkpoint that is written for it; what a start costs is no test's business."""
     words = (*TINY, "--bucket-sizes", "1", "--max-model-len", "64", "--num-kv-blocks", "8")
     with start.engine_arguments(start.parser("it").parse_args(words)) as arguments:
         assert arguments.keys() >= {"model", "enforce_eager", "bucket_sizes"}
@@ -356,6 +350,9 @@ def test_a_start_and_one_that_fails(tmp_path: Path) -> None:
     assert (found["hits"], found["misses"], found["recompiles"], found["dtype"]) == (0, 0, 0, "bfloat16")
     assert {"weights", "make pool"} <= found["parts"].keys()
     assert "imported" in (tmp_path / "a.log").read_text()
+
+
+def test_a_start_that_fails(tmp_path: Path) -> None:
     (tmp_path / "compiled_llm").mkdir()
     (tmp_path / "compiled_llm" / "__init__.py").write_text("raise SystemExit('no such model')")
     found = start.start(tmp_path, cache_directory(), {}, tmp_path / "b.log")
