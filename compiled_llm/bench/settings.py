@@ -68,10 +68,10 @@ def speed(engine: CompiledEngine, workload: str, seed: int) -> float:
     """Tokens a second of one run, in the workload's unit."""
     requests = WORKLOADS[workload](engine.model_config.vocab_size, seed)
     params = [SamplingParams(temperature=0, max_tokens=one.output_len, ignore_eos=True) for one in requests]
-    _, outputs = serving.generate(engine, requests, params)
+    found = serving.generate(engine, requests, params)
     if workload == "W4":
-        return len(requests[0].prompt_token_ids) / serving.ttft(outputs[0])
-    return len(requests) / statistics.median(serving.tpots(outputs))
+        return len(requests[0].prompt_token_ids) / found.ttfts[0]
+    return len(requests) / statistics.median(found.tpots)
 
 
 def measure(engines: dict[str, CompiledEngine], args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:

@@ -15,6 +15,7 @@ import torch
 from compiled_llm.bench import (
     attention,
     harness,
+    hf,
     host,
     kernels,
     latency,
@@ -124,8 +125,13 @@ def test_throughput(run: Run, tmp_path: Path) -> None:
 
 def test_throughput_of_transformers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
-    generate = throughput.hf.generate
-    monkeypatch.setattr(throughput.hf, "generate", lambda *given: (batches.append(len(given[1])), generate(*given)))
+    generate = hf.generate
+
+    def counted(model: Any, batch: Any, **options: Any) -> torch.Tensor:
+        batches.append(len(batch))
+        return generate(model, batch, **options)
+
+    monkeypatch.setattr(hf, "generate", counted)
     words = ("--shape", "tiny", *RANDOM, "--repeats", "1", "--backend", "hf", "--hf-max-batch-size", "3")
     result, _ = run(throughput, *words)
     assert batches == [1, 3, 2], "one to warm up, then five, three at a time"
