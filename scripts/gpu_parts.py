@@ -90,7 +90,7 @@ PARTS = {
     **{
         f"start{what}": Part(seconds, f"{_START} --shape {shape} {flags} --seconds {seconds - 10} --json {{json}}")
         for what, seconds, shape, flags in (
-            ("", 110, "llama-3.1-8b", "--warm-runs 1 --profile"),
+            ("", 110, "llama-3.1-8b", "--warm-runs 1"),
             ("-few", 60, "qwen3-0.6b", "--warm-runs 1 --bucket-sizes 1 --token-bucket-sizes 128"),
         )
     },

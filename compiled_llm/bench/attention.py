@@ -35,23 +35,19 @@ import argparse
 import functools
 import itertools
 import json
-import os
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.bench.attention_ways import (
     ALTERNATIVES,
     ON_GPU,
     Case,
     Shape,
     Step,
-    WrongResultError,
     check,
     expected,
     op,
@@ -60,16 +56,18 @@ from compiled_llm.bench.attention_ways import (
 from compiled_llm.bench.harness import (
     STATISTICS,
     TORCH_DTYPES,
+    Row,
     Run,
+    WrongResultError,
+    add_case_flags,
     call_seconds,
     copies_of,
     finish,
     has_gpu,
     limit_runs,
-    prepared,
     reason_of,
+    run_cases,
 )
-from compiled_llm.bench.program_turns import wait_for_turn
 from compiled_llm.system import hardware
 
 Limits = dict[str, tuple[Run, float]]
@@ -85,11 +83,9 @@ CASES = {
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Paged attention beside the machine's limits and alternatives.")
     add = made.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     decode, prefill = (functools.partial(parse_case, kind) for kind in ("decode", "prefill"))
     add("--decode", nargs="*", type=decode, metavar="CASE", help="BATCHxCONTEXT[,...] (default: a grid)")
     add("--prefill", nargs="*", type=prefill, metavar="CASE", help="[BATCHx]TOKENS+CONTEXT[,...] (default: a grid)")
-    add("--dtype", choices=TORCH_DTYPES, default="bfloat16", help="the model's: of queries, and of a cache by default")
     add("--kv-dtype", nargs="*", choices=KV_DTYPES, default=list(KV_DTYPES), help="of further caches (default: both)")
     add("--block-size", nargs="+", type=int, default=[16], metavar="S", help="(default: 16)")
     add("--heads", type=int, default=16, help="of queries (default: 16)")
@@ -98,12 +94,7 @@ def parser(program: str) -> FlagParser:
     add("--skip", nargs="+", choices=ALTERNATIVES, default=[], help="alternatives to leave out")
     add("--turned", action="store_true", help="the op turns queries and keys first, as in a step")
     add("--hot", action="store_true", help="one layer again and again, whose keys may be in a cache")
-    add("--seconds", type=float, default=5.0, help="for each case, without its preparation (default: 5)")
-    add("--limit", type=float, default=1e9, metavar="SECONDS", help="for all cases; the first are the most wanted")
-    add("--compile-seconds", type=float, default=120, metavar="SECONDS", help="on a GPU (default: 120)")
-    add("--statistic", choices=STATISTICS, default="median", help="min on a machine that others use")
-    add("--threads", type=int, help="of torch, on the CPU")
-    tables.add_json_flag(made)
+    add_case_flags(made, 5)
     return made
 
 
@@ -220,42 +211,23 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(check_arguments, arguments, **least)
     if not has_gpu(program, args.device):
         return 2
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     facts = hardware.describe(torch.device(args.device))
-    cases, names = args.decode + args.prefill, names_of(args.device, args.skip)
+    names = names_of(args.device, args.skip)
     sizes = f"N={args.heads} K={args.kv_heads} H={args.head_dim}, model and alternatives in {args.dtype}"
-    title = f"{facts.get('gpu', facts['cpu'])}\n{sizes}"
-    print(title, flush=True)
-    if args.device == "cuda":
-        jobs = {case.name: (case, args) for case in cases}
-        for reason in prepared(compile_case, jobs, max(1, (os.cpu_count() or 2) - 1), args.compile_seconds):
-            print(f"not compiled: {reason}", flush=True)
-    wait_for_turn()
-    end, rows, printed = time.perf_counter() + args.limit, list[dict[str, Any]](), set[str]()
-    record: dict[str, Any] = {"statistic": args.statistic, "rows": rows}
+    print(f"{facts.get('gpu', facts['cpu'])}\n{sizes}", flush=True)
+    rows: list[Row] = []
+    record: dict[str, Any] = {"statistic": args.statistic, "rows": rows, "turned": args.turned, "hot": args.hot}
     record["model"] = {key: getattr(args, key) for key in ("heads", "kv_heads", "head_dim", "dtype")}
-    record |= {"turned": args.turned, "hot": args.hot}
-    with torch.inference_mode():
-        limits, rates = limit_runs(args.device, TORCH_DTYPES[args.dtype]), None
-        if args.device == "cuda":  # nobody else uses it
-            found = call_seconds({name: run for name, (run, _) in limits.items()}, 1, "cuda", seconds=0.1)
-            rates = rates_of(limits, {name: min(values) for name, values in found.items()})
-        for case in cases:
-            if time.perf_counter() > end:
-                print(f"{case.name}: left out, no time", flush=True)
-                continue
-            try:
-                new = measure(case, args, limits, rates)
-            except WrongResultError as error:
-                print(f"{program}: error: {error}", file=sys.stderr)
-                return 1
+    limits, rates = limit_runs(args.device, TORCH_DTYPES[args.dtype]), None
+    if args.device == "cuda":  # nobody else uses it
+        found = call_seconds({name: run for name, (run, _) in limits.items()}, 1, "cuda", seconds=0.1)
+        rates = rates_of(limits, {name: min(values) for name, values in found.items()})
+    cases = {case.name: case for case in args.decode + args.prefill}
+    with errors_end(program, (WrongResultError,), status=1):
+        for new in run_cases(args, cases, compile_case, lambda case: measure(case, args, limits, rates)):
             print(tables.text_table([table_row(row, names) for row in new]), flush=True)
-            for name, reason in new[0]["left_out"].items():
-                if f"{name} {reason}" not in printed:
-                    print(f"    {name} is left out: {reason}", flush=True)
-                printed.add(f"{name} {reason}")
             rows += new
             if args.json:  # after each case: a run that is cut off keeps what was done
                 args.json.write_text(json.dumps(record | {"machine": facts}) + "\n")

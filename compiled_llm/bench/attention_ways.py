@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from compiled_llm.bench.harness import zeros
+from compiled_llm.bench.harness import WrongResultError, zeros
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.ops import paged_attention
 from compiled_llm.ops.attention import kv_quant
@@ -29,10 +29,6 @@ WRITE_TOKENS = 8192  # a cache is filled in pieces of this many
 TOLERANCE = 0.03  # of a row of the output, relative to its length; bfloat16 alone accounts for about 0.01
 
 Attend = Callable[[int], Tensor]  # runs one layer, given its number; returns [T, N, H]
-
-
-class WrongResultError(Exception):
-    """Two implementations disagree: their times mean nothing."""
 
 
 class Shape(NamedTuple):

@@ -10,8 +10,7 @@ and are read from a checkpoint that is written first, so warm starts find them i
 they are made instead.
 
 On a machine that is lent for minutes, ``--seconds`` ends a start that is not ready by then, with all that it started.
-``--folder`` keeps what each start said, its stacks when it was ended, and ``start.json`` after each start;
-``--profile`` also where the time of a last warm start went.
+``--folder`` keeps what each start said, its stacks when it was ended, and ``start.json`` after each start.
 """
 
 import argparse
@@ -55,7 +54,6 @@ def parser(program: str) -> FlagParser:
     made.add_argument("--warm-runs", type=int, default=3, help="warm starts of each checkout (default: 3)")
     made.add_argument("--seconds", type=float, default=1e6, help="for all starts together (default: no limit)")
     made.add_argument("--folder", type=Path, metavar="DIR", help="keep what each start said there")
-    made.add_argument("--profile", action="store_true", help="profile one more warm start, into --folder")
     tables.add_json_flag(made)
     return made
 
@@ -65,8 +63,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--demo and --model name two models: leave one out")
     if args.other is not None and not (args.other / "compiled_llm" / "__init__.py").is_file():
         raise ValueError(f"--other must be a checkout of the project, given {args.other}")
-    if args.profile and args.folder is None:
-        raise ValueError("--profile needs --folder, where it is written")
 
 
 @contextlib.contextmanager
@@ -106,9 +102,7 @@ def write_checkpoint(directory: Path, shape: str, **fields: Any) -> None:
     save_file(weights, str(directory / "model.safetensors"))
 
 
-def start(
-    checkout: Path, cache: Path, arguments: dict[str, Any], log: Path, *, limit: float = 1e6, profile: str = ""
-) -> dict[str, Any]:
+def start(checkout: Path, cache: Path, arguments: dict[str, Any], log: Path, *, limit: float = 1e6) -> dict[str, Any]:
     """Start an engine of ``checkout`` in a process of its own, and make a token.
 
     Args:
@@ -118,7 +112,7 @@ def start(
     environment = {**os.environ, "COMPILED_LLM_CACHE": str(cache)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    began, words = time.monotonic(), [json.dumps(arguments), str(time.monotonic()), str(limit - _LEFT / 2), profile]
+    began, words = time.monotonic(), [json.dumps(arguments), str(time.monotonic()), str(limit - _LEFT / 2)]
     command = [sys.executable, "-P", str(PROGRAM), *words]
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -147,18 +141,15 @@ def measure(checkouts: list[Path], arguments: dict[str, Any], args: argparse.Nam
         folder = args.folder or Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         starts: dict[str, list[dict[str, Any]]] = {str(checkout): [] for checkout in checkouts}
-        for number in range(1 + args.warm_runs + args.profile):
+        for number in range(1 + args.warm_runs):
             for index, checkout in enumerate(checkouts):
                 found, left = starts[str(checkout)], end - time.monotonic()
                 if left < _LEFT or (found and "error" in found[-1]):
                     continue
                 cache = Path(directory, f"cache-{index}")
                 cache.mkdir(mode=0o700, exist_ok=True)
-                profile = str(folder / f"profile-{index}.txt") if number > args.warm_runs else ""
                 log = folder / f"start-{index}-{number}.log"
-                one = start(checkout, cache, arguments, log, limit=left - 2, profile=profile)
-                if not profile:  # which takes time of its own
-                    found.append(one)
+                found.append(start(checkout, cache, arguments, log, limit=left - 2))
                 if args.folder:
                     (folder / "start.json").write_text(json.dumps(starts, indent=1))
     return starts

@@ -1,23 +1,21 @@
 """A start of an engine in a process of its own, for ``bench start``: seconds of each part, from the process's start.
 
-    python start_program.py ARGUMENTS BEGAN LIMIT PROFILE
+    python start_program.py ARGUMENTS BEGAN LIMIT
 
 ARGUMENTS are those of ``CompiledEngine`` as JSON; BEGAN is ``time.monotonic()`` when the process was started; LIMIT:
-seconds after which its stacks are written to stderr, since it is about to be ended; PROFILE: a file for what cProfile
-says of the start, or "". It imports only what each version of the package has, since it also starts other checkouts.
+seconds after which its stacks are written to stderr, since it is about to be ended. It imports only what each version
+of the package has, since it also starts other checkouts.
 """
 
 import collections
 import contextlib
-import cProfile
 import dataclasses
 import faulthandler
 import json
 import os
-import pstats
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 MOST_SILENT = 0.5  # seconds of a part; a longer one is said on stderr
@@ -71,21 +69,8 @@ def time_parts(parts: Parts) -> None:
         parts.time(owner, name, part)
 
 
-@contextlib.contextmanager
-def profiled(path: str) -> Iterator[None]:
-    """Writes to ``path`` where the time went, if it is not empty."""
-    if not path:
-        yield
-        return
-    with cProfile.Profile() as profile:
-        yield
-    with open(path, "w") as file:
-        for order in ("cumulative", "tottime"):
-            pstats.Stats(profile, stream=file).sort_stats(order).print_stats(70)
-
-
 def main() -> None:
-    arguments, began, limit, profile = json.loads(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+    arguments, began, limit = map(json.loads, sys.argv[1:])
     faulthandler.dump_traceback_later(limit)
     from compiled_llm.engine.engine import CompiledEngine, SamplingParams  # of any version
 
@@ -93,8 +78,7 @@ def main() -> None:
     print(f"{imported - began:7.1f} s: imported", file=sys.stderr)
     with contextlib.suppress(ImportError, AttributeError):  # a checkout whose files are others
         time_parts(parts)
-    with profiled(profile):
-        engine = CompiledEngine(**arguments)
+    engine = CompiledEngine(**arguments)
     ready = time.monotonic()
     with engine:
         engine.generate([[1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)

@@ -155,7 +155,8 @@ def test_a_wrong_result_of_the_op_ends_the_run(
         return output
 
     monkeypatch.setattr(ways, "paged_attention", paged_attention)
-    assert run("--decode", "2x40", "--prefill", "--kv-dtype", "int8") == 1
+    with pytest.raises(SystemExit, match="1"):
+        run("--decode", "2x40", "--prefill", "--kv-dtype", "int8")
     captured = capsys.readouterr()
     assert f"the op (decode 2x40, {'int8' if wrong == 'quantised' else 'bfloat16'}) gives another" in captured.err
     assert '"rows"' not in captured.out

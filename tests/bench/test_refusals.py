@@ -78,7 +78,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--warm-runs 0", "--warm-runs"),
         ("--demo --model x", "--demo and --model"),
         ("--other nowhere", "--other must be a checkout"),
-        ("--profile", "needs --folder"),
     ],
     "loading": [("--model DIR --mxfp4", "--mxfp4 is of the random weights"), ("--rounds 0", "--rounds")],
     "host": [("--requests 0", "--requests"), ("--kinds-of x", "unknown flag")],

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -221,13 +222,16 @@ def test_host(run: Run, tmp_path: Path) -> None:
         assert row["host"] / 4 < sum(parts) < 2 * row["host"]  # medians of parts, and the median of their sum
 
 
-@pytest.mark.battery
-def test_an_engine_that_does_not_start_is_said_and_the_others_run() -> None:
-    """In processes of their own, as on a GPU."""
-    args = host.parser("it").parse_args(["--steps", "4", "--kinds", "final", "--graphs", "manual"])
-    bad, good = host.in_processes(args, [0, 1])
-    assert (bad["requests"], good["requests"]) == (0, 1)
-    assert "bucket_sizes" in bad["error"]
+def test_an_engine_that_does_not_start_is_said_and_the_others_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = host.started
+    broken = mock.Mock(side_effect=RuntimeError("no such graph"))
+    monkeypatch.setattr(
+        host, "started", lambda args, size, graphs: (broken if size == 1 else started)(args, size, graphs)
+    )
+    result, out = run(host, "--requests", "1,2", "--steps", "4", "--kinds", "final", status=1)
+    bad, good = result["results"]
+    assert "no such graph" in bad["error"]
+    assert "1 requests, manual: Traceback" in out
     assert good["host"] > 0
 
 
@@ -235,7 +239,6 @@ def test_sampling(run: Run) -> None:
     result, _ = run(sampling, *TINY, "--batch-size", "2", "--context", "20", "--rounds", "2")
     assert list(result["kinds"]) == list(sampling.KINDS)
     assert all(kind["ms"] > 0 and kind["share"] > 0 for kind in result["kinds"].values())
-    assert [name for name, kind in result["kinds"].items() if "replaced_ms" in kind] == ["greedy", "top-k+top-p"]
     assert (result["step_ms"] > 0, result["graph_breaks"], result["recompiles"]) == (True, 0, 0)
 
 
@@ -338,7 +341,8 @@ def test_a_wrong_product_ends_the_run_and_a_broken_other_way_is_left_out(
     assert result["results"][0]["left_out"] == {"linear": "RuntimeError: not for this machine"}
     assert "linear is left out: RuntimeError: not for this machine" in out
     monkeypatch.setattr(product_ways, "packed_linear", lambda *given: packed_linear(*given) * 1.1)
-    assert products.main("it", list(words)) == 1
+    with pytest.raises(SystemExit, match="1"):
+        products.main("it", list(words))
     assert "it: error: plain, 48x32, 3 rows: off by 0.1" in capsys.readouterr().err
 
 
@@ -400,5 +404,5 @@ def test_shared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = run(shared, *TINY, *words)
     assert list(result["rows"]) == ["alone", "one busy loop", "two busy loops", "two engines"]
     assert all(row["tokens_per_second"] > 0 and row["cores"] > 0 for row in result["rows"].values())
-    assert [len(found["two engines"]) for found in result["rounds"]] == [2, 2]
+    assert [len(both) for both in result["rounds"]["two engines"]] == [2, 2]
     assert result["environment"]["GOMP_SPINCOUNT"] == "7"
