@@ -5,9 +5,8 @@
     compiled-llm bench attention --decode 1x4096 1x8192,31x256 --prefill 512+1024 8x4+4096 --block-size 16 64
 
 A case is BATCHxCONTEXT for decode (CONTEXT keys, the new one included) and [BATCHx]TOKENS+CONTEXT for prefill. Commas
-join groups of requests into one step: 1x8192,31x256 is one long request and thirty-one short ones. Such a decode is
-also timed with the same number of keys spread evenly over the batch. /uniform is the ratio of the two times; it is 1 if
-the time depends only on the number of bytes.
+join groups of requests into one step: 1x8192,31x256 is one long request and thirty-one short ones. It should take as
+long as 32x504, which has as many keys.
 
 Everything of a case is timed in turns:
 
@@ -73,7 +72,7 @@ from compiled_llm.system import hardware
 Limits = dict[str, tuple[Run, float]]
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CASES = {
-    ("decode", "cpu"): ["1x1024", "1x4096", "8x1024", "32x1024", "1x8192,31x256"],
+    ("decode", "cpu"): ["1x1024", "1x4096", "8x1024", "32x1024", "1x8192,31x256", "32x504"],
     ("prefill", "cpu"): ["512+0", "2048+0", "512+1024", "512+4096", "8x4+4096"],
     ("decode", "cuda"): ["1x8192", "8x8192", "32x8192", "32x1024", "1x131072", "1x131072,31x4096"],
     ("prefill", "cuda"): ["512+0", "2048+0", "2048+6144", "8192+0", "8x4+8192"],
@@ -161,18 +160,14 @@ def measure(
     """A row for each KV dtype and block size, measured in the same rounds, ``limits`` too without ``rates``."""
     shape, variants = shape_of(args), variants_of(args)
     num_layers = 1 if args.hot else copies_of(case.num_bytes(shape, shape.dtype))
-    even = case.uniform()
-    cases = {"op": case, "uniform": even} if even else {"op": case}
-    steps = {label: Step(some, shape, args.device, num_layers) for label, some in cases.items()}
+    step = Step(case, shape, args.device, num_layers)
     runs: dict[Any, Run] = {} if rates else {name: run for name, (run, _) in limits.items()}
-    outputs: dict[Any, torch.Tensor] = {}
-    for label, step in steps.items():
-        for (name, block_size), dtype in variants.items():
-            key = label, name, block_size
-            runs[key] = attend = op(step, dtype, block_size, args.turned)
-            outputs[key] = attend(0)
-            check(f"the op ({step.case.name}, {name})", outputs[key], expected(step, dtype))
-    others, left_out = alternatives(steps["op"], outputs["op", args.dtype, shape.block_size], args.skip)
+    outputs: dict[tuple[str, int], torch.Tensor] = {}
+    for key, dtype in variants.items():
+        runs[key] = attend = op(step, dtype, key[1], args.turned)
+        outputs[key] = attend(0)
+        check(f"the op ({key[0]})", outputs[key], expected(step, dtype))
+    others, left_out = alternatives(step, outputs[args.dtype, shape.block_size], args.skip)
     found = call_seconds(runs | others, num_layers, args.device, seconds=args.seconds, left_out=left_out)
     seconds = {name: STATISTICS[args.statistic](values) for name, values in found.items()}
 
@@ -182,17 +177,13 @@ def measure(
         num_bytes, num_flops = case.num_bytes(shape, dtype), case.num_flops(shape)
         ideal = {"memory": num_bytes / rates["memory"], "matmul": num_flops / rates["matmul"]}
         limit = max(ideal, key=lambda key: ideal[key])
-        taken = seconds["op", name, block_size]
+        taken = seconds[name, block_size]
         row: dict[str, Any] = {"case": case.name, "kv_dtype": name, "block_size": block_size}
         row |= {"seconds": {"op": taken} | {other: seconds[other] for other in others if other in seconds}}
         row |= {"bytes": num_bytes, "flops": num_flops, "gb_per_s": num_bytes / taken / 1e9}
         row |= {"tflop_per_s": num_flops / taken / 1e12, "limit": limit, "share_of_limit": ideal[limit] / taken}
         row |= {"memory_limit_gb_per_s": rates["memory"] / 1e9, "matmul_limit_tflop_per_s": rates["matmul"] / 1e12}
-        row |= {"to_model_dtype": taken / seconds["op", args.dtype, block_size], "left_out": left_out}
-        if even:
-            row["seconds"]["uniform"] = seconds["uniform", name, block_size]
-            row["to_uniform"] = taken / row["seconds"]["uniform"]
-        rows.append(row)
+        rows.append(row | {"to_model_dtype": taken / seconds[args.dtype, block_size], "left_out": left_out})
     return rows
 
 
@@ -202,7 +193,6 @@ def table_row(row: dict[str, Any], names: list[str]) -> dict[str, Any]:
     shown = {"case": row["case"], "KV": row["kv_dtype"], "S": row["block_size"], "op us": seconds["op"] * 1e6}
     shown |= {"GB/s": row["gb_per_s"], "TFLOP/s": row["tflop_per_s"]}
     shown |= {"of limit": f"{row['share_of_limit']:.0%} {row['limit']}", "/model": row["to_model_dtype"]}
-    shown["/uniform"] = row.get("to_uniform")
     return shown | {name: f"{seconds[name] / seconds['op']:.2f}x" if name in seconds else "-" for name in names}
 
 

@@ -80,15 +80,6 @@ class Case:
         pairs = sum(g.count * (g.query_len * g.seq_len - g.query_len * (g.query_len - 1) // 2) for g in self.groups)
         return 4 * shape.heads * shape.head_dim * pairs
 
-    def uniform(self) -> "Case | None":
-        """The same batch and number of keys spread evenly, if this is a decode where they are not."""
-        if any(group.query_len > 1 for group in self.groups) or len({group.seq_len for group in self.groups}) == 1:
-            return None
-        batch = len(self.requests)
-        length, longer = divmod(self.num_keys, batch)
-        groups = (Group(longer, 1, length + 1), Group(batch - longer, 1, length))
-        return Case(f"{self.name} spread evenly", tuple(group for group in groups if group.count))
-
 
 def parse_case(kind: str, text: str) -> Case:
     """A case of the command line, for argparse."""

@@ -34,10 +34,8 @@ from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, engine_config
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.bench.harness import finish
-from compiled_llm.checkpoint.quantization import published
 from compiled_llm.checkpoint.shapes import SHAPES, engine_parser
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family_of
 from compiled_llm.worker.device import resolve_device
 
@@ -81,22 +79,15 @@ def engine_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in given.items() if value != usual[name]}
 
 
-def write_checkpoint(directory: Path, shape: str, **fields: Any) -> None:
-    """Random weights in bfloat16; matrices of variance 1 / in_features, norms of ones. Those in MXFP4 in random codes.
-
-    Args:
-        fields: of config.json besides.
-    """
-    (directory / "config.json").write_text(json.dumps(SHAPES[shape] | fields))
+def write_checkpoint(directory: Path, shape: str) -> None:
+    """Random weights in bfloat16; matrices of variance 1 / in_features, norms of ones."""
+    (directory / "config.json").write_text(json.dumps(SHAPES[shape]))
     config, generator = read_config(directory), torch.Generator().manual_seed(0)
-    if config.published and json.loads(config.published)["quant_method"] != "mxfp4":
+    if config.published:
         raise ValueError(f"random weights are not made of {config.published:.100}; pass --model with a checkpoint")
     weights = {}
-    for name, stored in family_of(config).describe(config, linears=published(config, Dense)).stored.items():
+    for name, stored in family_of(config).describe(config).stored.items():
         sizes = stored.shapes[0]
-        if stored.dtypes == (torch.uint8,):
-            weights[name] = torch.randint(100, 128, sizes, generator=generator, dtype=torch.uint8)  # no scale is NaN
-            continue
         weight = torch.ones(sizes, dtype=torch.bfloat16)
         weights[name] = weight.normal_(generator=generator).mul_(sizes[-1] ** -0.5) if len(sizes) > 1 else weight
     save_file(weights, str(directory / "model.safetensors"))
@@ -161,13 +152,11 @@ def median_of(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(starts: dict[str, dict[str, Any]]) -> str:
-    """Seconds of each stage of each start, the processor's time, what the cache held, and seconds of single parts."""
+    """Seconds of each stage of each start, the processor's time, and what the cache held."""
     rows: dict[str, list[Any]] = {stage: [start["seconds"][stage] for start in starts.values()] for stage in STAGES}
     names = {"total": "total", "processor time": "cpu", "that of its processes": "cpu of processes"}
     names |= {"graphs found": "hits", "graphs made": "misses", "load average": "load"}
     rows |= {name: [start[key] for start in starts.values()] for name, key in names.items()}
-    parts = dict.fromkeys(part for start in starts.values() for part in start["parts"])
-    rows |= {f"  {part}": [start["parts"].get(part) for start in starts.values()] for part in parts}
     return tables.text_table(
         [{"seconds": name} | dict(zip(starts, values, strict=True)) for name, values in rows.items()]
     )

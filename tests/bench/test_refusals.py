@@ -79,7 +79,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--demo --model x", "--demo and --model"),
         ("--other nowhere", "--other must be a checkout"),
     ],
-    "loading": [("--model DIR --mxfp4", "--mxfp4 is of the random weights"), ("--rounds 0", "--rounds")],
+    "loading": [("--rounds 0", "--rounds")],
     "host": [("--requests 0", "--requests"), ("--kinds-of x", "unknown flag")],
     "sampling": [("--context 1", "--context must be at least 2")],
     "kernels": [("--layers 0", "--layers must be at least 1"), ("--model DIR --layers 2", "for a --shape")],

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from compiled_llm.bench import (
-    attention,
     harness,
     hf,
     host,
@@ -33,7 +32,6 @@ from compiled_llm.bench import (
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
-from tests import mxfp4
 from tests.families import checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +47,6 @@ Run = Callable[..., Any]
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits and caches of a small machine."""
     monkeypatch.setattr(harness, "CACHED_BYTES", 1 << 16)
-    monkeypatch.setattr(attention, "limit_runs", lambda device, dtype: harness.limit_runs(device, dtype, 16))
     monkeypatch.setattr(machine_limits, "measured", lambda device, dtype, **options: LIMITS)
     monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: LIMITS)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
@@ -197,14 +194,6 @@ def test_loading(run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ..
     assert "load over plain read" in out
 
 
-def test_loading_experts_in_mxfp4(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory as in the file, but for scales of two bytes, not one, and tables."""
-    plain = {name: value for name, value in mxfp4.CONFIG.items() if name != "quantization_config"}
-    monkeypatch.setitem(start.SHAPES, "tiny", {**plain, "hidden_size": 512, "intermediate_size": 512})
-    result, _ = run(loading, "--shape", "tiny", "--mxfp4", "--rounds", "1")
-    assert 0.85 < result["file_bytes"] / result["weight_bytes"] < 0.96
-
-
 @pytest.mark.battery
 def test_the_promise_of_the_peak_at_full_size(tmp_path: Path) -> None:
     start.write_checkpoint(tmp_path, "qwen3-0.6b")
@@ -255,27 +244,6 @@ def test_kernels(run: Run, tmp_path: Path) -> None:
     (prompt,) = saved["prompts"]
     assert (prompt["tokens"], prompt["launches"]) == (30, len(prompt["in_order"]))
     assert min(prompt["first_token_ms"], result["step_us"]) > 0
-
-
-def test_attention(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    sizes = ("--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--seconds", "0", "--block-size", "16", "8")
-    cases = ("--decode", "1x70,3x20", "--prefill", "5+20", "--kv-dtype", "int8")
-    result, out = run(attention, *sizes, *cases, "--json", tmp_path / "a.json")
-    rows = result["rows"]
-    assert [(row["case"], row["kv_dtype"], row["block_size"]) for row in rows] == [
-        (case, dtype, size)
-        for case in ("decode 1x70,3x20", "prefill 5+20")
-        for dtype in ("bfloat16", "int8")
-        for size in (16, 8)
-    ]
-    for row in rows:
-        others = {"uniform"} if "," in row["case"] else set()
-        assert set(row["seconds"]) == {"op", "gather", "sdpa", "flex"} | others
-        assert (row["left_out"], "to_uniform" in row) == ({}, bool(others))
-    assert sum(line.startswith(("decode ", "prefill ")) for line in out.splitlines()) == len(rows)
-    result, _ = run(attention, *sizes, "--decode", "2x40", "--prefill", "--kv-dtype", "--turned", "--hot")
-    assert result["turned"]
 
 
 def test_products(run: Run, tmp_path: Path) -> None:
@@ -358,7 +326,6 @@ def test_a_start(tmp_path: Path) -> None:
     assert all(seconds >= 0 for seconds in found["seconds"].values())
     assert sum(found["seconds"].values()) == pytest.approx(found["total"], abs=0.01)
     assert (found["hits"], found["misses"], found["recompiles"], found["dtype"]) == (0, 0, 0, "bfloat16")
-    assert {"weights", "make pool"} <= found["parts"].keys()
     assert "imported" in (tmp_path / "a.log").read_text()
 
 
@@ -380,7 +347,7 @@ def test_two_checkouts_start_in_turns(run: Run, monkeypatch: pytest.MonkeyPatch,
         total = 60.0 if len(seen) <= 2 else 10.0 + len(seen)
         figures = {"cpu": 1.0, "cpu of processes": 0.0, "load": 0.5, "hits": 0, "misses": 1, "dtype": "bfloat16"}
         seconds = dict.fromkeys(start.STAGES, total / len(start.STAGES))
-        return figures | {"seconds": seconds, "total": total, "parts": {"build": 2.0}, "tokens": [[len(seen)]]}
+        return figures | {"seconds": seconds, "total": total, "tokens": [[len(seen)]]}
 
     monkeypatch.setattr(start, "start", started)
     result, out = run(start, "--demo", "--other", tmp_path, "--warm-runs", "3")
