@@ -74,7 +74,7 @@ def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], num_comp
     launches = launches_of(made)
     compiler = Compiler(gpu)
     kernels = {launch.name: launch for launch in launches if launch.triton is not None}
-    chosen = dict(itertools.islice(kernels.items(), num_compiled))
+    chosen = dict(sorted(kernels.items(), key=lambda one: not one[1].is_programmatic)[:num_compiled])
     compiled = {name: compiler.compile(launch.triton) for name, launch in chosen.items() if launch.triton is not None}
     spans = spans_of(launches)
     return {
