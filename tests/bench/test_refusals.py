@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from compiled_llm.__main__ import main
-from compiled_llm.commands import module_of
 from compiled_llm.commands.bench import BENCHES
 
 HF = ("--backend", "hf", "--hf-max-batch-size", "8")
@@ -130,20 +129,6 @@ def test_bad_arguments_exit_with_2(
 def test_no_gpu_is_no_traceback(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert main(["bench", *words.split()]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", BENCHES)
-def test_help_is_a_screen_and_says_something_of_each_flag(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    parser = module_of("compiled_llm.bench", name).parser(f"compiled-llm bench {name}")
-    with pytest.raises(SystemExit, match="0"):
-        main(["bench", name, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"usage: compiled-llm bench {name}")
-    assert len(lines) <= 40
-    assert [action.dest for action in parser._actions if not action.help] == []
 
 
 def test_the_list_of_benchmarks_comes_at_once(capsys: pytest.CaptureFixture[str]) -> None:
