@@ -47,7 +47,7 @@ _QUANTIZED = (
 _AROUND = "--around --rows 1 32 64 128 256 2048 --seconds 0.2 --limit 45"
 _PROBE = (
     "--turned --heads 32 --decode 1x1025 32x1025 1x64 1x384 1x8193 1x32769 8x1025 256x1025 32x8193 1x32769,31x1025 "
-    "--prefill 2048+0 8192+0 2048+6144 --skip gather sdpa flex hf-paged --seconds 1 --limit 38"
+    "--prefill 2048+0 8192+0 2048+6144 --skip gather sdpa flex --seconds 1 --limit 38"
 )
 _START = f"{_BENCH} start --device cuda --dtype bfloat16 --max-model-len 8192 --load-format dummy --folder {{folder}}"
 _DECODES = f"{_LATENCY} --input-len 32 --output-len 128 --num-iters 5 --token-bucket-sizes 512"
@@ -87,11 +87,10 @@ PARTS = {
         for what, flags in (("", "--seconds 0.05 --limit 50"), ("-around", _AROUND))
     },
     "probe-attention": Part(55, f"{_BENCH} attention --device cuda {_PROBE} --json {{json}}", 14),
-    "gpt-fast": Part(40, f"{_BENCH} gpt-fast --checkout .gpt-fast --json {{json}}", 18),
     **{
         f"start{what}": Part(seconds, f"{_START} --shape {shape} {flags} --seconds {seconds - 10} --json {{json}}")
         for what, seconds, shape, flags in (
-            ("", 110, "llama-3.1-8b", "--warm-runs 1 --profile"),
+            ("", 110, "llama-3.1-8b", "--warm-runs 1"),
             ("-few", 60, "qwen3-0.6b", "--warm-runs 1 --bucket-sizes 1 --token-bucket-sizes 128"),
         )
     },

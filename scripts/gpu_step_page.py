@@ -1,7 +1,7 @@
 """The text of docs/gpu_step.md, from the lines that gpu_step_tables.py makes."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ _DECODES = [bucket for bucket in BUCKETS if bucket.startswith("decode")]
 
 Line = dict[str, Any]
 Lines = Sequence[Line]
-Read = Callable[[Lines], float | None]  # a value of lines, None where they lack it
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -67,8 +66,6 @@ def page(now: Lines, measured: Lines) -> str:
         _head(now),
         "## Beside a GPU\n",
         _measured(measured),
-        "## What is to be reached\n",
-        _goals(now),
         "## Launches\n",
         "From a layer's attention to the next layer's, and of the whole step, with every kind of KV cache"
         " unless it says otherwise.\n",
@@ -81,10 +78,6 @@ def page(now: Lines, measured: Lines) -> str:
         for gpu, gpu_title in GPUS.items():
             parts += [f"### {title}, {gpu_title}\n", _steps(now, model, gpu)]
     parts += [
-        "## A token of context over quantised caches\n",
-        "How much longer a layer's attention takes for a token more of context, from one context to the next, relative"
-        " to a cache in bf16. By bytes it is 0.52.\n",
-        _slopes(now),
         "## Attention over quantised caches\n",
         "A layer's attention, with the write to the cache, relative to its time over a cache in bf16 at the same"
         " context. By bytes it is 0.52.\n",
@@ -229,108 +222,5 @@ def _attention(now: Lines) -> str:
     return table(("model", "step", "context", *columns), rows)
 
 
-def token_to_bf16(lines: Lines, model: str, bucket: str, kv: str, gpu: str, place: int) -> float | None:
-    """A token of context between this context and the next, over a quantised cache relative to one in bf16."""
-    own, bf16 = (estimates(lines, model, bucket, kind, gpu) for kind in (kv, "auto"))
-    if not own or not bf16:
-        return None
-    more = [one[place + 1]["attention_us"] - one[place]["attention_us"] for one in (own, bf16)]
-    return more[0] / more[1]
-
-
-def _slopes(now: Lines) -> str:
-    rows = [
-        [
-            model_title,
-            title,
-            f"{contexts_of(bucket)[place]} to {contexts_of(bucket)[place + 1]}",
-            *(_digits(token_to_bf16(now, model, bucket, kv, gpu, place)) for gpu in GPUS for kv in ("int8", "fp8")),
-        ]
-        for model, model_title in MODELS.items()
-        for bucket, title in BUCKETS.items()
-        for place in (0, 1)
-    ]
-    columns = [f"{gpu} {kv}" for gpu in GPUS.values() for kv in ("int8", "fp8")]
-    return table(("model", "step", "context", *columns), rows)
-
-
 def _digits(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _goals(now: Lines) -> str:
-    """The worst value of each goal's cases, and whether that is good enough."""
-    rows = []
-    for title, limit, at_most, read in _goal_list():
-        value = worst(now, read, at_most)
-        style = (lambda value: f"{value:.0%}") if not at_most else (lambda value: f"{value:.3g}")
-        if value is None:
-            reached = "not estimated"
-        else:
-            reached = "yes" if (value <= limit if at_most else value >= limit) else "no"
-        asked = f"at {'most' if at_most else 'least'} {style(limit)}"
-        rows.append([title, asked, "" if value is None else style(value), reached])
-    return table(("the worst of", "asked", "estimated", "reached"), rows)
-
-
-def worst(lines: Lines, read: list[Read], at_most: bool) -> float | None:
-    values = [value for one in read if (value := one(lines)) is not None]
-    return (max if at_most else min)(values) if values else None
-
-
-# Of an H200 with contexts of 1k, bf16: milliseconds at most; the share of the data sheet's bandwidth at least, which is
-# 85% of what reads reach.
-STEPS_MS = {("llama-3.1-8b", "decode_1"): 4.1, ("qwen3-0.6b", "decode_1"): 0.65}
-SHARES = {("llama-3.1-8b", "decode_32"): 0.78, ("qwen3-0.6b", "decode_32"): 0.78}
-MATRIX_SHARES = {("llama-3.1-8b", "tokens_2048"): 0.47}  # 60% of 790 TFLOP/s, at 8k
-
-
-def _case(case: tuple[str, str]) -> str:
-    model, bucket = case
-    return f"{MODELS[model]}, H200, bf16, {BUCKETS[bucket]}"
-
-
-def _goal_list() -> list[tuple[str, float, bool, list[Read]]]:
-    """Title, limit, whether it is the most that may be, and the values of which the worst counts."""
-
-    def launches(model: str, buckets: Sequence[str]) -> list[Read]:
-        def read(bucket: str, kv: str) -> Read:
-            return lambda lines: one["launches_per_layer"] if (one := find(lines, model, bucket, kv)) else None
-
-        return [read(bucket, kv) for bucket in buckets for kv in KV_DTYPES]
-
-    def value(case: tuple[str, str], place: int, field: str, factor: float = 1.0) -> list[Read]:
-        def read(lines: Lines) -> float | None:
-            found = estimates(lines, *case, "auto", "h200")
-            return found[place][field] * factor if found else None
-
-        return [read]
-
-    def attention(model: str, bucket: str, kv: str, gpu: str, place: int) -> Read:
-        return lambda lines: to_bf16(lines, model, bucket, kv, gpu, place)
-
-    def token(model: str, bucket: str, kv: str, gpu: str, place: int) -> Read:
-        return lambda lines: token_to_bf16(lines, model, bucket, kv, gpu, place)
-
-    goals: list[tuple[str, float, bool, list[Read]]] = [
-        (f"{title}: launches a layer in decodes {of}", 7, True, launches(model, buckets))
-        for model, title in MODELS.items()
-        for of, buckets in (("of 1 to 32", _DECODES[:-1]), ("of 256", _DECODES[-1:]))
-    ]
-    for case, limit in STEPS_MS.items():
-        goals.append((f"{_case(case)} of 1k: ms", limit, True, value(case, 0, "step_us", 1e-3)))
-    for case, limit in SHARES.items():
-        goals.append((f"{_case(case)} of 1k: bandwidth", limit, False, value(case, 0, "bandwidth_share")))
-    for case, limit in MATRIX_SHARES.items():
-        goals.append((f"{_case(case)} at 8k: matrix rate", limit, False, value(case, 1, "matrix_share")))
-    for model, title in MODELS.items():
-        for place, span in enumerate(("1k to 8k", "8k to 32k")):
-            for kv in ("int8", "fp8"):
-                reads = [token(model, bucket, kv, gpu, place) for bucket in _DECODES for gpu in GPUS]
-                goals.append((f"{title}, {span}: a token of context over {kv} to bf16", 0.58, True, reads))
-    for model, title in MODELS.items():
-        for place, context in enumerate(contexts_of("decode_1")):
-            for kv in ("int8", "fp8"):
-                reads = [attention(model, bucket, kv, gpu, place) for bucket in _DECODES for gpu in GPUS]
-                goals.append((f"{title}, contexts of {context}: attention over {kv} to bf16", 0.58, True, reads))
-    return goals

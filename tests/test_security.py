@@ -54,7 +54,6 @@ ALLOWED = {
     ("compiled_llm/compiling/build_processes.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/worker/worker_process.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/worker/worker_process.py", "pickle"): _OWN_PIPE,
-    ("compiled_llm/bench/host.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/shared.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/harness.py", "multiprocessing"): _OWN_PIPE,
     ("scripts/gpu_step_tables.py", "multiprocessing"): _OWN_PIPE,

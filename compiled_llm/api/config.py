@@ -15,6 +15,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
 QUANTIZATIONS = ("int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4")  # of the weights
 GROUP_SIZES = (32, 64, 128)
+# Arguments that are one of a few names -> these names. ``quantization`` may also be None.
+NAMED_VALUES = {
+    "dtype": ("auto", *DTYPES),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "kv_cache_dtype": ("auto", *DTYPES, *QUANTISED_DTYPES),
+    "quantization": QUANTIZATIONS,
+    "quantization_head": ("auto", "none", *QUANTIZATIONS),
+    "quantization_embedding": ("none", *QUANTIZATIONS),
+}
 MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
 
 
@@ -167,9 +176,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, _INTEGERS, {"max_grammar_seconds": (0.01, 3600)})
-        one_of("dtype", self.dtype, ("auto", *DTYPES))
-        one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
-        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, *QUANTISED_DTYPES))
+        for name, allowed in NAMED_VALUES.items():
+            if name != "quantization" or self.quantization is not None:
+                one_of(name, getattr(self, name), allowed)
         self._check_sources()
         self._check_quantization()
         if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
@@ -206,10 +215,6 @@ class EngineConfig:
 
     def _check_quantization(self) -> None:
         """How weights are rounded."""
-        if self.quantization is not None:
-            one_of("quantization", self.quantization, QUANTIZATIONS)
-        one_of("quantization_head", self.quantization_head, ("auto", "none", *QUANTIZATIONS))
-        one_of("quantization_embedding", self.quantization_embedding, ("none", *QUANTIZATIONS))
         object.__setattr__(self, "quantization_skip", names("quantization_skip", self.quantization_skip))
         size, head = self.quantization_group_size, self.quantization_head
         if size is not None and size not in GROUP_SIZES:

@@ -1,13 +1,12 @@
 """Paged attention: time, bandwidth and arithmetic rate of the op, compared with the machine's limits and alternatives.
 
     compiled-llm bench attention                                    # a default grid, some minutes on a CPU
-    compiled-llm bench attention --device cuda --plot attention.png
+    compiled-llm bench attention --device cuda
     compiled-llm bench attention --decode 1x4096 1x8192,31x256 --prefill 512+1024 8x4+4096 --block-size 16 64
 
 A case is BATCHxCONTEXT for decode (CONTEXT keys, the new one included) and [BATCHx]TOKENS+CONTEXT for prefill. Commas
-join groups of requests into one step: 1x8192,31x256 is one long request and thirty-one short ones. Such a decode is
-also timed with the same number of keys spread evenly over the batch. /uniform is the ratio of the two times; it is 1 if
-the time depends only on the number of bytes.
+join groups of requests into one step: 1x8192,31x256 is one long request and thirty-one short ones. It should take as
+long as 32x504, which has as many keys.
 
 Everything of a case is timed in turns:
 
@@ -17,12 +16,10 @@ Everything of a case is timed in turns:
     sdpa      F.scaled_dot_product_attention on keys and values that are contiguous already (no paging at all); on a
               GPU cudnn and flash are two of its backends
     flex      compiled FlexAttention on the same contiguous keys and values
-    hf-paged  attention of transformers' continuous batching: its SDPA function with a mask, over a cache that works as
-              its own (write, then gather all requests' keys into one sequence)
     limits    memory: a sum over a large tensor on a CPU, a copy on a GPU (read and written); a large matrix product
 
 gather, sdpa and flex run once for each group of requests. No alternative has a quantised cache: they run in the model's
-dtype (gather and hf-paged with the first block size), and their columns are their times divided by that of the op in
+dtype (gather with the first block size), and their columns are their times divided by that of the op in
 that row. /model is the op's time relative to its own with a cache in the model's dtype. GB/s counts keys, values and
 scales, each read once, TFLOP/s the two products over the visible keys. `of limit` is the time that these bytes or these
 operations, whichever takes longer, would need at the machine's limits, over the time taken.
@@ -35,27 +32,21 @@ compiled first, in parallel processes, for --compile-seconds; cases that --limit
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import json
-import os
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.bench.attention_ways import (
     ALTERNATIVES,
     ON_GPU,
     Case,
     Shape,
     Step,
-    WrongResultError,
     check,
     expected,
     op,
@@ -64,22 +55,24 @@ from compiled_llm.bench.attention_ways import (
 from compiled_llm.bench.harness import (
     STATISTICS,
     TORCH_DTYPES,
+    Row,
     Run,
+    WrongResultError,
+    add_case_flags,
     call_seconds,
     copies_of,
     finish,
     has_gpu,
     limit_runs,
-    prepared,
     reason_of,
+    run_cases,
 )
-from compiled_llm.bench.program_turns import wait_for_turn
 from compiled_llm.system import hardware
 
 Limits = dict[str, tuple[Run, float]]
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CASES = {
-    ("decode", "cpu"): ["1x1024", "1x4096", "8x1024", "32x1024", "1x8192,31x256"],
+    ("decode", "cpu"): ["1x1024", "1x4096", "8x1024", "32x1024", "1x8192,31x256", "32x504"],
     ("prefill", "cpu"): ["512+0", "2048+0", "512+1024", "512+4096", "8x4+4096"],
     ("decode", "cuda"): ["1x8192", "8x8192", "32x8192", "32x1024", "1x131072", "1x131072,31x4096"],
     ("prefill", "cuda"): ["512+0", "2048+0", "2048+6144", "8192+0", "8x4+8192"],
@@ -89,11 +82,9 @@ CASES = {
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Paged attention beside the machine's limits and alternatives.")
     add = made.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     decode, prefill = (functools.partial(parse_case, kind) for kind in ("decode", "prefill"))
     add("--decode", nargs="*", type=decode, metavar="CASE", help="BATCHxCONTEXT[,...] (default: a grid)")
     add("--prefill", nargs="*", type=prefill, metavar="CASE", help="[BATCHx]TOKENS+CONTEXT[,...] (default: a grid)")
-    add("--dtype", choices=TORCH_DTYPES, default="bfloat16", help="the model's: of queries, and of a cache by default")
     add("--kv-dtype", nargs="*", choices=KV_DTYPES, default=list(KV_DTYPES), help="of further caches (default: both)")
     add("--block-size", nargs="+", type=int, default=[16], metavar="S", help="(default: 16)")
     add("--heads", type=int, default=16, help="of queries (default: 16)")
@@ -102,13 +93,7 @@ def parser(program: str) -> FlagParser:
     add("--skip", nargs="+", choices=ALTERNATIVES, default=[], help="alternatives to leave out")
     add("--turned", action="store_true", help="the op turns queries and keys first, as in a step")
     add("--hot", action="store_true", help="one layer again and again, whose keys may be in a cache")
-    add("--seconds", type=float, default=5.0, help="for each case, without its preparation (default: 5)")
-    add("--limit", type=float, default=1e9, metavar="SECONDS", help="for all cases; the first are the most wanted")
-    add("--compile-seconds", type=float, default=120, metavar="SECONDS", help="on a GPU (default: 120)")
-    add("--statistic", choices=STATISTICS, default="median", help="min on a machine that others use")
-    add("--threads", type=int, help="of torch, on the CPU")
-    tables.add_json_flag(made)
-    add("--plot", type=tables.output_file, metavar="FILE.png", help="draw the table; needs matplotlib")
+    add_case_flags(made, 5)
     return made
 
 
@@ -118,10 +103,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--seconds must be finite, given inf")
     if args.heads % args.kv_heads:
         raise ValueError(f"--heads must be a multiple of --kv-heads, given {args.heads} and {args.kv_heads}")
-    if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot must end in .png, .svg or .pdf, given {str(args.plot)!r}")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or compiled-llm[plot]")
     for kind in ("decode", "prefill"):
         if getattr(args, kind) is None:
             setattr(args, kind, [parse_case(kind, text) for text in CASES[kind, args.device]])
@@ -179,18 +160,14 @@ def measure(
     """A row for each KV dtype and block size, measured in the same rounds, ``limits`` too without ``rates``."""
     shape, variants = shape_of(args), variants_of(args)
     num_layers = 1 if args.hot else copies_of(case.num_bytes(shape, shape.dtype))
-    even = case.uniform()
-    cases = {"op": case, "uniform": even} if even else {"op": case}
-    steps = {label: Step(some, shape, args.device, num_layers) for label, some in cases.items()}
+    step = Step(case, shape, args.device, num_layers)
     runs: dict[Any, Run] = {} if rates else {name: run for name, (run, _) in limits.items()}
-    outputs: dict[Any, torch.Tensor] = {}
-    for label, step in steps.items():
-        for (name, block_size), dtype in variants.items():
-            key = label, name, block_size
-            runs[key] = attend = op(step, dtype, block_size, args.turned)
-            outputs[key] = attend(0)
-            check(f"the op ({step.case.name}, {name})", outputs[key], expected(step, dtype))
-    others, left_out = alternatives(steps["op"], outputs["op", args.dtype, shape.block_size], args.skip)
+    outputs: dict[tuple[str, int], torch.Tensor] = {}
+    for key, dtype in variants.items():
+        runs[key] = attend = op(step, dtype, key[1], args.turned)
+        outputs[key] = attend(0)
+        check(f"the op ({key[0]})", outputs[key], expected(step, dtype))
+    others, left_out = alternatives(step, outputs[args.dtype, shape.block_size], args.skip)
     found = call_seconds(runs | others, num_layers, args.device, seconds=args.seconds, left_out=left_out)
     seconds = {name: STATISTICS[args.statistic](values) for name, values in found.items()}
 
@@ -200,17 +177,13 @@ def measure(
         num_bytes, num_flops = case.num_bytes(shape, dtype), case.num_flops(shape)
         ideal = {"memory": num_bytes / rates["memory"], "matmul": num_flops / rates["matmul"]}
         limit = max(ideal, key=lambda key: ideal[key])
-        taken = seconds["op", name, block_size]
+        taken = seconds[name, block_size]
         row: dict[str, Any] = {"case": case.name, "kv_dtype": name, "block_size": block_size}
         row |= {"seconds": {"op": taken} | {other: seconds[other] for other in others if other in seconds}}
         row |= {"bytes": num_bytes, "flops": num_flops, "gb_per_s": num_bytes / taken / 1e9}
         row |= {"tflop_per_s": num_flops / taken / 1e12, "limit": limit, "share_of_limit": ideal[limit] / taken}
         row |= {"memory_limit_gb_per_s": rates["memory"] / 1e9, "matmul_limit_tflop_per_s": rates["matmul"] / 1e12}
-        row |= {"to_model_dtype": taken / seconds["op", args.dtype, block_size], "left_out": left_out}
-        if even:
-            row["seconds"]["uniform"] = seconds["uniform", name, block_size]
-            row["to_uniform"] = taken / row["seconds"]["uniform"]
-        rows.append(row)
+        rows.append(row | {"to_model_dtype": taken / seconds[args.dtype, block_size], "left_out": left_out})
     return rows
 
 
@@ -220,7 +193,6 @@ def table_row(row: dict[str, Any], names: list[str]) -> dict[str, Any]:
     shown = {"case": row["case"], "KV": row["kv_dtype"], "S": row["block_size"], "op us": seconds["op"] * 1e6}
     shown |= {"GB/s": row["gb_per_s"], "TFLOP/s": row["tflop_per_s"]}
     shown |= {"of limit": f"{row['share_of_limit']:.0%} {row['limit']}", "/model": row["to_model_dtype"]}
-    shown["/uniform"] = row.get("to_uniform")
     return shown | {name: f"{seconds[name] / seconds['op']:.2f}x" if name in seconds else "-" for name in names}
 
 
@@ -229,83 +201,25 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(check_arguments, arguments, **least)
     if not has_gpu(program, args.device):
         return 2
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     facts = hardware.describe(torch.device(args.device))
-    cases, names = args.decode + args.prefill, names_of(args.device, args.skip)
+    names = names_of(args.device, args.skip)
     sizes = f"N={args.heads} K={args.kv_heads} H={args.head_dim}, model and alternatives in {args.dtype}"
-    title = f"{facts.get('gpu', facts['cpu'])}\n{sizes}"
-    print(title, flush=True)
-    if args.device == "cuda":
-        jobs = {case.name: (case, args) for case in cases}
-        for reason in prepared(compile_case, jobs, max(1, (os.cpu_count() or 2) - 1), args.compile_seconds):
-            print(f"not compiled: {reason}", flush=True)
-    wait_for_turn()
-    end, rows, printed = time.perf_counter() + args.limit, list[dict[str, Any]](), set[str]()
-    record: dict[str, Any] = {"statistic": args.statistic, "rows": rows}
+    print(f"{facts.get('gpu', facts['cpu'])}\n{sizes}", flush=True)
+    rows: list[Row] = []
+    record: dict[str, Any] = {"statistic": args.statistic, "rows": rows, "turned": args.turned, "hot": args.hot}
     record["model"] = {key: getattr(args, key) for key in ("heads", "kv_heads", "head_dim", "dtype")}
-    record |= {"turned": args.turned, "hot": args.hot}
-    with torch.inference_mode():
-        limits, rates = limit_runs(args.device, TORCH_DTYPES[args.dtype]), None
-        if args.device == "cuda":  # nobody else uses it
-            found = call_seconds({name: run for name, (run, _) in limits.items()}, 1, "cuda", seconds=0.1)
-            rates = rates_of(limits, {name: min(values) for name, values in found.items()})
-        for case in cases:
-            if time.perf_counter() > end:
-                print(f"{case.name}: left out, no time", flush=True)
-                continue
-            try:
-                new = measure(case, args, limits, rates)
-            except WrongResultError as error:
-                print(f"{program}: error: {error}", file=sys.stderr)
-                return 1
+    limits, rates = limit_runs(args.device, TORCH_DTYPES[args.dtype]), None
+    if args.device == "cuda":  # nobody else uses it
+        found = call_seconds({name: run for name, (run, _) in limits.items()}, 1, "cuda", seconds=0.1)
+        rates = rates_of(limits, {name: min(values) for name, values in found.items()})
+    cases = {case.name: case for case in args.decode + args.prefill}
+    with errors_end(program, (WrongResultError,), status=1):
+        for new in run_cases(args, cases, compile_case, lambda case: measure(case, args, limits, rates)):
             print(tables.text_table([table_row(row, names) for row in new]), flush=True)
-            for name, reason in new[0]["left_out"].items():
-                if f"{name} {reason}" not in printed:
-                    print(f"    {name} is left out: {reason}", flush=True)
-                printed.add(f"{name} {reason}")
             rows += new
             if args.json:  # after each case: a run that is cut off keeps what was done
                 args.json.write_text(json.dumps(record | {"machine": facts}) + "\n")
-    if args.plot:
-        plot(rows, title, args.plot)
     finish("attention", record, args.json, device=args.device)
     return 0
-
-
-def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Two panels over the cases: the op's share of the limit, and the alternatives' times relative to the op's."""
-    from matplotlib.figure import Figure
-
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    shares: dict[str, dict[str, float]] = {}
-    times: dict[str, dict[str, float]] = {name: {} for name in ALTERNATIVES}
-    for row in rows:
-        label = f"{row['kv_dtype']}, blocks of {row['block_size']}"
-        shares.setdefault(label, {})[row["case"]] = 100 * row["share_of_limit"]
-        if label == next(iter(shares)):
-            for name in times.keys() & row["seconds"].keys():
-                times[name][row["case"]] = row["seconds"][name] / row["seconds"]["op"]
-
-    def bars(axes: Any, series: dict[str, dict[str, float]], base: float, digits: int) -> None:
-        width = 0.8 / max(1, len(series))
-        for i, (label, values) in enumerate(series.items()):
-            places = [cases.index(case) + (i - (len(series) - 1) / 2) * width for case in values]
-            drawn = axes.bar(places, [value - base for value in values.values()], width, base, label=label)
-            axes.bar_label(drawn, [f"{value:.{digits}f}" for value in values.values()], fontsize=7)
-        axes.axhline(base, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(cases)), [case.replace(" ", "\n").replace(",", ",\n") for case in cases])
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=max(1, len(series)), frameon=False)
-
-    figure = Figure(figsize=(max(9, 1.5 * len(cases)), 9), layout="constrained")
-    figure.suptitle(title)
-    upper, lower = figure.subplots(2, 1)
-    bars(upper, shares, 0, 0)
-    upper.set_ylabel("op: share of the machine's limit (%)")
-    bars(lower, {name: values for name, values in times.items() if values}, 1, 1)
-    lower.set_yscale("log")
-    lower.yaxis.set_major_formatter("{x:g}")
-    op = f"the op's with {next(iter(shares))}"
-    lower.set_ylabel(f"time relative to {op}\n(ratio, log scale; above 1 the op is faster)")
-    figure.savefig(path, dpi=150)

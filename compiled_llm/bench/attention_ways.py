@@ -6,10 +6,8 @@ Shape letters as in docs/design.md. An implementation is built for a step and gi
 import argparse
 import dataclasses
 import functools
-import inspect
 import itertools
 import re
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from compiled_llm.bench.harness import zeros
+from compiled_llm.bench.harness import WrongResultError, zeros
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.ops import paged_attention
 from compiled_llm.ops.attention import kv_quant
@@ -31,10 +29,6 @@ WRITE_TOKENS = 8192  # a cache is filled in pieces of this many
 TOLERANCE = 0.03  # of a row of the output, relative to its length; bfloat16 alone accounts for about 0.01
 
 Attend = Callable[[int], Tensor]  # runs one layer, given its number; returns [T, N, H]
-
-
-class WrongResultError(Exception):
-    """Two implementations disagree: their times mean nothing."""
 
 
 class Shape(NamedTuple):
@@ -85,15 +79,6 @@ class Case:
         """Operations of the two products over the keys that each query sees."""
         pairs = sum(g.count * (g.query_len * g.seq_len - g.query_len * (g.query_len - 1) // 2) for g in self.groups)
         return 4 * shape.heads * shape.head_dim * pairs
-
-    def uniform(self) -> "Case | None":
-        """The same batch and number of keys spread evenly, if this is a decode where they are not."""
-        if any(group.query_len > 1 for group in self.groups) or len({group.seq_len for group in self.groups}) == 1:
-            return None
-        batch = len(self.requests)
-        length, longer = divmod(self.num_keys, batch)
-        groups = (Group(longer, 1, length + 1), Group(batch - longer, 1, length))
-        return Case(f"{self.name} spread evenly", tuple(group for group in groups if group.count))
 
 
 def parse_case(kind: str, text: str) -> Case:
@@ -306,61 +291,12 @@ def flex(step: Step) -> Attend:
     return attend
 
 
-def hf_paged(step: Step) -> Attend:
-    from transformers.generation.continuous_batching.cache import PagedAttentionCache
-    from transformers.integrations import sdpa_attention
-
-    forward: Any = sdpa_attention.sdpa_attention_forward
-    packed = "cache" not in inspect.signature(forward).parameters  # versions before that had a function for it
-    if packed:
-        from transformers.integrations import sdpa_paged
-
-        forward = sdpa_paged.sdpa_attention_paged_forward
-    _, slots, num_blocks = step.place(step.block_size)
-    write_index, read_index = step.new_slots(slots).long(), torch.cat([part.flatten() for part in slots]).long()
-    shape = (2, num_blocks * step.block_size, step.kv_heads, step.head_dim)
-    caches = [zeros(shape, step.dtype, step.device) for _ in step.layers]
-    for pair, layer in zip(caches, step.layers, strict=True):
-        for cache, parts in zip(pair, zip(*layer, strict=True), strict=True):
-            cache[read_index] = step.by_token(list(parts))
-    mask = torch.full((len(step.q), len(read_index)), torch.finfo(step.dtype).min, dtype=step.dtype, device=step.device)
-    row = column = 0
-    for group in step.case.requests:
-        block = mask[row : row + group.query_len, column : column + group.seq_len]
-        block.masked_fill_(group.visible(step.device), 0)
-        row, column = row + group.query_len, column + group.seq_len
-    nothing_cached = all(group.query_len == group.seq_len for group in step.groups)
-
-    class Cache(PagedAttentionCache):
-        def __init__(self) -> None:
-            """None of its bookkeeping: ``update`` is all that attention calls."""
-
-        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, **_: Any) -> list[Tensor]:
-            found = []
-            for cache, states in zip(caches[layer_idx], (key_states, value_states), strict=True):
-                rows = states[0].transpose(0, 1)
-                cache.index_copy_(0, write_index, rows)
-                found.append(rows if nothing_cached else cache.index_select(0, read_index))
-            return found if packed else [x.transpose(0, 1)[None] for x in found]
-
-    query, key, value = (x[None].transpose(1, 2) for x in (step.q, step.k, step.v))
-    cache, unused = Cache(), {"read_index": None, "write_index": None}
-
-    def attend(layer: int) -> Tensor:
-        module = types.SimpleNamespace(layer_idx=layer, num_key_value_groups=step.heads // step.kv_heads)
-        scale = step.head_dim**-0.5
-        return forward(module, query, key, value, mask[None, None], scaling=scale, cache=cache, **unused)[0][0]
-
-    return attend
-
-
 ALTERNATIVES: dict[str, Callable[[Step], Attend]] = {
     "gather": gather,
     "sdpa": sdpa,
     "cudnn": functools.partial(sdpa_by, SDPBackend.CUDNN_ATTENTION),
     "flash": functools.partial(sdpa_by, SDPBackend.FLASH_ATTENTION),
     "flex": flex,
-    "hf-paged": hf_paged,
 }
 ON_GPU = ("cudnn", "flash")
 

@@ -5,19 +5,22 @@ median of the ratios within a round. On a GPU the time of a launch is the slope 
 step: what a graph's start takes falls out.
 """
 
+import argparse
 import itertools
 import multiprocessing
+import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from compiled_llm.api import tables
+from compiled_llm.bench.program_turns import wait_for_turn
 from compiled_llm.ops import native
 from compiled_llm.system import hardware
 
@@ -29,9 +32,17 @@ LEAST_LAUNCHES = 4  # of a graph
 CACHED_BYTES = 256 << 20  # more than a processor's or a GPU's caches hold
 BATCH_SECONDS = 5e-3  # of calls that are timed together on a CPU
 
+MOST_PROCESSES = 8  # that compile side by side: each has a case's tensors
+
 Name = TypeVar("Name", bound=Hashable)
 Value = TypeVar("Value")
+Case = TypeVar("Case")
 Run = Callable[[int], object]  # a call, given the number of the copy that it reads
+Row = dict[str, Any]
+
+
+class WrongResultError(Exception):
+    """What is timed does not compute what it should: its times mean nothing."""
 
 
 # ---- time ---------------------------------------------------------------------------------------------------------
@@ -189,6 +200,53 @@ def prepared(job: Callable[[Any], object], todo: Mapping[str, Any], processes: i
             except Exception as error:
                 failed.append(f"{name}: {reason_of(error)}")
     return failed
+
+
+def add_case_flags(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Of benchmarks whose cases are timed one after the other. ``seconds``: of a case by default."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    add("--dtype", choices=TORCH_DTYPES, default="bfloat16", help="the model's")
+    add("--seconds", type=float, default=seconds, help=f"for each case, without its preparation (default: {seconds:g})")
+    add("--limit", type=float, default=1e9, metavar="SECONDS", help="for all cases; the first are the most wanted")
+    add("--compile-seconds", type=float, default=120, metavar="SECONDS", help="on a GPU (default: 120)")
+    add("--statistic", choices=STATISTICS, default="median", help="min on a machine that others use")
+    add("--threads", type=int, default=torch.get_num_threads(), help="of torch, on the CPU")
+    tables.add_json_flag(parser)
+
+
+def run_cases(
+    args: argparse.Namespace,
+    cases: Mapping[str, Case],
+    compiles: Callable[[tuple[Case, argparse.Namespace]], object],
+    measure: Callable[[Case], list[Row]],
+) -> Iterator[list[Row]]:
+    """The rows of each case for which ``--limit`` leaves time; a row's ``left_out`` is said.
+
+    Args:
+        compiles: runs a case once; on a GPU for all of them in processes of their own, before any is measured.
+    """
+    if args.device == "cuda":
+        processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1))
+        todo = {name: (case, args) for name, case in cases.items()}
+        for reason in prepared(compiles, todo, processes, args.compile_seconds):
+            print(f"not compiled: {reason}", flush=True)
+    wait_for_turn()
+    end, said = time.perf_counter() + args.limit, set[str]()
+    with torch.inference_mode():
+        for name, case in cases.items():
+            if time.perf_counter() > end:
+                print(f"{name}: left out, no time", flush=True)
+                continue
+            try:
+                rows = measure(case)
+            except WrongResultError as error:
+                raise WrongResultError(f"{name}: {error}") from error
+            yield rows
+            for reason in [f"{way} is left out: {why}" for way, why in rows[0]["left_out"].items()]:
+                if reason not in said:
+                    print(f"    {reason}", flush=True)
+                said.add(reason)
 
 
 def reason_of(error: Exception) -> str:

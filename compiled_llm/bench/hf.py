@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from compiled_llm.bench.workloads import Timing
+
 Batch = Sequence[tuple[list[int], int]]  # token ids of the prompt, tokens to generate
 
 
@@ -26,14 +28,16 @@ def load(directory: Path, dtype: str, device: torch.device, seed: int, *, random
     return module.to(device).eval()
 
 
-def run(model: Any, requests: Batch, max_batch_size: int) -> float:
-    """Seconds that all requests take, ``max_batch_size`` at a time, each batch until its longest request is done."""
-    started = time.perf_counter()
+def run(model: Any, requests: Batch, max_batch_size: int) -> Timing:
+    """All requests, ``max_batch_size`` at a time, each batch until its longest request is done."""
+    seconds, ttfts, tpots = 0.0, list[float](), list[float]()
     for start in range(0, len(requests), max_batch_size):
-        generate(model, requests[start : start + max_batch_size])
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter() - started
+        part = requests[start : start + max_batch_size]
+        times = [step_end for step_end, _ in timed_tokens(model, part)]
+        ttfts += [seconds + times[0]] * len(part)
+        tpots += [(times[count - 1] - times[0]) / (count - 1) for _, count in part if count > 1]
+        seconds += times[-1]
+    return Timing(seconds, ttfts, tpots)
 
 
 def generate(model: Any, batch: Batch, **options: Any) -> torch.Tensor:

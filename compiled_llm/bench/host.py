@@ -7,9 +7,9 @@
 On a CPU the engine is a whole one with the bundled tokenizer, but for the model's step, which does nothing and leaves
 the same tokens each time: all time is the host's. ``--waiting`` requests wait besides. On a GPU the step is that of
 ``--shape``, recorded in CUDA graphs without compiling, since the host does the same for a graph whatever is in it;
-``--compiled`` compiles it. There each number of requests has an engine in a process of its own, which start at the same
-time and are measured one after another: one with graphs beside which inputs and tokens are copied (manual), and one
-with graphs that read and write memory of the host (pinned). The two have to find the same tokens.
+``--compiled`` compiles it. There each number of requests has two engines, one after the other: one with graphs beside
+which inputs and tokens are copied (manual), and one with graphs that read and write memory of the host (pinned). The
+two have to find the same tokens.
 
 Parts are medians over the steps, in microseconds. ``prepare`` fills the step's buffers. ``collect`` has no waiting for
 the device. ``other`` is what is left of ``Engine.step``: log, interrupts, queues. ``processor`` is the processor time
@@ -22,13 +22,12 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
-import multiprocessing
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -246,53 +245,6 @@ def measure_all(
             yield measured(engine, args, num_requests, kind, num_waiting) | on_gpu
 
 
-def serve(connection: Connection, args: argparse.Namespace, num_requests: int, graphs: str) -> None:
-    """In a process of its own: start an engine, say so, wait for a turn, and send rows, then None."""
-    try:
-        with started(args, num_requests, graphs) as engine:
-            connection.send("ready")
-            connection.recv()
-            for row in measure_all(engine, args, num_requests, graphs):
-                connection.send(row)
-    except Exception:
-        connection.send({"requests": num_requests, "graphs": graphs, "error": traceback.format_exc()})
-    connection.send(None)
-
-
-def in_processes(args: argparse.Namespace, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The rows of all sizes and kinds of graphs; the engines start at the same time."""
-    context = multiprocessing.get_context("spawn")
-    ends, cases = [], [(size, graphs) for size in sizes for graphs in args.graphs.split(",")]
-    for case in cases:
-        own_end, other_end = context.Pipe()
-        process = context.Process(target=serve, args=(other_end, args, *case), daemon=True)
-        process.start()
-        other_end.close()
-        ends.append((own_end, process))
-    before, answers = time.perf_counter(), list[Any]()
-    for own_end, _ in ends:
-        left = max(0.0, args.patience - (time.perf_counter() - before))
-        answers.append(own_end.recv() if own_end.poll(left) else None)
-    print(f"engines ready after {time.perf_counter() - before:.1f} s", flush=True)
-    for (own_end, process), (size, graphs), answer in zip(ends, cases, answers, strict=True):
-        with contextlib.suppress(EOFError, BrokenPipeError):
-            if answer is None:
-                yield {"requests": size, "graphs": graphs, "error": f"not ready after {args.patience:.0f} s"}
-            elif isinstance(answer, dict):
-                yield answer
-            else:
-                own_end.send("go")
-                yield from iter(own_end.recv, None)
-        process.kill()
-        process.join()
-
-
-def in_this_process(args: argparse.Namespace, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    for size in sizes:
-        with started(args, size) as engine:
-            yield from measure_all(engine, args, size)
-
-
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Host time of a step by part, and how long the device idles.")
     add = made.add_argument
@@ -306,8 +258,7 @@ def parser(program: str) -> FlagParser:
     add("--layers", type=int, help="of that shape (default: its own)")
     add("--compiled", action="store_true", help="compile the steps of a GPU")
     add("--graphs", default="manual,pinned", help="values of cuda_graphs to compare on a GPU")
-    add("--patience", type=float, default=60.0, help="seconds that engines may take to start (default: 60)")
-    add("--output", type=Path, metavar="DIR", help="write host.json there after each line")
+    add("--output", type=Path, metavar="DIR", help="write host.json there after each engine")
     tables.add_json_flag(made)
     return made
 
@@ -318,8 +269,13 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         args.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     facts = {"results": rows, "machine": hardware.describe(torch.device(args.device))}
-    for row in (in_this_process if args.device == "cpu" else in_processes)(args, args.requests):
-        rows.append(row)
+    kinds = args.graphs.split(",") if args.device == "cuda" else ["manual"]
+    for size, graphs in itertools.product(args.requests, kinds):
+        try:
+            with started(args, size, graphs) as engine:
+                rows += measure_all(engine, args, size, graphs)
+        except Exception:  # of one kind of graphs, which says nothing of the others
+            rows.append({"requests": size, "graphs": graphs, "error": traceback.format_exc()})
         if args.output is not None:
             (args.output / "host.json").write_text(json.dumps(facts) + "\n")
     for size in args.requests:

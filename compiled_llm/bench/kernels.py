@@ -165,21 +165,21 @@ def prompt(engine: CompiledEngine, length: int, repeats: int) -> tuple[Bucket, l
 
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Every kernel of a decode step on a GPU, as it ran.")
-    made.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights (default: qwen3-0.6b)")
-    made.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in the place of --shape")
-    made.add_argument("--dtype", default="auto", choices=DTYPES, help="(default: the model's)")
-    made.add_argument("--batch-size", type=int, default=32, help="requests that decode (default: 32)")
-    made.add_argument("--context", type=int, default=1024, help="tokens of each request (default: 1024)")
-    made.add_argument("--repeats", type=int, default=9, help="of which the median is taken (default: 9)")
-    made.add_argument("--device", default="cuda", help="(default: cuda)")
-    made.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"), help="(default: auto)")
-    made.add_argument(
-        "--cuda-graphs", default="auto", choices=("auto", "manual", "programmatic", "trees"), help="(default: auto)"
-    )
-    made.add_argument("--enforce-eager", action="store_true", help="compile nothing")
-    made.add_argument("--exact", action="store_true", help="the engine's argument of that name")
-    made.add_argument("--layers", type=int, help="so many layers of the shape (default: all)")
-    made.add_argument("--prompts", type=int, nargs="+", metavar="TOKENS", help="also prompts of so many tokens")
+    add = made.add_argument
+    add("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights (default: qwen3-0.6b)")
+    add("--model", type=Path, metavar="DIR", help="a checkpoint in the place of --shape")
+    add("--dtype", default="auto", choices=DTYPES, help="(default: the model's)")
+    add("--batch-size", type=int, default=32, help="requests that decode (default: 32)")
+    add("--context", type=int, default=1024, help="tokens of each request (default: 1024)")
+    add("--repeats", type=int, default=9, help="of which the median is taken (default: 9)")
+    add("--device", default="cuda", help="(default: cuda)")
+    add("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"), help="(default: auto)")
+    kinds = ("auto", "manual", "programmatic", "trees")
+    add("--cuda-graphs", default="auto", choices=kinds, help="(default: auto)")
+    add("--enforce-eager", action="store_true", help="compile nothing")
+    add("--exact", action="store_true", help="the engine's argument of that name")
+    add("--layers", type=int, help="so many layers of the shape (default: all)")
+    add("--prompts", type=int, nargs="+", metavar="TOKENS", help="also prompts of so many tokens")
     tables.add_json_flag(made)
     return made
 

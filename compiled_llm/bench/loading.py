@@ -11,7 +11,6 @@ before each, and both wait for the disk. The peak is of this process, over what 
 The first round counts apart: a virtual machine's memory that nobody has used yet has to be fetched from its host.
 """
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -36,7 +35,6 @@ from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.weights import tensors
 from compiled_llm.worker.memory import growth_while
 
-MXFP4 = {"quant_method": "mxfp4"}
 MAX_POSITIONS = 4096  # of the tables of rotary embeddings, which are made and not read
 
 
@@ -44,18 +42,12 @@ def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="The reading of a model's weights beside a plain read of its files.")
     made.add_argument("--model", type=Path, metavar="DIR", help="default: random weights of --shape")
     made.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="(default: qwen3-0.6b)")
-    made.add_argument("--mxfp4", action="store_true", help="the experts of --shape in MXFP4, as gpt-oss has them")
     made.add_argument("--dtype", default="auto", choices=DTYPES, help="(default: the model's)")
     made.add_argument("--quantization", choices=SCHEMES, help="of linear layers and the head, as they are read")
     made.add_argument("--cold", action="store_true", help="from the disk: the page cache forgets the files each time")
     made.add_argument("--rounds", type=int, default=5, help="after the first, which counts apart (default: 5)")
     tables.add_json_flag(made)
     return made
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    if args.mxfp4 and args.model is not None:
-        raise ValueError("--mxfp4 is of the random weights of --shape: a model's files are what they are")
 
 
 def plain_read(directory: Path) -> None:
@@ -126,11 +118,11 @@ def measure(
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    args = parser(program).parse_checked(check_arguments, arguments, rounds=1)
+    args = parser(program).parse_checked(None, arguments, rounds=1)
     with errors_end(program), tempfile.TemporaryDirectory() as scratch:
         directory = args.model or Path(scratch)
         if args.model is None:
-            write_checkpoint(directory, args.shape, **({"quantization_config": MXFP4} if args.mxfp4 else {}))
+            write_checkpoint(directory, args.shape)
         result = measure(directory, args.dtype, args.rounds, quantization=args.quantization, cold=args.cold)
     peak = result["peak_over_weights"]
     rows = {

@@ -29,9 +29,6 @@ checks the program: such times mean nothing.
 """
 
 import argparse
-import os
-import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,52 +36,42 @@ import torch
 from tqdm import tqdm
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.bench.harness import (
     STATISTICS,
-    TORCH_DTYPES,
+    Row,
+    WrongResultError,
+    add_case_flags,
     call_seconds,
     finish,
     has_gpu,
     limit_runs,
     median_ratio,
-    prepared,
     reason_of,
+    run_cases,
 )
 from compiled_llm.bench.product_ways import EXPERTS, Case, Layer, case_of, chain, interprets, layers_of, parse_layer
-from compiled_llm.bench.program_turns import wait_for_turn
 from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.models.linears.quantizing import SCHEMES
 from compiled_llm.ops import native
 
 TOLERANCE = 0.02  # of the largest output: weights and outputs are rounded to bfloat16
 ROWS = {"cpu": [1, 2, 8, 32, 128, 512], "cuda": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
-PREPARING = 8  # processes, as far as there are cores: each has a layer's weights
-
-
-class WrongResultError(Exception):
-    """The op does not compute what plain torch does."""
+Sized = tuple[Layer | None, str, int]  # a layer, the kind of its weights, rows; None: all of a decoder layer
 
 
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Linear layers and experts beside other ways to compute the same.")
     add = made.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     add("--shape", choices=SHAPES, default="qwen3-0.6b", help="whose layers are measured (default: qwen3-0.6b)")
     add("--layers", nargs="+", metavar="NAME", help="only these of it, such as qkv or gate_up")
     add("--size", nargs="+", type=parse_layer, metavar="SIZE", help="other layers instead, as OUTPUTSxINPUTS")
     add("--experts", action="store_true", help="the experts of two published models instead")
     add("--kind", nargs="+", choices=["plain", *SCHEMES], default=["plain"], help="of weights (default: plain)")
-    add("--dtype", choices=TORCH_DTYPES, default="bfloat16", help="of activations and plain weights")
     add("--rows", nargs="+", type=int, metavar="T", help="tokens of a step (default: 1 to 512)")
     add("--around", action="store_true", help="on a GPU, with the gate or residual behind each layer")
-    add("--threads", type=int, default=torch.get_num_threads(), help="of torch, on the CPU")
-    add("--seconds", type=float, default=3.0, help="for a line of the table, about (default: 3)")
     add("--rounds", type=int, default=200, help="of a line, at most (default: 200)")
-    add("--limit", type=float, default=1e9, metavar="SECONDS", help="for all lines")
-    add("--compile-seconds", type=float, default=120, metavar="SECONDS", help="on a GPU (default: 120)")
-    add("--statistic", choices=STATISTICS, default="median", help="min on a machine that others use")
-    tables.add_json_flag(made)
+    add_case_flags(made, 3)
     return made
 
 
@@ -125,8 +112,15 @@ def checked(case: Case) -> dict[str, str]:
     return left_out
 
 
-def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+def built(sized: Sized, args: argparse.Namespace) -> Case:
+    layer, kind, count = sized
+    return chain(args.layers, count) if layer is None else case_of(layer, kind, count, args)
+
+
+def measure(sized: Sized, args: argparse.Namespace) -> Row:
     """Figures of a case: microseconds of each way, rates of the op."""
+    layer, kind, count = sized
+    case = built(sized, args)
     left_out = checked(case)
     limits = limit_runs("cpu", torch.float32, 16) if args.device == "cpu" else {}
     runs = case.ways | ({"read": limits["memory"][0]} if limits else {})
@@ -134,7 +128,9 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     times = call_seconds(runs, case.copies, args.device, **options)
     seconds = {name: STATISTICS[args.statistic](values) for name, values in times.items()}
     assert "op" in seconds, left_out
-    row: dict[str, Any] = {f"{name}_us": seconds[name] * 1e6 for name in seconds if name != "read"}
+    sizes = "" if layer is None else "x".join(map(str, layer[1 : 5 if layer.experts else 3]))
+    row: Row = {"layer": layer.name if layer else "all of a layer, norms", "sizes": sizes, "kind": kind, "rows": count}
+    row |= {f"{name}_us": seconds[name] * 1e6 for name in seconds if name != "read"}
     rate = case.nbytes["op"] / seconds["op"]
     row["gb_per_s"] = rate / 1e9
     row["tflop_per_s"] = case.flops / seconds["op"] / 1e12
@@ -147,16 +143,10 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return row | {"rounds": len(times["op"]), "left_out": left_out}
 
 
-def compile_case(job: tuple[Layer, str, int, argparse.Namespace]) -> None:
+def compile_case(job: tuple[Sized, argparse.Namespace]) -> None:
     """In a process of its own: run the op once, so that its kernels lie compiled on disk."""
     with torch.inference_mode():
-        case_of(*job).ways["op"](0)
-
-
-def compile_all(cases: list[tuple[Layer, str, int]], args: argparse.Namespace) -> None:
-    jobs = {f"{layer.name} {kind} {rows}": (layer, kind, rows, args) for layer, kind, rows in cases}
-    for reason in prepared(compile_case, jobs, min(PREPARING, os.cpu_count() or 1), args.compile_seconds):
-        print(f"not compiled: {reason}", flush=True)
+        built(*job).ways["op"](0)
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
@@ -170,29 +160,17 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     path = "Triton" if args.device == "cuda" else kernels.supported_isas()[0] if kernels else "plain torch"
     what = "experts" if args.experts else "sizes as given" if args.size else args.shape
     print(f"{what}, {args.dtype}, kernels: {path}", flush=True)
-    cases = [(layer, kind, rows) for kind in args.kind for layer in args.layers for rows in args.rows]
-    if args.device == "cuda":
-        compile_all(cases, args)
-    wait_for_turn()
-    end, rows, said = time.perf_counter() + args.limit, list[dict[str, Any]](), set[str]()
-    with torch.inference_mode():
-        for layer, kind, count in tqdm(cases, disable=None, leave=False):
-            if time.perf_counter() > end:
-                break
-            of = {"layer": layer.name, "sizes": "x".join(map(str, layer[1 : 5 if layer.experts else 3]))}
-            try:
-                rows.append(of | {"kind": kind, "rows": count} | measure(case_of(layer, kind, count, args), args))
-            except WrongResultError as error:
-                print(f"{program}: error: {kind}, {layer.name}, {count} rows: {error}", file=sys.stderr)
-                return 1
-            said |= {f"{name} is left out: {reason}" for name, reason in rows[-1]["left_out"].items()}
-        for count in args.rows if args.around and not args.size and len(args.layers) > 3 else []:
-            if time.perf_counter() < end:
-                of = {"layer": "all of a layer, norms", "sizes": "", "kind": "plain", "rows": count}
-                rows.append(of | measure(chain(args.layers, count), args))
+    sized: list[Sized] = [(layer, kind, rows) for kind in args.kind for layer in args.layers for rows in args.rows]
+    if args.around and not args.size and len(args.layers) > 3:
+        sized += [(None, "plain", rows) for rows in args.rows]
+    cases = {
+        f"{kind}, {layer.name if layer else 'all'}, {rows} rows": (layer, kind, rows) for layer, kind, rows in sized
+    }
+    with errors_end(program, (WrongResultError,), status=1):
+        found = list(tqdm(run_cases(args, cases, compile_case, lambda case: [measure(case, args)]), disable=None))
+    rows = [row for (row,) in found]
     columns = dict.fromkeys(name for row in rows for name in row if name not in ("left_out", "rounds", "best"))
     print(tables.text_table([{name: row.get(name) for name in columns} for row in rows]))
-    print("\n".join([*sorted(said), *(["some were left out: no time"] if time.perf_counter() > end else [])]))
     facts = {"shape": args.shape, "dtype": args.dtype, "kernels": path, "statistic": args.statistic}
     finish("products", facts | {"around": args.around, "results": rows}, args.json, device=args.device)
     return 0

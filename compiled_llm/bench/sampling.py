@@ -8,8 +8,7 @@ After each repetition the sampler of one kind of request runs, the kinds in turn
 - full: temperature, top-k, top-p and min-p on logits with bias, all three penalties and a mask.
 - logprobs: the log-probabilities, which any of these can have.
 
-"replaced_ms" is the time of the same in plain torch, compiled: the whole vocabulary sorted, or an argmax. "share" is
-sampler / (step + sampler).
+"share" is sampler / (step + sampler).
 
     compiled-llm bench sampling --batch-size 32 --json docs/results/cpu/sampling.json
 """
@@ -27,14 +26,11 @@ from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import TORCH_DTYPES, finish, in_turns, seconds_of
 from compiled_llm.checkpoint.shapes import add_model_arguments, model_of
-from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.parameters import SAMPLING
-from compiled_llm.step.sampling import SamplingInput, uniform
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 
 Params = dict[str, Any]
@@ -110,43 +106,24 @@ class Measured:
             greedy_tokens(logits)
 
 
-def sorted_sampler(logits: Tensor, params: SamplingInput) -> Tensor:
-    """The same in plain torch."""
-    random = uniform(params.seed, params.position)
-    filters = params.top_k, params.top_p, params.min_p, params.top_n_sigma
-    return sample_tokens_reference(logits, params.temperature, *filters, random)
-
-
 def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float, dict[str, dict[str, float]]]:
-    """Seconds of a decode step; for each kind "ms", "share", and "replaced_ms" if it has a plain form."""
+    """Seconds of a decode step; for each kind "ms" and "share"."""
     runner, device = engine.own_runner, engine.runner.device
     kinds = {name: Measured(engine, bucket, SamplingParams(max_tokens=16, **params)) for name, params in KINDS.items()}
-    fields, logits = runner.steps.buffers[bucket].sampling_input, runner.steps.run_step(bucket)
-    replaced: dict[str, Any] = {
-        "greedy": (greedy_tokens_reference, ()),
-        "top-k+top-p": (sorted_sampler, (fields,)),
-    }
-    before: dict[str, CompiledFunction] = {}
-    for name, (function, rest) in replaced.items():
-        before[name] = CompiledFunction(function, f"before_{len(before)}", device, engine.config.enforce_eager)
-        before[name].warm_up(functools.partial(tuple, [logits, *rest]))
+    logits = runner.steps.run_step(bucket)
 
-    def round_of(name: str) -> tuple[float, ...]:
-        """Seconds of a step, of the sampler behind it, and of its plain form."""
+    def round_of(name: str) -> tuple[float, float]:
+        """Seconds of a step, and of the sampler behind it."""
         kinds[name].prepare()
         step = seconds_of(lambda: runner.steps.run_step(bucket), device.type)
-        found = [step, seconds_of(lambda: kinds[name].run(logits), device.type)]
-        if name in before:
-            found.append(seconds_of(lambda: before[name](logits, *replaced[name][1]), device.type))
-        return tuple(found)
+        return step, seconds_of(lambda: kinds[name].run(logits), device.type)
 
     times = in_turns({name: functools.partial(round_of, name) for name in kinds}, rounds=rounds)
     step = statistics.median(one[0] for found in times.values() for one in found)
     results: dict[str, dict[str, float]] = {}
     for name, found in times.items():
-        _, own, *plain = map(statistics.median, zip(*found, strict=True))
+        own = statistics.median(sampler for _, sampler in found)
         results[name] = {"ms": own * 1e3, "share": own / (step if name == "greedy" else step + own)}
-        results[name] |= {"replaced_ms": plain[0] * 1e3} if plain else {}
     return step, results
 
 

@@ -43,9 +43,7 @@ from compiled_llm.bench.arrivals import (
     metrics_of,
 )
 from compiled_llm.bench.harness import finish
-from compiled_llm.bench.workloads import Requests
 from compiled_llm.checkpoint.shapes import engine_parser
-from compiled_llm.engine.engine import CompiledEngine
 
 TITLES = {
     "ttft": "TTFT",
@@ -60,14 +58,13 @@ TITLES = {
 def parser(program: str) -> FlagParser:
     made = engine_parser(program, "Requests that arrive over time: latencies and goodput under load.")
     serving.add_request_flags(made)
-    serving.add_sampling_flags(made)
+    serving.add_engine_flags(made)
     add = made.add_argument_group("load").add_argument
     add("--request-rate", type=float, help="requests a second; inf: all at once (default: inf)")
     add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly; inf is allowed")
     add("--max-concurrency", type=int, help="most requests in the engine at once (default: any number)")
     add("--num-warmups", type=int, default=1, help="requests served before the measurement (default: 1)")
     add("--ignore-eos", action="store_true", help="generate exactly output_len; for --dataset-path")
-    add = made.add_argument_group("goodput").add_argument
     add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"targets for {', '.join(GOODPUT_METRICS)}")
     add("--find-goodput", action="store_true", help="search the highest rate within the targets")
     add("--goodput-share", type=float, default=0.9, help="share of the requests that must meet them (default: 0.9)")
@@ -76,14 +73,20 @@ def parser(program: str) -> FlagParser:
     shown = f"of {', '.join((*METRICS, *QUEUE_METRICS))} (default: the first four)"
     add("--percentile-metrics", default=",".join(METRICS), help=shown)
     add("--metric-percentiles", default="99", help="e.g. 25,50,75,99.9 (default: 99)")
-    add("--save-result", action="store_true", help="write a JSON file")
     add("--save-detailed", action="store_true", help="with the times and texts of each request")
     add("--result-dir", type=Path, default=Path(), help="default: the current directory")
     add("--result-filename", help="default: LABEL-RATEqps-MODEL-DATE.json")
     add("--label", default="compiled-llm", help="start of the file name")
-    serving.add_report_flag(made)
+    made.add_argument("--save-result", action="store_true", help="write a JSON file")
     made.seldom |= {"--goodput-share", "--goodput-steps", "--percentile-metrics", "--metric-percentiles", "--label"}
-    made.seldom |= {"--result-dir", "--result-filename", "--save-detailed", "--ignore-eos", "--disable-detokenize"}
+    made.seldom |= {
+        "--result-dir",
+        "--result-filename",
+        "--save-detailed",
+        "--ignore-eos",
+        "--disable-detokenize",
+        "--num-warmups",
+    }
     return made
 
 
@@ -146,10 +149,10 @@ def targets_of(pairs: list[str]) -> dict[str, float]:
 class Bench:
     """Runs of the same requests at different rates."""
 
-    def __init__(self, engine: CompiledEngine, requests: Requests, args: argparse.Namespace) -> None:
-        self.engine, self.requests, self.args = engine, requests, args
+    def __init__(self, backend: serving.EngineRuns, args: argparse.Namespace) -> None:
+        self.backend, self.engine, self.requests, self.args = backend, backend.engine, backend.requests, args
         ignore_eos = args.dataset_path is None or args.ignore_eos
-        self.params = serving.sampling_of(args, requests, ignore_eos=ignore_eos)
+        self.params = serving.sampling_of(args, self.requests, ignore_eos=ignore_eos)
 
     def warm_up(self) -> None:
         count = self.args.num_warmups
@@ -157,16 +160,14 @@ class Bench:
 
     def run(self, rate: float) -> tuple[dict[str, Any], list[Served]]:
         """The metrics at ``rate``, and the times of each request."""
-        args, engine = self.args, self.engine
-        engine.reset_prefix_cache()  # the prompts are the same in each run
-        engine.reset_report()
-        before = engine.stats()
+        args = self.args
+        self.backend.begin(empty_cache=True)  # the prompts are the same in each run
         arrivals = arrival_times(len(self.requests), rate, args.burstiness, args.seed)
         with tqdm(total=len(self.requests), desc=f"rate {rate:g}", disable=None) as bar:
             load = self.requests, self.params, arrivals, args.max_concurrency
-            served, duration = drive(engine, *load, progress=bar.update)
+            served, duration = drive(self.engine, *load, progress=bar.update)
         metrics = metrics_of(served, duration, args.goodput, args.percentile_metrics, args.metric_percentiles)
-        metrics["steps"] = serving.steps_between(before, engine.stats())
+        metrics["steps"] = self.backend.steps()
         return metrics, served
 
     def search(self) -> tuple[float, dict[str, Any], list[Served], dict[str, Any]]:
@@ -221,9 +222,7 @@ def rows_of(result: dict[str, Any], args: argparse.Namespace) -> dict[str, str]:
         rows[TITLES[metric]] = ", ".join([*middle, *tail])
     delays = f"mean {result['mean_submit_delay_ms']:.2f} ms, max {result['max_submit_delay_ms']:.2f} ms"
     rows["of TTFT, until added"] = delays
-    rows["steps"] = serving.steps_line(result["steps"])
-    rows["compiled"] = serving.compiled_line(result["engine"])
-    return rows
+    return rows | serving.engine_rows(result)
 
 
 def result_path(args: argparse.Namespace, model: str, rate: float, date: str) -> Path | None:
@@ -248,33 +247,30 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     flags = parser(program)
     least = {"max_concurrency": 1, "num_warmups": 0, "goodput_steps": 0}
     args = flags.parse_checked(lambda args: check_arguments(args, flags), arguments, **least)
-    model, requests, engine, start_seconds = serving.start_engine(program, args, serving.requests_of)
-    with engine:
-        serving.prepare_report(engine, args.report)
-        rate, metrics, served = measure(Bench(engine, requests, args), args)
-        serving.write_report(engine, args.report)
-        facts, device = serving.engine_facts(engine, start_seconds), engine.runner.device
+    with serving.started(program, args, serving.requests_of) as (backend, start_seconds):
+        rate, metrics, served = measure(Bench(backend, args), args)
+        figures = backend.figures(start_seconds)
     date = datetime.now().strftime("%Y%m%d-%H%M%S")
     result = {
         "date": date,
         "endpoint_type": "compiled-llm",
         "backend": "compiled-llm",
         "label": args.label,
-        "model_id": model.name,
-        "tokenizer_id": model.config.tokenizer or model.name,
-        "num_prompts": len(requests),
+        "model": backend.name,
+        "model_id": backend.name,
+        "tokenizer_id": backend.tokenizer,
+        "num_prompts": len(served),
         "workload": args.workload,
         "request_rate": rate_of(rate),
         "burstiness": rate_of(args.burstiness),
         "max_concurrency": args.max_concurrency,
         "goodput_targets_ms": args.goodput or None,
+        **figures,
         **metrics,
-        "engine": facts,
     }
-    title = f"{model.name}, {facts['dtype']}: {len(requests)} requests, {rate:g} a second"
-    tables.print_table(title, rows_of(result, args))
+    tables.print_table(serving.title(result, f"{len(served)} requests, {rate:g} a second"), rows_of(result, args))
     details = details_of(served) if args.save_detailed else None
-    finish("serve", result, result_path(args, model.name, rate, date), device=device, details=details)
+    finish("serve", result, result_path(args, backend.name, rate, date), device=backend.device, details=details)
     for index, request in enumerate(served):
         if request.error:
             print(f"request {index} failed: {request.error}", file=sys.stderr)

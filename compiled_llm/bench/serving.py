@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, check_least, engine_config, errors_end
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.outputs import EngineStats, RequestOutput
+from compiled_llm.api.outputs import EngineStats
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench import hf
-from compiled_llm.bench.workloads import WORKLOADS, Requests, WorkloadRequest, random_tokens
+from compiled_llm.bench.workloads import WORKLOADS, Requests, Timing, WorkloadRequest, random_tokens
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.checkpoint.shapes import model_of
 from compiled_llm.engine.engine import CompiledEngine
@@ -46,21 +47,20 @@ _LENGTH_FLAGS = ("dataset_name", "dataset_path", "num_prompts", "output_len", *_
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
 
-def add_backend_flag(parser: FlagParser) -> None:
-    """``--backend hf``: transformers.generate instead of the engine."""
+def add_backend_flags(parser: FlagParser) -> None:
+    """``--backend hf``: transformers.generate instead of the engine; and where the result goes."""
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="hf is transformers.generate")
+    parser.add_argument("--output-json", type=tables.output_file, metavar="FILE", help="write the JSON line there too")
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """How the engine samples, and its report."""
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write the engine's report, as HTML and JSON")
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
     group.add_argument("--top-p", type=float, default=1.0, help="(default: 1)")
     group.add_argument("--top-k", type=int, default=0, help="0: all (default: 0)")
     group.add_argument("--disable-detokenize", action="store_true", help="leave the outputs as token ids")
-
-
-def add_report_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write the engine's report, as HTML and JSON")
 
 
 def add_request_flags(parser: FlagParser) -> None:
@@ -131,27 +131,6 @@ def described_model(args: argparse.Namespace) -> Iterator[Model]:
             model_config=read_config(directory),
             tokenizer=load_tokenizer(config, directory),
         )
-
-
-def start_engine(
-    program: str, args: argparse.Namespace, make_requests: Callable[[argparse.Namespace, Model], Requests]
-) -> tuple[Model, Requests, CompiledEngine, float]:
-    """(model, requests, an engine that holds them, seconds of its start). Ends ``program`` if an argument is bad."""
-    with errors_end(program), described_model(args) as model:
-        requests = make_requests(args, model)
-        started = time.perf_counter()
-        engine = CompiledEngine.from_config(config_for(model, requests))
-        return model, requests, engine, time.perf_counter() - started
-
-
-def load_hf(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The model in transformers, and its ``start_seconds`` and ``dtype``. ``ValueError`` as ``config_for``."""
-    config_for(model, requests)
-    started, device = time.perf_counter(), resolve_device(args.device)
-    random_weights = model.config.load_format == "dummy"
-    module = hf.load(model.directory, model.config.dtype, device, args.seed, random_weights=random_weights)
-    start_seconds = time.perf_counter() - started
-    return module, {"start_seconds": start_seconds, "dtype": str(module.dtype).removeprefix("torch.")}
 
 
 def config_for(model: Model, requests: Requests) -> EngineConfig:
@@ -309,40 +288,104 @@ def summary(metric: str, values: Sequence[float], shown: Sequence[float]) -> dic
     return result | {f"p{p}_{metric}_ms": value for p, value in percentiles(milliseconds, shown).items()}
 
 
-def generate(
-    engine: CompiledEngine, requests: Requests, params: list[SamplingParams]
-) -> tuple[float, list[RequestOutput]]:
-    """(seconds, outputs) of requests that are submitted at once; each must get exactly the tokens that it asks for."""
+def generate(engine: CompiledEngine, requests: Requests, params: list[SamplingParams]) -> Timing:
+    """Requests that are submitted at once; each must get exactly the tokens that it asks for."""
     prompts = [request.prompt_token_ids for request in requests]
     started = time.perf_counter()
     outputs = engine.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
+    found = Timing(time.perf_counter() - started, [], [])
     for output, request in zip(outputs, requests, strict=True):
-        completion = output.outputs[0]
-        if len(completion.token_ids) != request.output_len:
+        completion, metrics = output.outputs[0], output.metrics
+        count = len(completion.token_ids)
+        if count != request.output_len:
             raise RuntimeError(
-                f"request {output.request_id} got {len(completion.token_ids)} tokens of {request.output_len}: "
+                f"request {output.request_id} got {count} tokens of {request.output_len}: "
                 f"{completion.finish_reason}, {completion.stop_reason}"
             )
-    return seconds, outputs
-
-
-def ttft(output: RequestOutput) -> float:
-    """Seconds from a request's arrival to its first token."""
-    assert output.metrics.first_token_time is not None
-    return output.metrics.first_token_time - output.metrics.arrival_time
-
-
-def tpots(outputs: Sequence[RequestOutput]) -> list[float]:
-    """Seconds a token after the first one, of the requests that have another."""
-    found = []
-    for output in outputs:
-        metrics, count = output.metrics, len(output.outputs[0].token_ids)
+        assert metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        found.ttfts.append(metrics.first_token_time - metrics.arrival_time)
         if count > 1:
-            assert metrics.first_token_time is not None
-            assert metrics.finished_time is not None
-            found.append((metrics.finished_time - metrics.first_token_time) / (count - 1))
+            found.tpots.append((metrics.finished_time - metrics.first_token_time) / (count - 1))
     return found
+
+
+class EngineRuns:
+    """Runs of the requests of the flags on the engine; figures are of what came since ``begin``.
+
+    Attributes:
+        name: the model's.
+    """
+
+    def __init__(self, engine: CompiledEngine, model: Model, requests: Requests, args: argparse.Namespace) -> None:
+        self.engine, self.requests, self.name, self._args = engine, requests, model.name, args
+        self.tokenizer, self.device = model.config.tokenizer or model.name, engine.runner.device
+        self._before = engine.stats()
+
+    def begin(self, *, empty_cache: bool = False) -> None:
+        """What counts begins. ``empty_cache``: no prompt of before is found."""
+        if empty_cache:
+            self.engine.reset_prefix_cache()
+        self.engine.reset_report()
+        self._before = self.engine.stats()
+
+    def run(self, requests: Requests) -> Timing:
+        return generate(self.engine, requests, sampling_of(self._args, requests))
+
+    def steps(self) -> dict[str, float]:
+        return steps_between(self._before, self.engine.stats())
+
+    def figures(self, start_seconds: float) -> dict[str, Any]:
+        stats = self.engine.stats()
+        blocks = {"peak_used_blocks": stats.peak_used_blocks, "num_kv_blocks": stats.num_kv_blocks}
+        return {"steps": self.steps(), **blocks, "engine": engine_facts(self.engine, start_seconds)}
+
+
+class HfRuns:
+    """The same runs with transformers, ``max_batch_size`` requests at a time."""
+
+    def __init__(self, module: Any, model: Model, requests: Requests, max_batch_size: int) -> None:
+        self.requests, self.name, self.device = requests, model.name, module.device
+        self._module, self._max_batch_size = module, max_batch_size
+
+    def begin(self, *, empty_cache: bool = False) -> None:
+        """It keeps nothing between runs."""
+
+    def run(self, requests: Requests) -> Timing:
+        return hf.run(self._module, requests, self._max_batch_size)
+
+    def figures(self, start_seconds: float) -> dict[str, Any]:
+        facts = {"start_seconds": start_seconds, "dtype": str(self._module.dtype)[6:]}
+        return {"hf_max_batch_size": self._max_batch_size, "engine": facts}
+
+
+@contextlib.contextmanager
+def started(
+    program: str, args: argparse.Namespace, make_requests: Callable[[argparse.Namespace, Model], Requests]
+) -> Iterator[tuple[Any, float]]:
+    """``EngineRuns`` or ``HfRuns``, as ``--backend`` says, and the seconds of its start; afterwards the ``--report``.
+
+    Bad arguments end ``program``.
+    """
+    with errors_end(program), described_model(args) as model:
+        requests = make_requests(args, model)
+        config, before = config_for(model, requests), time.perf_counter()
+        if getattr(args, "backend", None) != "hf":
+            engine = CompiledEngine.from_config(config)
+        else:
+            dummy, device = config.load_format == "dummy", resolve_device(args.device)
+            module = hf.load(model.directory, config.dtype, device, args.seed, random_weights=dummy)
+        seconds = time.perf_counter() - before
+    if getattr(args, "backend", None) == "hf":
+        yield HfRuns(module, model, requests, getattr(args, "hf_max_batch_size", None) or len(requests)), seconds
+        return
+    with engine:
+        if args.report is not None:  # the machine's limits are measured before the runs, not after them
+            machine_limits.measured(engine.runner.device, engine.runner.dtype)
+        yield EngineRuns(engine, model, requests, args), seconds
+        if args.report is not None:
+            engine.report().write(args.report)
+            print(f"\nReport: {args.report / 'report.html'}")
 
 
 def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
@@ -382,33 +425,25 @@ def engine_facts(engine: CompiledEngine, start_seconds: float) -> dict[str, Any]
     }
 
 
-def compiled_line(facts: Mapping[str, Any]) -> str:
-    """``engine_facts`` as one line of text."""
+def title(result: Mapping[str, Any], what: str) -> str:
+    """Of a table: the backend, the model, its dtype, and what it served."""
+    return f"{result['backend']}, {result['model']}, {result['engine']['dtype']}: {what}"
+
+
+def engine_rows(result: Mapping[str, Any]) -> dict[str, str]:
+    """What the engine's steps did and what was compiled, as rows of a table; none for transformers."""
+    if "steps" not in result:
+        return {}
+    steps, facts = result["steps"], result["engine"]
+    rows = {
+        "steps": f"{steps['num_steps']} of {steps['step_milliseconds']:.2f} ms, host "
+        f"{steps['host_microseconds_a_step']:.0f} us each, padding {steps['padding_share']:.1%}, "
+        f"{steps['prefix_hit_tokens']} tokens found in the prefix cache",
+        "KV blocks": f"peak {result['peak_used_blocks']} of {result['num_kv_blocks']}",
+    }
+    start = f"start {facts['start_seconds']:.1f} s"
     if facts["enforce_eager"]:
-        return f"not compiled; start {facts['start_seconds']:.1f} s"
-    return (
-        f"{facts['graphs']} graphs, {facts['graph_breaks']} graph breaks, {facts['recompiles']} recompiles after "
-        f"ready, start {facts['start_seconds']:.1f} s of which compiling {facts['compile_seconds']:.1f} s, "
-        f"{facts['cache_misses']} not found in the cache"
-    )
-
-
-def steps_line(steps: Mapping[str, float]) -> str:
-    """``steps_between`` as one line of text."""
-    return (
-        f"{steps['num_steps']} of {steps['step_milliseconds']:.2f} ms, host {steps['host_microseconds_a_step']:.0f} us "
-        f"each, padding {steps['padding_share']:.1%}, {steps['prefix_hit_tokens']} tokens found in the prefix cache"
-    )
-
-
-def prepare_report(engine: CompiledEngine, path: Path | None) -> None:
-    """If a report is requested and the machine's limits are unknown, measure them: before the runs, not after them."""
-    if path is not None:
-        machine_limits.measured(engine.runner.device, engine.runner.dtype)
-
-
-def write_report(engine: CompiledEngine, path: Path | None) -> None:
-    """What the engine did since its ``reset_report``, into a directory."""
-    if path is not None:
-        engine.report().write(path)
-        print(f"\nReport: {path / 'report.html'}")
+        return rows | {"compiled": f"nothing; {start}"}
+    graphs = f"{facts['graphs']} graphs, {facts['graph_breaks']} graph breaks, {facts['recompiles']} recompiles"
+    compiling = f"of which compiling {facts['compile_seconds']:.1f} s, {facts['cache_misses']} not found in the cache"
+    return rows | {"compiled": f"{graphs} after ready, {start} {compiling}"}

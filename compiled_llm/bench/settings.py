@@ -2,15 +2,13 @@
 
     compiled-llm bench settings --precisions none int8 int4 int4/int4 --workloads W1 W4
     compiled-llm bench settings --shape qwen3-4b --precisions none int8 int4/int4 --repeats 3
-    compiled-llm bench settings --model compiled_llm/demo_model --modes --workloads W1 rows
     compiled-llm bench settings --setting '{}' '{"kv_cache_dtype": "int8"}' --workloads W5
 
 A setting is a JSON object of engine arguments. A precision is a value of ``--quantization``, "none" for the weights as
-they are; after a slash, ``--quantization-head``. ``--modes`` are those of ``compiled-llm batch``. The first is what the
-others are compared with: a ratio is the median of those within a round, above 1 if faster. One round before is not
-counted. W1 gives decoded tokens a second, and which share of the machine's limit the reading of the weights alone is;
-W4 prefill; W5 tokens a second of 32 requests that decode together; "rows" tokens a second, prompts and outputs
-together, of ``--rows`` rows of 64 tokens in and 32 out. The last line is JSON. Exit status: 0, or 2 for bad arguments.
+they are; after a slash, ``--quantization-head``. The first is what the others are compared with: a ratio is the median
+of those within a round, above 1 if faster. One round before is not counted. W1 gives decoded tokens a second, and which
+share of the machine's limit the reading of the weights alone is; W4 prefill; W5 tokens a second of 32 requests that
+decode together. The last line is JSON. Exit status: 0, or 2 for bad arguments.
 """
 
 import argparse
@@ -28,13 +26,12 @@ from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench import serving
 from compiled_llm.bench.harness import DTYPES, finish, in_turns, median_ratio
-from compiled_llm.bench.workloads import WORKLOADS, batch
+from compiled_llm.bench.workloads import WORKLOADS
 from compiled_llm.checkpoint.shapes import add_model_arguments, model_of
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.offline.modes import MODES, mode_arguments
 from compiled_llm.report import machine_limits
 
-UNITS = {"W1": "decode tok/s", "W4": "prefill tok/s", "W5": "decode tok/s", "rows": "tok/s"}
+UNITS = {"W1": "decode tok/s", "W4": "prefill tok/s", "W5": "decode tok/s"}
 MAX_MODEL_LEN, NUM_BLOCKS = 2304, 1600
 
 
@@ -43,11 +40,9 @@ def parser(program: str) -> FlagParser:
     add_model_arguments(made)
     add = made.add_argument
     add("--precisions", nargs="+", default=[], metavar="KIND[/HEAD]", help="quantisations of the weights, or none")
-    add("--modes", action="store_true", help="the modes of compiled-llm batch")
     add("--setting", nargs="+", type=json.loads, default=[], metavar="JSON", help="engine arguments")
     add("--dtype", default="bfloat16", choices=DTYPES, help="(default: bfloat16)")
     add("--workloads", nargs="+", choices=UNITS, default=["W1"], help="(default: W1)")
-    add("--rows", type=int, default=256, help='of the workload "rows" (default: 256)')
     add("--repeats", type=int, default=5, help="rounds (default: 5)")
     add("--enforce-eager", action="store_true", help="compile nothing")
     tables.add_json_flag(made)
@@ -61,30 +56,22 @@ def check_arguments(args: argparse.Namespace) -> None:
         kind, _, head = text.partition("/")
         weights = {} if kind == "none" else {"quantization": kind, "quantization_head": head or "auto"}
         settings.append((text, weights | {"bucket_sizes": (1, 32)}))
-    if args.modes:
-        settings += [(mode, mode_arguments(mode, "cpu")) for mode in MODES]
     settings += [(json.dumps(setting), setting) for setting in args.setting]
     if len(settings) < 2:
-        raise ValueError("--precisions, --modes and --setting must name two settings together, at least")
+        raise ValueError("--precisions and --setting must name two settings together, at least")
     args.settings = dict(settings)
     if len(args.settings) < len(settings):
         raise ValueError(f"the settings must differ, given {', '.join(name for name, _ in settings)}")
 
 
-def speed(engine: CompiledEngine, workload: str, seed: int, rows: int) -> float:
+def speed(engine: CompiledEngine, workload: str, seed: int) -> float:
     """Tokens a second of one run, in the workload's unit."""
-    vocab_size = engine.model_config.vocab_size
-    if workload == "rows":
-        requests = batch(vocab_size, seed, count=rows, output_len=32)
-    else:
-        requests = WORKLOADS[workload](vocab_size, seed)
+    requests = WORKLOADS[workload](engine.model_config.vocab_size, seed)
     params = [SamplingParams(temperature=0, max_tokens=one.output_len, ignore_eos=True) for one in requests]
-    seconds, outputs = serving.generate(engine, requests, params)
-    if workload == "rows":
-        return sum(len(one.prompt_token_ids) + one.output_len for one in requests) / seconds
+    found = serving.generate(engine, requests, params)
     if workload == "W4":
-        return len(requests[0].prompt_token_ids) / serving.ttft(outputs[0])
-    return len(requests) / statistics.median(serving.tpots(outputs))
+        return len(requests[0].prompt_token_ids) / found.ttfts[0]
+    return len(requests) / statistics.median(found.tpots)
 
 
 def measure(engines: dict[str, CompiledEngine], args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
@@ -93,7 +80,7 @@ def measure(engines: dict[str, CompiledEngine], args: argparse.Namespace) -> dic
 
     def run(name: str, workload: str) -> float:
         seeds[name] = seeds.get(name, 0) + 1
-        return speed(engines[name], workload, seeds[name], args.rows)
+        return speed(engines[name], workload, seeds[name])
 
     found = {}
     for workload in args.workloads:
@@ -118,7 +105,7 @@ def rows_of(
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    args = parser(program).parse_checked(check_arguments, arguments, repeats=1, rows=1)
+    args = parser(program).parse_checked(check_arguments, arguments, repeats=1)
     common = {"dtype": args.dtype, "device": "cpu", "enforce_eager": args.enforce_eager, "progress": "off"}
     common |= {"max_model_len": MAX_MODEL_LEN, "enable_prefix_caching": False, "num_kv_blocks": NUM_BLOCKS}
     with contextlib.ExitStack() as stack, errors_end(program):

@@ -6,7 +6,7 @@
 One stream decodes, in a process of its own: alone, beside one and two programs in Python that do nothing but loop, and
 beside a second engine that decodes the same. Each round measures all of them, ``--seconds`` each. A share is the speed
 divided by that alone in the same round; of two engines it is the slower one's. Shown are medians over the rounds. With
-as many cores as programs nobody has to share: the goals are for two cores.
+as many cores as programs nobody has to share.
 
 The environment counts: OMP_WAIT_POLICY and GOMP_SPINCOUNT should be unset, as they are for a user. ``--json FILE`` also
 writes the last line there.
@@ -14,6 +14,7 @@ writes the last line there.
 
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
 import statistics
@@ -24,20 +25,16 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tqdm import tqdm
-
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, engine_config
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.bench.harness import finish
+from compiled_llm.bench.harness import finish, in_turns
 from compiled_llm.checkpoint.shapes import engine_parser, model_of
 from compiled_llm.engine.engine import CompiledEngine
 
 SIZES = {"max_model_len": 1024, "bucket_sizes": (1,), "token_bucket_sizes": (128,)}
 PROMPT = list(range(100, 228))
-LOOPS = (1, 2)
-GOALS = {"one busy loop": 0.55, "two busy loops": 0.40, "two engines": 0.40}
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 
 
@@ -112,30 +109,23 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def one_round(streams: list[Stream], seconds: float) -> dict[str, list[dict[str, float]]]:
-    """Condition -> the result of each engine that ran."""
-
-    def together(running: list[Stream]) -> list[dict[str, float]]:
-        for stream in running:
+def together(streams: Sequence[Stream], seconds: float, loops: int = 0) -> list[dict[str, float]]:
+    """The result of each engine, which run at the same time, beside so many busy loops."""
+    with busy_loops(loops):
+        for stream in streams:
             stream.begin(seconds)
-        return [stream.result() for stream in running]
-
-    results = {"alone": together(streams[:1])}
-    for name, count in zip(GOALS, LOOPS, strict=False):
-        with busy_loops(count):
-            results[name] = together(streams[:1])
-    return results | {"two engines": together(streams)}
+        return [stream.result() for stream in streams]
 
 
-def compared(rounds: list[dict[str, list[dict[str, float]]]]) -> dict[str, dict[str, Any]]:
-    """Condition -> medians of ``tokens_per_second`` and ``cores``, of the slower engine, and of ``share``; ``goal``."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name in rounds[0]:
-        slower = [min(found[name], key=lambda one: one["tokens_per_second"]) for found in rounds]
-        shares = [one["tokens_per_second"] / found["alone"][0]["tokens_per_second"]
-                  for one, found in zip(slower, rounds, strict=True)]  # fmt: skip
+def compared(rounds: dict[str, list[list[dict[str, float]]]]) -> dict[str, dict[str, float]]:
+    """Condition -> medians of ``tokens_per_second``, ``cores`` and ``share``, of the slower engine."""
+    rows = {}
+    for name, found in rounds.items():
+        slower = [min(engines, key=lambda one: one["tokens_per_second"]) for engines in found]
+        pairs = zip(slower, rounds["alone"], strict=True)
+        shares = [one["tokens_per_second"] / alone["tokens_per_second"] for one, (alone,) in pairs]
         medians = {key: statistics.median(one[key] for one in slower) for key in slower[0]}
-        rows[name] = medians | {"share": statistics.median(shares), "least_share": min(shares), "goal": GOALS.get(name)}
+        rows[name] = medians | {"share": statistics.median(shares), "least_share": min(shares)}
     return rows
 
 
@@ -152,11 +142,15 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(None, arguments, seconds=0.1, rounds=1)
     with model_of(args) as model, contextlib.ExitStack() as at_the_end:
         config: Any = dataclasses.replace(engine_config(args), **model)  # type: ignore[arg-type]
-        streams = []
-        for _ in range(2):
-            streams.append(Stream(config))
-            at_the_end.callback(streams[-1].close)
-        rounds = [one_round(streams, args.seconds) for _ in tqdm(range(args.rounds), desc="rounds", disable=None)]
+        streams = [at_the_end.enter_context(contextlib.closing(Stream(config))) for _ in range(2)]
+        one, both = functools.partial(together, streams[:1]), functools.partial(together, streams)
+        conditions = {
+            "alone": lambda: one(args.seconds),
+            "one busy loop": lambda: one(args.seconds, 1),
+            "two busy loops": lambda: one(args.seconds, 2),
+            "two engines": lambda: both(args.seconds),
+        }
+        rounds = in_turns(conditions, rounds=args.rounds, warm_up=0)
     rows, name = compared(rounds), args.model or args.shape
     print(f"{name}, {streams[0].dtype}")
     print(tables.text_table([{"one stream": name} | row for name, row in rows.items()]))

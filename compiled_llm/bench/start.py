@@ -3,7 +3,6 @@
     compiled-llm bench start --demo --bucket-sizes 1,8,32
     compiled-llm bench start --shape qwen3-0.6b --dtype bfloat16 --max-model-len 1024 --other ../main
     compiled-llm bench start --shape qwen3-0.6b --device cuda --load-format dummy --seconds 90 --folder F
-    compiled-llm bench start --shape llama-3.1-8b --without-gpu h200 --bucket-sizes 4,8
 
 Each start is a process of its own. The first one of a checkout finds an empty cache directory and is the cold start;
 the others find what it left. ``--other`` measures another checkout too, the two in turns. A shape's weights are random,
@@ -11,11 +10,7 @@ and are read from a checkpoint that is written first, so warm starts find them i
 they are made instead.
 
 On a machine that is lent for minutes, ``--seconds`` ends a start that is not ready by then, with all that it started.
-``--folder`` keeps what each start said, its stacks when it was ended, and ``start.json`` after each start;
-``--profile`` also where the time of a last warm start went.
-
-``--without-gpu`` measures what the processor spends on a GPU's start, on a machine without one
-(``start_without_gpu.py``).
+``--folder`` keeps what each start said, its stacks when it was ended, and ``start.json`` after each start.
 """
 
 import argparse
@@ -39,11 +34,8 @@ from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, engine_config
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.bench.harness import finish
-from compiled_llm.checkpoint.quantization import published
 from compiled_llm.checkpoint.shapes import SHAPES, engine_parser
-from compiled_llm.gpu_step.gpus import GPUS
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family_of
 from compiled_llm.worker.device import resolve_device
 
@@ -60,10 +52,6 @@ def parser(program: str) -> FlagParser:
     made.add_argument("--warm-runs", type=int, default=3, help="warm starts of each checkout (default: 3)")
     made.add_argument("--seconds", type=float, default=1e6, help="for all starts together (default: no limit)")
     made.add_argument("--folder", type=Path, metavar="DIR", help="keep what each start said there")
-    made.add_argument("--profile", action="store_true", help="profile one more warm start, into --folder")
-    made.add_argument("--without-gpu", choices=GPUS, help="what the processor spends on a start of that GPU")
-    made.add_argument("--layers", type=int, default=1000, help="with --without-gpu, at most so many (default: all)")
-    made.add_argument("--at-first-call", action="store_true", help="with --without-gpu, also compiled at first calls")
     tables.add_json_flag(made)
     return made
 
@@ -73,10 +61,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--demo and --model name two models: leave one out")
     if args.other is not None and not (args.other / "compiled_llm" / "__init__.py").is_file():
         raise ValueError(f"--other must be a checkout of the project, given {args.other}")
-    if args.profile and args.folder is None:
-        raise ValueError("--profile needs --folder, where it is written")
-    if args.at_first_call and args.without_gpu is None:
-        raise ValueError("--at-first-call needs --without-gpu")
 
 
 @contextlib.contextmanager
@@ -95,30 +79,21 @@ def engine_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in given.items() if value != usual[name]}
 
 
-def write_checkpoint(directory: Path, shape: str, **fields: Any) -> None:
-    """Random weights in bfloat16; matrices of variance 1 / in_features, norms of ones. Those in MXFP4 in random codes.
-
-    Args:
-        fields: of config.json besides.
-    """
-    (directory / "config.json").write_text(json.dumps(SHAPES[shape] | fields))
+def write_checkpoint(directory: Path, shape: str) -> None:
+    """Random weights in bfloat16; matrices of variance 1 / in_features, norms of ones."""
+    (directory / "config.json").write_text(json.dumps(SHAPES[shape]))
     config, generator = read_config(directory), torch.Generator().manual_seed(0)
-    if config.published and json.loads(config.published)["quant_method"] != "mxfp4":
+    if config.published:
         raise ValueError(f"random weights are not made of {config.published:.100}; pass --model with a checkpoint")
     weights = {}
-    for name, stored in family_of(config).describe(config, linears=published(config, Dense)).stored.items():
+    for name, stored in family_of(config).describe(config).stored.items():
         sizes = stored.shapes[0]
-        if stored.dtypes == (torch.uint8,):
-            weights[name] = torch.randint(100, 128, sizes, generator=generator, dtype=torch.uint8)  # no scale is NaN
-            continue
         weight = torch.ones(sizes, dtype=torch.bfloat16)
         weights[name] = weight.normal_(generator=generator).mul_(sizes[-1] ** -0.5) if len(sizes) > 1 else weight
     save_file(weights, str(directory / "model.safetensors"))
 
 
-def start(
-    checkout: Path, cache: Path, arguments: dict[str, Any], log: Path, *, limit: float = 1e6, profile: str = ""
-) -> dict[str, Any]:
+def start(checkout: Path, cache: Path, arguments: dict[str, Any], log: Path, *, limit: float = 1e6) -> dict[str, Any]:
     """Start an engine of ``checkout`` in a process of its own, and make a token.
 
     Args:
@@ -128,7 +103,7 @@ def start(
     environment = {**os.environ, "COMPILED_LLM_CACHE": str(cache)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    began, words = time.monotonic(), [json.dumps(arguments), str(time.monotonic()), str(limit - _LEFT / 2), profile]
+    began, words = time.monotonic(), [json.dumps(arguments), str(time.monotonic()), str(limit - _LEFT / 2)]
     command = [sys.executable, "-P", str(PROGRAM), *words]
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -157,18 +132,15 @@ def measure(checkouts: list[Path], arguments: dict[str, Any], args: argparse.Nam
         folder = args.folder or Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         starts: dict[str, list[dict[str, Any]]] = {str(checkout): [] for checkout in checkouts}
-        for number in range(1 + args.warm_runs + args.profile):
+        for number in range(1 + args.warm_runs):
             for index, checkout in enumerate(checkouts):
                 found, left = starts[str(checkout)], end - time.monotonic()
                 if left < _LEFT or (found and "error" in found[-1]):
                     continue
                 cache = Path(directory, f"cache-{index}")
                 cache.mkdir(mode=0o700, exist_ok=True)
-                profile = str(folder / f"profile-{index}.txt") if number > args.warm_runs else ""
                 log = folder / f"start-{index}-{number}.log"
-                one = start(checkout, cache, arguments, log, limit=left - 2, profile=profile)
-                if not profile:  # which takes time of its own
-                    found.append(one)
+                found.append(start(checkout, cache, arguments, log, limit=left - 2))
                 if args.folder:
                     (folder / "start.json").write_text(json.dumps(starts, indent=1))
     return starts
@@ -180,24 +152,18 @@ def median_of(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(starts: dict[str, dict[str, Any]]) -> str:
-    """Seconds of each stage of each start, the processor's time, what the cache held, and seconds of single parts."""
+    """Seconds of each stage of each start, the processor's time, and what the cache held."""
     rows: dict[str, list[Any]] = {stage: [start["seconds"][stage] for start in starts.values()] for stage in STAGES}
     names = {"total": "total", "processor time": "cpu", "that of its processes": "cpu of processes"}
     names |= {"graphs found": "hits", "graphs made": "misses", "load average": "load"}
     rows |= {name: [start[key] for start in starts.values()] for name, key in names.items()}
-    parts = dict.fromkeys(part for start in starts.values() for part in start["parts"])
-    rows |= {f"  {part}": [start["parts"].get(part) for start in starts.values()] for part in parts}
     return tables.text_table(
         [{"seconds": name} | dict(zip(starts, values, strict=True)) for name, values in rows.items()]
     )
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    args = parser(program).parse_checked(check_arguments, arguments, warm_runs=1, seconds=1, layers=2)
-    if args.without_gpu is not None:
-        from compiled_llm.bench import start_without_gpu
-
-        return start_without_gpu.measure(args)
+    args = parser(program).parse_checked(check_arguments, arguments, warm_runs=1, seconds=1)
     checkouts = [THIS] if args.other is None else [THIS, args.other.resolve()]
     with engine_arguments(args) as given:
         starts = measure(checkouts, given, args)

@@ -1,100 +1,29 @@
-"""A start of an engine in a process of its own, for ``bench start``: seconds of each part, from the process's start.
+"""A start of an engine in a process of its own, for ``bench start``: seconds of each stage, from the process's start.
 
-    python start_program.py ARGUMENTS BEGAN LIMIT PROFILE
+    python start_program.py ARGUMENTS BEGAN LIMIT
 
 ARGUMENTS are those of ``CompiledEngine`` as JSON; BEGAN is ``time.monotonic()`` when the process was started; LIMIT:
-seconds after which its stacks are written to stderr, since it is about to be ended; PROFILE: a file for what cProfile
-says of the start, or "". It imports only what each version of the package has, since it also starts other checkouts.
+seconds after which its stacks are written to stderr, since it is about to be ended. It imports only what each version
+of the package has, since it also starts other checkouts.
 """
 
-import collections
-import contextlib
-import cProfile
 import dataclasses
 import faulthandler
 import json
 import os
-import pstats
 import sys
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
-
-MOST_SILENT = 0.5  # seconds of a part; a longer one is said on stderr
-
-
-class Parts:
-    """Seconds that functions took, without what others of them took inside: part -> seconds, since it was made."""
-
-    def __init__(self, began: float) -> None:
-        self.seconds: dict[str, float] = collections.defaultdict(float)
-        self._began = began
-
-    def time(self, owner: Any, name: str, part: str) -> None:
-        """From now on, ``owner.name`` is timed as ``part``, if it is there."""
-        real: Callable = getattr(owner, name, None)  # type: ignore[assignment]
-        if real is None:
-            return
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            started, nested = time.monotonic(), sum(self.seconds.values())
-            try:
-                return real(*args, **kwargs)
-            finally:
-                taken = time.monotonic() - started
-                self.seconds[part] += taken - (sum(self.seconds.values()) - nested)
-                if taken > MOST_SILENT:
-                    now = time.monotonic() - self._began
-                    print(f"{now:7.1f} s: {part} took {taken:.1f} s", file=sys.stderr)
-
-        setattr(owner, name, run)
-
-
-def time_parts(parts: Parts) -> None:
-    from compiled_llm.compiling import cuda_graphs, function
-    from compiled_llm.worker import compiled_steps, runner
-
-    for owner, name, part in (
-        (compiled_steps, "build_missing", "build"),
-        (function, "from_bytes", "load"),
-        (function, "compile_at_first_call", "torch.compile"),
-        (cuda_graphs.CapturedFunction, "capture", "capture"),
-        (runner.ModelRunner, "_load_weights", "weights"),
-        (runner.ModelRunner, "_make_pool", "make pool"),
-        (runner.ModelRunner, "_record_on", "record again"),
-        (runner.ModelRunner, "_start_builds", "start processes"),
-        (compiled_steps.CompiledSteps, "__init__", "buffers"),
-        (compiled_steps.CompiledSteps, "jobs", "jobs"),
-        (compiled_steps.CompileCache, "key_of", "keys"),
-        (runner, "graph_pool", "first use of the GPU"),
-    ):
-        parts.time(owner, name, part)
-
-
-@contextlib.contextmanager
-def profiled(path: str) -> Iterator[None]:
-    """Writes to ``path`` where the time went, if it is not empty."""
-    if not path:
-        yield
-        return
-    with cProfile.Profile() as profile:
-        yield
-    with open(path, "w") as file:
-        for order in ("cumulative", "tottime"):
-            pstats.Stats(profile, stream=file).sort_stats(order).print_stats(70)
 
 
 def main() -> None:
-    arguments, began, limit, profile = json.loads(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+    arguments, began, limit = map(json.loads, sys.argv[1:])
     faulthandler.dump_traceback_later(limit)
     from compiled_llm.engine.engine import CompiledEngine, SamplingParams  # of any version
 
-    imported, parts = time.monotonic(), Parts(began)
+    imported = time.monotonic()
     print(f"{imported - began:7.1f} s: imported", file=sys.stderr)
-    with contextlib.suppress(ImportError, AttributeError):  # a checkout whose files are others
-        time_parts(parts)
-    with profiled(profile):
-        engine = CompiledEngine(**arguments)
+    engine = CompiledEngine(**arguments)
     ready = time.monotonic()
     with engine:
         engine.generate([[1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
@@ -110,7 +39,7 @@ def main() -> None:
         result = {
             "seconds": seconds | {"other": ready - imported - sum(stages.values())},
             "total": first - began,
-            "parts": dict(parts.seconds) | {"more tokens": ended - first},
+            "more tokens": ended - first,
             "dtype": str(engine.runner.dtype)[6:],
             "cpu": own.user + own.system,
             "cpu of processes": own.children_user + own.children_system,

@@ -21,6 +21,20 @@ class WorkloadRequest(NamedTuple):
 Requests = list[WorkloadRequest]
 
 
+class Timing(NamedTuple):
+    """What requests took that were submitted at once, in seconds.
+
+    Attributes:
+        seconds: until all were done.
+        ttfts: of each request, to its first token.
+        tpots: of each request that has another token, for each token after the first one.
+    """
+
+    seconds: float
+    ttfts: list[float]
+    tpots: list[float]
+
+
 def random_tokens(rng: random.Random, vocab_size: int, count: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(count)]
 

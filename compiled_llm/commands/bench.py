@@ -12,18 +12,15 @@ BENCHES = {
     "throughput": "many requests at once; also transformers.generate",
     "serve": "requests that arrive over time: TTFT, TPOT, goodput",
     "peers": "the same requests through vLLM, OpenVINO, llama.cpp and transformers",
-    "settings": "several precisions, modes or engine arguments, in turns",
-    "offline": "a batch run beside generate, or in another order",
+    "settings": "several precisions or engine arguments, in turns",
     "shared": "what an engine keeps of its speed on a machine that others use",
-    "start": "starts, cold and warm, stage by stage; also those of a GPU without one",
+    "start": "starts, cold and warm, stage by stage",
     "loading": "the reading of weights, beside a plain read of their files",
     "host": "the host's time of a step by part, and how long a GPU idles",
     "sampling": "each kind of sampling, beside a decode step",
     "kernels": "every kernel of a decode step on a GPU, and the gaps",
     "attention": "paged attention, beside SDPA, FlexAttention and the machine's limits",
     "products": "linear layers and experts, beside other ways to compute them",
-    "recurrent": "layers with a state of a fixed size",
-    "gpt-fast": "a token of gpt-fast, to compare a GPU's decode with",
 }
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from compiled_llm.api.config import NAMED_VALUES
 from compiled_llm.api.flag_help import first_clause
 
 _OF_FILES = ("FILE", "DIR", "HUB_ID", "PATH")  # in the metavars of flags whose values are paths
@@ -59,7 +60,8 @@ def _value(action: argparse.Action) -> Value | None:
         return None
     name = str(action.metavar or "")
     is_path = action.dest in ("model", "tokenizer") or any(word in name for word in _OF_FILES)
-    return Value(tuple(map(str, action.choices or ())), is_path)
+    choices = action.choices or NAMED_VALUES.get(action.dest, ())
+    return Value(tuple(map(str, choices)), is_path)
 
 
 def completion_script(shell: str, program: str, commands: Sequence[Command]) -> str:

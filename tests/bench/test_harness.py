@@ -98,17 +98,13 @@ def test_copies_are_more_than_a_cache_holds() -> None:
     assert harness.copies_of(1 << 30) == 1
 
 
-def leave_a_file(path: str) -> None:
-    if path == "wrong":
-        raise ValueError("no such\nkernel")
-    Path(path).write_text(str(os.getpid()))
-
-
 def test_jobs_are_prepared_in_processes_of_their_own(tmp_path: Path) -> None:
-    todo = {"one": str(tmp_path / "a"), "two": "wrong", "three": str(tmp_path / "b")}
-    assert harness.prepared(leave_a_file, todo, 1, 60) == ["two: ValueError: no such kernel"]
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
-    assert str(os.getpid()) not in {path.read_text() for path in tmp_path.iterdir()}
+    here = Path.cwd()
+    todo = {"one": str(tmp_path), "two": str(tmp_path / "no\nsuch"), "three": "."}
+    (reason,) = harness.prepared(os.chdir, todo, 1, 60)
+    assert reason.startswith("two: FileNotFoundError: ")
+    assert "\n" not in reason
+    assert Path.cwd() == here != tmp_path
 
 
 def test_limits_are_those_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:

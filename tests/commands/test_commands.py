@@ -10,6 +10,7 @@ import pytest
 from compiled_llm.__main__ import main
 from compiled_llm.api.command_line import FlagParser
 from compiled_llm.commands import COMMANDS, commands_of, module_of
+from compiled_llm.commands.bench import BENCHES
 
 
 def parsers(package: str = "compiled_llm.commands", words: tuple[str, ...] = ()) -> Iterator[FlagParser]:
@@ -21,7 +22,12 @@ def parsers(package: str = "compiled_llm.commands", words: tuple[str, ...] = ())
             yield module.parser(" ".join(("compiled-llm", *words, name)))
 
 
-@pytest.mark.parametrize("parser", list(parsers()), ids=lambda parser: parser.prog)
+def benches() -> Iterator[FlagParser]:
+    for name in BENCHES:
+        yield module_of("compiled_llm.bench", name).parser(f"compiled-llm bench {name}")
+
+
+@pytest.mark.parametrize("parser", [*parsers(), *benches()], ids=lambda parser: parser.prog)
 def test_help_is_at_most_40_lines(
     parser: FlagParser, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

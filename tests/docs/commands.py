@@ -156,7 +156,7 @@ EXPENSIVE = (
     _BATCH + r"\b.* --(check|retry-errors) .*",
     r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
     r"compiled-llm batch --bucket-sizes 1,8,32",
-    r"printf [^|]*\| compiled-llm generate -.*",
+    r"printf [^|]*\| compiled-llm (generate|chat) .*",
     r"compiled-llm generate \"[^\"]*\"( --max-tokens .*)?",
     _COMMAND + r" report perplexity\b.*",
 )

@@ -3,14 +3,18 @@
 In a directory that looks like the repository's root, with the demo model where the documents say ``DIR``.
 """
 
+import contextlib
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from compiled_llm.__main__ import main
 from compiled_llm.commands import module_of
 from compiled_llm.commands.bench import BENCHES
 from compiled_llm.commands.completion import all_commands
@@ -60,11 +64,19 @@ def make_root(directory: Path) -> dict[str, str]:
 
 
 def run(path: Path, directory: Path, expensive: bool) -> None:
-    """Run a document's commands one after the other. Those that are ``expensive`` need those before them too."""
+    """Run a document's commands one after the other. Those that are ``expensive`` need those before them too.
+
+    README's are run as they are typed. Of other documents, a command of ours without a shell's signs is run in this
+    process, which has imported torch already.
+    """
     environment = make_root(directory)
     for statement in runnable(path):
         if is_expensive(statement) and not expensive:
             parse_command(words_of(statement))
+            continue
+        words = shlex.split(statement)
+        if path.name != "README.md" and words[0] == "compiled-llm" and not re.search("[|<>$]", statement):
+            run_here(words[1:], directory)
             continue
         command = ["bash", "-euo", "pipefail", "-c", statement]
         done = subprocess.run(
@@ -72,6 +84,19 @@ def run(path: Path, directory: Path, expensive: bool) -> None:
         )
         assert done.returncode == 0, f"{name_of(path)}: {statement}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         assert "Traceback" not in done.stderr, f"{name_of(path)}: {statement}\n{done.stderr[-4000:]}"
+
+
+def run_here(words: list[str], directory: Path) -> None:
+    """Run ``compiled-llm`` with these words; the handlers of signals are put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with contextlib.chdir(directory):
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert status == 0, words
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if runnable(path)], ids=name_of)

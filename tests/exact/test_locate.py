@@ -82,7 +82,7 @@ def test_a_planted_difference_is_found_and_named(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     op, implementation, where = PLANTED[name]
-    plan = uncompiled(plan_of(checkpoint("gemma2"), caches=["auto"]))
+    plan = uncompiled(plan_of(checkpoint("gemma2"), caches=["auto"], num_requests=4, num_tokens=4))
     monkeypatch.setattr(check, "make_plan", lambda *given: plan)
     with replaced(op, implementation):
         assert exact.main("compiled-llm exact", ["--json", str(tmp_path / "result.json")]) == 1
@@ -107,7 +107,8 @@ def test_a_block_that_comes_back_otherwise_is_found(monkeypatch: pytest.MonkeyPa
         caches[2].view(torch.int16)[device_blocks] ^= 64  # keys of layer 1
 
     monkeypatch.setattr(swap, "swap_in", changed)
-    outcomes, first = check.check(uncompiled(plan_of(checkpoint("llama-biases"), caches=["auto"])), disable_bar=True)
+    plan = uncompiled(plan_of(checkpoint("llama-biases"), caches=["auto"], num_requests=4, num_tokens=4))
+    outcomes, first = check.check(plan, disable_bar=True)
     assert first is not None
     assert first.departure is not None
     assert {outcome.setting.way for outcome in outcomes if outcome.differing} == {"swapped"}

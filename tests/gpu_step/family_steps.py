@@ -1,7 +1,7 @@
 """What a GPU would launch for small models, in a process of its own: it takes a GPU to be there that is not.
 
 A program, with the name of the GPU: it reads a line, a JSON list of [name, family of tests/families.py, bucket, engine
-arguments, whether to compile the kernels], and prints a JSON line for each, its name first.
+arguments, how many different kernels to compile], and prints a JSON line for each, its name first.
 """
 
 import copy
@@ -63,7 +63,7 @@ def behind_programmatic(launches: list[Launch]) -> list[str]:
     return [after.name for before, after in pairs if before.is_programmatic and after.triton is None]
 
 
-def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], compiles: bool) -> dict[str, Any]:
+def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], num_compiled: int) -> dict[str, Any]:
     """What the tests ask of a step."""
     class_name, fields = EVERY_CONFIG[family]
     published = getattr(transformers, class_name).config_class(**copy.deepcopy(fields)).to_dict()
@@ -73,9 +73,9 @@ def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], compiles
     made = generate_step(EngineConfig(device="cuda", **{**sizes, **arguments}), model, bucket)
     launches = launches_of(made)
     compiler = Compiler(gpu)
-    kernels = [launch for launch in launches if launch.triton is not None] if compiles else []
-    compiled = {launch.name: compiler.compile(launch.triton) for launch in kernels if launch.triton is not None}
-    programmatic = [launch for launch in kernels if launch.is_programmatic]
+    kernels = {launch.name: launch for launch in launches if launch.triton is not None}
+    chosen = dict(sorted(kernels.items(), key=lambda one: not one[1].is_programmatic)[:num_compiled])
+    compiled = {name: compiler.compile(launch.triton) for name, launch in chosen.items() if launch.triton is not None}
     spans = spans_of(launches)
     return {
         "layers": [[launch.name for launch in launches[span]] for span in spans],
@@ -87,13 +87,13 @@ def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], compiles
         "skip_reasons": made.generated.skip_reasons,
         "spilled": {name: one.spilled for name, one in compiled.items() if one.spilled},
         "compiled": sorted(compiled),
-        "programmatic": [launch.name for launch in programmatic],
+        "programmatic": [launch.name for launch in launches if launch.triton is not None and launch.is_programmatic],
         "behind_programmatic": behind_programmatic(launches),
         "of_the_compiler": made.generated.code.count("'launch_pdl': True"),
         "too_early": {
-            launch.name: early
-            for launch in programmatic
-            if launch.triton is not None and (early := too_early(compiler.compile(launch.triton).cubin))
+            name: early
+            for name, one in compiled.items()
+            if kernels[name].is_programmatic and (early := too_early(one.cubin))
         },
     }
 

@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
     save(path_of(gpu.name), gpu.name, CHOICES)
     for bucket, arguments in (("decode_2", {}), ("decode_64", BATCH_OF_64)):
         torch.compiler.reset()
-        step = family_steps.step(gpu, "llama", bucket, arguments, False)
+        step = family_steps.step(gpu, "llama", bucket, arguments, 0)
         print(json.dumps(step["layers"][0]), flush=True)
 
 

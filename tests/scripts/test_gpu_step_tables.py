@@ -58,8 +58,6 @@ def test_launches_and_steps_of_a_line(page: Any) -> None:
     text = page.page([line("qwen3-0.6b", "decode_1", "auto")], [])
     assert "| Qwen3-0.6B | decode, 1 | 7 | 70 |" in text
     assert "| decode, 1 | 1k | 1 | 90% |" in text
-    assert "| Qwen3-0.6B: launches a layer in decodes of 1 to 32 | at most 7 | 7 | yes |" in text
-    assert "| Qwen3-0.6B, H200, bf16, decode, 1 of 1k: ms | at most 0.65 | 1 | no |" in text
     assert "Nothing was measured yet" in text
 
 
@@ -74,33 +72,6 @@ def test_what_was_measured_stands_beside_its_estimate(page: Any) -> None:
     assert "| Llama-3.1-8B, decode, 1, exact | 12 | 2.16 | 1.89 | 0.88 | 7% |" in text
     assert "| Llama-3.1-8B, decode, 1, exact | `mm` | 33.6 | 12.5 | 10.0 |" in text
     assert "embedding" not in text
-
-
-def test_the_worst_case_decides_whether_a_goal_is_reached(page: Any) -> None:
-    def lines(fp8: float) -> list[dict[str, Any]]:
-        slopes = {"auto": 0.01, "int8": 0.0052, "fp8": fp8}
-        good = [line("llama-3.1-8b", "decode_1", kv, slope=slope) for kv, slope in slopes.items()]
-        slopes["fp8"] = 0.0052
-        return [line("llama-3.1-8b", "decode_8", kv, slope=slope) for kv, slope in slopes.items()] + good
-
-    title = "Llama-3.1-8B, contexts of 8k: attention over fp8 to bf16"
-    assert f"| {title} | at most 0.58 | 0.57 | yes |" in page.page(lines(0.0057), [])
-    assert f"| {title} | at most 0.58 | 0.61 | no |" in page.page(lines(0.0061), [])
-    assert "Llama-3.1-8B, H200, bf16, decode, 1 of 1k: ms | at most 4.1 | 1 | yes |" in page.page(lines(0.0061), [])
-    # Nothing is said of what was not estimated.
-    assert "| Qwen3-0.6B: launches a layer in decodes of 1 to 32 | at most 7 |  | not estimated |" in page.page(
-        lines(0.0061), []
-    )
-
-
-def test_a_token_of_context_costs_what_a_longer_context_takes_more(page: Any) -> None:
-    lines = [line("llama-3.1-8b", "decode_1", kv, slope=slope) for kv, slope in (("auto", 0.01), ("int8", 0.0052))]
-    for one in lines[1]["estimates"]:
-        one["attention_us"] += 100.0  # which every context takes
-    text = page.page(lines, [])
-    assert "| Llama-3.1-8B | decode, 1 | 1k to 8k | 0.52 |  | 0.52 |  |" in text
-    assert "| Llama-3.1-8B, 8k to 32k: a token of context over int8 to bf16 | at most 0.58 | 0.52 | yes |" in text
-    assert "| Llama-3.1-8B, contexts of 1k: attention over int8 to bf16 | at most 0.58 | 10.3 | no |" in text
 
 
 def test_what_does_not_fit_and_caches_that_differ_are_said(page: Any) -> None:

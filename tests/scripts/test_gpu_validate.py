@@ -115,22 +115,6 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "no CUDA GPU" in capsys.readouterr().err
 
 
-def test_parts_that_do_not_fit_are_left_out_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "ok.py").write_text("print('{}')")
-    script = str(tmp_path / "ok.py")
-    monkeypatch.setattr(gpu_validate, "PARTS", {"long": Part(300, script), "short": Part(60, script)})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_validate.machine, "describe", lambda device: {"gpu": "none"})
-    for budget, status, said in (("100", 1, "long         left out"), ("1000", 0, "1 of 1 parts passed")):
-        arguments = ["--output", str(tmp_path / "out"), "--budget", budget, "--resume"]
-        monkeypatch.setattr(sys, "argv", ["gpu_validate.py", *arguments])
-        assert gpu_validate.main() == status
-        assert said in capsys.readouterr().out
-    assert all(gpu_validate.passed(name, tmp_path / "out") for name in ("long", "short"))
-
-
 # Says when it began to prepare, when it was ready, and when it measured.
 _TURN = """
 import pathlib, sys, time
@@ -271,16 +255,20 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return gpu_validate.main()
 
 
-def test_two_calls_on_bare_machines_do_all(on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_calls_on_bare_machines_do_all(
+    on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The second finds nothing but the archive."""
     ok, output, archive = on_a_gpu / "ok.py", on_a_gpu / "out", on_a_gpu / "kept.tgz"
     monkeypatch.setattr(gpu_validate, "PARTS", {"short": Part(60, str(ok)), "long": Part(300, str(ok))})
     arguments = ("--output", output, "--archive", archive, "--resume")
     assert run_main(monkeypatch, *arguments, "--budget", 100) == 1
+    assert "long         left out" in capsys.readouterr().out
     assert "cudagraphs" in (output / "short.log").read_text()
     before = (output / "short.json").read_text()
     shutil.rmtree(output)
     assert run_main(monkeypatch, *arguments, "--budget", 1000) == 0
+    assert "1 of 1 parts passed" in capsys.readouterr().out
     assert (output / "short.json").read_text() == before, "it did not run again"
     with tarfile.open(archive) as packed:
         names = set(packed.getnames())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.api.command_line import FlagParser
+from compiled_llm.api.command_line import FlagParser, add_engine_arguments
 from compiled_llm.terminal.shell_completion import SHELLS, Command, completion_script
 
 
@@ -15,6 +15,7 @@ def commands() -> list[Command]:
     serve.add_argument("--mode", choices=("fast", "slow"), help="how: it's [one] of two")
     serve.add_argument("--input", metavar="FILE", help="what")
     serve.add_argument("--count", type=int)
+    add_engine_arguments(serve, "kv_cache_dtype")
     serve.add_argument("--quiet", action="store_true", help="print nothing")
     shell = FlagParser(prog="tool bench shell")
     shell.add_argument("shell", choices=("bash", "zsh"))
@@ -31,11 +32,12 @@ CASES = [
     ("tool se", {"serve"}),
     ("tool bench ", {"shell"}),
     ("tool bench shell z", {"zsh"}),
-    ("tool serve --", {"--mode", "--input", "--count", "--quiet", "--help"}),
+    ("tool serve --", {"--mode", "--input", "--count", "--quiet", "--kv-cache-dtype", "--help"}),
     ("tool serve --quiet --mo", {"--mode"}),
     ("tool serve --mode ", {"fast", "slow"}),
     ("tool serve --input some", {"some file.txt"}),
     ("tool serve --count ", set()),
+    ("tool serve --kv-cache-dtype ", {"auto", "float32", "bfloat16", "float16", "int8", "fp8"}),
 ]
 
 

@@ -22,7 +22,7 @@ from compiled_llm.ops.attention.tiles import default_config
 from compiled_llm.tuning import attention
 
 attention.CACHE_BYTES = 0
-for query_len in (1, 3):  # a decode, and a few tokens
+for query_len in map(int, sys.argv[1].split(",")):
     step, outputs = attention.Step(2, query_len, 20, 64, torch.int8, "cpu"), []
     for block in (16, 32):
         tiles = replace(default_config(64, 2, 1, (9, 0)), decode_block_n=block, split_block_n=block)
@@ -32,7 +32,7 @@ for query_len in (1, 3):  # a decode, and a few tokens
     assert outputs[0].abs().max() > 0.1
     assert torch.allclose(*outputs, atol=2e-2, rtol=2e-2)
 
-for words in sys.argv[1:]:
+for words in sys.argv[2:]:
     assert main("compiled-llm tune linear", [*words.split(), "--seconds", "0.1"]) == 0
 """
 PLAIN = "--kind bfloat16 --layer 32x64 --rows 2 33 2048"
@@ -43,10 +43,10 @@ LAYERS = {
 }
 
 
-def run(directory: Path, *words: str) -> list[str]:
-    """Lines that the commands printed."""
+def run(directory: Path, query_lens: str, *words: str) -> list[str]:
+    """Lines that the commands printed, after steps of attention with so many tokens a request."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words],
+        [sys.executable, "-c", PROGRAM, query_lens, *words],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=directory,
         capture_output=True,
@@ -69,7 +69,7 @@ def check_tiles(file: Path, kind: str) -> None:
 def test_files_that_kernels_read(tmp_path: Path) -> None:
     tiles, products = tmp_path / "tiles.json", tmp_path / "products.json"
     quantised = f"--kind int8_w8a8 {LAYERS['int8_w8a8']} --rows 16 17 --output {tiles}"
-    lines = run(tmp_path, quantised, f"{PLAIN} --output {products}")
+    lines = run(tmp_path, "1", quantised, f"{PLAIN} --output {products}")
     written = [json.loads(line)["tiles"] for line in lines if line.startswith("{")]
     assert written == [str(tiles), str(products)]
     check_tiles(tiles, "int8_w8a8")
@@ -82,5 +82,5 @@ def test_files_that_kernels_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_files_of_other_kinds(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "tiles.json"
-    run(tmp_path, f"--kind {kind} {LAYERS[kind]} --rows 16 17 --output {file}")
+    run(tmp_path, "1,3", f"--kind {kind} {LAYERS[kind]} --rows 16 17 --output {file}")
     check_tiles(file, kind)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from compiled_llm.bench.workloads import Requests
+from compiled_llm.system.child_process import with_package
 
 WORKER = Path(__file__).with_name("worker.py")
 ENGINE = {"max_model_len": 2304, "bucket_sizes": [1, 8, 16, 32], "dtype": "bfloat16"}
@@ -198,8 +199,7 @@ def llama(python: str, file: Path, options: dict[str, Any], threads: int) -> Pee
 
 def _own_path() -> dict[str, str]:
     """The worker, a file that is run, imports the package that runs it."""
-    root = str(Path(__file__).resolve().parents[3])
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    return {"PYTHONPATH": with_package(os.environ)["PYTHONPATH"]}
 
 
 def _threads(threads: int) -> dict[str, str]:

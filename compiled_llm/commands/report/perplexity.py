@@ -38,8 +38,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     from compiled_llm.quality import perplexity
 
     with errors_end(program):
-        engine = CompiledEngine.from_config(engine_config(args))
-    with engine, errors_end(program), errors_end(program, (RuntimeError,), status=1):
+        started = CompiledEngine.from_config(engine_config(args))
+    with started as engine, errors_end(program), errors_end(program, (RuntimeError,), status=1):
         found = perplexity.measure(engine, text, args.window, args.stride, args.prefix_token_ids)
     prefix = len(found["prefix_token_ids"])
     rows = {
