@@ -4,6 +4,7 @@
 """
 
 import ast
+import gc
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +37,11 @@ def room_of(module: str) -> str | None:
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
     """All nodes of a file's syntax tree."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
+    gc.disable()  # all are kept: to look for garbage among them takes longer than to parse the files
+    try:
+        return tuple(ast.walk(ast.parse(path.read_text())))
+    finally:
+        gc.enable()
 
 
 @cache
