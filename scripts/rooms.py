@@ -4,7 +4,6 @@
 """
 
 import ast
-import gc
 from functools import cache
 from pathlib import Path
 
@@ -37,11 +36,7 @@ def room_of(module: str) -> str | None:
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
     """All nodes of a file's syntax tree."""
-    gc.disable()  # all are kept: to look for garbage among them takes longer than to parse the files
-    try:
-        return tuple(ast.walk(ast.parse(path.read_text())))
-    finally:
-        gc.enable()
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 @cache

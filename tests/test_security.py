@@ -4,6 +4,7 @@ docs/security.md lists the rules that this and other tests keep.
 """
 
 import ast
+import gc
 import re
 from collections.abc import Iterator, Sequence
 
@@ -69,6 +70,14 @@ ALLOWED = {
     ("setup.py", "importlib.util.spec_from_file_location"): "a file of this package, while it is built",
     ("setup.py", "importlib.util.module_from_spec"): "a file of this package, while it is built",
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_search_for_garbage() -> Iterator[None]:
+    """The syntax trees of all files are kept: to look for garbage among them takes longer than to parse them."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def names_in(nodes: Sequence[ast.AST]) -> Iterator[str]:
