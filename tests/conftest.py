@@ -100,7 +100,12 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, also where the run was started in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Ctrl-C raises KeyboardInterrupt, also where the run was started in the background, which ignores it.
+
+    After a test SIGINT and SIGTERM do again what they did before.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,6 @@ def whole(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
     path = tmp_path_factory.mktemp("whole") / "out.jsonl"
     assert run("--input", str(prompts), "--output", str(path)) == 0
     return rows(path)
-
-
-@pytest.fixture(autouse=True)
-def _signal_handlers() -> Iterator[None]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def check_resumed(prompts: Path, output: Path, whole: dict[int, dict]) -> None:

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,6 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the engine is started")
 
     monkeypatch.setattr(CompiledEngine, "from_config", start)
-
-
-@pytest.fixture(autouse=True)
-def _signal_handlers() -> Iterator[None]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def write(path: Path, items: list[Any]) -> Path:
@@ -416,7 +408,10 @@ def test_a_terminal_without_utf_8_gets_escapes(monkeypatch: pytest.MonkeyPatch, 
 def test_help_and_bad_arguments_need_neither_docstrings_nor_torch() -> None:
     """With -OO docstrings are None; and torch takes seconds to load, and bad arguments are refused without that."""
     command = [sys.executable, "-OO", "-X", "importtime", str(SCRIPT)]
-    for argument, status, words in (("--help", 0, "--output FILE.jsonl"), ("--resume", 2, "needs --output")):
+    for argument, status, words in (
+        ("--help=all", 0, "--bucket-sizes INT[,INT...]"),
+        ("--resume", 2, "needs --output"),
+    ):
         done = subprocess.run([*command, argument], capture_output=True, text=True)
         assert done.returncode == status, done.stderr
         assert words in done.stdout + done.stderr
