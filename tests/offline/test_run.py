@@ -102,7 +102,7 @@ def test_a_report_and_a_trace(monkeypatch: pytest.MonkeyPatch, prompts: Path, tm
     flags = ["--input", str(prompts), "--details", "--report", str(report), "--trace", str(trace)]
     assert run(*GREEDY, *flags) == 0
     out = capsys.readouterr().out
-    for word in ("TTFT", "TPOT", "p99", "KV use", "preemptions", "graph breaks", "recompiles", "row 8: prompt"):
+    for word in ("first token", "next tokens", "p99", "KV blocks", "preemptions", "recompiles", "row 8: prompt"):
         assert word in out
     (line,) = [line for line in out.split("\n") if "efficiency" in line]
     assert "decode" in line
