@@ -1,5 +1,6 @@
 """Fixtures and hooks shared by all tests."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -83,6 +84,14 @@ class _Summary:
         if self.seconds:
             slowest = [f"{name} {seconds:.0f} s" for name, seconds in self.seconds.most_common(_MOST_FILES)]
             terminalreporter.write_line(f"slowest files, of {sum(self.seconds.values()):.0f} s: " + ", ".join(slowest))
+
+
+@pytest.fixture(scope="module")
+def without_garbage_collection() -> Iterator[None]:
+    """For tests that make millions of objects and keep them: to look for garbage among them takes the longest."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """The rules of the house: who may import whom, no torch in the scheduler, short files; test_security.py has others."""
 
 import ast
-import gc
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 
@@ -13,18 +11,11 @@ import pytest
 
 from scripts.rooms import FILES, ROOT, imports, module_of, nodes, room_of
 
+pytestmark = pytest.mark.usefixtures("without_garbage_collection")  # all files are parsed, and their trees kept
 PACKAGE = ROOT / "compiled_llm"
 # Loaded by programs that have no use for torch, and by the scheduler.
 WITHOUT_TORCH = ("scheduling", "constraints", "api", "system")
 LOADS_TORCH = {"compiled_llm.system.hardware"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_search_for_garbage() -> Iterator[None]:
-    """The syntax trees of all files are kept: to look for garbage among them takes longer than to parse them."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @cache

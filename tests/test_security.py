@@ -4,7 +4,6 @@ docs/security.md lists the rules that this and other tests keep.
 """
 
 import ast
-import gc
 import re
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +12,7 @@ import pytest
 from scripts import rooms
 from scripts.rooms import ROOT, nodes
 
+pytestmark = pytest.mark.usefixtures("without_garbage_collection")  # all files are parsed, and their trees kept
 FILES = [*rooms.FILES, ROOT / "setup.py"]
 NATIVE_FILES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".cpp", ".h", ".cu", ".cuh"))
 
@@ -70,14 +70,6 @@ ALLOWED = {
     ("setup.py", "importlib.util.spec_from_file_location"): "a file of this package, while it is built",
     ("setup.py", "importlib.util.module_from_spec"): "a file of this package, while it is built",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_search_for_garbage() -> Iterator[None]:
-    """The syntax trees of all files are kept: to look for garbage among them takes longer than to parse them."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def names_in(nodes: Sequence[ast.AST]) -> Iterator[str]:

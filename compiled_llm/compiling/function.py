@@ -51,7 +51,7 @@ class CompiledFunction:
     ) -> None:
         self.name = name
         self.device = device
-        self._copy = own_copy(function, name)
+        self._copy = own_copy(function, name)  # torch keeps compiled versions by code object
         self._call: Callable = self._copy
         self._captured = None if graph_pool is None else CapturedFunction(graph_pool)
         # Compiled ahead of the first call; or loaded from the cache, and compiled at the first call if it lacks them.

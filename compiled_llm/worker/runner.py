@@ -270,7 +270,7 @@ class ModelRunner(Worker):
             slot = self._host_slots[0]
             slot.started.record()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
-        take_back = None if profiler is None else steps.undo(bucket)
+        take_back = None if profiler is None else steps.undo(bucket)  # a step that is profiled runs twice
         used = steps.used_experts
         if used is not None:
             used.zero_()

@@ -61,10 +61,6 @@ def made(inputs: list[str], sampling: Mapping[str, Any] | None = None, **changes
     return make_manifest(files, EngineConfig(**changes), sampling or {"max_tokens": 8}, device=device, digests=digests)
 
 
-def test_it_stands_beside_the_output() -> None:
-    assert manifest_path(Path("there/out.jsonl")) == Path("there/out.jsonl.manifest.json")
-
-
 def test_every_engine_argument_is_compared_or_changes_no_token() -> None:
     """A new argument has to be put into one of the two."""
     assert {field.name for field in dataclasses.fields(EngineConfig)} == set(DECIDING) | CHANGING_NO_TOKEN
