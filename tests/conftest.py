@@ -95,6 +95,14 @@ class _Summary:
             terminalreporter.write_line(f"slowest files, of {sum(self.seconds.values()):.0f} s: " + ", ".join(slowest))
 
 
+@pytest.fixture(scope="module")
+def without_garbage_collection() -> Iterator[None]:
+    """For tests that make millions of objects and keep them: to look for garbage among them takes the longest."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture
 def battery_counts(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
     """What a battery counts while it runs, such as schedules and preemptions; shown at the end of the run."""
@@ -110,7 +118,12 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, also where the run was started in the background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Ctrl-C raises KeyboardInterrupt, also where the run was started in the background, which ignores it.
+
+    After a test SIGINT and SIGTERM do again what they did before.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

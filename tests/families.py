@@ -19,6 +19,7 @@ _SMALL = {
     "hidden_size": 112,
     "intermediate_size": 160,
     "num_hidden_layers": 2,
+    "vocab_size": 307,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,  # random weights of the default 0.02 give logits too flat to tell tokens apart
     "bos_token_id": 1,
@@ -32,6 +33,20 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+_TWO_ROPES = {
+    "full_attention": {**_LLAMA3_ROPE, "rope_theta": 2000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 _WINDOW_FULL = ["sliding_attention", "full_attention"]
 _GEMMA4_ROPES = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 2000.0, "partial_rotary_factor": 0.25, "factor": 2.0},
@@ -42,7 +57,6 @@ _DEEPSEEK = {
     **_SMALL,
     "num_attention_heads": 5,
     "num_key_value_heads": 5,
-    "vocab_size": 307,
     "pad_token_id": 0,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 12,
@@ -54,16 +68,7 @@ _DEEPSEEK = {
     "moe_intermediate_size": 40,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 100.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 8,
-        "beta_fast": 4.0,
-        "beta_slow": 0.5,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.5,
-    },
+    "rope_parameters": _YARN,
 }
 
 
@@ -74,42 +79,31 @@ def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
 # name -> (transformers' model class, its config); odd shapes on purpose: head_dim is never hidden_size / num_heads, and
 # vocabularies are no multiple of 64.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {**_SMALL, **_heads(4, 1, 32), "vocab_size": 307}),
+    "llama": ("LlamaForCausalLM", {**_SMALL, **_heads(4, 1, 32)}),
     "llama-rope3-tied": (
         "LlamaForCausalLM",
         {**_SMALL, **_heads(7, 1, 16), "vocab_size": 501, "tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE},
     ),
     "llama-biases": (
         "LlamaForCausalLM",
-        {**_SMALL, **_heads(2, 2, 64), "vocab_size": 307, "attention_bias": True, "mlp_bias": True},
+        {**_SMALL, **_heads(2, 2, 64), "attention_bias": True, "mlp_bias": True},
     ),
     "seed-oss": (
         "SeedOssForCausalLM",
-        {**_SMALL, **_heads(7, 1, 24), "vocab_size": 307, "attention_out_bias": True, "mlp_bias": True},
+        {**_SMALL, **_heads(7, 1, 24), "attention_out_bias": True, "mlp_bias": True},
     ),
     "seed-oss-tied": (
         "SeedOssForCausalLM",
-        {**_SMALL, **_heads(4, 2, 24), "vocab_size": 307, "attention_bias": False, "tie_word_embeddings": True},
+        {**_SMALL, **_heads(4, 2, 24), "attention_bias": False, "tie_word_embeddings": True},
     ),
-    "mistral": ("MistralForCausalLM", {**_SMALL, **_heads(7, 1, 24), "vocab_size": 307, "sliding_window": 6}),
+    "mistral": ("MistralForCausalLM", {**_SMALL, **_heads(7, 1, 24), "sliding_window": 6}),
     "ministral3": (
         "Ministral3ForCausalLM",
         {
             **_SMALL,
             **_heads(7, 1, 24),
-            "vocab_size": 307,
             "pad_token_id": 0,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "original_max_position_embeddings": 8,
-                "beta_fast": 4.0,
-                "beta_slow": 0.5,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.5,
-                "llama_4_scaling_beta": 0.8,
-            },
+            "rope_parameters": {**_YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.8},
         },
     ),
     "smollm3": (
@@ -117,7 +111,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_SMALL,
             **_heads(7, 1, 24),
-            "vocab_size": 307,
             "pad_token_id": 0,
             "no_rope_layers": [1, 0],
             "use_sliding_window": True,
@@ -129,7 +122,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_SMALL,
             **_heads(7, 1, 24),
-            "vocab_size": 307,
             "embedding_multiplier": 3.0,
             "attention_multiplier": 0.11,
             "residual_multiplier": 0.6,
@@ -141,7 +133,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_SMALL,
             **_heads(7, 1, 16),
-            "vocab_size": 307,
             "pad_token_id": 0,
             "sliding_window": 6,
             "original_max_position_embeddings": 256,
@@ -157,30 +148,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": (
         "Qwen2ForCausalLM",
-        {
-            **_SMALL,
-            **_heads(14, 2, 24),
-            "vocab_size": 307,
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "max_window_layers": 1,
-        },
+        {**_SMALL, **_heads(14, 2, 24), "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
-    "qwen3": ("Qwen3ForCausalLM", {**_SMALL, **_heads(4, 1, 32), "vocab_size": 307, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {**_SMALL, **_heads(4, 1, 32), "tie_word_embeddings": True}),
     "qwen3-untied": (
         "Qwen3ForCausalLM",
         {**_SMALL, **_heads(14, 2, 24), "vocab_size": 409, "tie_word_embeddings": False, "attention_bias": True},
     ),
     "mixtral": (
         "MixtralForCausalLM",
-        {**_SMALL, **_heads(4, 2, 24), "vocab_size": 307, "sliding_window": 9, "num_local_experts": 5},
+        {**_SMALL, **_heads(4, 2, 24), "sliding_window": 9, "num_local_experts": 5},
     ),
     "glm4-moe": (
         "Glm4MoeForCausalLM",
         {
             **_SMALL,
             **_heads(4, 2, 24),
-            "vocab_size": 307,
             "num_hidden_layers": 3,
             "attention_bias": True,
             "use_qk_norm": True,
@@ -198,7 +181,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_SMALL,
             **_heads(4, 2, 24),
-            "vocab_size": 307,
             "sliding_window": 6,
             "num_local_experts": 5,
             "num_experts_per_tok": 2,
@@ -211,7 +193,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_SMALL,
             **_heads(4, 1, 32),
-            "vocab_size": 307,
             "num_hidden_layers": 3,
             "mlp_only_layers": [1],
             "num_experts": 7,
@@ -245,10 +226,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 40,
             "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {**_LLAMA3_ROPE, "rope_theta": 2000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-            },
+            "rope_parameters": _TWO_ROPES,
         },
     ),
     "gemma4": (  # as E2B and E4B
@@ -295,7 +273,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": (
         "Olmo2ForCausalLM",
-        {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "attention_bias": True, "rope_parameters": _LLAMA3_ROPE},
+        {**_SMALL, **_heads(7, 1, 16), "attention_bias": True, "rope_parameters": _LLAMA3_ROPE},
     ),
     "olmo3": (
         "Olmo3ForCausalLM",
@@ -303,32 +281,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_SMALL,
             **_heads(4, 2, 28),
             "num_hidden_layers": 3,
-            "vocab_size": 307,
             "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": {**_LLAMA3_ROPE, "rope_theta": 2000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-            },
+            "rope_parameters": _TWO_ROPES,
         },
     ),
     "glm": (
         "GlmForCausalLM",
-        {
-            **_SMALL,
-            **_heads(4, 1, 24),
-            "vocab_size": 307,
-            "attention_bias": False,
-            "rms_norm_eps": 1e-5,
-            "pad_token_id": 0,
-        },
+        {**_SMALL, **_heads(4, 1, 24), "attention_bias": False, "rms_norm_eps": 1e-5, "pad_token_id": 0},
     ),
     "starcoder2": (
         "Starcoder2ForCausalLM",
         {
             **_SMALL,
             **_heads(6, 2, 24),
-            "vocab_size": 307,
             "sliding_window": 6,
             "norm_epsilon": 0.05,  # which matters beside variances of this model
             "tie_word_embeddings": False,
@@ -336,18 +302,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2-without-biases": (
         "Starcoder2ForCausalLM",
-        {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "use_bias": False, "hidden_act": "gelu"},
+        {**_SMALL, **_heads(7, 1, 16), "use_bias": False, "hidden_act": "gelu"},
     ),
     "gpt-neox": (
         "GPTNeoXForCausalLM",
-        {**_SMALL, "num_attention_heads": 7, "vocab_size": 307, "rotary_pct": 0.5, "rotary_emb_base": 100},
+        {**_SMALL, "num_attention_heads": 7, "rotary_pct": 0.5, "rotary_emb_base": 100},
     ),
     "gpt-neox-in-turn": (
         "GPTNeoXForCausalLM",
         {
             **_SMALL,
             "num_attention_heads": 14,
-            "vocab_size": 307,
             "rotary_pct": 1.0,
             "use_parallel_residual": False,
             "attention_bias": False,
@@ -388,10 +353,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_DEEPSEEK,
             "q_lora_rank": 24,
             "first_k_dense_replace": 0,
-            "rope_parameters": {**_DEEPSEEK["rope_parameters"], "llama_4_scaling_beta": 0.8},
+            "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.8},
         },
     ),
-    "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "pad_token_id": 0}),
+    "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "pad_token_id": 0}),
 }
 
 _HYBRID = {"num_hidden_layers": 4, "max_position_embeddings": 640, "initializer_range": 0.12}
@@ -420,7 +385,6 @@ _SHARED_EXPERT = {
     "shared_expert_intermediate_size": 72,
 }
 _NEMOTRON = {
-    "vocab_size": 307,
     "layer_norm_epsilon": 0.05,
     "mamba_num_heads": 14,
     "mamba_head_dim": 16,
@@ -437,7 +401,6 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_HYBRID,
             "hidden_size": 84,
             **_heads(7, 1, 24),
-            "vocab_size": 307,
             "norm_eps": 0.05,
             "layer_types": ["conv", "full_attention", "conv", "conv"],
             "conv_L_cache": 4,
@@ -455,7 +418,6 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_heads(7, 1, 32),
             **_DELTA_NET,
             **_SHARED_EXPERT,
-            "vocab_size": 307,
             "rms_norm_eps": 0.05,
             "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
             "mlp_only_layers": [2],
@@ -491,7 +453,6 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_heads(7, 1, 32),
             **_DELTA_NET,
             **_SHARED_EXPERT,
-            "vocab_size": 307,
             "rms_norm_eps": 0.01,
         },
     ),
@@ -502,7 +463,6 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_HYBRID,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "vocab_size": 307,
             "norm_eps": 0.05,
             "layer_types": ["conv", "conv", "full_attention", "conv"],
             "num_dense_layers": 1,
@@ -520,7 +480,6 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_MAMBA,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "vocab_size": 307,
             "rms_norm_eps": 0.05,
             "num_local_experts": 0,
             "shared_intermediate_size": 72,
@@ -537,7 +496,6 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 56,
             "num_attention_heads": 4,
             "num_key_value_heads": 1,
-            "vocab_size": 307,
             "rms_norm_eps": 0.05,
             "num_local_experts": 6,
             "num_experts_per_tok": 2,

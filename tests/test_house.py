@@ -7,8 +7,11 @@ import sys
 from functools import cache
 from graphlib import TopologicalSorter
 
+import pytest
+
 from scripts.rooms import FILES, ROOT, imports, module_of, nodes, room_of
 
+pytestmark = pytest.mark.usefixtures("without_garbage_collection")  # all files are parsed, and their trees kept
 PACKAGE = ROOT / "compiled_llm"
 # Loaded by programs that have no use for torch, and by the scheduler.
 WITHOUT_TORCH = ("scheduling", "constraints", "api", "system")

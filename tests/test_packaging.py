@@ -23,8 +23,9 @@ def build_wheel(directory: Path, **environment: str) -> Path:
     source = directory / "source"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", directory]
-    subprocess.run([*command, source], check=True, env={**os.environ, **environment})
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(directory)!r})"
+    command = [sys.executable, "-c", build]  # what pip calls
+    subprocess.run(command, cwd=source, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
     (wheel,) = directory.glob("*.whl")
     return wheel
 

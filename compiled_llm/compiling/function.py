@@ -51,9 +51,10 @@ class CompiledFunction:
     ) -> None:
         self.name = name
         self.device = device
-        self._copy = own_copy(function, name)
+        self._copy = own_copy(function, name)  # torch keeps compiled versions by code object
         self._call: Callable = self._copy
         self._captured = None if graph_pool is None else CapturedFunction(graph_pool)
+        # Compiled ahead of the first call; or loaded from the cache, and compiled at the first call if it lacks them.
         self._ahead = device.type == "cpu" and not enforce_eager and graph_pool is None
         self._loads = graph_pool is not None and not enforce_eager and cache is not None
         if not (enforce_eager or self._ahead or self._loads):
@@ -99,7 +100,8 @@ class CompiledFunction:
     def _compile_by_calls(self, make_args: Callable[[], tuple]) -> tuple[Fields, str]:
         """Facts about the code, and ``cache`` for the report."""
         before = {} if self._eager else compile_counts()
-        with torch.no_grad(), contextlib.nullcontext() if self._eager else sizes_of_one():
+        any_size = contextlib.nullcontext() if self._eager else sizes_of_one()  # 0 and 1 are no special cases
+        with torch.no_grad(), any_size:
             self._call_until_recorded(self._call, make_args)
         if self._eager:
             return {"graphs": 0, "graph_breaks": 0, "cpp_seconds": 0.0}, "eager"
@@ -191,6 +193,7 @@ class CompiledFunction:
             torch.cuda.synchronize(self.device)
 
     def _told(self, args: tuple) -> tuple:
+        """``args``, after the compiler was told which of their sizes vary and which addresses stay."""
         if not self._eager and self._check is None:  # code that was loaded does not need the compiler
             tell_compiler(tensors_in(args))
         return args

@@ -30,6 +30,9 @@ _NONE: tuple[None, None] = None, None
 class EngineCore:
     """Serves requests, whatever way they were asked for.
 
+    An entry (``UserRequest``) is what a user asked for. It has a ``Completion`` for each of its ``n`` continuations,
+    and each of these has a ``Request``, which is all that the scheduler knows of it. A beam has a ``Request`` alone.
+
     Attributes:
         entries: unfinished requests by the names that their users gave them.
         updated: names of requests that got a token or ended since the caller last read them. The caller removes a name
@@ -63,12 +66,12 @@ class EngineCore:
 
     def add(self, entry: UserRequest) -> None:
         """Queue a request whose name is not in use."""
-        self._count(entry.completions[0].request)
+        self._queue(entry.completions[0].request)
         self.entries[entry.request_id] = entry
         for completion in entry.completions:
             self._completions[completion.request] = entry, completion
 
-    def _count(self, request: Request) -> None:
+    def _queue(self, request: Request) -> None:
         self.scheduler.add(request)
         self.log.arrive()
         self.counts.num_requests += 1
@@ -80,8 +83,8 @@ class EngineCore:
     def advance(self) -> None:
         """Run a step, and process the requests that got a token or ended; their names are in ``updated`` then.
 
-        The engine delays interrupts meanwhile. An error that is raised all the same may leave a change half made, so it
-        ends all requests.
+        The caller delays Ctrl-C until this returns. An error that is raised all the same may leave a change half made,
+        so it ends all requests.
         """
         try:
             if self.scheduler.has_unfinished_requests():
@@ -103,7 +106,7 @@ class EngineCore:
         self.forget(entry)
 
     def forget(self, entry: UserRequest) -> None:
-        """A request has ended."""
+        """Drop a request that has ended."""
         self.scheduler.end_forking(entry.requests[0])
         for request in entry.requests:
             del self._completions[request]
@@ -129,7 +132,7 @@ class EngineCore:
         """Queue a beam search. When it ``has_all`` after a step, ``advance_beams``."""
         request = group.start()
         self._beams[request] = group
-        self._count(request)
+        self._queue(request)
 
     def advance_beams(self, group: BeamGroup) -> bool:
         """Start the next beams of a group that ``has_all`` continuations. False when its search is over."""
@@ -152,7 +155,7 @@ class EngineCore:
     # -- Inside
 
     def _step(self) -> None:
-        """Launch a step, and collect the oldest one when as many are launched as may be.
+        """Launch a step. When as many are launched as may be, or none can be, collect the oldest one.
 
         Requests that got a token, or ended with an error, are in ``_advanced`` then.
         """
@@ -172,7 +175,7 @@ class EngineCore:
             self._fail_steps(error)
             return
         started = time.perf_counter()
-        requests = self.scheduler.in_flight[0]
+        requests = self.scheduler.in_flight[0]  # before ``update`` removes them there
         advanced = self.scheduler.update(output, result)
         if result.logprobs is not None:
             self._read_logprobs(requests, output, result, advanced)
@@ -252,7 +255,7 @@ class EngineCore:
         """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
         if request.pending_error is not None and request.finish_reason != "error":
             if request.generates:
-                self._keep_output(completion, len(request.output_token_ids) - 1)  # the last was chosen without a mask
+                self._keep_output(completion, len(request.output_token_ids) - 1)  # its mask failed
             self.scheduler.end(request, "error", request.pending_error)
         try:
             stop = completion.read_new_tokens()

@@ -236,29 +236,19 @@ def engine_rows(engine: CompiledEngine, report: RunReport, start_seconds: float)
 
 
 def detailed_rows(engine: CompiledEngine, report: RunReport, start_seconds: float) -> dict[str, str]:
-    """All there is to say of one engine."""
+    """All there is to say of one engine: its report and its statistics, and what these leave out."""
     stats, compiled, runner = engine.stats(), engine.compile_report(), engine.runner
-    padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
+    rows = {**report.rows(), **stats.rows()}
+    del rows["requests"], rows["tokens"]  # which ``run_rows`` counts, by rows
     hits, misses = compiled.cache_count("hit"), compiled.cache_count("miss")
     temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
     whole = stats.host_seconds + stats.execute_seconds - stats.launch_seconds
     return {
-        "TTFT": percentiles(report.latencies["ttft"]),
-        "TPOT": percentiles(report.latencies["tpot"]),
-        "steps": f"{stats.num_steps}, padding {padding:.1%} of the buckets' rows",
+        **rows,
         "efficiency": efficiency(report),
-        "KV cache": kv_cache_of(engine),
-        "KV use": f"peak {stats.peak_used_blocks} of {stats.num_kv_blocks} blocks "
-        f"({stats.peak_used_blocks / stats.num_kv_blocks:.1%})",
-        "prefix cache": f"{stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} tokens found, "
-        f"{stats.num_evictions} evictions, {stats.cached_blocks} blocks cached",
-        "preemptions": f"{stats.num_recompute_preemptions} by recompute ({stats.num_recomputed_tokens} tokens), "
-        f"{stats.num_swap_preemptions} by swap ({stats.num_swapped_out_tokens} tokens out, "
-        f"{stats.num_swapped_in_tokens} in)",
+        "KV pool": kv_cache_of(engine),
         "host time": f"{stats.host_seconds / max(1, stats.num_steps) * 1e6:.0f} us a step, "
         f"{stats.host_seconds / max(1e-9, whole):.1%} of all time in steps",
-        "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} graph breaks, {compiled.recompiles} recompiles "
-        f"after ready, {compiled.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
         "start": f"{start_seconds:.1f} s ({temperature}), of which kernels {runner.start_times.kernels:.1f}, weights "
         f"{runner.start_times.weights:.1f}, compile {runner.start_times.compile:.1f} s",
         "peak memory": f"{peak_bytes(engine) / 2**20:.0f} MiB, of which weights {runner.weight_bytes / 2**20:.0f} MiB",
@@ -301,12 +291,6 @@ def latency(report: RunReport) -> str:
 
 def _mean(summary: dict[str, float]) -> str:
     return f"{summary['mean'] * 1e3:.1f} ms (99% within {summary['p99'] * 1e3:.1f})"
-
-
-def percentiles(summary: dict[str, float] | None) -> str:
-    if summary is None:
-        return "none"
-    return ", ".join(f"{name} {summary[name] * 1e3:.1f} ms" for name in ("mean", "p50", "p99"))
 
 
 def efficiency(report: RunReport) -> str:

@@ -76,30 +76,41 @@ def naming(file: str) -> Iterator[None]:
         raise OSError(f"{file}: {error.strerror}") from error
 
 
-def create_beside(target: Path, suffix: str, mode: int) -> tuple[int, Path]:
-    """A new file that is to take the place of another one when it is whole; what killed runs left of theirs is removed.
+@contextlib.contextmanager
+def replacing(target: Path, suffix: str, mode: int) -> Iterator[int]:
+    """A new file, which takes the place of ``target`` when the block has ended and all of it is on the disk.
 
-    It is called NAME.0123456789abcdef.SUFFIX, with other digits each time: so a file that somebody else put beside an
-    output is never overwritten, nor taken for what a killed run left.
+    So at any moment one of the two has the name, and for a while the disk holds both. The new one is called
+    NAME.0123456789abcdef.SUFFIX first, with other digits each time: a file that somebody else put beside an output is
+    never overwritten, nor taken for what a killed run left, which is removed.
 
     Args:
-        target: the file whose place it is to take. The run has its lock: no other one is about to replace it.
+        target: no other process is about to replace it: the run has the lock of its output.
         suffix: says what the file is for.
         mode: its permissions, from which the process's mask takes some away.
 
     Returns:
-        Its descriptor and its path.
+        The descriptor of the new file, which stays open. After an error in the block it is closed, and the file gone.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: it cannot be created, written or renamed.
     """
     left = re.compile(rf"{re.escape(target.name)}\.[0-9a-f]{{16}}\.{re.escape(suffix)}")
     for name in os.listdir(target.parent):
         if left.fullmatch(name):
             with contextlib.suppress(OSError):  # it costs room on the disk, and nothing else
                 os.unlink(target.parent / name)
-    path = target.with_name(f"{target.name}.{secrets.token_hex(8)}.{suffix}")
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, mode), path
+    new = target.with_name(f"{target.name}.{secrets.token_hex(8)}.{suffix}")
+    descriptor = os.open(new, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+        os.replace(new, target)
+    except BaseException:
+        os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        raise
 
 
 def sync_directory(directory: Path) -> None:

@@ -19,7 +19,7 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint.model_files import checkpoint_directory, model_directory
 from compiled_llm.checkpoint.stored_tensors import locate
 from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, read_json
-from compiled_llm.offline.files import create_beside, naming, sync_directory
+from compiled_llm.offline.files import naming, replacing, sync_directory
 from compiled_llm.offline.reading import STDIN, InputFile
 from compiled_llm.text.tokenizer_files import files_of
 
@@ -135,17 +135,10 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     """
     check_replaceable(path)
     with naming(f"the manifest {path}"):
-        descriptor, new = create_beside(path, "new", 0o666)
-        try:
-            with open(descriptor, "w") as file:
-                json.dump(manifest, file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+        with replacing(path, "new", 0o666) as descriptor, open(descriptor, "w", closefd=False) as file:
+            json.dump(manifest, file, indent=1)
+            file.write("\n")
+        os.close(descriptor)
         sync_directory(path.parent)
 
 

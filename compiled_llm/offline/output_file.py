@@ -15,49 +15,42 @@ from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from compiled_llm.offline.files import create_beside, naming, sync_directory
+from compiled_llm.offline.files import naming, replacing, sync_directory
 from compiled_llm.offline.formats import LONGEST_START, index_of, is_error
 
 SYNC_SECONDS = 5.0
 _STARTS = (b'{"index": ', b'{"id": "batch_req_')  # of all lines that a run writes
 _WRITTEN_BYTES = 2**20
-_CHUNK_BITS = 16  # 65,536 rows, in 8 KiB
-_CHUNK_MASK = (1 << _CHUNK_BITS) - 1
+_CHUNK_BITS = 2048  # in an integer of 300 bytes
 
 
 class RowSet:
-    """A set of row numbers, a bit each: 10,000,000 take 1.3 MB, a few 8 KiB each at most, however large they are."""
+    """A set of row numbers, a bit each: 10,000,000 take 2 MB, a few 300 bytes each at most, however large they are."""
 
     def __init__(self) -> None:
-        self._chunks: dict[int, bytearray] = {}
+        self._chunks: dict[int, int] = {}  # number // _CHUNK_BITS -> a bit for each of its numbers
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, index: int) -> bool:
-        chunk = self._chunks.get(index >> _CHUNK_BITS)
-        return chunk is not None and bool(chunk[(index & _CHUNK_MASK) >> 3] & 1 << (index & 7))
+        return bool(self._chunks.get(index // _CHUNK_BITS, 0) >> index % _CHUNK_BITS & 1)
 
     def add(self, index: int) -> bool:
         """Put it in; returns whether it is new."""
-        chunk = self._chunks.get(index >> _CHUNK_BITS)
-        if chunk is None:
-            chunk = self._chunks[index >> _CHUNK_BITS] = bytearray(1 << _CHUNK_BITS - 3)
-        place, bit = (index & _CHUNK_MASK) >> 3, 1 << (index & 7)
-        if chunk[place] & bit:
+        if index in self:
             return False
-        chunk[place] |= bit
+        number = index // _CHUNK_BITS
+        self._chunks[number] = self._chunks.get(number, 0) | 1 << index % _CHUNK_BITS
         self._count += 1
         return True
 
     @property
     def highest(self) -> int | None:
         """The largest number; None of an empty set."""
-        if not self._chunks:
-            return None
-        last = max(self._chunks)
-        return (last << _CHUNK_BITS) + int.from_bytes(self._chunks[last], "little").bit_length() - 1
+        last = max(self._chunks, default=None)
+        return None if last is None else last * _CHUNK_BITS + self._chunks[last].bit_length() - 1
 
 
 class OutputFile:
@@ -242,25 +235,13 @@ class OutputFile:
         self._size += len(line)
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """Go on with a file that has ``lines`` alone.
-
-        They are written to a file beside it, which takes its place when it is whole on disk. So at any moment one of
-        the two has the name, and for a while the disk holds both.
-        """
+        """Go on with a file that has ``lines`` alone, and takes the place of this one when it is whole."""
         target = self._target()
         with naming(f"--output {target}"):
-            descriptor, kept = create_beside(target, "kept", 0o600)
-            try:
-                _take_lock(descriptor, kept)
+            with replacing(target, "kept", 0o600) as descriptor:
+                _take_lock(descriptor, self.path)
                 _write_lines(descriptor, lines)
                 os.fchmod(descriptor, stat.S_IMODE(os.fstat(self._descriptor).st_mode))
-                os.fsync(descriptor)
-                os.replace(kept, target)
-            except BaseException:
-                os.close(descriptor)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(kept)
-                raise
             os.close(self._descriptor)
             self._descriptor = descriptor
             sync_directory(target.parent)

@@ -142,9 +142,14 @@ class RunReport:
 
     def __repr__(self) -> str:
         """A dozen lines, the last of which says where the rest is."""
+        lines = table(f"RunReport of {self.model}", self.rows())
+        return f'{lines}\n  write("DIR") writes all of it: HTML, JSON, a trace'
+
+    def rows(self) -> dict[str, str]:
+        """The lines of its ``repr``, by name."""
         stats, compiled = self.stats, self.compile_report
         seconds = max(self.seconds, 1e-9)
-        rows = {
+        return {
             "requests": f"{self.num_finished:,} ended in {self.seconds:.2f} s",
             "tokens": f"{stats.num_prompt_tokens:,} of prompts, {stats.num_output_tokens:,} generated: "
             f"{stats.num_output_tokens / seconds:,.0f} a second",
@@ -158,7 +163,6 @@ class RunReport:
             "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} breaks, {compiled.recompiles} recompiles",
             "exact": f"a request's results are the same to the bit in any batch: {self.exact}",
         }
-        return table(f"RunReport of {self.model}", rows) + '\n  write("DIR") writes all of it: HTML, JSON, a trace'
 
     def phase(self, name: str) -> StepsReport | None:
         """The phase of that name, "decode" or "prefill"; None if no such step ran."""

@@ -97,7 +97,7 @@ class PrefixCache:
             held = self.places.holding(request, index) if self.places.windows else []
             earlier = self.pool.lookup(digests[index]) if held else None
             if earlier is not None and not all(window.can_exchange(block, earlier) for window, _ in held):
-                count = index  # the others go on with this block: it is published with a later one
+                count = index  # requests go on with both: this block and those after it are published later
                 break
             holder = self.pool.publish(block, digests[index])
             if holder != block:

@@ -35,9 +35,10 @@ class Mask(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Held:
-    """In layers with a window: the blocks of a table, ``first..end - 1`` by index, whose places a request needs.
+    """Which of its blocks a request needs in the layers with a sliding window: ``first..end - 1``, by index.
 
-    It needs the places of its sink tokens besides.
+    Such layers have a memory of their own, smaller than that of the other layers: a *place* in it holds the keys of one
+    block (``window_pool.py``). Places of the request's sink tokens are needed besides.
 
     Attributes:
         sent: how many entries of the worker's table are up to date, those before ``first`` among them.
@@ -50,7 +51,7 @@ class Held:
 
 @dataclasses.dataclass(slots=True)
 class HeldState:
-    """In layers with a state: the slots that a request needs.
+    """In layers with a recurrent state, such as Mamba's: the slots that a request needs. A slot holds one state.
 
     Attributes:
         slot: its state after ``num_computed_tokens``; 0: nothing is computed.
@@ -117,9 +118,11 @@ class Request:
         num_dropped_tokens: of a stream: how many tokens had left the cache when its sink tokens were computed last.
         forked_index: index of the block, not full, that it shares with others since a fork; -1: there is none.
         last_row: its first logits row in the last step that ran it: the token in flight is sampled there.
-        next_look: while ``num_tokens`` is below, its next step computes one token and needs nothing else; 0: not known.
+        next_look: a shortcut of ``StepPlanner``: as long as ``num_tokens`` is below this, the request's next step
+            computes one token and needs nothing else, such as a block; 0: it has to be looked at.
         pending_error: why it ends with its next token, though the model could go on; None: it does not.
-        next_event: while a step ends below this many tokens, its result is a token and nothing else; 0: not known.
+        next_event: a shortcut of ``Scheduler.update``: as long as a step ends below this many tokens, its result is a
+            token and nothing else follows, such as a full block; 0: it has to be looked at.
         takes_drafts: whether a drafter may guess its tokens.
         draft_token_ids: guesses that the step in flight verifies; ``num_tokens``, ``num_in_flight`` and
             ``num_computed_tokens`` count them until then.

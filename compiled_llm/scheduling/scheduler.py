@@ -25,12 +25,12 @@ from compiled_llm.scheduling.suspects import Suspects
 from compiled_llm.scheduling.window_places import WindowPlaces
 from compiled_llm.scheduling.worker import StepResult
 
-# Why a request ends for which a step found no token (ops/sampling/token_sampling.py).
+# The reason that a request ends with when a step found no token for it (ops/sampling/token_sampling.py).
 _NO_TOKEN = (
     "the model's logits are not finite (NaN, infinity, or every token banned), so that no token can be chosen: see "
     'whether dtype="float32" helps, and whether the checkpoint is damaged'
 )
-# Why one that is scored ends whose log-probabilities are no numbers.
+# The reason that a scored request ends with when its log-probabilities are NaN.
 _NOT_FINITE = (
     'the model\'s logits are not finite (NaN or infinity): see whether dtype="float32" helps, and whether the '
     "checkpoint is damaged"
@@ -161,12 +161,14 @@ class Scheduler:
         requests = self.planner.plan(output)
         if requests:
             self.in_flight.append(requests)
+            # What was noted since the last step, also between steps.
             output.released_request_ids, running_set.released = running_set.released, []
             output.swapped_out, running_set.swapped_out = running_set.swapped_out, []
-            for told, window in zip(output.windows, self.pool.windows, strict=True):
-                told.swapped_out, window.swapped_out = window.swapped_out, []
+            for window_output, window in zip(output.windows, self.pool.windows, strict=True):
+                window_output.swapped_out, window.swapped_out = window.swapped_out, []
             awaited = map(self.prefix_cache.awaited_ends, requests, output.num_computed_tokens)
-            running_set.states.send(requests, awaited, len(self.running) + 1, output)
+            reserve = len(self.running) + 1  # slots that snapshots leave free
+            running_set.states.send(requests, awaited, reserve, output)
             output.states.swapped_out, self.pool.states.swapped_out = self.pool.states.swapped_out, []
             resets, self._resets = self._resets, False
             return output.build(resets=resets)
@@ -177,9 +179,9 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Request]:
         """Enter the results of ``output``, the oldest step in flight.
 
-        Returns the requests that got tokens, or ended since there was none or none was to follow the prompt. Requests
-        that a result ended are finished, and their blocks free. What the step sampled for a request that has ended
-        meanwhile is dropped.
+        Returns the requests that got tokens, and those that ended without one: none was found, or none was to follow
+        the prompt. Requests that a result ended are finished, and their blocks free. What the step sampled for a
+        request that has ended meanwhile is dropped.
         """
         requests, sampled = self.in_flight.popleft(), result.sampled_token_ids
         if result.bucket.kind == "tokens":
@@ -194,6 +196,7 @@ class Scheduler:
         columns = output.num_samples, output.num_computed_tokens, output.num_scheduled_tokens
         for request, row, num_samples, start, count in zip(requests, rows, *columns, strict=True):
             token_id = sampled[row]
+            # The usual case first: a token, and nothing that follows from it.
             if (
                 num_samples == 1
                 and start + count < request.next_event
@@ -225,7 +228,7 @@ class Scheduler:
     def _enter(self, request: Request, token_id: int, end: int, num_samples: int, now: float) -> bool:
         """Enter a step's result for a request without drafts, whose first ``end`` tokens are computed by now.
 
-        False: it has neither a token more nor ended.
+        False: it has no token more, and has not ended.
         """
         request.num_in_flight -= num_samples
         if request.finish_reason is not None:
@@ -256,8 +259,10 @@ class Scheduler:
     def _accept(self, request: Request, start: int, sampled: tuple[int, ...], now: float) -> bool:
         """Enter what a step sampled for a request with drafts: ``start`` tokens were computed before.
 
-        Token j + 1 is what plain decoding would sample if draft j is equal to token j; from the first draft on that is
-        not, tokens are dropped, and what the step computed of them is not counted. False: the request has ended before.
+        The step sampled a token after the last known one (``sampled[0]``), and one after each draft. The one after
+        draft j is what plain decoding would sample if this draft and those before it are right, which is
+        ``drafts[j] == sampled[j]``. So sampled tokens count up to the one in the place of the first wrong draft. The
+        others are dropped, and what the step computed of them is not counted. False: the request has ended before.
         """
         drafts, request.draft_token_ids = request.draft_token_ids, []
         request.num_in_flight -= 1 + len(drafts)
@@ -308,7 +313,7 @@ class Scheduler:
         request.end(finish_reason, stop_reason)
 
     def end(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        """As ``finish``, but a request that its last tokens ended gets these reasons instead."""
+        """As ``finish``, but a request that has ended already, by its last tokens, gets these reasons instead."""
         self.finish(request, finish_reason, stop_reason)
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
 
@@ -319,8 +324,9 @@ class Scheduler:
     def fail_steps_in_flight(self, reason: str) -> list[Request]:
         """The steps in flight broke: what they computed cannot be relied on. Returns the requests that this ended.
 
-        These are the cause (``Suspects``), and end with an error. All others wait to be admitted anew, since the worker
-        forgets all requests before the next step, and compute all their tokens again, those swapped out as well.
+        ``Suspects`` finds out which requests are the cause: they end with an error. All others wait to be admitted
+        anew, since the worker forgets all requests before the next step, and compute all their tokens again, also those
+        that were swapped out.
         """
         self.forks.end_copies()
         failed = {request: None for requests in self.in_flight for request in requests}
@@ -329,7 +335,7 @@ class Scheduler:
             request.cancel_drafts()
             request.num_tokens -= request.num_in_flight
             request.num_in_flight = 0
-            if request in self.waiting:  # preempted meanwhile, it lacks a token less now
+            if request in self.waiting:  # it was preempted meanwhile; the queue goes by how many tokens it lacks
                 self.waiting.remove(request)
                 self.waiting.add(request)
         ended = self.suspects.take([request for request in failed if request.status is not Status.FINISHED])

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-TableUpdate = tuple[RequestId, int, tuple[int, ...]]  # (request, index of an entry, it and those after it)
+# (request, index in its block table, the entries from that index on)
+TableUpdate = tuple[RequestId, int, tuple[int, ...]]
 
 
 class StartedRequest(NamedTuple):
@@ -24,9 +25,10 @@ class StartedRequest(NamedTuple):
 
 
 class WindowOutput(NamedTuple):
-    """What a step is to do with the places of one window: columns that ``SchedulerOutput`` has for blocks.
+    """What a step is to do in the layers that have one sliding window, with the places where these keep keys.
 
-    Entries of a table before the first that a query sees may be anything.
+    The columns are those of the same names in ``SchedulerOutput``, but with places where these have blocks. Entries of
+    a table before the first that a query sees may be anything.
     """
 
     table_updates: tuple[TableUpdate, ...] = ()
@@ -43,8 +45,8 @@ class StateOutput(NamedTuple):
     """What a step is to do with states; slots are those of a ``StatePool``.
 
     Attributes:
-        reads: of each request: the slot of the state that its first token follows; 0: no token is before it.
-        writes: of each request: (slot, count): its state after so many tokens of the step goes there.
+        reads: for each request: the slot of the state that its first token follows; 0: no token is before it.
+        writes: for each request: pairs (slot, count): its state after ``count`` tokens of the step goes to ``slot``.
         swapped_out, swapped_in: (slot, host slot) pairs to copy before the step, in this order.
     """
 
@@ -55,7 +57,7 @@ class StateOutput(NamedTuple):
 
     @property
     def copies(self) -> tuple[tuple[int, int], ...]:
-        """None: a step that writes a state elsewhere than it reads it needs no copy of it."""
+        """Always empty: a step that writes a state elsewhere than it reads it needs no copy of it."""
         return ()
 
 

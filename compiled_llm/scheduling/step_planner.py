@@ -72,7 +72,7 @@ class StepPlanner:
         token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
         most_drafts = 0 if self.drafter is None else self._room_for_drafts()
         lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
-        # What preempts a request takes the last one: this loop then ends before it.
+        # Requests are preempted from the end of ``running``: this loop does not come to them then.
         for request in self.running:
             computed, known, in_flight = request.num_computed_tokens, request.num_tokens, request.num_in_flight
             needs_look = known >= request.next_look
@@ -93,7 +93,7 @@ class StepPlanner:
             requests.append(request)
             if not needs_look:
                 continue
-            if (computed + 1) % self.limits.block_size == 0:  # the last token of a prompt that others wait for, perhaps
+            if (computed + 1) % self.limits.block_size == 0:  # a full block, which others may wait for
                 self.running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
             if request.mask is not None:
                 self._masked.append((len(requests) - 1, request))
@@ -137,7 +137,7 @@ class StepPlanner:
             request.next_look = min(last + 1, request.max_num_tokens)
 
     def _make_room_for_the_first(self) -> None:
-        """Where the others have all places of a window: the first request, if it lacks some tokens, gets two more."""
+        """Where others have all places of a window: the first request gets some for two tokens, if it lacks several."""
         request = self.running[0] if self.running and self.running[0].held else None
         if request is not None and request.num_tokens - request.num_computed_tokens > 1:
             while not self.running_set.give_places(request, 2) and self.running_set.make_room(request):
@@ -179,7 +179,7 @@ class StepPlanner:
         left = self.budget(len(requests)) - len(output.token_ids)
         limit = left  # what a request may take as a whole
         partial: Request | None = None  # the one request that gets what the others leave
-        num_held_back = 0  # where one is, the next one may come in; not thousands in a step
+        num_held_back = 0  # requests that wait for blocks of others: the next one may come in, but not all are tried
         while limit > 0:
             waiting = self.running_set.next_waiting(None if partial is None else limit) if admits else None
             if lacking and (waiting is None or lacking[0].rank < waiting.rank):
@@ -188,13 +188,14 @@ class StepPlanner:
                 if not self.running_set.fits(waiting, limit, partial is None) or not self.running_set.admit(
                     waiting, output
                 ):
-                    num_held_back += waiting not in self.waiting
-                    admits = waiting not in self.waiting and num_held_back < self.limits.max_num_seqs
+                    is_held_back = waiting not in self.waiting
+                    num_held_back += is_held_back
+                    admits = is_held_back and num_held_back < self.limits.max_num_seqs
                     continue
                 request = waiting
             else:
                 break
-            count = self.places.num_due(request)
+            count = self.places.num_due(request)  # all tokens that it lacks, but for streams
             if count <= limit:
                 self._schedule(request, count, output, requests)
                 left -= count
@@ -262,7 +263,7 @@ class StepPlanner:
         requests.append(request)
 
     def _add_masks(self, output: SchedulerOutputBuilder) -> None:
-        """The masks of the step: at its very end, since what computes a grammar's has worked on it until now.
+        """The masks of the step: at its very end, since masks of grammars are computed beside the scheduler until now.
 
         A request whose mask fails ends once the step is done, without the token that the step samples.
         """

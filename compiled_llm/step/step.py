@@ -41,6 +41,7 @@ def step_function(
     forward, head = model.forward, model.head
     layers = with_window_tables(layers_of(model_config), windows)
     layers = for_queries(layers, max_query_len, exact=exact)
+    # On a GPU it is found once for all layers which program attends to which keys (``DecodePlan``).
     planned = with_plans(layers) if max_query_len == 1 and not exact else None
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:

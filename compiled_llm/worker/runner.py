@@ -64,9 +64,17 @@ from compiled_llm.worker.sampling_stage import SamplingNeeds
 
 # By device. A CPU compiles one graph for all sizes, a GPU one for each.
 STEP_DEFAULTS = {
-    "cpu": StepDefaults(2048, 512, (1, 8, 32), tuple(2**-n for n in range(7))),
+    "cpu": StepDefaults(
+        batched_tokens=2048,
+        beside_decodes=512,
+        decode_buckets=(1, 8, 32),
+        token_buckets=tuple(2**-n for n in range(7)),
+    ),
     "cuda": StepDefaults(
-        2048, 2048, tuple(2**n for n in range(9)), (1, *(n / 2**k for k in (2, 3, 4, 5) for n in (3, 2)))
+        batched_tokens=2048,
+        beside_decodes=2048,
+        decode_buckets=tuple(2**n for n in range(9)),
+        token_buckets=(1, *(n / 2**k for k in (2, 3, 4, 5) for n in (3, 2))),
     ),
 }
 
@@ -192,6 +200,7 @@ class ModelRunner(Worker):
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
+        # Rows and counts of samples of the last step, and the needs that follow from them: most steps have the same.
         self._last_needs: tuple[Any, tuple[int, ...], SamplingNeeds] = None, (), SamplingNeeds(False, False, False)
         if not config.enforce_eager or self.device.type != "cpu":  # else there is no code in it that this engine runs
             use_own_cache_directory()
@@ -262,7 +271,7 @@ class ModelRunner(Worker):
             slot = self._host_slots[0]
             slot.started.record()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
-        take_back = None if profiler is None else steps.undo(bucket)
+        take_back = None if profiler is None else steps.undo(bucket)  # a step that is profiled runs twice
         used = steps.used_experts
         if used is not None:
             used.zero_()
@@ -271,7 +280,7 @@ class ModelRunner(Worker):
         if slot is None:
             tokens = steps.last_tokens[:num_rows].clone()
         else:
-            written = steps.tokens_of_step(bucket)
+            written = steps.tokens_of_step(bucket)  # by the graph itself
             tokens = slot.tokens if written is None else written
             if written is None:
                 tokens.copy_(steps.last_tokens, non_blocking=True)

@@ -109,12 +109,12 @@ def windowed_layers(config: WindowedConfig, full: AttentionSpec) -> tuple[Attent
 
 
 def windows_kept_apart(layers: Sequence[AttentionSpec], max_model_len: int) -> tuple[int, ...]:
-    """The windows of some layers that are shorter than a request may be: their layers' keys need less memory."""
+    """The windows of ``layers`` that are shorter than a request may be: the keys of such layers need less memory."""
     return tuple(sorted({spec.window for spec in layers if 0 < spec.window < max_model_len}))
 
 
 def with_window_tables(layers: Sequence[Spec], windows: Sequence[int]) -> tuple[Spec, ...]:
-    """``layers``, where those with one of ``windows`` have their keys by the table of that window."""
+    """``layers``, in which those with one of ``windows`` find their keys by the block table of that window."""
     numbers = {window: number for number, window in enumerate(windows)}
 
     def placed(spec: Spec) -> Spec:
@@ -131,7 +131,10 @@ def for_queries(layers: Sequence[Spec], max_query_len: int, *, exact: bool = Fal
 
 
 def with_plans(layers: Sequence[Spec]) -> tuple[Spec, ...]:
-    """``layers``, where those whose decodes can have the same plan have its number."""
+    """``layers``, in which each has the number of its plan. Layers of one window and head size share a plan.
+
+    A ``DecodePlan`` says which program on a GPU attends to which keys of a decode.
+    """
     numbers: dict[tuple[Any, ...], int] = {}
 
     def planned(spec: Spec) -> Spec:
@@ -143,13 +146,13 @@ def with_plans(layers: Sequence[Spec]) -> tuple[Spec, ...]:
     return tuple(map(planned, layers))
 
 
-def make_plans(mixed: Sequence[Spec], step: StepInput, kv_cache: KVCache, q_bytes: int) -> tuple[DecodePlan, ...]:
-    """The plans of ``with_plans``, for a step of no more than one query a request.
+def make_plans(planned: Sequence[Spec], step: StepInput, kv_cache: KVCache, q_bytes: int) -> tuple[DecodePlan, ...]:
+    """The plans that the layers of ``with_plans`` have numbers of, for a step of no more than one query a request.
 
     Their tables are those of all requests, where ``step`` has these. ``q_bytes``: of an element of the queries.
     """
     plans = []
-    layers = {place: spec for place, spec in enumerate(mixed) if isinstance(spec, AttentionSpec)}
+    layers = {place: spec for place, spec in enumerate(planned) if isinstance(spec, AttentionSpec)}
     for number in range(max([-1, *(spec.plan for spec in layers.values() if spec.plan is not None)]) + 1):
         places = [place for place, spec in layers.items() if spec.plan == number]
         spec, cache = layers[places[0]], kv_cache[places[0]]

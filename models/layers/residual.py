@@ -60,12 +60,12 @@ class Residual:
     def add(self, delta: Tensor, norm: Tensor | None = None) -> None:
         """Add ``delta`` ``[T, D]``, or its RMS norm by ``norm`` ``[D]``: with the next norm."""
         if self.delta is not None:
-            self.tensor()
+            self.tensor()  # what was to be added before
         self.delta, self.delta_norm = delta, norm
 
     def multiply(self, scale: Tensor) -> None:
         """Multiply the sum by ``scale`` ``[1]`` float32: with the next norm."""
-        assert self.delta is not None, "a sum is multiplied"
+        assert self.delta is not None, "multiply follows add"
         self.scale = scale
 
     def normed(self, norm: Norm | None) -> "Normed":
@@ -73,7 +73,7 @@ class Residual:
         return Normed(self, norm)
 
     def tensor(self) -> Tensor:
-        """``[T, D]``."""
+        """The sum, ``[T, D]``: computed now, if something is still to be added."""
         if self.delta is not None:
             self.settle(ops.sum_of_norms(self.x, None, self.delta, self.delta_norm, self.eps, self.scale))
         return self.x
@@ -113,7 +113,7 @@ class Normed:
         return y
 
     def linear(self, linear: Linear, activation: str = "", gated: bool = True, factor: Tensor | None = None) -> Tensor:
-        """``activated_linear`` of the norm, ``[T, N]``."""
+        """``activated_linear`` of the norm, ``[T, N]``; norm and linear layer are one op where a GPU has it."""
         of, norm = self.residual, self.norm
         if of.x.is_cuda and of.delta is None and isinstance(norm, Tensor) and takes_norm(linear, of.x):
             return surrounded(of.x, linear, Surroundings(norm, of.eps, activation, gated=gated))
@@ -150,7 +150,7 @@ class BlockOutput:
         return y if self.beside is None else y + self.beside
 
     def add_to(self, residual: Residual) -> None:
-        """With a norm it is always left to the next norm, as is the norm itself."""
+        """Add it in the op of its linear layer, where a GPU has one. Else, or with a norm, the next norm adds it."""
         linear, x = self.linear, self.x
         if self.norm is None and takes_what_follows(linear, x, "residual"):
             around = Surroundings(residual=residual.tensor(), multiplier=self.multiplier, beside=self.beside)

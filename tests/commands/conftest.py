@@ -1,7 +1,6 @@
 """An engine of the demo model that the tests of the commands share: no command starts one of its own."""
 
 import contextlib
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -17,10 +16,7 @@ def _shared() -> Iterator[CompiledEngine]:
 
 
 @pytest.fixture
-def engine(_shared: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledEngine]:
-    """The engine that commands get, whatever their flags say of it; the handlers of signals are put back."""
+def engine(_shared: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> CompiledEngine:
+    """The engine that commands get, whatever their flags say of it."""
     monkeypatch.setattr(CompiledEngine, "from_config", lambda config: contextlib.nullcontext(_shared))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield _shared
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return _shared

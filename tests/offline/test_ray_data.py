@@ -79,16 +79,13 @@ def test_tables_that_cannot_be_served(engine: RayDataEngine) -> None:
             engine(given.set_column(0, "index", indices))
 
 
-def test_an_engine_that_keeps_failing_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = RayDataEngine(**ENGINE)
-
+def test_an_engine_that_keeps_failing_ends_the_job(engine: RayDataEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(ModelRunner, "launch", broken)
     with pytest.raises(EngineFaultsError, match="for the same kind of fault"):
         engine(table([{"prompt": f"def f{number}("} for number in range(40)]))
-    engine.close()
 
 
 @pytest.mark.battery

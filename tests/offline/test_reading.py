@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compiled_llm.offline import reading
@@ -101,6 +101,7 @@ def compressed(content: bytes, suffix: str) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(content=st.binary(max_size=300), kind=st.sampled_from([".txt", ".jsonl"]))
+@example(content=b"", kind=".txt")
 def test_any_bytes_are_rows_and_the_same_when_compressed(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, kind: str
 ) -> None:
@@ -121,7 +122,7 @@ def test_any_bytes_are_rows_and_the_same_when_compressed(
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_file_that_is_cut_off_ends_the_reading(tmp_path: Path, suffix: str) -> None:
     random = Random(0)
-    lines = b"".join(b"prompt %d\n" % random.getrandbits(64) for _ in range(150_000))
+    lines = b"".join(b"prompt %d\n" % random.getrandbits(64) for _ in range(30_000))
     path = tmp_path / f"p.txt{suffix}"
     content = gzip.compress(lines) if suffix == ".gz" else zstandard.compress(lines)
     path.write_bytes(content[: len(content) // 2])
@@ -145,12 +146,6 @@ def test_a_file_of_a_kind_that_is_never_empty_is_refused_when_it_is(tmp_path: Pa
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=rf"--input .*{name} has 0 bytes, .* make it again"):
         RowReader([str(tmp_path / name)])
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_nothing_that_was_compressed_has_no_rows(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / f"p.txt{suffix}").write_bytes(compressed(b"", suffix))
-    assert read(tmp_path / f"p.txt{suffix}") == []
 
 
 OBJECTS: list[dict[str, Any]] = [

@@ -5,21 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from compiled_llm.system.process import GuardedStream, StopSignals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    handlers = [signal.getsignal(number) for number in SIGNALS]
-    yield
-    for number, handler in zip(SIGNALS, handlers, strict=True):
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -2,22 +2,13 @@
 
 import io
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import run_program
-
-
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, handlers, strict=True):
-        signal.signal(number, handler)
 
 
 def status_of(act: Callable[[], object], status: int = 0) -> int:

@@ -202,11 +202,6 @@ def test_an_engine_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == ""
 
 
-def test_a_wrong_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="progress must be one of 'auto', 'bar', 'lines', 'off', given 'loud'"):
-        CompiledEngine(progress="loud")
-
-
 def test_a_cold_start_names_every_graph_and_a_warm_one_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
