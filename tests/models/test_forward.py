@@ -80,8 +80,16 @@ def step_input(
     return StepInput(*flat, torch.tensor(tables, dtype=torch.int32), states=StateRows(*states))
 
 
-@pytest.mark.parametrize("kind", [Dense, Packed])
-@pytest.mark.parametrize("name", EVERY_CONFIG)
+def in_turns(first: LinearKind, second: LinearKind) -> list[Any]:
+    """Each family with one of the two kinds, in turns; with the other one as a battery."""
+    return [
+        pytest.param(name, kind, id=f"{name}-{kind.__name__}", marks=() if kind is ordinary else pytest.mark.battery)
+        for name, ordinary in zip(EVERY_CONFIG, itertools.cycle((first, second)), strict=False)
+        for kind in (Dense, Packed)
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind"), in_turns(Packed, Dense))
 def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: LinearKind) -> None:
     config = read_config(checkpoint(name))
     weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), kind)
@@ -105,15 +113,7 @@ def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: L
             torch.testing.assert_close(logits[r], expected[r, after[r] - 1], atol=1e-4, rtol=1e-4)
 
 
-# Of each family one kind, in turns; the other one: battery.
-IN_BFLOAT16 = [
-    pytest.param(name, kind, id=f"{name}-{kind.__name__}", marks=() if kind is ordinary else pytest.mark.battery)
-    for name, ordinary in zip(EVERY_CONFIG, itertools.cycle((Dense, Packed)), strict=False)
-    for kind in (Dense, Packed)
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), IN_BFLOAT16)
+@pytest.mark.parametrize(("name", "kind"), in_turns(Dense, Packed))
 def test_bfloat16_is_as_close_as_transformers_is(name: str, kind: LinearKind) -> None:
     """To the float32 logits of the weights that bfloat16 rounded."""
     config, dtype = read_config(checkpoint(name)), torch.bfloat16

@@ -1,5 +1,6 @@
 """Families some of whose layers keep a state of a fixed size, against transformers and against themselves."""
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from compiled_llm.models.weights import experts
 from tests.families import HYBRID_CONFIGS, checkpoint, logits_of, transformers_model
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
-NUM_TOKENS = 600
+NUM_TOKENS = 360
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 TABLES = [list(range(first, first + NUM_BLOCKS)) for first in (1, 1 + NUM_BLOCKS)]
 SHARED = 300  # tokens of a request that finds its beginning in the cache
@@ -62,9 +63,14 @@ class Served(NamedTuple):
 
 
 def new(name: str, kind: Any = Packed) -> Served:
-    config = read_config(checkpoint(name))
-    weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), kind)
+    config, weights = loaded(name, kind)
     return Served(config, weights, empty_cache(config, num_blocks=1 + 2 * NUM_BLOCKS))
+
+
+@functools.cache
+def loaded(name: str, kind: Any) -> tuple[ModelConfig, Any]:
+    config = read_config(checkpoint(name))
+    return config, loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), kind)
 
 
 def steps_of(rest: int, sizes: tuple[int, ...]) -> list[int]:
