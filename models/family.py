@@ -15,7 +15,7 @@ from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized, 
 from compiled_llm.models.quantized.plan import GENERAL
 from compiled_llm.models.quantized.scheme import StoredPart, usual_dtypes
 from compiled_llm.models.reader import Wanted, WantedCodes
-from compiled_llm.models.rope_config import Rope, read_rope
+from compiled_llm.models.rope_config import Rope, read_partial_rope, read_rope
 from compiled_llm.models.weights import ModelWeights, Source
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
@@ -29,6 +29,11 @@ MixedLayers = tuple[Spec, ...]
 def one_rope(config: Any) -> tuple[Rope, ...]:
     """The rotary embeddings of transformers' ``config`` whose layers all have the same."""
     return (read_rope(config.rope_parameters, config.max_position_embeddings),)
+
+
+def one_partial_rope(config: Any) -> tuple[Rope, ...]:
+    """The same of layers that may turn a part of each head."""
+    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
 
 
 @dataclasses.dataclass(frozen=True)

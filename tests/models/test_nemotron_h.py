@@ -12,13 +12,12 @@ import transformers
 from compiled_llm.checkpoint import loader
 from compiled_llm.models import nemotron_h
 from compiled_llm.models.config_file import parse_config, read_config
-from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.nemotron_h import NemotronHConfig
 from tests.families import HYBRID_CONFIGS, strengthened
 from tests.models.published_hybrid import NEMOTRON
-from tests.models.test_forward import empty_cache, step_input
+from tests.models.steps import step_input, step_logits
 
 SMALL = {"architectures": ["NemotronHForCausalLM"], **HYBRID_CONFIGS["nemotron-h-moe"][1]}
 
@@ -106,10 +105,7 @@ def test_time_steps_within_limits(tmp_path: Path) -> None:
         own = read_config(tmp_path)
         weights = loader.load_weights(tmp_path, own, torch.float32, torch.device("cpu"), Packed)
         step = step_input([(prompt[0].tolist(), 0)], [list(range(1, 11))])
-        with torch.no_grad():
-            family = nemotron_h.FAMILY
-            hidden = family.forward(weights, step, empty_cache(own), own, for_queries(family.layers(own), 40))
-            return family.head(weights, hidden, own)
+        return step_logits(own, weights, step)
 
     torch.testing.assert_close(logits([0.6, 0.75]), expected, atol=1e-4, rtol=1e-4)
     for wrong in ([0.0, 0.75], [0.6, 10.0]):
