@@ -1,5 +1,6 @@
 """Nemotron-H: blocks become layers, time steps have limits, and what would be computed otherwise is refused."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_refused_by_name(name: str, value: Any, words: str) -> None:
 
 
 def test_limits_as_transformers_writes_them(tmp_path: Path) -> None:
-    transformers.NemotronHConfig(**SMALL).save_pretrained(tmp_path)
+    transformers.NemotronHConfig(**copy.deepcopy(SMALL)).save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert read_config(tmp_path).time_step_limit == (0.0, math.inf)
 
@@ -90,7 +91,7 @@ def test_a_published_config_has_its_experts() -> None:
 
 def test_time_steps_within_limits(tmp_path: Path) -> None:
     """Of prompts, to which transformers' model applies them. Some steps are below, some above."""
-    fields = {**HYBRID_CONFIGS["nemotron-h"][1], "time_step_limit": [0.6, 0.75]}
+    fields = {**copy.deepcopy(HYBRID_CONFIGS["nemotron-h"][1]), "time_step_limit": [0.6, 0.75]}
     config = transformers.NemotronHConfig(**fields)
     torch.manual_seed(0)
     model = strengthened(transformers.NemotronHForCausalLM(config).eval())

@@ -1,5 +1,6 @@
 """Kinds of rotary embeddings that Phi-3's configs name, and the length they begin with."""
 
+import copy
 import warnings
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def test_the_first_length_that_is_left_out_is_transformers_default() -> None:
 def test_max_model_len_chooses_the_divisors(max_model_len: int, prompt_len: int, tmp_path: Path) -> None:
     """Texts within the first length, and texts longer than it, each as transformers computes them."""
     torch.manual_seed(0)
-    config = transformers.Phi3Config(**{**CONFIGS["phi3"][1], "original_max_position_embeddings": 64})
+    config = transformers.Phi3Config(**{**copy.deepcopy(CONFIGS["phi3"][1]), "original_max_position_embeddings": 64})
     model = strengthened(transformers.Phi3ForCausalLM(config).eval())
     model.save_pretrained(tmp_path)
     prompt = torch.randint(3, 307, (1, prompt_len))
