@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from compiled_llm.api.streaming import Stream
 from compiled_llm.models.rope_config import Rope
@@ -68,13 +69,32 @@ class WindowedConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.layer_types) != self.num_layers or not {SLIDING, FULL}.issuperset(self.layer_types):
-            raise ValueError(
-                f"config.json: layer_types must be {SLIDING!r} or {FULL!r} for each of "
-                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
-            )
+        check_layer_types(self, SLIDING, FULL)
         if SLIDING in self.layer_types:
             check_window(self.sliding_window)
+
+
+def check_layer_types(config: Any, *kinds: str, said: str | None = None) -> None:
+    """``ValueError`` unless ``layer_types`` has one of ``kinds`` for each layer. ``said``: how messages call them."""
+    if len(config.layer_types) != config.num_layers or not set(kinds).issuperset(config.layer_types):
+        raise ValueError(
+            f"config.json: layer_types must be {said or ' or '.join(map(repr, kinds))} for each of "
+            f"num_hidden_layers={config.num_layers} layers, given {config.layer_types!r:.200}"
+        )
+
+
+def check_at_least_one(config: Any, *names: str) -> None:
+    """``ValueError`` unless each of these fields is from 1 to 2**24."""
+    for name in names:
+        if not 0 < getattr(config, name) <= 2**24:
+            raise ValueError(f"config.json: {name} must be at least 1, given {getattr(config, name)!r:.100}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """``ValueError`` unless each of these fields is a finite number above 0."""
+    for name in names:
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"config.json: {name} must be a positive number, given {getattr(config, name)!r:.100}")
 
 
 def check_window(window: int | None) -> None:

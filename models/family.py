@@ -13,9 +13,9 @@ from compiled_llm.models.layers.attention import AttentionSpec, Spec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized, StoredLinear
 from compiled_llm.models.quantized.plan import GENERAL
-from compiled_llm.models.quantized.scheme import Scheme, StoredPart, usual_dtypes
-from compiled_llm.models.reader import Stack, Wanted
-from compiled_llm.models.rope_config import Rope, read_rope
+from compiled_llm.models.quantized.scheme import StoredPart, usual_dtypes
+from compiled_llm.models.reader import Wanted, WantedCodes
+from compiled_llm.models.rope_config import Rope, read_partial_rope, read_rope
 from compiled_llm.models.weights import ModelWeights, Source
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
@@ -29,6 +29,11 @@ MixedLayers = tuple[Spec, ...]
 def one_rope(config: Any) -> tuple[Rope, ...]:
     """The rotary embeddings of transformers' ``config`` whose layers all have the same."""
     return (read_rope(config.rope_parameters, config.max_position_embeddings),)
+
+
+def one_partial_rope(config: Any) -> tuple[Rope, ...]:
+    """The same of layers that may turn a part of each head."""
+    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,35 +107,28 @@ class _ShapeReader:
         for one in wanted:
             self.tensor(one)
 
-    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
+    def kept(self, wanted: WantedCodes) -> WeightFormat:
         """As checkpoints in this dtype usually have it: none is read."""
-        return scheme.kept(usual_dtypes(_stored(name, scheme, out_features, in_features), self.dtype))
+        return wanted.scheme.kept(usual_dtypes(_stored(wanted), self.dtype))
 
-    def quantized(
-        self,
-        name: str,
-        scheme: Scheme,
-        out_features: int,
-        in_features: int,
-        put: PutQuantized,
-        stack: Stack | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        weight = f"{name}.weight" if stack is None else name
-        assert weight not in self.taken or (stack is not None and stack.number), f"{name} is taken twice"
+    def quantized(self, wanted: WantedCodes, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        scheme, stack = wanted.scheme, wanted.stack
+        is_taken = wanted.weight in self.taken and (stack is None or stack.number == 0)
+        assert not is_taken, f"{wanted.name} is taken twice"
         before = () if stack is None else (stack.size,)
-        self.taken[weight] = (*before, out_features, in_features)
-        for which, part in _stored(name, scheme, out_features, in_features).items():
+        self.taken[wanted.weight] = (*before, wanted.out_features, wanted.in_features)
+        for which, part in _stored(wanted).items():
             shapes = tuple((*before, *shape) for shape in part.shapes)
-            self.stored[f"{name}{'_' if before else '.'}{which}"] = part._replace(shapes=shapes)
-        order = torch.empty(in_features, dtype=torch.int32, device="meta") if scheme.ordered else None
+            self.stored[wanted.stored_name(which)] = part._replace(shapes=shapes)
+        order = torch.empty(wanted.in_features, dtype=torch.int32, device="meta") if scheme.ordered else None
         return order, torch.empty(1, device="meta") if scheme.static_activations else None
 
 
-def _stored(name: str, scheme: Scheme, out_features: int, in_features: int) -> dict[str, StoredPart]:
+def _stored(wanted: WantedCodes) -> dict[str, StoredPart]:
     try:
-        return scheme.stored(out_features, in_features)
+        return wanted.stored()
     except ValueError as error:
-        raise ValueError(f"config.json: {name} cannot be quantised so: {error}") from error
+        raise ValueError(f"config.json: {wanted.name} cannot be quantised so: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

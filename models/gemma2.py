@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama
-from compiled_llm.models.config import WindowedConfig
+from compiled_llm.models.config import WindowedConfig, check_positive
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention, windowed_layers
@@ -33,12 +33,8 @@ class Gemma2Config(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
-            value = getattr(self, name)
-            if value is None and name != "query_pre_attn_scalar":
-                continue
-            if not 0 < value < math.inf:
-                raise ValueError(f"config.json: {name} must be a positive number, given {value}")
+        caps = [x for x in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(self, x) is not None]
+        check_positive(self, "query_pre_attn_scalar", *caps)
 
 
 class LayerWeights(NamedTuple):

@@ -5,12 +5,11 @@ values. The last layers may read the cache of an earlier one. Each layer may hav
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.models.config import FULL, SLIDING, WindowedConfig
+from compiled_llm.models.config import FULL, SLIDING, WindowedConfig, check_positive
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.gemma2 import rounded
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
@@ -66,9 +65,8 @@ class Gemma4Config(WindowedConfig):
             )
         self._check_shared_layers()
         self._check_per_layer_inputs()
-        cap = self.final_logit_softcapping
-        if cap is not None and not 0 < cap < math.inf:
-            raise ValueError(f"config.json: final_logit_softcapping must be a positive number, given {cap}")
+        if self.final_logit_softcapping is not None:
+            check_positive(self, "final_logit_softcapping")
 
     def _check_shared_layers(self) -> None:
         own = self.layer_types[: self.num_layers - self.num_kv_shared_layers]

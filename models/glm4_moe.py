@@ -9,24 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.models import llama
-from compiled_llm.models.family import Family, Layers
-from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import attention
-from compiled_llm.models.layers.mlp import MlpWeights, mlp
+from compiled_llm.models import llama, qwen3_moe
+from compiled_llm.models.config import check_at_least_one
+from compiled_llm.models.family import Family, one_partial_rope
+from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import (
     MoeWeights,
     Router,
     Shared,
     check_grouped_router,
-    experts,
     grouped_router,
 )
-from compiled_llm.models.layers.residual import Residual
-from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
+from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
-from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
 
@@ -45,9 +41,7 @@ class Glm4MoeConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_grouped_router(self)
-        for name in ("n_shared_experts", "moe_intermediate_size"):
-            if not 0 < getattr(self, name) <= 2**24:
-                raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
+        check_at_least_one(self, "n_shared_experts", "moe_intermediate_size")
 
     @property
     def router(self) -> Router:
@@ -115,30 +109,14 @@ def take(config: Glm4MoeConfig, source: Source) -> Weights:
     return llama.take(config, source, take_layer)
 
 
-def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Glm4MoeConfig, layers: Layers) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
-    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
-    for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
-        x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
-        normed = x.normed(w.mlp_norm)
-        x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
-    return x.tensor()
-
-
-def read_ropes(config: Any) -> tuple[Rope, ...]:
-    """One for all layers, which turns a part of each head."""
-    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
-
-
 FAMILY = Family(
     "Glm4MoeConfig",
     Glm4MoeConfig,
     take,
     llama.layers,
-    forward,
+    qwen3_moe.forward,
     llama.head,
     requires={**llama.FAMILY.requires, "norm_topk_prob": (True,)},
-    read_ropes=read_ropes,
+    read_ropes=one_partial_rope,
     old_fields=("head_dim", "partial_rotary_factor"),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.family import Family, Layers, one_partial_rope
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
 from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp, plain_activation
@@ -18,7 +18,6 @@ from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
-from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
 
@@ -100,11 +99,6 @@ def head(weights: Weights, rows: Tensor, config: ModelConfig) -> Tensor:
     return weights.head.apply(rows)
 
 
-def read_ropes(config: Any) -> tuple[Rope, ...]:
-    """One for all layers, which turns a part of each head."""
-    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
-
-
 def sizes(config: Any) -> dict[str, Any]:
     """Every head has a key and a value of its own."""
     return {"rms_norm_eps": config.layer_norm_eps, "num_key_value_heads": config.num_attention_heads}
@@ -118,7 +112,7 @@ FAMILY = Family(
     forward,
     head,
     requires={"is_decoder": (False, True)},  # which says that it is one
-    read_ropes=read_ropes,
+    read_ropes=one_partial_rope,
     old_fields=("layer_norm_eps", "rotary_emb_base", "rotary_pct"),
     sizes=sizes,
     derived_tensors=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),

@@ -5,14 +5,13 @@ Windows in every second layer; each query head has a sink, the score of one more
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm.models import llama
-from compiled_llm.models.config import WindowedConfig
+from compiled_llm.models.config import WindowedConfig, check_positive
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import attention, windowed_layers
@@ -34,9 +33,7 @@ class GptOssConfig(LlamaConfig, WindowedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_router(self, "num_local_experts")
-        for name in ("swiglu_alpha", "swiglu_limit"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"config.json: {name} must be a positive number, given {getattr(self, name)!r:.100}")
+        check_positive(self, "swiglu_alpha", "swiglu_limit")
 
 
 def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:

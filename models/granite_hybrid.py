@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from compiled_llm.models import granite, llama
-from compiled_llm.models.config import FULL
+from compiled_llm.models.config import FULL, check_at_least_one, check_layer_types
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.granite import GraniteConfig
 from compiled_llm.models.inputs import KVCache, StepInput
@@ -43,11 +43,7 @@ class GraniteHybridConfig(GraniteConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.layer_types) != self.num_layers or not {LINEAR, FULL}.issuperset(self.layer_types):
-            raise ValueError(
-                f"config.json: layer_types must be 'mamba' or 'attention' for each of "
-                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
-            )
+        check_layer_types(self, LINEAR, FULL, said="'mamba' or 'attention'")
         if self.position_embedding_type not in (None, "nope", "rope"):
             raise ValueError(
                 "config.json: position_embedding_type must be 'rope', 'nope' or null, given "
@@ -55,11 +51,7 @@ class GraniteHybridConfig(GraniteConfig):
             )
         if self.num_local_experts:
             check_router(self, "num_local_experts")
-        if not 0 < self.shared_intermediate_size <= 2**24:
-            raise ValueError(
-                "config.json: shared_intermediate_size must be at least 1, given "
-                f"{self.shared_intermediate_size!r:.100}"
-            )
+        check_at_least_one(self, "shared_intermediate_size")
         self.mamba.check(("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"))
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from compiled_llm.models import llama
-from compiled_llm.models.config import FULL, ModelConfig
+from compiled_llm.models.config import FULL, ModelConfig, check_layer_types
 from compiled_llm.models.config_values import check_size
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
@@ -33,11 +33,7 @@ class Lfm2Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.layer_types) != self.num_layers or not {CONVOLUTION, FULL}.issuperset(self.layer_types):
-            raise ValueError(
-                f"config.json: layer_types must be {CONVOLUTION!r} or {FULL!r} for each of "
-                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
-            )
+        check_layer_types(self, CONVOLUTION, FULL)
         if not 2 <= self.conv_L_cache <= MAX_WIDTH:
             raise ValueError(f"config.json: conv_L_cache must be from 2 to {MAX_WIDTH}, given {self.conv_L_cache}")
 

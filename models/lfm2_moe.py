@@ -1,12 +1,12 @@
 """LFM2 with a mixture of experts in the place of most MLPs (LFM2-8B-A1B, LFM2-24B-A2B; arXiv:2511.23404)."""
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
 
 from compiled_llm.models import lfm2, llama
+from compiled_llm.models.config import check_at_least_one, check_positive
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import attention
@@ -33,15 +33,8 @@ class Lfm2MoeConfig(Lfm2Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_router(self, "num_experts")
-        if not 0 < self.moe_intermediate_size <= 2**24:
-            raise ValueError(
-                f"config.json: moe_intermediate_size must be at least 1, given {self.moe_intermediate_size!r:.100}"
-            )
-        if not 0 < self.routed_scaling_factor < math.inf:
-            raise ValueError(
-                "config.json: routed_scaling_factor must be a positive number, given "
-                f"{self.routed_scaling_factor!r:.100}"
-            )
+        check_at_least_one(self, "moe_intermediate_size")
+        check_positive(self, "routed_scaling_factor")
 
     @property
     def router(self) -> Router:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama
-from compiled_llm.models.config import FULL, ModelConfig
+from compiled_llm.models.config import FULL, ModelConfig, check_at_least_one
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
@@ -76,9 +76,7 @@ class NemotronHConfig(ModelConfig):
         if EXPERTS in self.layers_block_type:
             check_grouped_router(self)
             latent = () if self.moe_latent_size is None else ("moe_latent_size",)
-            for name in ("moe_intermediate_size", "moe_shared_expert_intermediate_size", *latent):
-                if not 0 < getattr(self, name) <= 2**24:
-                    raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
+            check_at_least_one(self, "moe_intermediate_size", "moe_shared_expert_intermediate_size", *latent)
 
     def _check_blocks(self) -> None:
         kinds, allowed = self.layers_block_type, {*MIXERS, MLP, EXPERTS}

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama, mistral
-from compiled_llm.models.family import Family
+from compiled_llm.models.family import Family, one_partial_rope
 from compiled_llm.models.glm import take_mlp
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.mistral import MistralConfig
-from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
 
@@ -48,11 +47,6 @@ def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:
 def take(config: MistralConfig, source: Source) -> Weights:
     """The weights."""
     return llama.take(config, source, take_layer)
-
-
-def read_ropes(config: Any) -> tuple[Rope, ...]:
-    """One for all layers, which may turn a part of each head."""
-    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
 
 
 def updated(config: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +92,7 @@ FAMILY = Family(
     llama.forward,
     llama.head,
     requires=llama.FAMILY.requires,
-    read_ropes=read_ropes,
+    read_ropes=one_partial_rope,
     updated=updated,
     check=check,
     old_fields=("head_dim", "partial_rotary_factor"),

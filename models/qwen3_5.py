@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama
-from compiled_llm.models.config import FULL
+from compiled_llm.models.config import FULL, check_layer_types
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
@@ -41,11 +41,7 @@ class Qwen35Config(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.layer_types) != self.num_layers or not {LINEAR, FULL}.issuperset(self.layer_types):
-            raise ValueError(
-                f"config.json: layer_types must be {LINEAR!r} or {FULL!r} for each of "
-                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
-            )
+        check_layer_types(self, LINEAR, FULL)
         width = self.linear_conv_kernel_dim
         if not 2 <= width <= MAX_WIDTH:
             raise ValueError(f"config.json: linear_conv_kernel_dim must be from 2 to {MAX_WIDTH}, given {width}")

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from compiled_llm.models import llama, qwen3
+from compiled_llm.models.config import check_at_least_one
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import attention
@@ -30,9 +31,7 @@ class Qwen3MoeConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_router(self, "num_experts")
-        for name in ("moe_intermediate_size", "decoder_sparse_step"):
-            if not 0 < getattr(self, name) <= 2**24:
-                raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
+        check_at_least_one(self, "moe_intermediate_size", "decoder_sparse_step")
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer number ``layer`` has experts, and no plain MLP."""

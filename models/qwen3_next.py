@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama, qwen3_5, qwen3_moe
+from compiled_llm.models.config import check_at_least_one
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.delta_net import delta_net
@@ -34,11 +35,7 @@ class Qwen3NextConfig(Qwen35Config, Qwen3MoeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.shared_expert_intermediate_size <= 2**24:
-            raise ValueError(
-                "config.json: shared_expert_intermediate_size must be at least 1, given "
-                f"{self.shared_expert_intermediate_size!r:.100}"
-            )
+        check_at_least_one(self, "shared_expert_intermediate_size")
 
 
 def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Linear:

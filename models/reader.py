@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.protocol import Put, PutQuantized
-from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.models.quantized.scheme import Scheme, StoredPart
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
 
@@ -44,6 +44,33 @@ class Stack(NamedTuple):
     size: int
 
 
+class WantedCodes(NamedTuple):
+    """A quantised matrix ``[out_features, in_features]`` that a family asks for: the layer ``name``, or one of a stack.
+
+    Attributes:
+        stack: given where ``name`` is the stack's.
+    """
+
+    name: str
+    scheme: Scheme
+    out_features: int
+    in_features: int
+    stack: Stack | None = None
+
+    @property
+    def weight(self) -> str:
+        """The name of the tensor that holds it in a checkpoint that is not quantised."""
+        return f"{self.name}.weight" if self.stack is None else self.name
+
+    def stored(self) -> dict[str, StoredPart]:
+        """``Scheme.stored``: its tensors in a checkpoint, by the ends of their names."""
+        return self.scheme.stored(self.out_features, self.in_features)
+
+    def stored_name(self, which: str) -> str:
+        """The name of the tensor ``which`` of ``stored``."""
+        return f"{self.name}{'.' if self.stack is None else '_'}{which}"
+
+
 class Reader(Protocol):
     """Reads the tensors of a checkpoint, or makes them, in the model's dtype on its device."""
 
@@ -58,16 +85,8 @@ class Reader(Protocol):
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
         """As ``Take.rows``; no piece has rows of two matrices."""
 
-    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
-        """As ``Take.kept``, of the layer ``name``."""
+    def kept(self, wanted: WantedCodes) -> WeightFormat:
+        """As ``Take.kept``."""
 
-    def quantized(
-        self,
-        name: str,
-        scheme: Scheme,
-        out_features: int,
-        in_features: int,
-        put: PutQuantized,
-        stack: Stack | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """As ``Take.quantized``, of the layer ``name``; with ``stack`` of one of those that are called so."""
+    def quantized(self, wanted: WantedCodes, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        """As ``Take.quantized``."""

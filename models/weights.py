@@ -19,7 +19,7 @@ from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKi
 from compiled_llm.models.linears.published import in_order_of
 from compiled_llm.models.quantized.mxfp4 import StackedMxfp4
 from compiled_llm.models.quantized.scheme import Scheme
-from compiled_llm.models.reader import Reader, Stack, Wanted
+from compiled_llm.models.reader import Reader, Stack, Wanted, WantedCodes
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
@@ -102,11 +102,11 @@ class Source:
 
     def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         """As ``Take.kept``."""
-        return self._reader.kept(part.name, scheme, part.out_features, part.in_features)
+        return self._reader.kept(_codes_of(part, scheme))
 
     def quantized(self, part: StoredLinear, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """As ``Take.quantized``, the rows as the checkpoint has them."""
-        return self._reader.quantized(part.name, scheme, part.out_features, part.in_features, put)
+        return self._reader.quantized(_codes_of(part, scheme), put)
 
     def norm(self, name: str, size: int, *, in_float32: bool = False) -> Tensor:
         """The weight ``[size]`` of an RMS norm; in float32 where it multiplies before the result is rounded."""
@@ -352,8 +352,8 @@ class _StackedTake:
                 if len(codes := rows.codes[own]):
                     put(row, QuantizedRows(codes, rows.scales[own]))
 
-        name, sizes = self._wanted.name, (part.out_features, part.in_features)
-        return self._reader.quantized(name, scheme, *sizes, put_in_order, stack)
+        wanted = _codes_of(part, scheme)._replace(name=self._wanted.name, stack=stack)
+        return self._reader.quantized(wanted, put_in_order)
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
         """``shapes`` are those of all experts, in their order."""
@@ -381,6 +381,10 @@ def _in_turn(first: int, out_features: int, parts: int) -> Iterator[tuple[int, s
     for part in range(parts):
         skipped = (part - first) % parts
         yield part * (out_features // parts) + (first + skipped) // parts, slice(skipped, None, parts)
+
+
+def _codes_of(part: StoredLinear, scheme: Scheme) -> WantedCodes:
+    return WantedCodes(part.name, scheme, part.out_features, part.in_features)
 
 
 def _wanted(

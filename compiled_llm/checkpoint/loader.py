@@ -16,8 +16,8 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Description
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
-from compiled_llm.models.quantized.scheme import Scheme, StoredPart, usual_dtypes
-from compiled_llm.models.reader import Stack, Wanted
+from compiled_llm.models.quantized.scheme import StoredPart, usual_dtypes
+from compiled_llm.models.reader import Wanted, WantedCodes
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
@@ -104,22 +104,15 @@ class RandomReader:
                 put(start, self._values(one, one.shape[-2:]))
                 start += num_rows
 
-    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
-        return scheme.kept(usual_dtypes(scheme.stored(out_features, in_features), self.dtype))
+    def kept(self, wanted: WantedCodes) -> WeightFormat:
+        return wanted.scheme.kept(usual_dtypes(wanted.stored(), self.dtype))
 
-    def quantized(
-        self,
-        name: str,
-        scheme: Scheme,
-        out_features: int,
-        in_features: int,
-        put: PutQuantized,
-        stack: Stack | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        weight = f"{name}.weight" if stack is None else name
-        self._generator.manual_seed(self._seed + zlib.crc32(weight.encode()) + (0 if stack is None else stack.number))
+    def quantized(self, wanted: WantedCodes, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        _, scheme, out_features, in_features, stack = wanted
+        number = 0 if stack is None else stack.number
+        self._generator.manual_seed(self._seed + zlib.crc32(wanted.weight.encode()) + number)
         shape = (out_features, in_features)
-        put(0, quantize(self._values(Wanted(weight, shape, 0.0, in_features**-0.5), shape), scheme.form))
+        put(0, quantize(self._values(Wanted(wanted.weight, shape, 0.0, in_features**-0.5), shape), scheme.form))
         order = torch.arange(in_features, dtype=torch.int32, device=self.device) if scheme.ordered else None
         return order, torch.ones(1, device=self.device) / 16 if scheme.static_activations else None
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from compiled_llm.checkpoint.stored_tensors import DTYPES, CheckpointError, StoredTensor
 from compiled_llm.models.files import open_file
 from compiled_llm.models.linears.protocol import Put, PutQuantized
-from compiled_llm.models.quantized.scheme import Scheme
-from compiled_llm.models.reader import Stack, Wanted
+from compiled_llm.models.reader import Wanted, WantedCodes
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 from compiled_llm.system.resources import granted_cores
 
@@ -98,28 +97,20 @@ class CheckpointReader:
         for _ in self._pool.map(self._read, pieces):
             pass
 
-    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
+    def kept(self, wanted: WantedCodes) -> WeightFormat:
         """``Reader.kept``, by the dtypes that the files have."""
-        names = {which: f"{name}.{which}" for which in scheme.stored(out_features, in_features)}
-        return scheme.kept({which: DTYPES[self._stored[of].dtype] for which, of in names.items() if of in self._stored})
+        names = {which: wanted.stored_name(which) for which in wanted.stored()}
+        found = {which: DTYPES[self._stored[of].dtype] for which, of in names.items() if of in self._stored}
+        return wanted.scheme.kept(found)
 
-    def quantized(
-        self,
-        name: str,
-        scheme: Scheme,
-        out_features: int,
-        in_features: int,
-        put: PutQuantized,
-        stack: Stack | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def quantized(self, wanted: WantedCodes, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """``Reader.quantized``, a piece a thread. Raises what ``tensor`` raises."""
-        layer = QuantizedLayer(self._stored, name, scheme, out_features, in_features, stack)
-        weight = f"{name}.weight" if stack is None else name
+        layer = QuantizedLayer(self._stored, wanted)
 
         def put_on_device(first: int, rows: QuantizedRows) -> None:
             zeros = None if rows.zeros is None else rows.zeros.to(self.device)
             put(first, QuantizedRows(rows.codes.to(self.device), rows.scales.to(self.device), zeros))
-            self._on_bytes(weight, rows.codes.numel() * self.dtype.itemsize)
+            self._on_bytes(wanted.weight, rows.codes.numel() * self.dtype.itemsize)
 
         for _ in self._pool.map(lambda piece: layer.decode(piece[0], piece[1], put_on_device), layer.pieces()):
             pass
@@ -178,26 +169,16 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class QuantizedLayer:
-    """One layer ``name``, ``[out_features, in_features]``, kept as ``scheme`` says in ``stored``; or one of a stack."""
+    """The matrix ``wanted``, kept as its scheme says in ``stored``."""
 
-    def __init__(
-        self,
-        stored: Mapping[str, StoredTensor],
-        name: str,
-        scheme: Scheme,
-        out_features: int,
-        in_features: int,
-        stack: Stack | None = None,
-    ) -> None:
-        self.scheme, self.out_features = scheme, out_features
+    def __init__(self, stored: Mapping[str, StoredTensor], wanted: WantedCodes) -> None:
+        name, self.scheme, self.out_features, self._in_features, stack = wanted
         self.name = name if stack is None else f"{name}, number {stack.number}"
-        self._in_features = in_features
-        wanted = scheme.stored(out_features, in_features)
-        names = {which: f"{name}{'.' if stack is None else '_'}{which}" for which, part in wanted.items() if part.used}
+        names = {which: wanted.stored_name(which) for which, part in wanted.stored().items() if part.used}
         self._stored = {which: stored[of] for which, of in names.items() if of in stored}
         if stack is not None:
             self._stored = {which: tensor.part(stack.number) for which, tensor in self._stored.items()}
-        self._whole = {which: tensor.read() for which, tensor in self._stored.items() if which != scheme.in_pieces}
+        self._whole = {which: tensor.read() for which, tensor in self._stored.items() if which != self.scheme.in_pieces}
 
     def pieces(self) -> list[tuple[int, int]]:
         """First rows and numbers of rows that are decoded at a time."""

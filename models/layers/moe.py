@@ -1,11 +1,10 @@
 """A mixture of experts in the place of an MLP (Shazeer et al., 2017, arXiv:1701.06538)."""
 
-import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config import ModelConfig, check_at_least_one, check_positive
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.layers.mlp import MlpWeights, PlainMlpWeights, first_linear
 from compiled_llm.models.layers.residual import Normed, Residual
@@ -39,12 +38,8 @@ def check_router(config: ModelConfig, num_experts: str, top_k: str = "num_expert
 def check_grouped_router(config: Any) -> None:
     """``ValueError`` unless ``grouped_router`` can be made of ``config``, whose fields have DeepSeek-V3's names."""
     check_router(config, "n_routed_experts")
-    if not 0 < config.n_group <= 2**24:
-        raise ValueError(f"config.json: n_group must be at least 1, given {config.n_group!r:.100}")
-    if not 0 < config.routed_scaling_factor < math.inf:
-        raise ValueError(
-            f"config.json: routed_scaling_factor must be a positive number, given {config.routed_scaling_factor!r:.100}"
-        )
+    check_at_least_one(config, "n_group")
+    check_positive(config, "routed_scaling_factor")
     size, rest = divmod(config.n_routed_experts, config.n_group)
     if rest or not 0 < config.topk_group <= config.n_group or config.num_experts_per_tok > size * config.topk_group:
         raise ValueError(

@@ -24,11 +24,10 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_fields import class_parameters, rope_names
 from compiled_llm.models.config_file import parse_config
-from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import ModelWeights
 from tests.families import EVERY_CONFIG, keep_time_steps, logits_of, strengthened
-from tests.models.test_forward import empty_cache, step_input
+from tests.models.steps import step_input, step_logits
 
 NUM_TOKENS = 21  # more than the windows of these models
 # Of a model that is made. Of larger ones the sizes are compared: float32 is no measure after many layers.
@@ -221,16 +220,9 @@ def _weights(directory: Path, config: ModelConfig) -> ModelWeights:
 
 @functools.lru_cache(maxsize=256)
 def _own_logits(directory: Path, config: ModelConfig) -> Tensor:
-    model, tokens = family(config.architecture), _prompt(config.vocab_size)[0].tolist()
-    step = step_input([(tokens, 0)], [list(range(1, 7))])._replace(
-        logits_indices=torch.arange(NUM_TOKENS, dtype=torch.int32)
-    )
-    with torch.no_grad():
-        weights = _weights(directory, config)
-        hidden = model.forward(
-            weights, step, empty_cache(config), config, for_queries(model.layers(config), NUM_TOKENS)
-        )
-        return model.head(weights, hidden, config)
+    step = step_input([(_prompt(config.vocab_size)[0].tolist(), 0)], [list(range(1, 7))])
+    step = step._replace(logits_indices=torch.arange(NUM_TOKENS, dtype=torch.int32))
+    return step_logits(config, _weights(directory, config), step)
 
 
 def _compared(own: ModelConfig, theirs: Theirs) -> Outcome:

@@ -2,19 +2,17 @@
 
 import json
 import os
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from compiled_llm import EngineConfig
-from compiled_llm.checkpoint import model_files
-from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
+from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer, model_directory
 from tests.families import checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -73,55 +71,71 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[Hub]:
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """This process may ask a hub, has no token and an empty cache."""
+    for name in list(os.environ):
+        if name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()  # one that other tests left may know a proxy
+    yield monkeypatch
+    huggingface_hub.close_session()
+
+
+def set_hub(url: str, online: pytest.MonkeyPatch) -> None:
+    """What HF_ENDPOINT does at the start of a process."""
+    online.setattr(constants, "ENDPOINT", url)
+    online.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
+@pytest.fixture
+def server(online: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub() as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        threading.Thread(target=hub.serve_forever, args=(0.01,), daemon=True).start()
+        set_hub(hub.url, online)
         yield hub
         hub.shutdown()
 
 
-def ask(home: Path, url: str, model: str, revision: str | None, **variables: str) -> str:
-    """What ``model_directory`` gives in a process of its own, or the message of its error."""
-    program = (
-        "import sys; from compiled_llm.checkpoint.model_files import model_directory\n"
-        "try: print(model_directory(sys.argv[1], sys.argv[2] or None))\n"
-        "except ValueError as error: print(error)"
-    )
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "proxy" not in name.lower()
-    }
-    environment = {**kept, "HF_HOME": str(home), "HF_ENDPOINT": url, **variables}
-    command = [sys.executable, "-c", program, model, revision or ""]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=60
-    ).stdout.strip()
-
-
-def test_data_files_of_a_revision_come_with_the_token(tmp_path: Path, server: Hub) -> None:
-    directory = Path(ask(tmp_path, server.url, "us/model", "v1", HF_TOKEN="secret"))
+def test_data_files_of_a_revision_come_with_the_token(online: pytest.MonkeyPatch, server: Hub) -> None:
+    online.setenv("HF_TOKEN", "secret")
+    directory = model_directory("us/model", "v1")
     wanted = {"config.json", "model.safetensors", "chat_template.jinja"}
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == {name: FILES[name] for name in wanted}
     assert not [path for path in server.asked if "consolidated" in path or "original" in path or ".py" in path]
-    assert ask(tmp_path, server.url, "us/model", "v1", HF_TOKEN="secret", HF_HUB_OFFLINE="1") == str(directory)
+    online.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert model_directory("us/model", "v1") == directory
 
 
-def test_what_is_not_given_says_what_to_do(tmp_path: Path, server: Hub) -> None:
-    for model, revision, token, words in (
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize(
+    ("model", "revision", "token", "words"),
+    [
         ("us/model", None, "", "model='us/model' is no directory .*private: check the id, or set HF_TOKEN"),
         ("us/gated", None, "", "accepted their terms: do so on its page, and set HF_TOKEN"),
         ("us/model", "v2", "secret", "revision='v2' .* no such branch, tag or commit"),
-    ):
-        variables = {"HF_TOKEN": token} if token else {}
-        said = ask(tmp_path, server.url, model, revision, **variables)
-        assert re.search(words, said), said
+    ],
+)
+def test_what_is_not_given_says_what_to_do(
+    model: str, revision: str | None, token: str, words: str, online: pytest.MonkeyPatch
+) -> None:
+    online.setenv("HF_TOKEN", token)
+    with pytest.raises(ValueError, match=words):
+        model_directory(model, revision)
 
 
-def test_without_a_network_it_says_how_to_do_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offline", [False, True])
+def test_without_a_network_it_says_how_to_do_without(offline: bool, online: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nowhere = "http://127.0.0.1:9"
-    for variables, why in (({}, f"{nowhere} cannot be reached"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")):
-        said = ask(tmp_path, nowhere, "us/model", None, **variables)
-        for words in (why, str(tmp_path), "`hf download us/model`", "or give a directory"):
-            assert words in said
+    set_hub(nowhere, online)
+    online.setattr(constants, "HF_HUB_OFFLINE", offline)
+    why = "HF_HUB_OFFLINE is set" if offline else f"{nowhere} cannot be reached"
+    with pytest.raises(ValueError, match=why) as error:
+        model_directory("us/model")
+    for words in (str(tmp_path), "`hf download us/model`", "or give a directory"):
+        assert words in str(error.value)
 
 
 def test_a_revision_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +161,11 @@ def test_what_the_hub_says_is_told_with_the_revision(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ValueError, match=r"tokenizer='us/words', revision='v1' is no directory here, .* 401 .* gated"):
-        model_files.model_directory("us/words", "v1", "tokenizer")
+        model_directory("us/words", "v1", "tokenizer")
     with pytest.raises(ValueError, match="model='us/model' is no directory here, nor to be had as a hub id: 401"):
-        model_files.model_directory("us/model")
+        model_directory("us/model")
 
 
 def test_a_directory_has_no_revisions(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"revision must be None for a directory, .* given 'v1'"):
-        model_files.model_directory(str(tmp_path), "v1")
+        model_directory(str(tmp_path), "v1")

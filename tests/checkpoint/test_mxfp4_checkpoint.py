@@ -14,18 +14,16 @@ from compiled_llm.checkpoint import loader, reader
 from compiled_llm.checkpoint.quantization import published
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.quantized import QuantizedExperts
-from compiled_llm.models.registry import family
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.linear.quantized_layouts import unpack_quantized_rows
 from compiled_llm.ops.linear.quantized_weight import dequantize
 from compiled_llm.worker.memory import growth_while
 from tests import mxfp4
-from tests.models.test_forward import empty_cache, step_input
+from tests.models.steps import empty_cache, step_input, step_logits
 
 CPU = torch.device("cpu")
 PROMPT = list(range(5, 26))
@@ -40,12 +38,8 @@ def load(directory: Path, dtype: torch.dtype = torch.float32, kind: LinearKind =
 
 def logits(directory: Path, dtype: torch.dtype = torch.float32, kind: LinearKind = Packed) -> Tensor:
     config = read_config(directory)
-    model, weights = family(config.architecture), load(directory, dtype, kind)
     step = step_input([(PROMPT, 0)], [list(range(1, 7))])
-    with torch.no_grad():
-        cache = empty_cache(config, dtype=dtype)
-        hidden = model.forward(weights, step, cache, config, for_queries(model.layers(config), len(PROMPT)))
-        return model.head(weights, hidden, config).float()
+    return step_logits(config, load(directory, dtype, kind), step, empty_cache(config, dtype)).float()
 
 
 def of_transformers(directory: Path, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,6 @@ from compiled_llm.checkpoint.reader import CheckpointReader
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, stored_tensors
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family
@@ -31,7 +30,7 @@ from tests import families
 from tests.families import checkpoint
 from tests.models.quantized import test_compressed_tensors as ct
 from tests.models.quantized import test_gptq as gptq
-from tests.models.test_forward import empty_cache, step_input
+from tests.models.steps import step_input, step_logits
 
 CPU = torch.device("cpu")
 
@@ -125,13 +124,7 @@ def load(directory: Path) -> Any:
 
 def logits(directory: Path) -> Tensor:
     config = read_config(directory)
-    model, prompt = family(config.architecture), list(range(5, 26))
-    weights, step = load(directory), step_input([(prompt, 0)], [list(range(1, 7))])
-    with torch.no_grad():
-        hidden = model.forward(
-            weights, step, empty_cache(config), config, for_queries(model.layers(config), len(prompt))
-        )
-        return model.head(weights, hidden, config)
+    return step_logits(config, load(directory), step_input([(list(range(5, 26)), 0)], [list(range(1, 7))]))
 
 
 def write(

@@ -11,13 +11,10 @@ import transformers
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.checkpoint import loader
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.inputs import KVCache, LayerCache
-from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.packed import Packed
-from compiled_llm.models.registry import family
 from tests.e2e.test_published import differences, outputs_of
 from tests.families import CONFIGS, checkpoint, strengthened, transformers_model
-from tests.models.test_forward import BLOCK_SIZE, step_input
+from tests.models.steps import check_every_position
 
 FAMILIES = ("deepseek-v3", *(pytest.param(name, marks=pytest.mark.battery) for name in ("deepseek-v2", "mistral4")))
 LENGTHS = (61, 90, 47, 70, 55)
@@ -97,27 +94,5 @@ def test_every_position_of_600_tokens(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = model(torch.tensor([prompt])).logits[0]
     config = read_config(tmp_path)
-    own = family(config.architecture)
     weights = loader.load_weights(tmp_path, config, torch.float32, torch.device("cpu"), Packed)
-    blocks = -(-LONG // BLOCK_SIZE)
-    cache: KVCache = tuple(
-        LayerCache(**{x: torch.full(shape, torch.nan) for x, (shape, _) in held.items()})
-        for held in (s.cache_tensors(2 * blocks + 1, BLOCK_SIZE, torch.float32) for s in own.layers(config))
-    )
-    first, second = list(range(1, 1 + blocks)), list(range(1 + blocks, 1 + 2 * blocks))
-    ways = {
-        "whole": [(0, LONG, first)],
-        "in odd chunks": [(a, b, second) for a, b in ((0, 7), (7, 301), (301, 302), (302, 555), (555, LONG))],
-        "behind a prefix": [(400, LONG, first[:100] + second[100:])],
-    }
-    for way, steps in ways.items():
-        found = []
-        for begin, end, table in steps:
-            step = step_input([(prompt[begin:end], begin)], [table])
-            with torch.no_grad():
-                hidden = own.forward(weights, step, cache, config, for_queries(own.layers(config), end - begin))
-                found.append(own.head(weights, hidden, config))
-        logits = torch.cat(found)
-        torch.testing.assert_close(
-            logits, wanted[-len(logits) :], atol=1e-4, rtol=1e-4, msg=lambda text, way=way: f"{way}: {text}"
-        )
+    check_every_position(config, weights, prompt, wanted, (7, 301, 302, 555), shared=400)

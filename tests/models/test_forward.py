@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,81 +10,31 @@ import torch
 from torch import Tensor
 
 from compiled_llm.checkpoint import loader
-from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
-from compiled_llm.models.layers.attention import for_queries
-from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
-from compiled_llm.models.registry import family
 from compiled_llm.models.weights import experts, tensors
-from compiled_llm.ops import StateRows, route
+from compiled_llm.ops import route
 from tests.families import EVERY_CONFIG, checkpoint, transformers_model
+from tests.models.steps import BLOCKS, empty_cache, step_input, step_logits
 
-BLOCK_SIZE = 4
-BLOCKS = 64
-SLOTS = 8
 ROUTER_NOISE = 0.02  # of the spread of its logits; bfloat16 rounds by 0.004 once
 
 
-def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32, num_blocks: int = BLOCKS) -> KVCache:
-    caches: list[LayerCache | StateCache] = []
-    for spec in family(config.architecture).layers(config):
-        # Poison: what was never written must never be read.
-        if isinstance(spec, StateSpec):
-            states = spec.state_tensors(SLOTS, dtype)
-            poison = {name: torch.full(shape, float("nan")).to(kind) for name, (shape, kind) in states.items()}
-            caches.append(StateCache(**poison))
-            continue
-        held = spec.cache_tensors(num_blocks, BLOCK_SIZE, dtype)
-        own = {name: torch.full(shape, float("nan")).to(kind) for name, (shape, kind) in held.items()}
-        caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
-    return tuple(caches)
+def in_turns(first: LinearKind, second: LinearKind) -> list[Any]:
+    """Each family with one of the two kinds, in turns; with the other one as a battery."""
+    return [
+        pytest.param(name, kind, id=f"{name}-{kind.__name__}", marks=() if kind is ordinary else pytest.mark.battery)
+        for name, ordinary in zip(EVERY_CONFIG, itertools.cycle((first, second)), strict=False)
+        for kind in (Dense, Packed)
+    ]
 
 
-def step_input(
-    chunks: list[tuple[list[int], int]],
-    tables: list[list[int]],
-    padding: int = 0,
-    slots: Sequence[int] = (),
-    read_slots: Sequence[int] = (),
-    keep: tuple[int, int] = (0, 0),
-) -> StepInput:
-    """A step of ``(token ids, tokens computed before)`` for each request, with ``padding`` tokens at its end.
-
-    Args:
-        slots: of each request's states after its tokens; by default 1, 2 and so on.
-        read_slots: of its states before them, if others.
-        keep: a slot for another state of the first request, and after how many tokens it is that; (0, 0) for none.
-    """
-    ids, positions, places, starts, lens = [], [], [], [0], []
-    for (tokens, computed), table in zip(chunks, tables, strict=True):
-        for position, token in enumerate(tokens, computed):
-            ids.append(token)
-            positions.append(position)
-            places.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-        starts.append(len(ids))
-        lens.append(computed + len(tokens))
-    last = [start - 1 for start in starts[1:]]
-    ids, positions, places = (values + [0] * padding for values in (ids, positions, places))
-    slots = slots or range(1, 1 + len(chunks))
-    kept = [keep, *[(0, 0)] * (len(chunks) - 1)]
-    writes = [[slot, other] for slot, (other, _) in zip(slots, kept, strict=True)]
-    after = [[len(tokens), other] for (tokens, _), (_, other) in zip(chunks, kept, strict=True)]
-    states = (torch.tensor(x, dtype=torch.int32) for x in (list(read_slots or slots), writes, after))
-    columns = [ids, positions, places, starts, lens, last]
-    flat = [torch.tensor(c, dtype=torch.int32) for c in columns]
-    return StepInput(*flat, torch.tensor(tables, dtype=torch.int32), states=StateRows(*states))
-
-
-@pytest.mark.parametrize("kind", [Dense, Packed])
-@pytest.mark.parametrize("name", EVERY_CONFIG)
+@pytest.mark.parametrize(("name", "kind"), in_turns(Packed, Dense))
 def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: LinearKind) -> None:
     config = read_config(checkpoint(name))
     weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), kind)
-    model = family(config.architecture)
     prompts = torch.randint(0, config.vocab_size, (2, 21)).tolist()
     with torch.no_grad():
         expected = transformers_model(name)(torch.tensor(prompts)).logits
@@ -97,38 +46,23 @@ def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: L
     for step, (before, after) in enumerate(steps):
         chunks = [(prompts[r][before[r] : after[r]], before[r]) for r in range(2)]
         inputs = step_input(chunks, tables, padding=3 if step == 0 else 0)
-        max_query_len = max(len(tokens) for tokens, _ in chunks)
-        with torch.no_grad():
-            hidden = model.forward(weights, inputs, cache, config, for_queries(model.layers(config), max_query_len))
-            logits = model.head(weights, hidden[inputs.logits_indices], config)
+        logits = step_logits(config, weights, inputs, cache)[inputs.logits_indices]
         for r in range(2):
             torch.testing.assert_close(logits[r], expected[r, after[r] - 1], atol=1e-4, rtol=1e-4)
 
 
-# Of each family one kind, in turns; the other one: battery.
-IN_BFLOAT16 = [
-    pytest.param(name, kind, id=f"{name}-{kind.__name__}", marks=() if kind is ordinary else pytest.mark.battery)
-    for name, ordinary in zip(EVERY_CONFIG, itertools.cycle((Dense, Packed)), strict=False)
-    for kind in (Dense, Packed)
-]
-
-
-@pytest.mark.parametrize(("name", "kind"), IN_BFLOAT16)
+@pytest.mark.parametrize(("name", "kind"), in_turns(Dense, Packed))
 def test_bfloat16_is_as_close_as_transformers_is(name: str, kind: LinearKind) -> None:
     """To the float32 logits of the weights that bfloat16 rounded."""
     config, dtype = read_config(checkpoint(name)), torch.bfloat16
     weights = loader.load_weights(checkpoint(name), config, dtype, torch.device("cpu"), kind)
-    model = family(config.architecture)
     prompt = torch.arange(5, 26) if not experts(weights) else prompt_of_clear_choices(name)
     theirs = transformers_model(name).to(dtype)
     step = step_input([(prompt.tolist(), 0)], [list(range(1, 7))])
     with torch.no_grad():
         rounded = theirs(prompt[None]).logits[0].float()
         exact = theirs.float()(prompt[None]).logits[0]
-        hidden = model.forward(
-            weights, step, empty_cache(config, dtype), config, for_queries(model.layers(config), len(prompt))
-        )
-        own = model.head(weights, hidden, config).float()
+    own = step_logits(config, weights, step, empty_cache(config, dtype)).float()
     error, allowed = (x.sub(exact).square().mean() for x in (own, rounded))
     assert error.sqrt() <= 1.2 * allowed.sqrt()
 
@@ -140,7 +74,6 @@ def prompt_of_clear_choices(name: str) -> Tensor:
     Otherwise rounding may choose another expert of nearly the same score, which makes a token another one.
     """
     config = read_config(checkpoint(name))
-    model = family(config.architecture)
     weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), Dense)
     generator = torch.Generator().manual_seed(0)
     changed: list[bool] = []
@@ -158,7 +91,7 @@ def prompt_of_clear_choices(name: str) -> Tensor:
             prompt = torch.randint(3, config.vocab_size, (12,), generator=generator)
             changed.clear()
             step = step_input([(prompt.tolist(), 0)], [[1, 2, 3]])
-            model.forward(weights, step, empty_cache(config), config, for_queries(model.layers(config), len(prompt)))
+            step_logits(config, weights, step)
             assert changed
             if not any(changed):
                 return prompt

@@ -10,14 +10,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from compiled_llm.checkpoint.loader import load_weights
-from compiled_llm.models import gemma4, registry
+from compiled_llm.models import gemma4
 from compiled_llm.models.config_file import parse_config, read_config
-from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import allocate, bytes_per_layer
-from tests.families import CONFIGS, checkpoint, strengthened
+from tests.families import CONFIGS, checkpoint, logits_of, strengthened
 from tests.models.published_gemma4 import GEMMA4
-from tests.models.test_forward import empty_cache, step_input
+from tests.models.steps import step_input, step_logits
 
 SHARED = {"architectures": ["Gemma4ForCausalLM"], **CONFIGS["gemma4"][1]}
 MOE = {"architectures": ["Gemma4ForCausalLM"], **CONFIGS["gemma4-moe"][1]}
@@ -128,13 +127,8 @@ def test_a_whole_model_as_transformers_saves_it(name: str, whole: str, others: d
     with pytest.warns(UserWarning, match=r"left.*: .*embed_audio \(1 tensors\), embed_vision"):
         weights = load_weights(tmp_path, found, torch.float32, CPU)
     ids = torch.arange(5, 26)
-    family = registry.family(found.architecture)
-    with torch.no_grad():
-        step, specs = step_input([(ids.tolist(), 0)], [list(range(1, 7))]), family.layers(found)
-        hidden = family.forward(weights, step, empty_cache(found), found, for_queries(specs, len(ids)))
-        torch.testing.assert_close(
-            family.head(weights, hidden, found), model(ids[None]).logits[0], atol=1e-4, rtol=1e-4
-        )
+    own = step_logits(found, weights, step_input([(ids.tolist(), 0)], [list(range(1, 7))]))
+    torch.testing.assert_close(own, logits_of(model, ids[None])[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

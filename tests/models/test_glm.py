@@ -21,9 +21,3 @@ GLM4 = {"architectures": ["Glm4ForCausalLM"], **CONFIGS["glm4"][1]}
 def test_the_share_of_a_head_that_is_turned(fields: dict[str, Any], share: float) -> None:
     (rope,) = parse_config({**GLM4, **fields}).ropes
     assert (rope.partial, rope.interleaved) == (share, True)
-
-
-@pytest.mark.parametrize("factor", [0, 1.5, "half", 0.2])
-def test_refused_by_name(factor: Any) -> None:
-    with pytest.raises(ValueError, match=r"config\.json: partial_rotary_factor must"):
-        parse_config({**GLM4, "partial_rotary_factor": factor})

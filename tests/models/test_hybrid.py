@@ -1,5 +1,6 @@
 """Families some of whose layers keep a state of a fixed size, against transformers and against themselves."""
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,16 +11,15 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache
-from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import experts
 from tests.families import HYBRID_CONFIGS, checkpoint, logits_of, transformers_model
-from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
+from tests.models.steps import BLOCK_SIZE, empty_cache, step_input, step_logits
 
-NUM_TOKENS = 600
+NUM_TOKENS = 360
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 TABLES = [list(range(first, first + NUM_BLOCKS)) for first in (1, 1 + NUM_BLOCKS)]
 SHARED = 300  # tokens of a request that finds its beginning in the cache
@@ -38,16 +38,9 @@ class Served(NamedTuple):
 
         ``where``: arguments of ``step_input``.
         """
-        model = family(self.config.architecture)
         chunks = [(tokens, before[r]) for r, tokens in requests.items()]
         where = {"slots": [1 + r for r in requests], "tables": [TABLES[r] for r in requests], **where}
-        step = step_input(chunks, **where)
-        longest = max(map(len, requests.values()))
-        with torch.no_grad():
-            hidden = model.forward(
-                self.weights, step, self.cache, self.config, for_queries(model.layers(self.config), longest)
-            )
-            return model.head(self.weights, hidden, self.config)
+        return step_logits(self.config, self.weights, step_input(chunks, **where), self.cache)
 
     def served(self, prompts: list[list[int]], lengths: list[list[int]]) -> list[Tensor]:
         """The logits of both prompts, in steps with so many tokens of each; 0: it has none in that step."""
@@ -62,9 +55,14 @@ class Served(NamedTuple):
 
 
 def new(name: str, kind: Any = Packed) -> Served:
-    config = read_config(checkpoint(name))
-    weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), kind)
+    config, weights = loaded(name, kind)
     return Served(config, weights, empty_cache(config, num_blocks=1 + 2 * NUM_BLOCKS))
+
+
+@functools.cache
+def loaded(name: str, kind: Any) -> tuple[ModelConfig, Any]:
+    config = read_config(checkpoint(name))
+    return config, loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), kind)
 
 
 def steps_of(rest: int, sizes: tuple[int, ...]) -> list[int]:

@@ -1,5 +1,6 @@
 """Nemotron-H: blocks become layers, time steps have limits, and what would be computed otherwise is refused."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -12,13 +13,12 @@ import transformers
 from compiled_llm.checkpoint import loader
 from compiled_llm.models import nemotron_h
 from compiled_llm.models.config_file import parse_config, read_config
-from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.nemotron_h import NemotronHConfig
 from tests.families import HYBRID_CONFIGS, strengthened
 from tests.models.published_hybrid import NEMOTRON
-from tests.models.test_forward import empty_cache, step_input
+from tests.models.steps import step_input, step_logits
 
 SMALL = {"architectures": ["NemotronHForCausalLM"], **HYBRID_CONFIGS["nemotron-h-moe"][1]}
 
@@ -78,7 +78,7 @@ def test_refused_by_name(name: str, value: Any, words: str) -> None:
 
 
 def test_limits_as_transformers_writes_them(tmp_path: Path) -> None:
-    transformers.NemotronHConfig(**SMALL).save_pretrained(tmp_path)
+    transformers.NemotronHConfig(**copy.deepcopy(SMALL)).save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert read_config(tmp_path).time_step_limit == (0.0, math.inf)
 
@@ -91,7 +91,7 @@ def test_a_published_config_has_its_experts() -> None:
 
 def test_time_steps_within_limits(tmp_path: Path) -> None:
     """Of prompts, to which transformers' model applies them. Some steps are below, some above."""
-    fields = {**HYBRID_CONFIGS["nemotron-h"][1], "time_step_limit": [0.6, 0.75]}
+    fields = {**copy.deepcopy(HYBRID_CONFIGS["nemotron-h"][1]), "time_step_limit": [0.6, 0.75]}
     config = transformers.NemotronHConfig(**fields)
     torch.manual_seed(0)
     model = strengthened(transformers.NemotronHForCausalLM(config).eval())
@@ -106,10 +106,7 @@ def test_time_steps_within_limits(tmp_path: Path) -> None:
         own = read_config(tmp_path)
         weights = loader.load_weights(tmp_path, own, torch.float32, torch.device("cpu"), Packed)
         step = step_input([(prompt[0].tolist(), 0)], [list(range(1, 11))])
-        with torch.no_grad():
-            family = nemotron_h.FAMILY
-            hidden = family.forward(weights, step, empty_cache(own), own, for_queries(family.layers(own), 40))
-            return family.head(weights, hidden, own)
+        return step_logits(own, weights, step)
 
     torch.testing.assert_close(logits([0.6, 0.75]), expected, atol=1e-4, rtol=1e-4)
     for wrong in ([0.0, 0.75], [0.6, 10.0]):

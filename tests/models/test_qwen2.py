@@ -24,11 +24,6 @@ def test_windows_of_the_layers(change: dict[str, Any], windows: list[int]) -> No
     assert [spec.window for spec in layers(parse_config({**QWEN2, **change}))] == windows
 
 
-def test_a_window_that_is_switched_off_and_asked_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="sliding_window must be at least 1, given None"):
-        parse_config({**QWEN2, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 2})
-
-
 def test_heads_may_have_a_size_of_their_own() -> None:
     """Though transformers' class does not name the field, its model looks at it."""
     assert parse_config(QWEN2).head_dim == 24

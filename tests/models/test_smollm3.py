@@ -1,7 +1,5 @@
 """Which layers of SmolLM3 have positions, and windows."""
 
-from typing import Any
-
 import pytest
 
 from compiled_llm.models.config_file import parse_config
@@ -23,34 +21,6 @@ def test_layers_without_positions() -> None:
 
 def test_the_base_that_is_left_out() -> None:
     assert parse_config(PLAIN).ropes[0].theta == 2e6
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            {"no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 6},
-            "no_rope_layers must be 0 or 1 for each of num_hidden_layers=6 layers",
-        ),
-        (
-            {"no_rope_layers": [1, 0, 1, 2, 1, 0]},
-            "no_rope_layers must be 0 or 1 for each of num_hidden_layers=6 layers",
-        ),
-        (
-            {"no_rope_layers": [1, 0]},
-            "no_rope_layers must be 0 or 1 for each of num_hidden_layers=6 layers, given .1, 0.",
-        ),
-        ({"no_rope_layers": []}, "no_rope_layers must be 0 or 1 for each of num_hidden_layers=6 layers"),
-        ({"no_rope_layers": 1}, "no_rope_layers must be list.int. . None, .* given 1"),
-        ({"no_rope_layers": [[1]] * 6}, "no_rope_layers must be list.int. . None"),
-        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval must be an integer of at least 1, given 0"),
-        ({"no_rope_layer_interval": "4"}, "no_rope_layer_interval must be int, .* given '4'"),
-        ({"no_rope_layer_interval": None}, "no_rope_layer_interval must be int, .* given None"),
-    ],
-)
-def test_refused_by_name(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
-        parse_config({**PLAIN, **change})
 
 
 def test_layers_that_are_left_out_are_counted_by_default() -> None:

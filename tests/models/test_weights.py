@@ -16,13 +16,13 @@ from compiled_llm.models.quantized.scheme import StoredPart
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import Source, bytes_to_read, linears, tensors
-from tests.families import EVERY_CONFIG, checkpoint
+from tests.families import checkpoint
+from tests.models.test_forward import in_turns
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", [Dense, Packed])
-@pytest.mark.parametrize("name", EVERY_CONFIG)
+@pytest.mark.parametrize(("name", "kind"), in_turns(Packed, Dense))
 def test_a_description_has_the_shapes_of_what_is_loaded(name: str, kind: LinearKind) -> None:
     config = read_config(checkpoint(name))
     description = family(config.architecture).describe(config, torch.bfloat16, kind)

@@ -77,13 +77,23 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(directories: dict[str, Path]) -> Tokenizer:
-    return Tokenizer(directories["byte-level"])
+def tokenizers(directories: dict[str, Path]) -> dict[str, Tokenizer]:
+    return {name: Tokenizer(directory) for name, directory in directories.items()}
 
 
 @pytest.fixture(scope="module")
-def encoder(tokenizer: Tokenizer) -> ChatEncoder:
-    return ChatEncoder(tokenizer)
+def encoders(tokenizers: dict[str, Tokenizer]) -> dict[str, ChatEncoder]:
+    return {name: ChatEncoder(tokenizer) for name, tokenizer in tokenizers.items()}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    return tokenizers["byte-level"]
+
+
+@pytest.fixture(scope="module")
+def encoder(encoders: dict[str, ChatEncoder]) -> ChatEncoder:
+    return encoders["byte-level"]
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +115,10 @@ def special_tokens(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_token_ids_are_those_of_transformers(name: str, directories: dict[str, Path]) -> None:
-    reference, encoder = AutoTokenizer.from_pretrained(directories[name]), ChatEncoder(Tokenizer(directories[name]))
+def test_token_ids_are_those_of_transformers(
+    name: str, directories: dict[str, Path], encoders: dict[str, ChatEncoder]
+) -> None:
+    reference, encoder = AutoTokenizer.from_pretrained(directories[name]), encoders[name]
     encoded = 0
     for template in TEMPLATES.values():
         tools = TOOLS if "tools" in template else None
@@ -220,9 +232,10 @@ def test_a_tokenizer_without_a_template_says_what_to_give(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_message_makes_no_special_tokens(name: str, template: str, directories: dict[str, Path]) -> None:
-    tokenizer = Tokenizer(directories[name])
-    encoder = ChatEncoder(tokenizer)
+def test_a_message_makes_no_special_tokens(
+    name: str, template: str, tokenizers: dict[str, Tokenizer], encoders: dict[str, ChatEncoder]
+) -> None:
+    tokenizer, encoder = tokenizers[name], encoders[name]
     # Not words at the ends: a special token that wants to be a single word is none beside one.
     _, harmless = encode(encoder, "-hello-", TEMPLATES[template])
     text, token_ids = encode(encoder, "-" + ATTACK + "-", TEMPLATES[template])

@@ -51,19 +51,13 @@ TIME, MEMORY = "took longer than 0.2 s of processor time", "needed more than 256
 HOSTILE = {
     # Long strings and lists out of one operation.
     "repeat": ("{{ 'x' * 10**9 }}", MEMORY),
-    "percent": ("{{ '%1000000000d' % 1 }}", MEMORY),
-    "format": ("{{ '{:1000000000}'.format('x') }}", MEMORY),
     "join": ("{{ (['a' * 10000] * 2000) | join }}", "makes a text of more than 1000000 characters|" + TIME),
-    "json indent": ("{{ messages | tojson(indent=1000000000) }}", MEMORY),
     "range": ("{{ range(1000000000) | list }}", "OverflowError: Range too big"),
     "folded constants": ("{{ ('x' * 1000000) | replace('x', 'y' * 1000000) | length }}", MEMORY),
-    "doubled by ~": (doubling("ns.s ~ ns.s ~ 'y'", "'x'"), MEMORY + "|" + TIME),
     # Long runs.
     "count in one call": (
         "{% set a = [1] * 30000 %}{% set b = [1] * 29999 + [2] %}{{ ([a] * 100000).count(b) }}", TIME),
     "loops": (repeated("{% for j in range(100000) %}{% endfor %}"), TIME),
-    "doubled macros": (DOUBLED + "{{ m60() }}", TIME),
-    "bomb as json": (BOMB + "{{ ns.a | tojson }}", TIME),
     "recursive macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
     "deep list": (doubling("[ns.s]", "1").replace("range(60)", "range(9999)") + "{{ ns.s }}", "RecursionError"),
     # Out of the sandbox, or at the messages.
@@ -87,6 +81,12 @@ HOSTILE = {
 }  # fmt: skip
 # More ways to take memory or time. Each takes all that there is.
 MORE = {
+    "percent": "{{ '%1000000000d' % 1 }}",
+    "format": "{{ '{:1000000000}'.format('x') }}",
+    "json indent": "{{ messages | tojson(indent=1000000000) }}",
+    "doubled by ~": doubling("ns.s ~ ns.s ~ 'y'", "'x'"),
+    "doubled macros": DOUBLED + "{{ m60() }}",
+    "bomb as json": BOMB + "{{ ns.a | tojson }}",
     "repeat a list": "{{ [0] * 10**9 }}",
     "percent by a name with a parenthesis": "{{ '%(a%b)3000000000d' % {'a%b': 1} }}",
     "percent in a test": "{{ '%1000000000d' is even }}",
@@ -189,7 +189,7 @@ def test_each_rendering_has_its_whole_time(process: TemplateProcess) -> None:
     template = ChatTemplate(source, process)
     template.render({}, 10)
     pid, begun = pid_of(process), time.process_time()
-    for _ in range(40):  # which take more than 0.2 s together
+    for _ in range(20):  # which take more than 0.2 s together
         template.render({}, 10)
     assert pid_of(process) == pid
     assert time.process_time() - begun < 1, "the work is done elsewhere"
@@ -296,7 +296,7 @@ def test_a_process_that_is_killed_at_work_is_replaced_once_and_the_second_end_is
         deadline = time.monotonic() + 60
         while len(killed) < times and time.monotonic() < deadline:
             pid = process._child.pid
-            if pid is not None and pid not in killed and seconds_used(pid) > 0.4:  # it began with less
+            if pid is not None and pid not in killed and seconds_used(pid) > 0.3:  # it began with less
                 killed.append(pid)
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
@@ -305,7 +305,7 @@ def test_a_process_that_is_killed_at_work_is_replaced_once_and_the_second_end_is
     killer.start()
     source = "{% for i in range(turns) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     if times == 1:
-        assert render(source, process, turns=300) == "x"
+        assert render(source, process, turns=120) == "x"
     else:
         with pytest.raises(ValueError, match=r"in which it ran, and a new one too: signal SIGKILL$"):
             render(source, process, turns=99999)

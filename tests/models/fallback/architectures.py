@@ -5,7 +5,7 @@ from typing import Any
 _SMALL = {
     "hidden_size": 112,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 331,
@@ -15,7 +15,7 @@ _SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_ALTERNATING = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_ALTERNATING = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -65,7 +65,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "flex_olmo": {**_ROUTED, "num_experts": 7},
     "gemma": {"head_dim": 24},
     "glm4_moe_lite": {**_MLA, **_GROUPS},
-    "gpt_bigcode": {"n_embd": 112, "n_head": 4, "n_layer": 4, "n_positions": 512, "n_inner": 96, "multi_query": True},
+    "gpt_bigcode": {"n_embd": 112, "n_head": 4, "n_layer": 2, "n_positions": 512, "n_inner": 96, "multi_query": True},
     "granitemoe": {"num_local_experts": 7, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
     "granite_swa": {**_ALTERNATING, "attention_multiplier": 0.2, "residual_multiplier": 0.6},
     "helium": {"head_dim": 28},
