@@ -1,8 +1,8 @@
 """Functions that Triton's interpreter runs, in a process of a test file's own.
 
 Triton decides when it is imported whether it interprets. So a program of its own (``conftest.py`` starts it) imports
-torch and Triton once, and forks for each test file that it is asked for. A file has its cases in a dictionary
-``INTERPRETED``, from names to functions that take nothing, and ends with ``test_interpreted = interpreted.each_of(...)``.
+torch and Triton once, and forks for each test file that it is asked for. A file has its cases in the dictionary
+``INTERPRETED``, from names to functions that take nothing, and ends with a call of ``each_of``.
 """
 
 import importlib

@@ -197,7 +197,7 @@ COMPILED = [
 @pytest.mark.parametrize(
     ("capability", "dtype", "titles"),
     [
-        ((9, 0), torch.bfloat16, ("convolution of LFM2", "scan of Granite 4")),
+        ((9, 0), torch.bfloat16, ("convolution of LFM2", "delta rule of Qwen3-Next")),
         *(pytest.param(*case, marks=pytest.mark.battery) for case in COMPILED),
     ],
     ids=str,
@@ -206,7 +206,7 @@ def test_compiles_without_spills(capability: tuple[int, int], dtype: torch.dtype
     for title in titles:
         case = LARGE[title](dtype, 32)
         chunk = (Request(32, 0, 1, ((32, 1),)),)
-        for requests, exact in ((DECODES, True), (chunk, True), (chunk, False)):
+        for requests, exact in ((DECODES, True), (chunk, False)):
             for launch in recorded_launches(case, requests, exact=exact, capability=capability):
                 binary, _ = ahead_of_time.without_spills(launch, capability)
                 fuses = launch[2].get("enable_fp_fusion", True)
