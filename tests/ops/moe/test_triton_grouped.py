@@ -36,9 +36,9 @@ def arguments(counts: list[int], dtype: torch.dtype, device: str = "cpu", n: int
 
 
 def agrees_with_the_reference(dtype: torch.dtype, device: str = "cpu") -> None:
-    for counts, with_bias in itertools.product(COUNTS, (False, True)):
+    for number, counts in enumerate(COUNTS):
         x, weight, bias, rows, starts = arguments(counts, dtype, device)
-        offset, used = bias if with_bias else None, sum(counts)
+        offset, used = bias if number % 2 else None, sum(counts)
         want = grouped_linear_reference(x, weight, offset, rows, starts)[:used]
         got = triton_grouped.grouped_linear(x, weight, offset, rows, starts)
         assert got.shape == (used + 2, 33)

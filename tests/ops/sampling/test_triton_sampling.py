@@ -133,7 +133,7 @@ for pattern in ("normal", "few-values", "equal"):
     long = functools.partial(of_the_grid, vocabulary=40000, rows=4, pattern=pattern, splits=9)
     INTERPRETED[f"long-{pattern}"] = long
 for pattern in ("normal", "few-values"):
-    INTERPRETED[f"programs-{pattern}"] = functools.partial(programs_and_neighbours_change_nothing, 2100, 4, pattern)
+    INTERPRETED[f"programs-{pattern}"] = functools.partial(programs_and_neighbours_change_nothing, 1100, 4, pattern)
 for vocabulary, dtype in ((1, torch.float32), (7, torch.float16), (600, torch.bfloat16), (600, torch.float32)):
     INTERPRETED[f"extremes-{vocabulary}-{dtype}"] = functools.partial(of_extremes, vocabulary, dtype)
 for dtype in DTYPES:
