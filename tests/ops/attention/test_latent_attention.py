@@ -18,7 +18,7 @@ from tests.ops.attention.attention_cases import (
     check,
     in_chunks,
     with_shared_prefixes,
-)  # fmt: skip
+)
 from tests.ops.attention.cpu_kernel import Attend, attend_on
 from tests.ops.attention.latent_cases import GRID, make_case
 from tests.ops.instruction_sets import ordinary_sets, skip_without

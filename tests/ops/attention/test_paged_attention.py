@@ -25,7 +25,7 @@ from tests.ops.attention.attention_cases import (
     check,
     grid,
     make_case,
-)  # fmt: skip
+)
 from tests.ops.attention.cpu_kernel import Attend, every_set
 from tests.ops.instruction_sets import ordinary_sets
 

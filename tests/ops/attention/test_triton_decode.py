@@ -21,7 +21,7 @@ from compiled_llm.ops.attention.tiles import (
     decode_splits,
     decode_tile,
     default_config,
-)  # fmt: skip
+)
 from tests.drawn import marked
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty, floats, integers

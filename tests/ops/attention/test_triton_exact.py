@@ -24,7 +24,7 @@ from tests.ops.attention.attention_cases import (
     grid,
     make_case,
     one_chunk,
-)  # fmt: skip
+)
 
 OP = triton_exact.paged_attention
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn

@@ -24,7 +24,7 @@ from tests.ops.attention.attention_cases import (
     in_chunks,
     same_caches,
     with_shared_prefixes,
-)  # fmt: skip
+)
 from tests.ops.attention.latent_cases import GRID, LatentCase, make_case
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -16,7 +16,7 @@ from compiled_llm.ops.linear import (
     triton_quantize_rows,
     triton_quantized,
     triton_quantized_a8,
-)  # fmt: skip
+)
 from compiled_llm.ops.linear.quantized_tiles import Choice, Layer, Tile
 from compiled_llm.ops.linear.quantized_weight import (
     QuantizedRows,
@@ -24,12 +24,12 @@ from compiled_llm.ops.linear.quantized_weight import (
     WeightFormat,
     dequantize,
     quantize,
-)  # fmt: skip
+)
 from compiled_llm.ops.linear.quantized_weight_gpu import (
     empty_quantized_gpu,
     pack_quantized_rows_gpu,
     unpack_quantized_rows_gpu,
-)  # fmt: skip
+)
 from compiled_llm.ops.moe import triton_quantized_grouped
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import PROGRAM_MEMORY, empty, integers

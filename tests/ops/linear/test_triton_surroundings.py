@@ -19,7 +19,7 @@ from compiled_llm.ops.linear import (
     triton_quantize_rows,
     triton_quantized,
     triton_quantized_a8,
-)  # fmt: skip
+)
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
 from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu, pack_quantized_rows_gpu
 from compiled_llm.ops.linear.surroundings import Surroundings

@@ -28,7 +28,7 @@ from tests.ops.recurrent.recurrent_cases import (
     gated_delta,
     mamba2,
     step,
-)  # fmt: skip
+)
 
 KERNELS = native.load("recurrent_cpu")
 ISAS = by_set("recurrent_cpu")

@@ -25,7 +25,7 @@ from tests.ops.recurrent.recurrent_cases import (
     gated_delta,
     mamba2,
     step,
-)  # fmt: skip
+)
 
 MODULES = {
     "short_convolution": triton_convolution, "gated_delta_rule": triton_gated_delta, "mamba2_scan": triton_mamba2,

@@ -16,13 +16,16 @@ from tests.ops.rowwise.rowwise_cases import (
     GPU_CASES,
     HEADS,
     KV_HEADS,
+    ONES,
+    REFUSED,
     check,
     cut,
+    extremes,
     numbers,
     outputs,
     weight,
     widened,
-)  # fmt: skip
+)
 
 ALL_CASES = CASES | GPU_CASES
 
@@ -78,30 +81,6 @@ def sums_of_norms_have_the_bits_of_single_ops(norm: torch.dtype) -> None:
     assert all(map(torch.equal, together, op.add_rms_norm(x, op.rms_norm(y, y_norm, 1e-5), sum_norm, 1e-5)))
 
 
-def extremes(device: str = "cpu") -> None:
-    x = torch.tensor([[-1e30, -100.0, -0.0, 0.0, 1e-30, 100.0, 1e30, float("inf")]], device=device)
-    ones, nan = torch.ones_like(x), torch.tensor([[float("nan"), 1.0]], device=device)
-    gated = triton_rowwise.gated_activation(torch.cat([x, ones], dim=1), "silu")
-    assert torch.equal(gated.cpu(), torch.tensor([[0.0, 0.0, 0.0, 0.0, 5e-31, 100.0, 1e30, float("inf")]]))
-    capped = triton_rowwise.soft_cap(x, 30.0)
-    assert capped[0, 0] == -30
-    assert capped[0, -1] == 30
-    assert triton_rowwise.soft_cap(nan[:, :1], 30.0).isnan().all()
-    assert triton_rowwise.gated_activation(nan, "silu").isnan().all()
-    squares = triton_rowwise.activation(
-        torch.tensor([[float("-inf"), -1e30, -0.0, 3.0, float("inf")]]).to(device), "relu2"
-    )
-    assert squares.tolist() == [[0.0, 0.0, 0.0, 9.0, float("inf")]]
-    assert triton_rowwise.activation(nan[:, :1], "relu2").isnan().all()
-    peak, log_total = triton_rowwise.log_sum_exp(torch.tensor([[3.0, float("-inf"), 3.0]], device=device))
-    assert peak.item() == 3
-    assert log_total.item() == pytest.approx(0.6931472)
-    assert triton_rowwise.rms_norm(torch.zeros_like(x), ones[0], 1e-6).eq(0).all()
-    beyond = torch.tensor([[-3e38, 3e38]], dtype=torch.bfloat16, device=device)
-    total, _ = triton_rowwise.add_rms_norm(beyond, beyond, ones[0, :2].bfloat16(), 1e-6)
-    assert torch.equal(total, beyond + beyond)
-
-
 INTERPRETED = {
     **{
         f"{title}-{str(dtype)[6:]}-{function.__name__}": functools.partial(function, *case, dtype)
@@ -109,7 +88,7 @@ INTERPRETED = {
         for dtype in DTYPES
         for function in (agrees_with_the_reference, a_row_has_the_same_bits_in_any_company, no_rows_are_no_launch)
     },
-    "extremes": extremes,
+    "extremes": functools.partial(extremes, triton_rowwise),
     "keep rows": functools.partial(keeps_and_gives, triton_rowwise.keep_rows, torch.bfloat16, 4100),
     "sums of norms by bits": functools.partial(sums_of_norms_have_the_bits_of_single_ops, torch.float32),
 }
@@ -212,32 +191,13 @@ def test_compiles_without_spills(
 
 # ---- refused --------------------------------------------------------------------------------------------------------
 
-ONES = torch.ones(2, 8)
-REFUSED: list[tuple[Callable, str]] = [
-    (lambda op: op.rms_norm(ONES, torch.ones(9), 1e-6), r"rms_norm: a weight must be .*\[8\]"),
+REFUSED_HERE: list[tuple[Callable, str]] = [
     (lambda op: op.rms_norm(ONES, torch.ones(8).half(), 1e-6), r"float32 on cpu, got \[8\] of torch.float16"),
-    (lambda op: op.rms_norm(ONES.double(), torch.ones(8), 1e-6), "dtype of x must be float32 or"),
-    (lambda op: op.rms_norm(torch.ones(8, 2).t(), torch.ones(8), 1e-6), "last stride 1"),
     (lambda op: op.rms_norm(torch.ones(8), torch.ones(8), 1e-6), r"x must be \[rows, size\]"),
-    (lambda op: op.add_rms_norm(ONES, torch.ones(1, 8), torch.ones(8), 1e-6), "delta must be like x"),
-    (lambda op: op.rope(torch.ones(2, 35), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns or more, got 35"),
-    (lambda op: op.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
-    (lambda op: op.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
-    (lambda op: op.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
     (lambda op: op.gated_activation(ONES, "relu"), "must be silu or gelu_tanh or gelu or relu2, got relu"),
     (lambda op: op.activation(ONES, "relu"), "activation: activation must be silu or gelu_tanh or gelu or relu2, got"),
-    (lambda op: op.layer_norm(ONES, torch.ones(8), torch.ones(9), 1e-6), r"layer_norm: a weight must be .*\[8\]"),
-    (lambda op: op.layer_norm(ONES.half(), torch.ones(8), torch.ones(8), 1e-6), "weight and bias must be of"),
-    (lambda op: op.gated_rms_norm(ONES, ONES[:1], ONES[0], 1e-6, 4, True), "gate must be like x"),
-    (lambda op: op.gated_rms_norm(ONES, ONES, ONES[0], 1e-6, 3, True), "group_size must divide the 8 columns, got 3"),
     (lambda op: op.gated_rms_norm(ONES, ONES, ONES[0].half(), 1e-6, 4, True), "weight must be of torch.float32"),
-    (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
-    (lambda op: op.scaled_sum(ONES, torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
-    (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be a contiguous \[1\] of torch.float32"),
-    (
-        lambda op: op.sigmoid_gated(ONES, ONES[:1]),
-        r"gate must be \[2, 8\] or \[2, 1\] of torch.float32 on cpu, got \[1",
-    ),
+    (lambda op: op.sigmoid_gated(ONES, ONES[:1]), r"gate must be .* of torch.float32 on cpu, got \[1"),
     (lambda op: op.sigmoid_gated(ONES, ONES.half()), "of torch.float16"),
     (lambda op: op.log_sum_exp(torch.ones(2, 0)), "must have columns"),
     (lambda op: op.qk_norm(ONES, ONES[0, :5], ONES[0, :3], 1e-6), r"2 \* len\(k_norm\) columns, 11, got 8"),
@@ -245,16 +205,13 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.sum_of_norms(ONES, None, ONES[:1], None, None, None, 1e-6), r"y must be \[2, 8\]"),
     (lambda op: op.sum_of_norms(ONES, None, ONES, ONES[0].half(), None, None, 1e-6), r"y_norm must be a .*\[8\]"),
     (lambda op: op.sum_of_norms(ONES, None, ONES, None, ONES[0], None, 1e-6), r"scale must be a contiguous \[1\]"),
-    (
-        lambda op: op.keep_rows(ONES, torch.tensor([0]), ONES[:1]),
-        r"kept a contiguous \[2, 8\] or longer .* got \[1, 8\]",
-    ),
+    (lambda op: op.keep_rows(ONES, torch.tensor([0]), ONES[:1]), r"kept a contiguous \[2, 8\] .* got \[1, 8\]"),
     (lambda op: op.keep_rows(ONES, torch.tensor([0]), ONES.half()), "got .* of torch.float16"),
     (lambda op: op.keep_rows(ONES, torch.tensor([0.0]), ONES), r"indices must be a contiguous \[R\] of int32 or int64"),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED)
+@pytest.mark.parametrize(("call", "message"), [*REFUSED, *REFUSED_HERE])
 def test_refuses_by_name(call: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(triton_rowwise)

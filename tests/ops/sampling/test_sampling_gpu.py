@@ -16,7 +16,7 @@ from tests.ops.sampling.sampling_cases import (
     extreme_case,
     grid,
     make_case,
-)  # fmt: skip
+)
 from tests.ops.sampling.test_token_sampling import FILTERS, TEMPERATURES, VOCABULARIES, check_distribution
 from tests.ops.sampling.test_triton_sampling import (
     SEARCHES,
@@ -25,7 +25,7 @@ from tests.ops.sampling.test_triton_sampling import (
     no_number_gives_no_token,
     programs_and_neighbours_change_nothing,
     strided_rows_give_the_same,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,7 @@ from tests.ops.sampling.sampling_cases import (
     grid,
     make_case,
     probabilities,
-)  # fmt: skip
+)
 
 Op = Callable[..., Tensor]
 OP = "sampling_cpu"
