@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from compiled_llm.ops.attention.tiles import TASK_COLUMNS
-from compiled_llm.ops.attention.triton_codes import SMALLEST_UNIT, attend_codes, dot_codes, in_float16, parts
-from compiled_llm.ops.attention.triton_kernels import LOG2_E, LOWEST, attend, dot, store_whole
+from compiled_llm.ops.attention.triton_codes import attend_codes, dot_codes, in_float16, parts
+from compiled_llm.ops.attention.triton_kernels import attend, dot, store_whole
+from compiled_llm.ops.attention.triton_softmax import LOWEST, SMALLEST_UNIT, capped, factor_of
 from compiled_llm.ops.attention.triton_write import quantised_halves
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
@@ -85,17 +86,9 @@ def _load_tile(
 
 
 @triton.jit
-def _capped(scores, scale, SOFT_CAP: tl.constexpr):
-    """In units of the cap, as ``attend`` has them: tanh(x) = 1 - 2 / (1 + exp(2 x))."""
-    if SOFT_CAP > 0:
-        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
-    return scores
-
-
-@triton.jit
 def _softmax(scores, inside, row_max, row_sum, factor, scale, SOFT_CAP: tl.constexpr):
     """A tile's weights, what sums before it are multiplied by, and maxima and sums with it."""
-    scores = tl.where(inside[None, :], _capped(scores, scale, SOFT_CAP), float("-inf"))
+    scores = tl.where(inside[None, :], capped(scores, scale, SOFT_CAP), float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
     probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
     decay = tl.exp2(row_max - new_max)
@@ -111,7 +104,7 @@ def _rest(
     """Sums, maxima and weights with the keys of a long split from ``begin`` on, by the loops of other kernels."""
     if CODE_MAX > 0:
         other, other_max, other_sum = attend_codes(
-            q, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, begin, end, scale, LOWEST,
+            q, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, begin, end, scale,
             CODE_MAX == 448, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N, WINDOW == 0,
         )  # fmt: skip
         new_max = tl.maximum(row_max, other_max)
@@ -226,9 +219,7 @@ def alone_kernel(
         q_first = cast(q_first.to(tl.float32) * q_scale, dtype)
         q_second = cast(q_second.to(tl.float32) * q_scale, dtype)
 
-    factor = scale * LOG2_E  # as ``attend`` has it
-    if SOFT_CAP > 0:
-        factor = SOFT_CAP * LOG2_E
+    factor = factor_of(scale, SOFT_CAP)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     largest = SMALLEST_UNIT  # of the scales of values met so far, by which weights are divided
@@ -259,7 +250,7 @@ def alone_kernel(
             tl.store(v_cache + place * HEAD_DIM + HALF + d, v_second, mask=once[:, None])
             new_scores = _scores(q_first, q_second, k_first, k_second)
             acc = _joined(v_first, v_second).to(tl.float32)
-        row_max = tl.where(has_new, _capped(new_scores, scale, SOFT_CAP) * factor, LOWEST)
+        row_max = tl.where(has_new, capped(new_scores, scale, SOFT_CAP) * factor, LOWEST)
         row_sum = tl.where(has_new, tl.exp2(row_max - row_max), 0.0)  # 1, but not of a key that is not finite
     q_tile = _joined(q_first, q_second)
     if IN_CODES:

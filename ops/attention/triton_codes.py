@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 
 from compiled_llm.ops.attention.triton_slots import load_blocks, rows_of
+from compiled_llm.ops.attention.triton_softmax import SMALLEST_UNIT, capped, factor_of, no_keys, seen_keys, weighed
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
-LOG2_E = tl.constexpr(1.4426950408889634)
-SMALLEST_UNIT = tl.constexpr(2.0**-40)  # values with scales below this are rounded by less than 1e-16
 
 
 @triton.jit
@@ -86,27 +85,19 @@ def in_float16(q):
 
 @triton.jit
 def attend_codes(
-    q, visible, k_pairs, v_pairs, k_scale, v_scale, table_row, kv_head, oldest, begin, end, scale, lowest,
+    q, visible, k_pairs, v_pairs, k_scale, v_scale, table_row, kv_head, oldest, begin, end, scale,
     IS_FP8: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """``attend`` of ``triton_kernels.py`` from its first key on, over int16 pairs of codes: sums, maxima and weights.
-
-    ``lowest`` is where maxima start.
-    """
+    """``attend`` of ``triton_kernels.py`` from its first key on, over int16 pairs of codes."""
     BLOCK_M: tl.constexpr = q.shape[0]
     HALF: tl.constexpr = HEAD_DIM // 2
     q_even, q_odd, unit = in_float16(q)
     dims = tl.arange(0, q.shape[1] // 2)
     in_head = (dims < HALF)[None, :]
     acc_even = tl.zeros([BLOCK_M, q.shape[1] // 2], tl.float32)
-    acc_odd = tl.zeros([BLOCK_M, q.shape[1] // 2], tl.float32)
-    row_max = tl.full([BLOCK_M], lowest, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Scores times this are exponents of two.
-    factor = scale * LOG2_E
-    if SOFT_CAP > 0:
-        factor = SOFT_CAP * LOG2_E
+    acc_odd, row_max, row_sum = no_keys(BLOCK_M, q.shape[1] // 2)
+    factor = factor_of(scale, SOFT_CAP)
     # Block numbers are loaded one tile ahead, as ``attend`` does. Weights are divided by the largest scale met so far.
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, ALIGNED)
     largest = SMALLEST_UNIT
@@ -124,19 +115,9 @@ def attend_codes(
         k_even, k_odd = parts(tl.trans(key_pairs), IS_FP8)
         scores = dot_codes(q_odd, k_odd, dot_codes(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
         scores *= unit[:, None] * tl.load(k_scale + starts + places, mask=inside, other=0.0)[None, :]
-        if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
-            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
-        seen = inside[None, :]
-        if visible is not None:
-            seen = positions[None, :] < visible[:, None]
-            if WINDOW > 0:
-                seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-        probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
-        decay = tl.exp2(row_max - new_max)
-        row_sum = tl.fma(row_sum, decay, tl.sum(probs, 1))
-        row_max = new_max
+        scores = capped(scores, scale, SOFT_CAP)
+        scores = tl.where(seen_keys(positions, inside, visible, WINDOW), scores, float("-inf"))
+        probs, decay, row_max, row_sum = weighed(scores, factor, row_max, row_sum)
 
         value_pairs = tl.load(v_pairs + starts[:, None] * HALF + offsets, mask=mask, other=0)
         v_even, v_odd = parts(value_pairs, IS_FP8)

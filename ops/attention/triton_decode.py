@@ -32,7 +32,8 @@ from compiled_llm.ops.attention.tiles import (
 from compiled_llm.ops.attention.triton_alone import alone_kernel
 from compiled_llm.ops.attention.triton_attention import device_facts, pairs_of_codes
 from compiled_llm.ops.attention.triton_codes import attend_codes
-from compiled_llm.ops.attention.triton_kernels import LOWEST, add_sinks, attend, load_rows, normalised, store_whole
+from compiled_llm.ops.attention.triton_kernels import add_sinks, attend, load_rows, normalised, store_whole
+from compiled_llm.ops.attention.triton_softmax import LOWEST, no_keys
 from compiled_llm.ops.attention.triton_write import turned_rows, write_rows, write_turned_keys
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
@@ -84,9 +85,7 @@ def _merge_heads(
     dims = tl.arange(0, BLOCK_H)
     inside = dims < HEAD_DIM
     turns = tl.cdiv(num_splits, SPLITS)  # of a head
-    acc = tl.zeros([HEADS, BLOCK_H], tl.float32)
-    row_max = tl.full([HEADS], LOWEST, tl.float32)
-    row_sum = tl.zeros([HEADS], tl.float32)
+    acc, row_max, row_sum = no_keys(HEADS, BLOCK_H)
     for turn in tl.range(0, tl.cdiv(GROUP, HEADS) * turns, num_stages=1):
         m = turn // turns * HEADS + tl.arange(0, HEADS)
         heads = kv_head * GROUP + m
@@ -179,12 +178,10 @@ def decode_kernel(
         if k_cache.dtype.element_ty == tl.int16:
             acc, row_max, row_sum = attend_codes(
                 q_tile, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, begin, end, scale,
-                LOWEST, CODE_MAX == 448, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N, WINDOW == 0,
+                CODE_MAX == 448, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N, WINDOW == 0,
             )  # fmt: skip
         else:
-            acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            acc, row_max, row_sum = no_keys(BLOCK_M, BLOCK_H)
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q_tile, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
                 begin, begin, end, scale, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N, False,

@@ -30,7 +30,6 @@ from compiled_llm.ops.attention import kv_quant, triton_attention
 from compiled_llm.ops.attention.tiles import exact_tile
 from compiled_llm.ops.attention.triton_attention import Turn, device_facts, write_new_rows
 from compiled_llm.ops.attention.triton_kernels import (
-    LOWEST,
     SHORT_QUERY,
     add_sinks,
     attend,
@@ -39,6 +38,7 @@ from compiled_llm.ops.attention.triton_kernels import (
     normalised,
     owner,
 )
+from compiled_llm.ops.attention.triton_softmax import LOWEST, no_keys
 
 PARTITION = tl.constexpr(256)  # keys
 MERGED_AT_ONCE = tl.constexpr(8)  # partitions whose loads are under way together
@@ -122,13 +122,9 @@ def exact_attention_kernel(
         if WHOLE:
             from_part, to_part = oldest // PARTITION, tl.cdiv(end, PARTITION)
 
-        total = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-        total_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-        total_sum = tl.zeros([BLOCK_M], tl.float32)
+        total, total_max, total_sum = no_keys(BLOCK_M, BLOCK_H)
         for part in range(from_part, to_part):
-            acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            acc, row_max, row_sum = no_keys(BLOCK_M, BLOCK_H)
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale,
                 block_table + request * table_stride, kv_head,
@@ -166,9 +162,7 @@ def exact_merge_kernel(
         inside = (dims < HEAD_DIM)[None, :]
         for token in range(tl.program_id(2), query_len, tl.num_programs(2)):
             first = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_parts
-            total = tl.zeros([1, BLOCK_H], tl.float32)
-            total_max = tl.full([1], LOWEST, tl.float32)
-            total_sum = tl.zeros([1], tl.float32)
+            total, total_max, total_sum = no_keys(1, BLOCK_H)
             for begin in range(0, num_parts, MERGED_AT_ONCE):
                 for i in tl.static_range(MERGED_AT_ONCE):
                     index = begin + i + tl.arange(0, 1)

@@ -8,16 +8,22 @@ import triton.language as tl
 
 from compiled_llm.ops.attention.triton_codes import attend_codes
 from compiled_llm.ops.attention.triton_slots import load_blocks, rows_of
+from compiled_llm.ops.attention.triton_softmax import (
+    LOG2_E,
+    LOWEST,
+    SMALLEST_UNIT,
+    capped,
+    factor_of,
+    no_keys,
+    seen_keys,
+    weighed,
+)
 
 # Triton's interpreter computes garbage in a tl.dot of bfloat16 operands: there they are cast to float32 first.
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 SHORT_QUERY = tl.constexpr(16)  # rows of a request that the split kernel serves at most
 MAX_SPLITS = tl.constexpr(64)  # splits of a request of one row; its keys are cut coarser where they would be more
 MIN_MAX_SPLITS = tl.constexpr(8)  # requests of q rows have MAX_SPLITS / q at most, but never fewer than this
-# Running maxima start here instead of at -inf: a row with no visible key then ends with sum 0, not NaN.
-LOWEST = tl.constexpr(-1.0e30)
-SMALLEST_UNIT = tl.constexpr(2.0**-40)  # values with scales below this are rounded by less than 1e-16
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -88,10 +94,7 @@ def attend(
     multiple of ``BLOCK_SIZE``. EXACT promises that no row's bits depend on keys that it does not see.
     """
     dims = tl.arange(0, acc.shape[1])
-    # Scores times this are exponents of two.
-    factor = scale * LOG2_E
-    if SOFT_CAP > 0:
-        factor = SOFT_CAP * LOG2_E
+    factor = factor_of(scale, SOFT_CAP)
     # Block numbers are loaded one tile ahead and carried: a load whose address comes from a load of the same
     # iteration is pipelined less deep.
     blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, ALIGNED)
@@ -116,21 +119,10 @@ def attend(
         scores = dot(q, tl.trans(keys))
         if k_scale is not None:
             scores *= _load_scales(k_scale + starts + places, inside, MASKED)[None, :]
-        if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
-            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
+        scores = capped(scores, scale, SOFT_CAP)
         if MASKED:
-            seen = inside[None, :]
-            if visible is not None:
-                seen = positions[None, :] < visible[:, None]
-                if WINDOW > 0:
-                    seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        # Maxima are kept scaled, which takes a positive factor and leaves one fused operation a score.
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-        probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
-        decay = tl.exp2(row_max - new_max)
-        row_sum = tl.fma(row_sum, decay, tl.sum(probs, 1))
-        row_max = new_max
+            scores = tl.where(seen_keys(positions, inside, visible, WINDOW), scores, float("-inf"))
+        probs, decay, row_max, row_sum = weighed(scores, factor, row_max, row_sum)
 
         values = load_rows(v_cache + starts[:, None] * HEAD_DIM + offsets, inside, dims, MASKED, HEAD_DIM)
         if v_scale is None:
@@ -302,13 +294,11 @@ def split_kernel(
         if k_cache.dtype.element_ty == tl.int16:
             acc, row_max, row_sum = attend_codes(
                 q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
-                begin, begin, end, scale, LOWEST,
+                begin, begin, end, scale,
                 IS_FP8, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, WINDOW == 0,
             )  # fmt: skip
         else:
-            acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            acc, row_max, row_sum = no_keys(BLOCK_M, BLOCK_H)
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale,
                 table_row, kv_head, begin, begin, end, scale,

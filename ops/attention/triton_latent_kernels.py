@@ -14,15 +14,13 @@ import triton.language as tl
 
 from compiled_llm.ops.attention.triton_codes import row_units
 from compiled_llm.ops.attention.triton_kernels import (
-    LOG2_E,
-    LOWEST,
-    SMALLEST_UNIT,
     fold,
     load_rows,
     normalised,
     owner,
 )
 from compiled_llm.ops.attention.triton_prefill import dot, numbers
+from compiled_llm.ops.attention.triton_softmax import LOG2_E, LOWEST, SMALLEST_UNIT, no_keys, seen_keys, weighed
 
 PARTITION = tl.constexpr(512)  # keys of an exact partition
 GRAIN = tl.constexpr(64)  # keys, of which a split has a multiple
@@ -58,9 +56,7 @@ def attend_latents(
     n = tl.arange(0, BLOCK_N)
     q_latent, latent_unit = in_codes_dtype(q_latent, v_scale)
     q_turned, turned_unit = in_codes_dtype(q_turned, k_scale)
-    acc = tl.zeros([BLOCK_M, q_latent.shape[1]], tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = no_keys(BLOCK_M, q_latent.shape[1])
     largest = tl.full([BLOCK_M], SMALLEST_UNIT, tl.float32)  # scale that a row has met, by which its acc is divided
     factor = scale * LOG2_E
     # Block numbers are loaded one tile ahead: a load whose address comes from one of the same turn is pipelined less.
@@ -94,17 +90,9 @@ def attend_latents(
                 scores * latent_unit[:, None], scales[None, :],
                 turned_scores * turned_unit[:, None] * turned_scales[None, :],
             )  # fmt: skip
-        seen = inside[None, :]
-        if visible is not None:
-            seen = positions[None, :] < visible[:, None]
-            if WINDOW > 0:
-                seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
+        seen = seen_keys(positions, inside, visible, WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-        probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
-        decay = tl.exp2(row_max - new_max)
-        row_sum = tl.fma(row_sum, decay, tl.sum(probs, 1))
-        row_max = new_max
+        probs, decay, row_max, row_sum = weighed(scores, factor, row_max, row_sum)
         if v_scale is not None:
             weights = tl.where(seen, tl.broadcast_to(scales[None, :], [BLOCK_M, BLOCK_N]), 0.0)
             if IN_FLOAT16:
@@ -224,9 +212,7 @@ def latent_attention_kernel(
         end = tl.minimum(begin + size, last)
         table_row = block_table + request.to(tl.int64) * table_stride
         if EXACT:
-            acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            acc, row_max, row_sum = no_keys(BLOCK_M, BLOCK_C)
             begin = tl.maximum(begin, oldest // PARTITION * PARTITION)
             for part_begin in range(begin, end, PARTITION):
                 part, part_max, part_sum = attend_latents(
@@ -277,9 +263,7 @@ def latent_attention_merge_kernel(
         if num_splits > 1:
             places = (request * NUM_HEADS + head) * partial_rows + token * num_splits
             if EXACT:
-                acc = tl.zeros([1, BLOCK_C], tl.float32)
-                row_max = tl.full([1], LOWEST, tl.float32)
-                row_sum = tl.zeros([1], tl.float32)
+                acc, row_max, row_sum = no_keys(1, BLOCK_C)
                 for begin in range(0, num_splits, MERGED_AT_ONCE):
                     for i in tl.static_range(MERGED_AT_ONCE):
                         split = begin + i + tl.arange(0, 1)

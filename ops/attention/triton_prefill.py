@@ -15,15 +15,13 @@ import triton.language as tl
 
 from compiled_llm.ops.attention.triton_codes import row_units
 from compiled_llm.ops.attention.triton_kernels import (
-    LOG2_E,
-    LOWEST,
     SHORT_QUERY,
-    SMALLEST_UNIT,
     add_sinks,
     load_rows,
     normalised,
     owner,
 )
+from compiled_llm.ops.attention.triton_softmax import LOG2_E, SMALLEST_UNIT, no_keys, seen_keys
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -137,11 +135,8 @@ def attend_tiles(
         if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * unit[:, None]))
         if MASKED:
-            seen = positions[None, :] < visible[:, None]
-            if WINDOW > 0:
-                seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        # Maxima are kept scaled, which takes a positive factor and leaves one fused operation a score.
+            scores = tl.where(seen_keys(positions, inside, visible, WINDOW), scores, float("-inf"))
+        # As ``weighed``, of a factor for each row.
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         probs = tl.exp2(tl.fma(scores, factor[:, None], -new_max[:, None]))
         decay = tl.exp2(row_max - new_max)
@@ -201,9 +196,7 @@ def _prefill_tile(
     end = tl.minimum(context_len + first_token + BLOCK_Q, seq_len)
     # Tiles start at multiples of BLOCK_N. Those between whole_begin and whole_end are seen whole by every row.
     whole_end = tl.minimum(context_len + first_token + 1, seq_len) // BLOCK_N * BLOCK_N
-    acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc, row_max, row_sum = no_keys(BLOCK_M, BLOCK_H)
     unit = tl.full([BLOCK_M], 1.0, tl.float32)
     largest = SMALLEST_UNIT
     if k_scale is not None and q_tile.dtype != tl.float32:

@@ -1,7 +1,7 @@
 """Which instruction sets the C++ kernels are tested on.
 
-The ordinary run has the best one of this machine and the portable one, so that no others are built; two ops, whose
-portable kernels take half a minute to build, have the best one alone. A battery has all that this machine has.
+The ordinary run has the best one of this machine and the portable one, so that no others are built; three ops, whose
+portable kernels take longest to build, have the best one alone. A battery has all that this machine has.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import pytest
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import isas_of
 
-_LONG = ("rowwise_cpu", "recurrent_cpu")
+_LONG = ("rowwise_cpu", "recurrent_cpu", "latent_attention_cpu")
 
 
 def ordinary_sets(op: str) -> list[str]:

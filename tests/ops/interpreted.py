@@ -1,23 +1,37 @@
 """Functions that Triton's interpreter runs, in a process of a test file's own.
 
-As a program (``conftest.py`` starts it) it imports torch and Triton once, and forks for each test file that it is asked
-to run.
+Triton decides when it is imported whether it interprets. So a program of its own (``conftest.py`` starts it) imports
+torch and Triton once, and forks for each test file that it is asked for. A file has its cases in the dictionary
+``INTERPRETED``, from names to functions that take nothing, and ends with a call of ``each_of``.
 """
 
-import contextlib
-import io
+import importlib
 import json
 import os
-import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.drawn import marked
+
+Cases = Mapping[str, Callable[[], object]]
+
+
+def each_of(cases: Cases, ordinary: Collection[str] | None = None) -> Callable[[str, dict[str, str]], None]:
+    """A test of each case; the battery has those that are not ``ordinary``, if that is given."""
+
+    @pytest.mark.parametrize("name", marked(cases, cases if ordinary is None else ordinary))
+    def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+        assert not outcomes[name], outcomes[name]
+
+    return test_interpreted
 
 
 def sums_without_an_order() -> None:
@@ -55,51 +69,41 @@ def language_put_in_place_once() -> None:
     interpreter._patch_lang = once
 
 
-def run(cases: Mapping[str, Callable[[], object] | tuple[Callable, tuple | dict]]) -> None:
-    """Run those that stdin names, a JSON list in one line; print the traceback of each by its name, "" for none.
+def outcome(case: Callable[[], object]) -> str:
+    """The traceback of a case; "" for none."""
+    torch.manual_seed(0)
+    try:
+        case()
+    except Exception:
+        return traceback.format_exc()
+    return ""
 
-    A case is a function, or a function and its arguments.
-    """
 
-    def outcome(case: Callable[[], object] | tuple[Callable, tuple | dict]) -> str:
-        function, given = case if isinstance(case, tuple) else (case, ())
-        try:
-            function(**given) if isinstance(given, dict) else function(*given)
-        except Exception:
-            return traceback.format_exc()
-        return ""
-
+def outcomes_of(module: str, names: list[str]) -> dict[str, str]:
     torch.set_num_threads(1)
     sums_without_an_order()
     language_put_in_place_once()
-    names = json.loads(sys.stdin.readline())
-    print(json.dumps({name: outcome(cases[name]) for name in names}))
+    cases: Cases = importlib.import_module(module).INTERPRETED
+    return {name: outcome(cases[name]) for name in names}
 
 
 def serve() -> None:
-    """Run the test files that stdin names as programs: a line is [module, [name of a case, ...]] in JSON.
+    """Run the cases that stdin names: a line is [module, [name of a case, ...]] in JSON.
 
-    Prints [module, what ``run`` printed] for each; the traceback as ``{"": traceback}`` where the file itself failed.
+    Prints [module, {name: outcome}] for each; ``{"": traceback}`` where the file itself failed.
     """
     for line in sys.stdin:
         module, names = json.loads(line)
         process = os.fork()
         if process == 0:
             try:
-                answer = _outcomes_of(module, names)
+                answer = outcomes_of(module, names)
             except BaseException:
                 answer = {"": traceback.format_exc()}
             print(json.dumps([module, answer]), flush=True)
             os._exit(0)
         if status := os.waitpid(process, 0)[1]:
             print(json.dumps([module, {"": f"the process ended with {os.waitstatus_to_exitcode(status)}"}]), flush=True)
-
-
-def _outcomes_of(module: str, names: list[str]) -> dict[str, str]:
-    sys.stdin = io.StringIO(json.dumps(names) + "\n")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    return json.loads(printed.getvalue())
 
 
 if __name__ == "__main__":

@@ -8,22 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool
+from compiled_llm.ops.linear import triton_linear, triton_quantized, triton_quantized_a8
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
+from compiled_llm.ops.moe import triton_grouped
 from compiled_llm.ops.programmatic_launch import CAPABILITY, MOST_ROWS, launch_options, programmatic_launches
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before
+from tests.ops import ahead_of_time
 from tests.ops.linear.test_triton_quantized import packed
-
-triton = pytest.importorskip("triton")
-
-import triton.language as tl  # noqa: E402
-from triton.language.extra.cuda import globaltimer  # noqa: E402
-
-from compiled_llm.ops.linear import triton_linear, triton_quantized, triton_quantized_a8  # noqa: E402
-from compiled_llm.ops.moe import triton_grouped  # noqa: E402
-from compiled_llm.ops.triton_programmatic import wait_for_launches_before  # noqa: E402
-from tests.ops import ahead_of_time  # noqa: E402
 
 ORDINARY = {"PROGRAMMATIC": False}
 ALLOWED = {"PROGRAMMATIC": True, "launch_pdl": True}
@@ -79,9 +76,9 @@ def _write_late(source: Tensor, out: Tensor) -> None:
 
 
 def test_the_late_kernel_compiles() -> None:
-    x = torch.empty(2, 512, dtype=torch.bfloat16, device="meta")
+    x = ahead_of_time.empty(2, 512)
     constants = {"COUNT": 1024, "BLOCK": 256, "enable_fp_fusion": False, "launch_pdl": True}
-    ptx = ahead_of_time.compiled(_late_kernel, (x, x), constants, CAPABILITY).asm["ptx"]
+    ptx = ahead_of_time.compiled((_late_kernel, (x, x), constants), CAPABILITY).asm["ptx"]
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("st.global")
 
 

@@ -195,7 +195,7 @@ def test_what_is_refused_copies_nothing(swap_out: Swap, swap_in: Swap, change: d
     assert all(map(torch.equal, (*arguments["caches"], arguments["host"]), before))
 
 
-@pytest.mark.parametrize("pool", ["float32", "int8"])  # opcheck itself can compare neither fp8 nor NaN
+@pytest.mark.parametrize("pool", ["int8"])  # opcheck itself can compare neither fp8 nor NaN
 @pytest.mark.parametrize("op", [torch.ops.compiled_llm.swap_out, torch.ops.compiled_llm.swap_in], ids=str)
 def test_opcheck(op: torch._ops.OpOverloadPacket, pool: str) -> None:
     caches = [cache.nan_to_num(1.0, 1.0, 1.0) for cache in make_caches(POOLS[pool], 5, (2, 4, 8))]

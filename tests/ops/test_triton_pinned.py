@@ -1,19 +1,16 @@
 """What graphs take from the host and give to it: interpreted, in any order of host and device; compiled ahead."""
 
+import functools
 import random
-import subprocess
 from collections import deque
-from pathlib import Path
 
 import pytest
 import torch
 
+from compiled_llm.ops import triton_pinned
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops import triton_pinned  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty, integers
 
 CPU = torch.device("cpu")
 ROOM = 5
@@ -82,38 +79,19 @@ def tokens_arrive() -> None:
 
 
 INTERPRETED = {
-    "steps in a piece": lambda: steps_arrive(8192),
-    "steps in pieces": lambda: steps_arrive(64),
+    "steps in a piece": functools.partial(steps_arrive, 8192),
+    "steps in pieces": functools.partial(steps_arrive, 64),
     "tokens": tokens_arrive,
 }
+test_interpreted = interpreted.each_of(INTERPRETED)
 
 
-@pytest.mark.parametrize("kernel", ["take_kernel", "give_kernel"])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_compiles_without_spills(
-    capability: tuple[int, int],
-    kernel: str,
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_pinned)
-    memory = torch.empty(1 << 15, dtype=torch.uint8, device="meta")
-    number = torch.empty(1, dtype=torch.int32, device="meta")
-    if kernel == "take_kernel":
-        tables = torch.empty(1 << 20, dtype=torch.int32, device="meta")
-        triton_pinned.take((memory, memory), memory, number, tables, 64, 4096)
-    else:
-        tokens = torch.empty(256, dtype=torch.int64, device="meta")
+def test_compiles_without_spills(capability: tuple[int, int]) -> None:
+    memory, number, tokens = empty(1 << 15, dtype=torch.uint8), integers(1), empty(256, dtype=torch.int64)
+    with ahead_of_time.recorded(capability, triton_pinned) as recorded:
+        triton_pinned.take((memory, memory), memory, number, integers(1 << 20), 64, 4096)
         triton_pinned.give(tokens, (tokens, tokens), number)
-    (launch,) = recorded
-    ahead_of_time.without_spills(launch, capability, tmp_path)
-
-
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+    assert len(recorded) == 2
+    for launch in recorded:
+        ahead_of_time.without_spills(launch, capability)

@@ -4,8 +4,9 @@ A case is one call of the op: random requests in a randomly scattered cache whos
 and infinities, so that a kernel which reads (or multiplies by zero) what it should not shows it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +19,51 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
 # Over the same codes, whose numbers go up to 30; some kernels take a float32 query and the weights in 16 bits there.
 QUANTISED_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-
+ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
 CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
+class Call:
+    """What cases of paged and of latent attention have in common; their fields are the arguments in the op's order."""
+
+    OF_TOKENS: ClassVar[tuple[str, ...]]
+    """Arguments with a row for each token; the first one is queries."""
+    REFERENCE: ClassVar[Callable[..., Tensor]]
+
+    def values(self) -> dict[str, Any]:
+        """The arguments by name, with fresh copies of the caches."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {name: None if values[name] is None else values[name].clone() for name in CACHES}
+
+    def args(self) -> tuple:
+        return tuple(self.values().values())
+
+    @property
+    def queries(self) -> Tensor:
+        return getattr(self, self.OF_TOKENS[0])
+
+    @property
+    def tolerance(self) -> float:
+        return (TOLERANCE if self.k_scale is None else QUANTISED_TOLERANCE)[self.queries.dtype]
+
+    def rows(self, request: int) -> slice:
+        """The rows of queries that belong to one request."""
+        return slice(int(self.query_start_loc[request]), int(self.query_start_loc[request + 1]))
+
+    def padding_rows(self) -> Tensor:
+        """``[T]`` bool: rows of requests with no keys, and rows past the last request."""
+        padding = torch.ones(len(self.queries), dtype=torch.bool, device=self.queries.device)
+        for request, seq_len in enumerate(self.seq_lens.tolist()):
+            padding[self.rows(request)] = seq_len == 0
+        return padding
+
+
 @dataclass(frozen=True)
-class AttentionCase:
-    """All arguments of one call, in the op's order. ``args()`` gives them with fresh copies of the caches."""
+class AttentionCase(Call):
+    """All arguments of one call."""
+
+    OF_TOKENS: ClassVar = ("q", "k", "v", "slot_mapping")
+    REFERENCE: ClassVar = staticmethod(paged_attention_reference)
 
     q: Tensor
     k: Tensor
@@ -43,27 +81,6 @@ class AttentionCase:
     max_query_len: int
     window: int = 0
     soft_cap: float = 0.0
-
-    def args(self) -> tuple:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in CACHES:
-            values[name] = None if values[name] is None else values[name].clone()
-        return tuple(values.values())
-
-    @property
-    def tolerance(self) -> float:
-        return (TOLERANCE if self.k_scale is None else QUANTISED_TOLERANCE)[self.q.dtype]
-
-    def rows(self, request: int) -> slice:
-        """The rows of ``q`` that belong to one request."""
-        return slice(int(self.query_start_loc[request]), int(self.query_start_loc[request + 1]))
-
-    def padding_rows(self) -> Tensor:
-        """``[T]`` bool: rows of requests with no keys, and rows past the last request."""
-        padding = torch.ones(self.q.shape[0], dtype=torch.bool, device=self.q.device)
-        for request, seq_len in enumerate(self.seq_lens.tolist()):
-            padding[self.rows(request)] = seq_len == 0
-        return padding
 
 
 def make_case(
@@ -180,62 +197,35 @@ def make_case(
     )
 
 
-def grid() -> Iterator[tuple[str, dict]]:
+def step(query_lens: Sequence[int], context_lens: Sequence[int], **options: Any) -> dict[str, Any]:
+    """Arguments of ``make_case``."""
+    return {"query_lens": query_lens, "context_lens": context_lens, **options}
+
+
+def grid() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and ``make_case`` arguments (all but dtype, device and seed) that every kernel must pass."""
     for group in (1, 4, 5, 7, 8):
         for head_dim in (64, 128, 256):
-            for kind, query_lens, context_lens in (
-                ("decode", [1, 1, 1], [0, 33, 130]),
-                ("mixed", [1, 19, 7], [47, 64, 0]),
-            ):
-                yield (
-                    f"{kind}-gqa{group}-h{head_dim}",
-                    {
-                        "query_lens": query_lens,
-                        "context_lens": context_lens,
-                        "num_heads": 2 * group,
-                        "head_dim": head_dim,
-                    },
-                )
+            heads = {"num_heads": 2 * group, "head_dim": head_dim}
+            yield f"decode-gqa{group}-h{head_dim}", step([1, 1, 1], [0, 33, 130], **heads)
+            yield f"mixed-gqa{group}-h{head_dim}", step([1, 19, 7], [47, 64, 0], **heads)
     for head_dim in (16, 40, 80, 96, 512):
-        yield f"mixed-h{head_dim}", {"query_lens": [1, 37, 1], "context_lens": [70, 11, 0], "head_dim": head_dim}
+        yield f"mixed-h{head_dim}", step([1, 37, 1], [70, 11, 0], head_dim=head_dim)
     for block_size in (1, 16, 32):
         lengths = sorted({1, max(block_size - 1, 1), block_size, block_size + 1, 2000})
-        yield (
-            f"decode-block{block_size}",
-            {
-                "query_lens": [1] * len(lengths),
-                "context_lens": [n - 1 for n in lengths],
-                "block_size": block_size,
-                "padding_query_lens": [1, 1],
-            },
-        )
+        ends = {"block_size": block_size, "padding_query_lens": [1, 1]}
+        yield f"decode-block{block_size}", step([1] * len(lengths), [n - 1 for n in lengths], **ends)
         for length in lengths:
-            yield (
-                f"prompt{length}-block{block_size}",
-                {"query_lens": [length], "context_lens": [0], "num_heads": 2, "block_size": block_size},
-            )
-            yield (
-                f"chunk-after{length}-block{block_size}",
-                {"query_lens": [block_size + 3], "context_lens": [length], "block_size": block_size},
-            )
-    everything = {"query_lens": [1, 65, 1, 130, 2], "context_lens": [700, 0, 5, 530, 64], "num_heads": 8}
+            yield f"prompt{length}-block{block_size}", step([length], [0], num_heads=2, block_size=block_size)
+            chunk = step([block_size + 3], [length], block_size=block_size)
+            yield f"chunk-after{length}-block{block_size}", chunk
+    everything = step([1, 65, 1, 130, 2], [700, 0, 5, 530, 64], num_heads=8)
     yield "everything", {**everything, "padding_query_lens": [1, 3], "trailing_rows": 5, "fused_qkv": True}
     yield "everything-scaled", {**everything, "sm_scale": 0.3, "head_dim": 80, "fused_qkv": True}
     yield "loose-max-query-len", {**everything, "max_query_len": 512, "trailing_rows": 3}
-    yield "decode-loose-max-query-len", {"query_lens": [1, 1], "context_lens": [40, 3], "max_query_len": 64}
-    yield (
-        "decode-fused-padding",
-        {
-            "query_lens": [1, 1],
-            "context_lens": [600, 1500],
-            "num_heads": 16,
-            "num_kv_heads": 8,
-            "head_dim": 128,
-            "padding_query_lens": [1] * 6,
-            "fused_qkv": True,
-        },
-    )
+    yield "decode-loose-max-query-len", step([1, 1], [40, 3], max_query_len=64)
+    heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+    yield "decode-fused-padding", step([1, 1], [600, 1500], padding_query_lens=[1] * 6, fused_qkv=True, **heads)
     for head_dim in (64, 80, 96, 128, 256):
         for name, extra in (
             ("window", {"window": 70}),
@@ -244,24 +234,23 @@ def grid() -> Iterator[tuple[str, dict]]:
             ("window-soft-cap-sinks", {"window": 300, "soft_cap": 3.0, "sinks": True}),
         ):
             if head_dim in (64, 128) or name.endswith("cap-sinks"):
-                lengths = {"query_lens": [1, 9, 70, 1], "context_lens": [600, 290, 100, 20], "num_heads": 4}
-                yield f"{name}-h{head_dim}", {**lengths, "head_dim": head_dim, "trailing_rows": 1, **extra}
-    yield "window-of-one", {"query_lens": [1, 40], "context_lens": [530, 30], "window": 1, "num_heads": 8}
-    yield "short-queries", {"query_lens": [2, 16, 3, 1, 8], "context_lens": [700, 1000, 255, 511, 0], "num_heads": 8}
-    yield "only-padding", {"query_lens": [], "context_lens": [], "padding_query_lens": [1, 1, 1], "trailing_rows": 2}
+                sizes = {"head_dim": head_dim, "trailing_rows": 1}
+                yield f"{name}-h{head_dim}", step([1, 9, 70, 1], [600, 290, 100, 20], **sizes, **extra)
+    yield "window-of-one", step([1, 40], [530, 30], window=1, num_heads=8)
+    yield "short-queries", step([2, 16, 3, 1, 8], [700, 1000, 255, 511, 0], num_heads=8)
+    yield "only-padding", step([], [], padding_query_lens=[1, 1, 1], trailing_rows=2)
 
 
-def alone(case: AttentionCase, request: int) -> AttentionCase:
+Case = TypeVar("Case", bound=Call)
+
+
+def alone(case: Case, request: int) -> Case:
     """One request of a case by itself, its table no wider than it must be."""
     rows = case.rows(request)
-    seq_len = int(case.seq_lens[request])
-    blocks = max(1, -(-seq_len // case.k_cache.shape[2]))
+    blocks = max(1, -(-int(case.seq_lens[request]) // case.k_cache.shape[2]))
     return replace(
         case,
-        q=case.q[rows],
-        k=case.k[rows],
-        v=case.v[rows],
-        slot_mapping=case.slot_mapping[rows],
+        **{name: getattr(case, name)[rows] for name in case.OF_TOKENS},
         block_table=case.block_table[request : request + 1, :blocks].contiguous(),
         query_start_loc=case.query_start_loc[request : request + 2] - case.query_start_loc[request],
         seq_lens=case.seq_lens[request : request + 1],
@@ -269,22 +258,52 @@ def alone(case: AttentionCase, request: int) -> AttentionCase:
     )
 
 
-def check(case: AttentionCase, op: Callable[..., Tensor]) -> Tensor:
-    """Run ``op`` (the arguments by position) and compare output and caches with the reference; returns the output."""
-    args, expected_args = case.args(), case.args()
-    out, expected = op(*args), paged_attention_reference(*expected_args)
-    assert out.dtype == case.q.dtype
-    assert out.shape == case.q.shape
-    assert out.is_contiguous()
-    padding = case.padding_rows()
-    assert not out[padding].any(), "padding rows are not zero"
-    torch.testing.assert_close(out, expected, atol=case.tolerance, rtol=case.tolerance)
-    names = [field.name for field in fields(case)]
+def one_chunk(case: Case, start: int, length: int, **changes: Any) -> Case:
+    """Some tokens of the only request of a case, which begins with it."""
+    return replace(
+        case,
+        **{name: getattr(case, name)[start : start + length] for name in case.OF_TOKENS},
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=case.seq_lens.device),
+        seq_lens=torch.tensor([start + length], dtype=torch.int32, device=case.seq_lens.device),
+        **{"max_query_len": length, **changes},
+    )
+
+
+def in_chunks(case: Case, lengths: Sequence[int], op: Callable[..., Tensor]) -> Tensor:
+    """The only request of a case in steps of so many tokens, each of which reads what those before it wrote."""
+    caches, start, parts = {name: case.values()[name] for name in CACHES}, 0, []
+    for length in lengths:
+        parts.append(op(*(one_chunk(case, start, length).values() | caches).values()))
+        start += length
+    assert start == len(case.queries)
+    return torch.cat(parts)
+
+
+def with_shared_prefixes(case: Case, shared: Sequence[tuple[int, int, int]]) -> Case:
+    """With the first tokens of a request's table those of another one's: (request, the other, tokens) each."""
+    table = case.block_table.clone()
+    for request, other, tokens in shared:
+        blocks = tokens // case.k_cache.shape[2]
+        table[request, :blocks] = table[other, :blocks]
+    return replace(case, block_table=table)
+
+
+def same_caches(given: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]) -> None:
+    """Bit for bit, so that the poison compares too. The padding block may have anything."""
     for name in CACHES:
-        written, wanted = args[names.index(name)], expected_args[names.index(name)]
-        if written is None:
-            continue
-        # Bit for bit, so that the poison compares too. The padding block may have anything.
-        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[written.itemsize]
-        assert torch.equal(written[1:].view(integer), wanted[1:].view(integer)), f"{name} differs"
+        one, other = given[name], wanted[name]
+        if one is not None:
+            assert torch.equal(one[1:].view(torch.uint8), other[1:].view(torch.uint8)), f"{name} differs"
+
+
+def check(case: Call, op: Callable[..., Tensor]) -> Tensor:
+    """Run ``op`` (the arguments by position) and compare output and caches with the reference; returns the output."""
+    given, wanted = case.values(), case.values()
+    out, expected = op(*given.values()), case.REFERENCE(*wanted.values())
+    assert out.dtype == case.queries.dtype
+    assert out.shape == case.queries.shape
+    assert out.is_contiguous()
+    assert not out[case.padding_rows()].any(), "padding rows are not zero"
+    torch.testing.assert_close(out, expected, atol=case.tolerance, rtol=case.tolerance)
+    same_caches(given, wanted)
     return out

@@ -1,6 +1,4 @@
-"""Fixtures of the tests of the CPU's attention kernel."""
-
-from collections.abc import Iterator
+"""Fixtures of the tests of the CPU's attention kernels."""
 
 import pytest
 import torch
@@ -8,14 +6,6 @@ import torch
 from compiled_llm.ops import native
 from tests.ops.attention.cpu_kernel import Attend, attend_on
 from tests.ops.instruction_sets import skip_without
-
-
-@pytest.fixture(scope="module")
-def kernels() -> native.Kernels:
-    module = native.load("attention_cpu")
-    if module is None:
-        pytest.skip("no C++ compiler")
-    return module
 
 
 @pytest.fixture
@@ -26,12 +16,9 @@ def attend(kernels: native.Kernels, request: pytest.FixtureRequest) -> Attend:
         skip_without(kernels, isa)
     if isa == "amx_in_software" and "amx" in kernels.supported_isas():
         pytest.skip("the same bits as the CPU's own AMX: test_software_tiles_are_those_of_the_cpu")
-    return attend_on(kernels, isa)
+    return attend_on(kernels, isa, latent=request.module.OP == "latent_attention_cpu")
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def two_threads() -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""The CPU's attention kernel on caches in the reference's order, for tests that compare both."""
+"""The CPU's attention kernels on caches in the reference's order, for tests that compare both."""
 
 from collections.abc import Callable
 
@@ -28,15 +28,16 @@ def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(cache.shape).view(cache.dtype)
 
 
-def attend_on(kernels: native.Kernels, isa: str | None = None) -> Attend:
+def attend_on(kernels: native.Kernels, isa: str | None = None, *, latent: bool = False) -> Attend:
     """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named."""
+    name, place = ("latent_attention", 4) if latent else ("paged_attention", 3)
 
     def op(*args) -> Tensor:
-        k_cache, v_cache = args[3:5]
-        ordered = reordered(k_cache, True, True), reordered(v_cache, False, True)
-        out = kernels.run("paged_attention", *args[:3], *ordered, *args[5:], isa=isa)
-        k_cache.copy_(reordered(ordered[0], True, False))
-        v_cache.copy_(reordered(ordered[1], False, False))
+        caches = args[place : place + 2]
+        ordered = [reordered(cache, latent or i == 0, True) for i, cache in enumerate(caches)]
+        out = kernels.run(name, *args[:place], *ordered, *args[place + 2 :], isa=isa)
+        for i, cache in enumerate(caches):
+            cache.copy_(reordered(ordered[i], latent or i == 0, False))
         return out
 
     return op

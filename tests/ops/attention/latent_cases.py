@@ -4,22 +4,23 @@ Each is two of ``attention_cases.py``: one of paged attention with one KV head h
 the same requests the latents.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention.latent_attention import latent_attention_reference
 from tests.ops.attention import attention_cases
-
-CACHES = attention_cases.CACHES
+from tests.ops.attention.attention_cases import Call, step
 
 
 @dataclass(frozen=True)
-class LatentCase:
-    """All arguments of one call, in the op's order. ``args()`` gives them with fresh copies of the caches."""
+class LatentCase(Call):
+    """All arguments of one call."""
+
+    OF_TOKENS: ClassVar = ("q_latent", "q_turned", "k_turned", "latent", "slot_mapping")
+    REFERENCE: ClassVar = staticmethod(latent_attention_reference)
 
     q_latent: Tensor
     q_turned: Tensor
@@ -36,21 +37,6 @@ class LatentCase:
     sm_scale: float
     max_query_len: int
     window: int
-
-    def args(self) -> tuple:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in CACHES:
-            values[name] = None if values[name] is None else values[name].clone()
-        return tuple(values.values())
-
-    @property
-    def tolerance(self) -> float:
-        plain, quantised = attention_cases.TOLERANCE, attention_cases.QUANTISED_TOLERANCE
-        return (plain if self.k_scale is None else quantised)[self.q_latent.dtype]
-
-    def rows(self, request: int) -> slice:
-        """The rows of ``q_latent`` that belong to one request."""
-        return slice(int(self.query_start_loc[request]), int(self.query_start_loc[request + 1]))
 
 
 def make_case(
@@ -76,74 +62,16 @@ def make_case(
     )  # fmt: skip
 
 
-MIXED: dict[str, Any] = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "padding_query_lens": [1, 2]}
+MIXED = step([1, 40, 1], [700, 33, 0], padding_query_lens=[1, 2])
 GRID: dict[str, dict[str, Any]] = {
-    "decode": {"query_lens": [1, 1, 1], "context_lens": [0, 33, 1300], "num_heads": 16},
+    "decode": step([1, 1, 1], [0, 33, 1300], num_heads=16),
     "mixed": {**MIXED, "num_heads": 16, "trailing_rows": 3},
-    "as-deepseek": {
-        "query_lens": [1, 5],
-        "context_lens": [600, 60],
-        "num_heads": 16,
-        "latent_dim": 512,
-        "turned_dim": 64,
-    },
-    "many-heads": {"query_lens": [1, 3], "context_lens": [140, 520], "num_heads": 128, "latent_dim": 64},
+    "as-deepseek": step([1, 5], [600, 60], num_heads=16, latent_dim=512, turned_dim=64),
+    "many-heads": step([1, 3], [140, 520], num_heads=128, latent_dim=64),
     "odd-sizes": {**MIXED, "num_heads": 5, "latent_dim": 40, "turned_dim": 12, "block_size": 4},
     "odd-latents": {**MIXED, "num_heads": 3, "latent_dim": 48, "turned_dim": 16},
-    "single-slots": {"query_lens": [1, 7], "context_lens": [3, 20], "block_size": 1},
-    "prompt": {"query_lens": [700], "context_lens": [0], "num_heads": 3, "latent_dim": 64},
-    "window": {"query_lens": [1, 9, 70, 1], "context_lens": [600, 290, 100, 20], "window": 71},
-    "only-padding": {"query_lens": [], "context_lens": [], "padding_query_lens": [1, 1], "trailing_rows": 2},
+    "single-slots": step([1, 7], [3, 20], block_size=1),
+    "prompt": step([700], [0], num_heads=3, latent_dim=64),
+    "window": step([1, 9, 70, 1], [600, 290, 100, 20], window=71),
+    "only-padding": step([], [], padding_query_lens=[1, 1], trailing_rows=2),
 }
-
-
-OF_TOKENS = ("q_latent", "q_turned", "k_turned", "latent", "slot_mapping")
-
-
-def alone(case: LatentCase, request: int) -> LatentCase:
-    """One request of a case by itself, its table no wider than it must be."""
-    rows = case.rows(request)
-    seq_len = int(case.seq_lens[request])
-    blocks = max(1, -(-seq_len // case.k_cache.shape[2]))
-    return replace(
-        case,
-        **{name: getattr(case, name)[rows] for name in OF_TOKENS},
-        block_table=case.block_table[request : request + 1, :blocks].contiguous(),
-        query_start_loc=case.query_start_loc[request : request + 2] - case.query_start_loc[request],
-        seq_lens=case.seq_lens[request : request + 1],
-        max_query_len=rows.stop - rows.start,
-    )
-
-
-def one_chunk(case: LatentCase, start: int, length: int) -> LatentCase:
-    """Some tokens of the only request of a case, which begins with it."""
-    rows = slice(start, start + length)
-    return replace(
-        case,
-        **{name: getattr(case, name)[rows] for name in OF_TOKENS},
-        query_start_loc=torch.tensor([0, length], dtype=torch.int32),
-        seq_lens=torch.tensor([start + length], dtype=torch.int32),
-        max_query_len=length,
-    )
-
-
-def check(case: LatentCase, op: Callable[..., Tensor]) -> Tensor:
-    """Run ``op`` (the arguments by position) and compare output and caches with the reference; returns the output."""
-    args, expected_args = case.args(), case.args()
-    out, expected = op(*args), latent_attention_reference(*expected_args)
-    assert out.dtype == case.q_latent.dtype
-    assert out.is_contiguous()
-    padding = torch.ones(out.shape[0], dtype=torch.bool, device=out.device)
-    for request, seq_len in enumerate(case.seq_lens.tolist()):
-        padding[case.rows(request)] = seq_len == 0
-    assert not out[padding].any(), "padding rows are not zero"
-    torch.testing.assert_close(out, expected, atol=case.tolerance, rtol=case.tolerance)
-    names = [field.name for field in fields(case)]
-    for name in CACHES:
-        written, wanted = args[names.index(name)], expected_args[names.index(name)]
-        if written is None:
-            continue
-        # Bit for bit, so that the poison compares too. The padding block may have anything.
-        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[written.itemsize]
-        assert torch.equal(written[1:].view(integer), wanted[1:].view(integer)), f"{name} differs"
-    return out

@@ -1,26 +1,29 @@
 """Latent attention: the reference against attention over expanded heads, and the CPU kernel against the reference."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.attention.latent_attention import latent_attention, latent_attention_reference
 from compiled_llm.ops.kernel_build import isas_of
 from tests.drawn import cases, drawn
-from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE
-from tests.ops.attention.cpu_kernel import reordered
-from tests.ops.attention.latent_cases import GRID, alone, check, make_case, one_chunk
+from tests.ops.attention.attention_cases import (
+    ALL_KV_DTYPES,
+    TOLERANCE,
+    alone,
+    check,
+    in_chunks,
+    with_shared_prefixes,
+)
+from tests.ops.attention.cpu_kernel import Attend, attend_on
+from tests.ops.attention.latent_cases import GRID, make_case
 from tests.ops.instruction_sets import ordinary_sets, skip_without
 
-Attend = Callable[..., Tensor]
 OP = "latent_attention_cpu"
-ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
 EXACT = pytest.mark.parametrize(
     ("dtype", "kv_dtype", "window"),
     [
@@ -34,33 +37,6 @@ EXACT = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-def attend_on(kernels: native.Kernels, isa: str | None = None) -> Attend:
-    """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named."""
-
-    def op(*args) -> Tensor:
-        caches = args[4:6]
-        ordered = [reordered(cache, True, True) for cache in caches]
-        out = kernels.run("latent_attention", *args[:4], *ordered, *args[6:], isa=isa)
-        for cache, own in zip(caches, ordered, strict=True):
-            cache.copy_(reordered(own, True, False))
-        return out
-
-    return op
-
-
-@pytest.fixture(scope="module")
-def kernels() -> native.Kernels:
-    module = native.load("latent_attention_cpu")
-    if module is None:
-        pytest.skip("no C++ compiler")
-    return module
-
-
-@pytest.fixture
-def attend(kernels: native.Kernels) -> Attend:
-    return attend_on(kernels)
 
 
 def test_reference_is_attention_over_expanded_heads() -> None:
@@ -103,7 +79,7 @@ _SOME = drawn(_SET_VALUES, 30)
 )
 def test_every_instruction_set(kernels: native.Kernels, name: str, dtype: torch.dtype, isa: str, kv_dtype: str) -> None:
     skip_without(kernels, isa)
-    check(make_case(**GRID[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend_on(kernels, isa))
+    check(make_case(**GRID[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend_on(kernels, isa, latent=True))
 
 
 @EXACT
@@ -114,10 +90,7 @@ def test_neighbours_and_shared_prefixes_change_no_bit(
     """The first two requests share two partitions, the third one."""
     options = {"dtype": dtype, "kv_dtype": kv_dtype, "window": window, "num_heads": 16, "latent_dim": 64}
     case = make_case([1, 3, 1, 9], [1100, 1090, 600, 60], poison_before_window=False, **options)
-    table = case.block_table.clone()
-    for request, tokens in ((1, 1024), (2, 512)):
-        table[request, : tokens // 16] = table[0, : tokens // 16]
-    case = replace(case, block_table=table)
+    case = with_shared_prefixes(case, ((1, 0, 1024), (2, 0, 512)))
     together = check(case, attend)
     for request in range(4):
         assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
@@ -131,19 +104,13 @@ def test_chunks_and_threads_change_no_bit(
     case = make_case([600], [0], num_heads=5, latent_dim=64, dtype=dtype, kv_dtype=kv_dtype, window=window)
     whole = attend(*case.args())
     torch.set_num_threads(1)
-    caches, start, parts = case.args()[4:8], 0, []
-    for length in (1, 480, 30, 65, 21, 1, 2):
-        args = list(one_chunk(case, start, length).args())
-        args[4:8] = caches
-        parts.append(attend(*args))
-        start += length
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(in_chunks(case, (1, 480, 30, 65, 21, 1, 2), attend), whole)
 
 
 def test_op_has_a_schema_that_holds() -> None:
-    case = make_case(**GRID["mixed"])
-    torch.library.opcheck(torch.ops.compiled_llm.latent_attention.default, case.args(), test_utils=("test_schema",))
-    torch.library.opcheck(torch.ops.compiled_llm.latent_attention.default, case.args(), test_utils=("test_faketensor",))
+    args = make_case(**GRID["mixed"]).args()
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(torch.ops.compiled_llm.latent_attention.default, args, test_utils=tests)
 
 
 @pytest.mark.parametrize(

@@ -17,30 +17,27 @@ from compiled_llm.ops import native
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.kernel_build import isas_of
 from tests.drawn import cases, drawn, marked, parts_of
-from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, check, grid, make_case
+from tests.ops.attention.attention_cases import (
+    ALL_KV_DTYPES,
+    KV_DTYPES,
+    TOLERANCE,
+    AttentionCase,
+    check,
+    grid,
+    make_case,
+)
 from tests.ops.attention.cpu_kernel import Attend, every_set
 from tests.ops.instruction_sets import ordinary_sets
 
+OP = "attention_cpu"
 CASES = dict(grid())
 MIXED = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "num_heads": 8, "padding_query_lens": [1, 2]}
 # One of each kind of shape: few rows, many, head_dim that fills no register, padding; long enough to be cut in pieces.
 EVERY_SET = [
-    "decode-gqa1-h64",
-    "decode-gqa4-h128",
-    "decode-gqa7-h256",
-    "mixed-gqa5-h64",
-    "mixed-h40",
-    "mixed-h80",
-    "decode-block16",
-    "prompt2000-block16",
-    "everything",
-    "everything-scaled",
-    "sinks-h64",
-    "window-soft-cap-sinks-h80",
-    "window-soft-cap-sinks-h128",
-    "short-queries",
-]
-ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
+    "decode-gqa1-h64", "decode-gqa4-h128", "decode-gqa7-h256", "mixed-gqa5-h64", "mixed-h40", "mixed-h80",
+    "decode-block16", "prompt2000-block16", "everything", "everything-scaled", "sinks-h64",
+    "window-soft-cap-sinks-h80", "window-soft-cap-sinks-h128", "short-queries",
+]  # fmt: skip
 
 
 def plain_attention(case: AttentionCase) -> Tensor:
@@ -103,13 +100,11 @@ def test_kernel(attend: Attend, name: str, dtype: torch.dtype, kv_dtype: torch.d
 
 _SETS = {
     "-".join(map(str, arguments)): arguments
-    for arguments in itertools.product(EVERY_SET, TOLERANCE, isas_of("attention_cpu"), ALL_KV_DTYPES)
+    for arguments in itertools.product(EVERY_SET, TOLERANCE, isas_of(OP), ALL_KV_DTYPES)
 }
 # Each shape, and each instruction set with each pair of dtypes.
 _SET_VALUES = {
-    key: (name, f"{dtype} {isa} {kv}")
-    for key, (name, dtype, isa, kv) in _SETS.items()
-    if isa in ordinary_sets("attention_cpu")
+    key: (name, f"{dtype} {isa} {kv}") for key, (name, dtype, isa, kv) in _SETS.items() if isa in ordinary_sets(OP)
 }
 _SOME = drawn(_SET_VALUES, 40)
 
@@ -232,8 +227,8 @@ def test_scores_of_minus_infinity_leave_all_weight_to_the_sink(attend: Attend, q
     assert torch.equal(attend(*case.args()), torch.zeros_like(case.q))
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)  # opcheck itself cannot compare fp8
-@pytest.mark.parametrize("name", ["decode-gqa4-h64", "everything"])
+# opcheck itself cannot compare fp8
+@pytest.mark.parametrize(("name", "kv_dtype"), [("decode-gqa4-h64", None), ("everything", torch.int8)])
 def test_opcheck(name: str, kv_dtype: torch.dtype | None) -> None:
     case = make_case(**CASES[name], kv_dtype=kv_dtype)
     # In the CPU kernel's order the poison lies among the keys, and NaN is unequal to itself: it goes.

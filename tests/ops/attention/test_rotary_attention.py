@@ -1,14 +1,7 @@
-"""Rotary attention: on a GPU one op that computes what its two ops compute one after the other, to the bit.
-
-As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
-TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
-or an empty string.
-"""
+"""Rotary attention: on a GPU one op that computes what its two ops compute one after the other, to the bit."""
 
 import functools
-import subprocess
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,25 +9,18 @@ from torch import Tensor
 
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.ops import Keys, Turn, paged_attention, rope, rotary_attention
+from compiled_llm.ops.attention import triton_attention, triton_exact
+from compiled_llm.ops.attention.paged_attention import paged_attention_reference
+from compiled_llm.ops.rowwise import triton_rowwise
 from compiled_llm.ops.rowwise.reference import rms_norm_reference, rope_reference
-from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, make_case
+from tests.drawn import marked
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty, floats, integers
+from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, make_case, same_caches, step
 
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.attention import triton_attention, triton_exact  # noqa: E402
-from compiled_llm.ops.attention.paged_attention import paged_attention_reference  # noqa: E402
-from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
-from tests.drawn import marked  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
-
-BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-6
-STEP = {
-    "query_lens": [3, 1, 1, 20],
-    "context_lens": [140, 300, 0, 20],
-    "padding_query_lens": [0, 1],
-    "trailing_rows": 2,
-}
+STEP = step([3, 1, 1, 20], [140, 130, 0, 20], padding_query_lens=[0, 1], trailing_rows=2)
 
 
 def turning(
@@ -55,7 +41,7 @@ def turning(
 
 def in_two_ops(rope_op, attention_op, case: AttentionCase, turn: tuple) -> tuple[Tensor, dict[str, Tensor | None]]:
     qkv, cos_sin, q_norm, k_norm, v_norm, scale = turn
-    values = dict(zip((field.name for field in fields(case)), case.args(), strict=True))
+    values = case.values()
     if qkv.shape[1] == (case.q.shape[1] + case.k.shape[1]) * case.q.shape[2]:
         values["v"] = case.k
     if v_norm is not None:
@@ -66,7 +52,7 @@ def in_two_ops(rope_op, attention_op, case: AttentionCase, turn: tuple) -> tuple
 
 
 def in_one(op, case: AttentionCase, turn: tuple) -> tuple[Tensor, dict[str, Tensor | None]]:
-    values = dict(zip((field.name for field in fields(case)), case.args(), strict=True))
+    values = case.values()
     rest = list(values.values())[3:12]
     out = op(*turn, *rest, case.q.shape[1], EPS, case.sm_scale, case.max_query_len, case.window, case.soft_cap)
     return out, {name: values[name] for name in CACHES}
@@ -87,9 +73,7 @@ def same(case: AttentionCase, module, norm_dtype: torch.dtype | None, scaled: bo
         assert torch.equal(caches["k_cache"][1:].view(torch.uint8), expected_caches["k_cache"][1:].view(torch.uint8))
         return
     assert torch.equal(out, expected)
-    for name, cache in caches.items():
-        if cache is not None:
-            assert torch.equal(cache[1:].view(torch.uint8), expected_caches[name][1:].view(torch.uint8)), name
+    same_caches(caches, expected_caches)
     reference, _ = in_two_ops(rope_reference, paged_attention_reference, case, turn)
     torch.testing.assert_close(out, reference, atol=2 * case.tolerance, rtol=2 * case.tolerance)
 
@@ -112,23 +96,21 @@ def reads_what_another_layer_wrote(kernels: str, **kwargs) -> None:
     queries = qkv[:, : case.q.shape[1] * case.q.shape[2]]
     out, after = in_one(op, replace(case, **caches), (queries, cos_sin, q_norm, None, *rest))
     assert torch.equal(out, expected)
-    for name, cache in caches.items():
-        if cache is not None:
-            assert torch.equal(cache.view(torch.uint8), after[name].view(torch.uint8)), name
+    same_caches(after, caches)
 
 
 def a_decode(**kwargs) -> None:
-    run(query_lens=[1] * 3, context_lens=[200, 0, 33], padding_query_lens=[1], trailing_rows=0, **kwargs)
+    run(query_lens=[1] * 3, context_lens=[140, 0, 33], padding_query_lens=[1], trailing_rows=0, **kwargs)
 
 
-CASES = {
+INTERPRETED = {
     "plain": functools.partial(run, dtype=BF16),
     "norms": functools.partial(run, dtype=BF16, norm_dtype=BF16, num_heads=12),
     "float32-norms-h80": functools.partial(run, dtype=FP16, norm_dtype=FP32, head_dim=80),
     "scaled-queries": functools.partial(run, dtype=BF16, scaled=True, head_dim=40, num_heads=6, num_kv_heads=3),
     "float32": functools.partial(a_decode, dtype=FP32, norm_dtype=FP32, scaled=True),
     "normed-values": functools.partial(run, dtype=BF16, norm_dtype=FP32, values="normed", head_dim=48),
-    "keys-are-values": functools.partial(run, dtype=FP16, norm_dtype=FP32, values="keys", num_heads=6, num_kv_heads=3),
+    "keys-are-values": functools.partial(run, dtype=FP16, norm_dtype=FP32, values="keys"),
     "exact-keys-are-values": functools.partial(
         a_decode, dtype=BF16, norm_dtype=FP32, values="keys", kernels="triton_exact"
     ),
@@ -138,62 +120,46 @@ CASES = {
     ),
     "shared-exact": functools.partial(reads_what_another_layer_wrote, "triton_exact", dtype=BF16, head_dim=40),
     "exact": functools.partial(a_decode, dtype=BF16, norm_dtype=BF16, kernels="triton_exact"),
-    **{
-        f"{name}-{len(given)}": functools.partial(a_decode, dtype=BF16, kv_dtype=dtype, **given)
-        for name, dtype in KV_DTYPES.items()
-        for given in ({"head_dim": 96}, {"norm_dtype": BF16, "scaled": True, "num_heads": 16})
-    },
 }
+for name, kv_dtype in KV_DTYPES.items():
+    scaled = {"norm_dtype": BF16, "scaled": True, "num_heads": 6}
+    INTERPRETED[f"{name}-h96"] = functools.partial(a_decode, dtype=BF16, kv_dtype=kv_dtype, head_dim=96)
+    INTERPRETED[f"{name}-scaled"] = functools.partial(a_decode, dtype=BF16, kv_dtype=kv_dtype, **scaled)
 
 
-# The others: battery.
-ORDINARY = ("float32", "keys-are-values", "exact", "int8-1", "fp8-3")
+# ``new``: values are "plain" or "normed", or there are "none", nor keys: the cache has another layer's.
+WRITES = {
+    f"sm_{10 * capability[0]}-h{head_dim}-{new}-{kv_dtype}": (capability, head_dim, new, kv_dtype)
+    for capability in ahead_of_time.SM_MEMORY
+    for head_dim in (128, 256, 512)
+    for new in ("plain", "normed", "none")
+    for kv_dtype in (None, torch.int8)
+}
+SOME_WRITES = ["sm_90-h128-plain-torch.int8", "sm_80-h128-none-None", "sm_100-h128-normed-None"]
 
 
-@pytest.mark.parametrize("name", marked(CASES, ORDINARY))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
-@pytest.mark.parametrize(
-    "capability", [(9, 0), *(pytest.param(each, marks=pytest.mark.battery) for each in ((8, 0), (10, 0)))], ids=str
-)
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
-@pytest.mark.parametrize("head_dim", [128, *(pytest.param(size, marks=pytest.mark.battery) for size in (256, 512))])
-@pytest.mark.parametrize("new", ["plain", "normed", "none"])
-def test_compiles_without_spills(
-    capability: tuple[int, int],
-    kv_dtype: torch.dtype | None,
-    head_dim: int,
-    new: str,
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """``new``: values are "plain" or "normed", or there are "none", nor keys: the cache has another layer's."""
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_attention)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+@pytest.mark.parametrize("name", marked(WRITES, SOME_WRITES))
+def test_compiles_without_spills(name: str) -> None:
+    capability, head_dim, new, kv_dtype = WRITES[name]
     caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
-    scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
-    norm = empty(head_dim, dtype=BF16 if new == "plain" else FP32)
-    v_norm = empty(head_dim, dtype=FP32) if new == "normed" else None
-    qkv, k_norm = empty(32, (32 if new == "none" else 48) * head_dim, dtype=BF16), None if new == "none" else norm
-    cos_sin = empty(32, head_dim, dtype=FP32)
+    scales = [floats(1024, 8, 16) if kv_dtype else None for _ in range(2)]
+    norm, cos_sin = empty(head_dim, dtype=BF16 if new == "plain" else FP32), floats(32, head_dim)
+    v_norm = floats(head_dim) if new == "normed" else None
+    qkv, k_norm = empty(32, (32 if new == "none" else 48) * head_dim), None if new == "none" else norm
     turn, k, v = triton_attention.to_turn(qkv, cos_sin, norm, k_norm, v_norm, None, 32, 8, head_dim, EPS)
     assert (k is None) == (v is None) == (new == "none")
-    triton_attention.write_new_rows(k, v, *caches, *scales, empty(32), empty(33), turn.q, empty(32 * 8), turn)
+    with ahead_of_time.recorded(capability, triton_attention) as recorded:
+        indices = integers(32), integers(33)
+        triton_attention.write_new_rows(k, v, *caches, *scales, *indices, turn.q, integers(32 * 8), turn)
     (launch,) = recorded
-    ahead_of_time.without_spills(launch, capability, tmp_path)
+    ahead_of_time.without_spills(launch, capability)
 
 
 # ---- on the CPU, and what is refused --------------------------------------------------------------------------------
 
 
 def on_cpu(case: AttentionCase, turn: tuple, **changed) -> Tensor:
-    values = dict(zip((field.name for field in fields(case)), case.args(), strict=True))
+    values = case.values()
     keys = Keys(**{name: values[name] for name in Keys._fields})
     given = {name: values[name] for name in ("max_query_len", "window", "soft_cap")} | changed
     kind = AttentionSpec(case.q.shape[1], case.k.shape[1], case.q.shape[2], values["sm_scale"], **given)
@@ -230,6 +196,5 @@ def test_tensors_of_other_shapes_are_refused() -> None:
     refused("query_scale must be", qkv, cos_sin, q_norm, k_norm, v_norm, scale.float())
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    interpreted.run(CASES)
+ORDINARY = ["float32", "keys-are-values", "exact", "int8-h96", "fp8-scaled", "shared-int8"]
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

@@ -1,76 +1,42 @@
-"""The Triton kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
-
-Triton decides at import whether it interprets, so the interpreted cases run in one child process: this file as a
-program, with TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case ->
-its traceback, or an empty string.
-"""
+"""Paged attention in Triton without a GPU: interpreted against the reference, and compiled ahead of time."""
 
 import functools
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton
 
-from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention import kv_quant, triton_attention
 from compiled_llm.ops.attention.tiles import default_config
-from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, alone, check, grid, make_case
+from tests.drawn import marked
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty, floats, integers
+from tests.ops.attention.attention_cases import KV_DTYPES, alone, check, grid, in_chunks, make_case, step
 
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.attention import triton_attention  # noqa: E402
-from tests.drawn import marked  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
-
-SHARED_MEMORY = {
-    (8, 0): 164 * 1024,
-    (9, 0): 228 * 1024,
-    (10, 0): 228 * 1024,
-}  # of an SM; a program takes 1 KB more than it asks for
 OP = triton_attention.paged_attention
-
+BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
 
-EXTRA = {
-    "many-splits": {"query_lens": [1, 1, 1, 1], "context_lens": [255, 256, 257, 1023], "num_heads": 6},
-    "more-than-64-splits": {
-        "query_lens": [1],
-        "context_lens": [16500],
-        "num_heads": 1,
-        "num_kv_heads": 1,
-        "head_dim": 16,
-    },
-    "short-query-of-more-than-8-splits": {
-        "query_lens": [9],
-        "context_lens": [2200],
-        "num_heads": 1,
-        "num_kv_heads": 1,
-        "head_dim": 16,
-    },
-    "splits-in-a-mixed-step": {
-        "query_lens": [3, 1, 2, 1],
-        "context_lens": [300, 700, 0, 20],
-        "padding_query_lens": [0, 1],
-        "trailing_rows": 2,
-        "fused_qkv": True,
-    },
+ONE_HEAD = {"num_heads": 1, "num_kv_heads": 1}
+MIXED = {"padding_query_lens": [0, 1], "trailing_rows": 2, "fused_qkv": True}
+EXTRA: dict[str, dict[str, Any]] = {
+    "many-splits": step([1, 1, 1, 1], [255, 256, 257, 1023], num_heads=6),
+    "more-than-64-splits": step([1], [16500], head_dim=16, **ONE_HEAD),
+    "short-query-of-more-than-8-splits": step([9], [2200], head_dim=16, **ONE_HEAD),
+    "splits-in-a-mixed-step": step([3, 1, 2, 1], [300, 700, 0, 20], **MIXED),
     # 16 rows of 8 heads take two of the largest row tiles; of 1 head they fit in the smallest.
-    "row-tiles-gqa8": {"query_lens": [16, 3], "context_lens": [300, 5], "num_heads": 8, "num_kv_heads": 1},
-    "row-tiles-gqa1": {"query_lens": [16, 3], "context_lens": [300, 5], "num_heads": 1, "num_kv_heads": 1},
-    "a-window-that-starts-in-the-prompt": {
-        "query_lens": [90, 17, 5],
-        "context_lens": [0, 400, 40],
-        "window": 20,
-        "sinks": True,
-    },
+    "row-tiles-gqa8": step([16, 3], [300, 5], num_heads=8, num_kv_heads=1),
+    "row-tiles-gqa1": step([16, 3], [300, 5], **ONE_HEAD),
+    "a-window-that-starts-in-the-prompt": step([90, 17, 5], [0, 400, 40], window=20, sinks=True),
     # Tiles of keys begin inside of blocks, or lie in one block; elsewhere they have whole blocks.
-    "blocks-of-24": {"query_lens": [40, 1, 20], "context_lens": [300, 50, 0], "block_size": 24, "window": 150},
-    "blocks-of-256": {"query_lens": [150, 20], "context_lens": [10, 400], "block_size": 256},
-    "a-sink-above-all-scores": {"query_lens": [1, 20], "context_lens": [300, 5], "sm_scale": 1e-3, "sinks": True},
+    "blocks-of-24": step([40, 1, 20], [300, 50, 0], block_size=24, window=150),
+    "blocks-of-256": step([150, 20], [10, 400], block_size=256),
+    "a-sink-above-all-scores": step([1, 20], [300, 5], sm_scale=1e-3, sinks=True),
 }
 SLOW = r".*2000.*|decode-fused-padding|loose-max-query-len|everything"  # each has a shorter sister
 # Which cases also run in other dtypes than bfloat16. The float32 tiles are small, so it takes longer.
@@ -79,10 +45,8 @@ ALSO = {
     ("float16", None): r"mixed-gqa4.*|many-splits|window-soft-cap-sinks-h80",
     ("bfloat16", "int8"): r"(decode|mixed)-gqa4.*|mixed-(gqa7-h128|h80|h96|h512)|chunk-after3.*|only-.*|row-tiles.*"
     r"|short-query-of.*|.*splits.*step|window-soft-cap-sinks-h(64|128|256)|blocks-of.*",
-    (
-        "bfloat16",
-        "fp8",
-    ): r"mixed-(gqa[58]-h(64|256)|h40|h80|h96|h512)|decode-gqa1-h128|many-splits|window-soft-cap-sinks-h96",
+    ("bfloat16", "fp8"): r"mixed-(gqa[58]-h(64|256)|h40|h80|h96|h512)|decode-gqa1-h128|many-splits"
+    r"|window-soft-cap-sinks-h96",
     ("float16", "int8"): r"mixed-gqa5-h128|many-splits",
     ("float16", "fp8"): r"mixed-gqa5-h64",
     ("float32", "int8"): r"mixed-gqa4-h64|mixed-h80|many-splits|window-soft-cap-sinks-h64",
@@ -122,28 +86,9 @@ def any_program_may_be_the_last(**kwargs) -> None:
 
 def chunks_build_one_cache(**kwargs) -> None:
     """A prompt in several calls: each reads what those before it have quantised, and agrees with the reference."""
-    whole = make_case([60], [0], dtype=torch.bfloat16, **kwargs)
-    case, start = whole, 0
-    for length in (20, 1, 16, 3, 20):
-        rows = slice(start, start + length)
-        step = alone(whole, 0)
-        step = replace(
-            step,
-            q=whole.q[rows],
-            k=whole.k[rows],
-            v=whole.v[rows],
-            slot_mapping=whole.slot_mapping[rows],
-            query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=whole.q.device),
-            seq_lens=torch.tensor([start + length], dtype=torch.int32, device=whole.q.device),
-            max_query_len=length,
-            **{name: getattr(case, name) for name in CACHES},
-        )
-        check(step, OP)
-        args = step.args()
-        OP(*args)
-        case = replace(step, **dict(zip(CACHES, args[3:7], strict=True)))
-        start += length
-    assert start == 60
+    case = make_case([60], [0], dtype=torch.bfloat16, **kwargs)
+    out = in_chunks(case, (20, 1, 16, 3, 20), OP)
+    torch.testing.assert_close(out, check(case, OP), atol=case.tolerance, rtol=case.tolerance)
 
 
 def a_bad_key_is_its_own_requests_affair(**kwargs) -> None:
@@ -191,183 +136,111 @@ def huge_values(**kwargs) -> None:
     check(case, OP)
 
 
-MORE: dict[str, tuple[Callable, dict]] = {
+MORE: dict[str, tuple[Callable, dict[str, Any]]] = {
     "neighbours": (neighbours_change_nothing, {}),
-    "neighbours-int8-window-sinks": (
-        neighbours_change_nothing,
-        {"kv_dtype": torch.int8, "window": 290, "sinks": True},
-    ),
+    "neighbours-int8-window-sinks": (neighbours_change_nothing, {"kv_dtype": INT8, "window": 290, "sinks": True}),
     "any-program-last": (any_program_may_be_the_last, {}),
-    "any-program-last-int8": (any_program_may_be_the_last, {"kv_dtype": torch.int8, "sinks": True}),
+    "any-program-last-int8": (any_program_may_be_the_last, {"kv_dtype": INT8, "sinks": True}),
     "bad-key": (a_bad_key_is_its_own_requests_affair, {"dtype": torch.float32}),
+    "bad-key-int8": (a_bad_key_is_its_own_requests_affair, {"dtype": BF16, "kv_dtype": INT8}),
     "huge": (huge_values, {}),
-    **{f"chunks-{name}": (chunks_build_one_cache, {"kv_dtype": dtype}) for name, dtype in KV_DTYPES.items()},
-    **{f"huge-{name}": (huge_values, {"kv_dtype": dtype}) for name, dtype in KV_DTYPES.items()},
-    "bad-key-int8": (a_bad_key_is_its_own_requests_affair, {"dtype": torch.bfloat16, "kv_dtype": torch.int8}),
-    **{
-        f"rows-{name}-{dtype}": (quantised_rows_are_those_of_kv_quant, {"dtype": dtype, "kv_dtype": kv_dtype})
-        for name, kv_dtype in KV_DTYPES.items()
-        for dtype in (torch.float32, torch.bfloat16)
-    },
 }
+for name, kv_dtype in KV_DTYPES.items():
+    MORE[f"chunks-{name}"] = chunks_build_one_cache, {"kv_dtype": kv_dtype}
+    MORE[f"huge-{name}"] = huge_values, {"kv_dtype": kv_dtype}
+    for dtype in (torch.float32, torch.bfloat16):
+        MORE[f"rows-{name}-{dtype}"] = quantised_rows_are_those_of_kv_quant, {"dtype": dtype, "kv_dtype": kv_dtype}
 
 
 def agrees_with_the_reference(**kwargs) -> None:
     check(make_case(**kwargs), OP)
 
 
-INTERPRETED = {name: (agrees_with_the_reference, kwargs) for name, kwargs in interpreted_cases()} | MORE
+INTERPRETED = {
+    **{name: functools.partial(agrees_with_the_reference, **kwargs) for name, kwargs in interpreted_cases()},
+    **{name: functools.partial(function, **kwargs) for name, (function, kwargs) in MORE.items()},
+}
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    head_dim: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None = None,
-    features: bool = False,
-    group: int = 4,
-    num_requests: int = 32,
-    max_query_len: int = 512,
-) -> list[tuple["triton.JITFunction", tuple, dict]]:
-    """What a step, mixed by default, launches on a GPU of that capability, from tensors without storage."""
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_attention)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    num_kv_heads, block_size, table_width = 8, 16, 2048
-    num_tokens, num_heads = max(num_requests, max_query_len), group * num_kv_heads
-    qkv = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
-    caches = [empty(1024, num_kv_heads, block_size, head_dim, dtype=kv_dtype or dtype) for _ in range(2)]
-    scales = [empty(1024, num_kv_heads, block_size, dtype=torch.float32) if kv_dtype else None for _ in range(2)]
-    triton_attention.paged_attention(
-        *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1),
-        *caches,
-        *scales,
-        empty(num_tokens),
-        empty(num_requests, table_width),
-        empty(num_requests + 1),
-        empty(num_requests),
-        empty(num_heads, dtype=torch.float32) if features else None,
-        head_dim**-0.5,
-        max_query_len,
-        1024 if features else 0,
-        30.0 if features else 0.0,
-    )
-    monkeypatch.undo()
+    capability: tuple[int, int], head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None,
+    features: bool = False, group: int = 4, num_requests: int = 32, max_query_len: int = 512,
+) -> list[ahead_of_time.Launch]:  # fmt: skip
+    """What a step, mixed by default, launches on a GPU of that capability."""
+    num_tokens, num_heads = max(num_requests, max_query_len), group * 8
+    qkv = empty(num_tokens, num_heads + 2 * 8, head_dim, dtype=dtype)
+    caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or dtype) for _ in range(2)]
+    scales = [floats(1024, 8, 16) if kv_dtype else None for _ in range(2)]
+    indices = integers(num_tokens), integers(num_requests, 2048), integers(num_requests + 1), integers(num_requests)
+    window, soft_cap, sinks = (1024, 30.0, floats(num_heads)) if features else (0, 0.0, None)
+    scores = sinks, head_dim**-0.5, max_query_len, window, soft_cap
+    with ahead_of_time.recorded(capability, triton_attention) as recorded:
+        OP(*qkv.split([num_heads, 8, 8], dim=1), *caches, *scales, *indices, *scores)
     return recorded
 
 
 # Capability, head_dim, dtype, KV dtype, whether with window, soft cap and sinks. Head dims 80 and 96 take the tiles of
-# 128. Not all products, since each is ten seconds of compilation; and two by default.
+# 128. Not all products, since each is ten seconds of compilation; and one by default, with all branches.
 SM_80, SM_90 = (8, 0), (9, 0)
-BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
-COMPILED = [(SM_80, 128, BF16, None, False), (SM_90, 64, FP16, INT8, True)]
-ALSO_COMPILED = [
-    (SM_80, 80, BF16, None, False),
-    (SM_80, 128, BF16, None, True),
-    (SM_90, 96, FP16, None, False),
-    (SM_90, 256, BF16, FP8, False),
-    (SM_80, 512, BF16, None, False),
-    (SM_80, 256, BF16, None, False),
-    (SM_80, 128, BF16, INT8, False),
-    (SM_90, 64, BF16, None, False),
-    (SM_90, 128, BF16, None, False),
-    (SM_90, 128, BF16, INT8, False),
-    (SM_90, 256, BF16, None, True),
-    (SM_80, 512, BF16, INT8, True),
-    (SM_90, 512, BF16, None, True),
+COMPILED = [
+    (SM_90, 64, FP16, INT8, True), (SM_80, 128, BF16, None, False), (SM_80, 80, BF16, None, False),
+    (SM_80, 128, BF16, None, True), (SM_90, 96, FP16, None, False), (SM_90, 256, BF16, FP8, False),
+    (SM_80, 512, BF16, None, False), (SM_80, 256, BF16, None, False), (SM_80, 128, BF16, INT8, False),
+    (SM_90, 64, BF16, None, False), (SM_90, 128, BF16, None, False), (SM_90, 128, BF16, INT8, False),
+    (SM_90, 256, BF16, None, True), (SM_80, 512, BF16, INT8, True), (SM_90, 512, BF16, None, True),
     (SM_90, 512, BF16, FP8, True),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "dtype", "kv_dtype", "features"),
-    [*COMPILED, *(pytest.param(*case, marks=pytest.mark.battery) for case in ALSO_COMPILED)],
-    ids=str,
-)
-def test_compiles_without_spills(
-    capability: tuple[int, int],
-    head_dim: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-    features: bool,
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    recorded = launches(monkeypatch, capability, head_dim, dtype, kv_dtype, features)
+@pytest.mark.parametrize("case", [COMPILED[0], *(pytest.param(c, marks=pytest.mark.battery) for c in COMPILED[1:])])
+def test_compiles_without_spills(case: tuple) -> None:
+    capability, head_dim, _, kv_dtype, features = case
+    recorded = launches(*case)
     names = [kernel.__name__ for kernel, _, _ in recorded]
     splits = 1 if (capability, head_dim) == (SM_80, 512) else 2  # there short queries have the tiles of decodes
     assert names == ["write_kernel", *["split_kernel"] * splits, "prefill_kernel"]
-    for kernel, args, kwargs in recorded:
-        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
-        usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
-        print(f"{kernel.__name__}: {usage['REG']} registers, {shared} bytes of shared memory")
-        # Triton 3.7, that of torch 2.13, takes more registers for the largest tiles; half the tile would cost more.
-        assert usage["STACK"] <= (64 if triton.__version__.startswith("3.7.") else 0), kernel.__name__
-        assert usage["LOCAL"] == 0, kernel.__name__
+    for launch in recorded:
         # All programs of a persistent grid run at once; not where masks and features take registers beyond the tuned.
-        is_decode = kernel.__name__ == "split_kernel" and kwargs["MIN_QUERY"] == 1
-        programs, tiles = 1, default_config(head_dim, 2, 1 if kv_dtype else 2, capability)
-        if is_decode and not features and head_dim in (64, 128, 256, 512):
+        name, tiles = launch[0].__name__, default_config(head_dim, 2, 1 if kv_dtype else 2, capability)
+        programs = 1
+        if name == "split_kernel" and launch[2]["MIN_QUERY"] == 1 and not features and head_dim not in (80, 96):
             programs = tiles.split_programs_per_sm
-        elif kernel.__name__ == "prefill_kernel" and not features:
+        elif name == "prefill_kernel" and not features:
             programs = max(1, tiles.prefill_programs_per_sm)
-        assert programs * (shared + 1024) <= SHARED_MEMORY[capability], kernel.__name__
-        assert programs * kwargs.get("num_warps", 4) * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS, (
-            kernel.__name__
-        )
+        # Triton 3.7, that of torch 2.13, takes more registers for the largest tiles; half the tile would cost more.
+        spilled = 64 if triton.__version__.startswith("3.7.") else 0
+        ahead_of_time.without_spills(launch, capability, programs, spilled)
 
 
 # A decode of 8 requests: capability, head_dim, query heads of a KV head, KV dtype. Heads of 512 are Gemma 4's.
 DECODES = {
     f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}": (capability, head_dim, group, kv_dtype)
-    for capability in SHARED_MEMORY
+    for capability in ahead_of_time.SM_MEMORY
     for head_dim in (64, 128, 256, 512)
     for group in ((1, 2, 4, 5, 7, 8) if head_dim < 512 else (2, 4, 8))
     for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
     if kv_dtype != FP8 or capability != SM_80
 }
-ORDINARY_DECODES = ("sm_80-h64-gqa8-bf16", "sm_90-h128-gqa4-int8", "sm_100-h256-gqa4-fp8")
 
 
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "group", "kv_dtype"),
-    [
-        pytest.param(*case, id=name, marks=() if name in ORDINARY_DECODES else pytest.mark.battery)
-        for name, case in DECODES.items()
-    ],
-)
-def test_decodes_compile_without_spills(
-    capability: tuple[int, int],
-    head_dim: int,
-    group: int,
-    kv_dtype: torch.dtype | None,
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize("name", marked(DECODES, ["sm_80-h64-gqa8-bf16"]))
+def test_decodes_compile_without_spills(name: str) -> None:
     """And all programs of the grid run at once."""
-    step = {"group": group, "num_requests": 8, "max_query_len": 1}
-    _, (kernel, args, kwargs) = launches(monkeypatch, capability, head_dim, BF16, kv_dtype, **step)
-    binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
-    shared = binary.metadata.shared
-    programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).split_programs_per_sm
-    assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
-    assert programs * kwargs["num_warps"] * -(-registers // 8) * 256 <= ahead_of_time.REGISTERS
+    capability, head_dim, group, kv_dtype = DECODES[name]
+    _, launch = launches(capability, head_dim, BF16, kv_dtype, group=group, num_requests=8, max_query_len=1)
+    tiles = default_config(head_dim, 2, 1 if kv_dtype else 2, capability)
+    ahead_of_time.without_spills(launch, capability, tiles.split_programs_per_sm)
 
 
 @pytest.mark.battery
 @pytest.mark.parametrize("head_dim", [256, 512])
-def test_float32_fits_shared_memory(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_fits_shared_memory(head_dim: int) -> None:
     """The largest tiles of float32; its speed, and so a few spilled bytes, are of no interest."""
-    for kernel, args, kwargs in launches(monkeypatch, (8, 0), head_dim, torch.float32):
-        assert ahead_of_time.compiled(kernel, args, kwargs, (8, 0)).metadata.shared < 99 * 1024
+    for launch in launches((8, 0), head_dim, torch.float32):
+        assert ahead_of_time.compiled(launch, (8, 0)).metadata.shared < 99 * 1024
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------
@@ -378,33 +251,15 @@ def test_a_head_dim_without_tiles_is_refused() -> None:
         default_config(1024, 2, 2, (9, 0))
 
 
-def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_is_refused_where_the_gpu_has_none() -> None:
     with pytest.raises(ValueError, match=r"given one of 8\.0: use 'int8'"):
-        launches(monkeypatch, (8, 0), 128, torch.bfloat16, torch.float8_e4m3fn)
+        launches((8, 0), 128, torch.bfloat16, torch.float8_e4m3fn)
 
 
-# ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
-
-
-# The others: battery.
-ORDINARY = {
-    *("bfloat16-decode-gqa4-h128", "bfloat16-mixed-gqa7-h64", "bfloat16-many-splits", "bfloat16-prompt17-block16"),
-    *("bfloat16-splits-in-a-mixed-step", "bfloat16-window-of-one", "bfloat16-a-sink-above-all-scores"),
-    *("bfloat16-int8-chunk-after31-block32", "bfloat16-int8-row-tiles-gqa8", "bfloat16-int8-blocks-of-24"),
-    *("bfloat16-int8-only-padding", "float32-int8-window-soft-cap-sinks-h64", "float32-same-mixed-h40"),
-    *(
-        "float16-fp8-mixed-gqa5-h64",
-        "huge",
-        "rows-fp8-torch.bfloat16",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    interpreted.run(INTERPRETED)
+ORDINARY = [
+    "bfloat16-decode-gqa4-h128", "bfloat16-mixed-gqa7-h64", "float32-same-mixed-h40", "bfloat16-splits-in-a-mixed-step",
+    "bfloat16-window-of-one", "bfloat16-a-sink-above-all-scores", "bfloat16-int8-chunk-after31-block32",
+    "bfloat16-int8-row-tiles-gqa8", "bfloat16-int8-blocks-of-24", "bfloat16-int8-only-padding",
+    "float32-int8-window-soft-cap-sinks-h64", "float16-fp8-mixed-gqa5-h64", "huge", "rows-fp8-torch.bfloat16",
+]  # fmt: skip
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

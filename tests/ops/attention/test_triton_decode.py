@@ -1,14 +1,8 @@
-"""Attention of a decode in one launch: its plan and its kernel, interpreted and compiled ahead of time.
-
-As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
-TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
-or an empty string.
-"""
+"""Attention of a decode in one launch: its plan and its kernel, interpreted and compiled ahead of time."""
 
 import functools
-import subprocess
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +10,7 @@ from torch import Tensor
 
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.ops import Turn, decode_attention, rms_norm, rope, rotary_decode_attention
+from compiled_llm.ops.attention import triton_attention, triton_decode, triton_decode_plan
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan_reference
 from compiled_llm.ops.attention.heads import heads_of
 from compiled_llm.ops.attention.tiles import (
@@ -27,18 +22,15 @@ from compiled_llm.ops.attention.tiles import (
     decode_tile,
     default_config,
 )
-from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, check, make_case
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.attention import triton_attention, triton_decode, triton_decode_plan  # noqa: E402
-from compiled_llm.ops.attention.triton_decode import ALONE_HEAD_DIMS  # noqa: E402
-from tests.drawn import marked  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
-from tests.ops.attention.test_rotary_attention import EPS, turning  # noqa: E402
+from tests.drawn import marked
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty, floats, integers
+from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, check, make_case, same_caches
+from tests.ops.attention.test_rotary_attention import EPS, turning
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = KV_DTYPES["int8"], KV_DTYPES["fp8"]
+KINDS = {"bf16": None, **KV_DTYPES}
 
 
 def decode_case(context_lens: list[int], *, without_row: int = 0, **kwargs) -> AttentionCase:
@@ -53,13 +45,9 @@ def plan_of(case: AttentionCase, table_rows: Tensor | None = None, op=triton_dec
     return op(case.slot_mapping, table_rows, case.query_start_loc, case.seq_lens, table_tokens, case.window, *shape)
 
 
-def values_of(case: AttentionCase) -> dict:
-    return dict(zip((field.name for field in fields(case)), case.args(), strict=True))
-
-
 def attended(case: AttentionCase, plan: tuple, turn: tuple | None = None, table: Tensor | None = None, **kwargs):
     """The kernel's output, and its caches."""
-    values = values_of(case)
+    values = case.values()
     q, k, v = values["q"], values["k"], values["v"]
     turning = None
     if turn is not None:
@@ -89,11 +77,10 @@ def plain(context_lens: list[int], **kwargs) -> None:
     plan = same_plan(case)
 
     def op(*args) -> Tensor:
-        given = dict(zip((field.name for field in fields(case)), args, strict=True))
+        given = dict(zip(case.values(), args, strict=True))
         caches, scores = (given[name] for name in CACHES), (case.sinks, case.sm_scale, case.window, case.soft_cap)
-        return triton_decode.decode_attention(
-            given["q"], given["k"], given["v"], None, 0.0, *caches, case.block_table, *plan, *scores
-        )
+        new = given["q"], given["k"], given["v"], None, 0.0
+        return triton_decode.decode_attention(*new, *caches, case.block_table, *plan, *scores)
 
     check(case, op)
     assert not plan[1].any(), "the next layer finds counters that are zero"
@@ -113,7 +100,7 @@ def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, new_v
     plan = same_plan(case, rows)
     out, caches = attended(case, plan, turn, table)
     assert not plan[1].any(), "the next layer finds counters that are zero"
-    values = values_of(case)
+    values = case.values()
     expected = triton_attention.rotary_attention(
         *turn, *(values[name] for name in (*CACHES, "slot_mapping", "block_table", "query_start_loc", "seq_lens")),
         case.sinks, case.q.shape[1], EPS, case.sm_scale, 1, case.window, case.soft_cap,
@@ -122,24 +109,18 @@ def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, new_v
     if max(context_lens) < 128 and norm_dtype is None and not alone:  # longer ones may be cut otherwise
         assert torch.equal(out, expected)
     torch.testing.assert_close(out, expected, atol=case.tolerance, rtol=case.tolerance)
-    for name, cache in caches.items():
-        if cache is not None:
-            assert torch.equal(cache[1:].view(torch.uint8), values[name][1:].view(torch.uint8)), name
+    same_caches(caches, values)
     qkv, cos_sin, q_norm, _, _, scale = turn
     queries = qkv[:, : case.q.shape[1] * case.q.shape[2]], cos_sin, q_norm, None, None, scale
     again, after = attended(replace(case, **caches), plan, queries, table)
     torch.testing.assert_close(again, out, atol=case.tolerance if alone else 0, rtol=0)
-    assert all(torch.equal(a.view(torch.uint8), after[n].view(torch.uint8)) for n, a in caches.items() if a is not None)
+    same_caches(after, caches)
 
 
 def any_program_may_be_the_last() -> None:
     case = decode_case([600, 300, 1500], dtype=BF16, num_heads=12, fused_qkv=True)
     plan, turn, tiles = plan_of(case), turning(case, BF16, False), default_config(64, 2, 2, (9, 0))
-    outs = [
-        attended(case, plan, turn, tiles=replace(tiles, decode_programs_per_sm=count)
-        )[0]
-        for count in (1, 3, 5)
-    ]  # fmt: skip
+    outs = [attended(case, plan, turn, tiles=replace(tiles, decode_programs_per_sm=n))[0] for n in (1, 3, 5)]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -164,60 +145,19 @@ def a_bad_key_is_its_own_requests_affair(kv_dtype) -> None:
 
 
 LENGTHS = [0, 33, 300]
-CASES = {
-    **{
-        f"plain-h{head_dim}-gqa{group}-{name}": functools.partial(
-            plain, [0, 300], head_dim=head_dim, num_heads=2 * group, dtype=BF16, kv_dtype=kv_dtype
-        )
-        for head_dim, group in ((64, 1), (80, 4), (96, 5), (128, 8), (256, 2), (512, 4))
-        for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
-    },
-    **{
-        f"turned-h{head_dim}-gqa{group}-{name}": functools.partial(
-            turned, LENGTHS, head_dim=head_dim, num_heads=2 * group, dtype=BF16, kv_dtype=kv_dtype, norm_dtype=BF16
-        )
-        for head_dim, group in ((64, 2), (64, 7), (80, 4), (96, 16), (128, 1), (256, 4), (512, 2))
-        for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
-    },
+INTERPRETED = {
     "turned-scaled-float16": functools.partial(turned, LENGTHS, dtype=FP16, norm_dtype=FP32, scaled=True),
     "turned-float32-int8": functools.partial(turned, [0, 200], dtype=FP32, kv_dtype=INT8),
     "turned-normed-values": functools.partial(turned, LENGTHS, dtype=BF16, norm_dtype=FP32, new_values="normed"),
     "turned-keys-are-values": functools.partial(
-        turned, LENGTHS, dtype=BF16, norm_dtype=FP32, new_values="keys", head_dim=512, kv_dtype=INT8
+        turned, [0, 140], dtype=BF16, norm_dtype=FP32, new_values="keys", head_dim=512, kv_dtype=INT8
     ),
     "turned-in-one-split": functools.partial(turned, [0, 33, 127], dtype=BF16, head_dim=128),  # tiles alike
     "turned-without-norms": functools.partial(turned, LENGTHS, dtype=BF16, without_row=3),
-    **{
-        f"turned-alone-h{head_dim}-gqa{group}-{name}": functools.partial(
-            turned,
-            [length],
-            dtype=BF16,
-            kv_dtype=kv_dtype,
-            norm_dtype=norm,
-            num_heads=2 * group,
-            head_dim=head_dim,
-            **rest,
-        )
-        for head_dim, group, length, norm, rest in (
-            (64, 4, 1200, BF16, {}),
-            (128, 1, 64, None, {"sinks": True}),
-            (128, 5, 300, FP32, {"scaled": True}),
-            (64, 16, 65, None, {"window": 70, "soft_cap": 3.0}),
-            (64, 2, 0, BF16, {"without_row": 0}),
-            (80, 2, 90, None, {}),
-        )
-        for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
-    },
-    **{  # splits of more tiles than come through registers
-        f"turned-alone-far-{name}": functools.partial(
-            turned, [2600], dtype=BF16, kv_dtype=kv_dtype, num_heads=2, num_kv_heads=1
-        )
-        for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
-    },
     "turned-alone-float16": functools.partial(turned, [100], dtype=FP16, norm_dtype=FP32, scaled=True),
     "plain-alone": functools.partial(plain, [200], dtype=BF16, head_dim=128, block_size=1),
     "turned-many": functools.partial(turned, [*range(1, 340, 17)], dtype=BF16, without_row=12, head_dim=16),
-    "turned-window": functools.partial(turned, [600, 290, 100, 20], dtype=BF16, window=70, sinks=True, without_row=1),
+    "turned-window": functools.partial(turned, [300, 190, 100, 20], dtype=BF16, window=70, sinks=True, without_row=1),
     "turned-window-int8": functools.partial(turned, [600, 290], dtype=BF16, window=300, soft_cap=3.0, kv_dtype=INT8),
     "turned-more-than-64-splits": functools.partial(
         turned, [16500, 8200], dtype=BF16, num_heads=1, num_kv_heads=1, head_dim=16
@@ -232,66 +172,66 @@ CASES = {
     "bad-key-alone-int8": functools.partial(a_bad_key_alone, INT8),
     "bad-key-fp8": functools.partial(a_bad_key_is_its_own_requests_affair, FP8),
 }
-
-
-# The others: battery.
-ORDINARY = (
-    "plain-h80-gqa4-fp8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
-    "turned-keys-are-values", "turned-window", "bad-key", "turned-alone-h128-gqa5-bf16", "turned-alone-far-int8",
-    "bad-key-alone",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", marked(CASES, ORDINARY))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
+ALONE: list[tuple[int, int, int, dict[str, Any]]] = [
+    (64, 4, 1200, {"norm_dtype": BF16}),
+    (128, 1, 64, {"sinks": True}),
+    (128, 5, 130, {"norm_dtype": FP32, "scaled": True}),
+    (64, 16, 65, {"window": 70, "soft_cap": 3.0}),
+    (64, 2, 0, {"norm_dtype": BF16, "without_row": 0}),
+    (80, 2, 90, {}),
+]
+for name, kv_dtype in KINDS.items():
+    kind = {"dtype": BF16, "kv_dtype": kv_dtype}
+    for size, group in ((64, 1), (80, 4), (96, 5), (128, 8), (256, 2), (512, 4)):
+        case = functools.partial(plain, [0, 300], head_dim=size, num_heads=2 * group, **kind)
+        INTERPRETED[f"plain-h{size}-gqa{group}-{name}"] = case
+    for size, group in ((64, 2), (64, 7), (80, 4), (96, 16), (128, 1), (256, 4), (512, 2)):
+        case = functools.partial(turned, LENGTHS, head_dim=size, num_heads=2 * group, norm_dtype=BF16, **kind)
+        INTERPRETED[f"turned-h{size}-gqa{group}-{name}"] = case
+    for size, group, length, rest in ALONE:
+        case = functools.partial(turned, [length], head_dim=size, num_heads=2 * group, **kind, **rest)
+        INTERPRETED[f"turned-alone-h{size}-gqa{group}-{name}"] = case
+    # A split of more tiles than come through registers.
+    far = functools.partial(turned, [2600], num_heads=2, num_kv_heads=1, **kind)
+    INTERPRETED[f"turned-alone-far-{name}"] = far
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 
 def launch(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    head_dim: int,
-    group: int,
-    kv_dtype: torch.dtype | None,
-    requests: int = 8,
-    new: str = "plain",
-    window: int = 0,
-) -> tuple:
-    """What a decode launches, from tensors without storage. ``new``: its values are "plain" or "normed", or "none"."""
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_decode)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    capability: tuple[int, int], head_dim: int, group: int, kv_dtype: torch.dtype | None, requests: int = 8,
+    new: str = "plain", window: int = 0,
+) -> ahead_of_time.Launch:  # fmt: skip
+    """What a decode launches. ``new``: its values are "plain" or "normed", or "none"."""
     sizes = [8 * group, 8, 8]
-    q, k, v = empty(requests, sum(sizes), head_dim, dtype=BF16).split(sizes, dim=1)
+    q, k, v = empty(requests, sum(sizes), head_dim).split(sizes, dim=1)
     caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
-    scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
+    scales = [floats(1024, 8, 16) if kv_dtype else None for _ in range(2)]
     norm = empty(head_dim, dtype=BF16 if new == "plain" else FP32)
-    v_norm = empty(head_dim, dtype=FP32) if new == "normed" else None
-    turning = triton_decode.Turning(empty(requests, head_dim, dtype=FP32), norm, norm, v_norm, None)
+    v_norm = floats(head_dim) if new == "normed" else None
+    turning = triton_decode.Turning(floats(requests, head_dim), norm, norm, v_norm, None)
     if new == "none":
         k, v, turning = None, None, turning._replace(k_norm=None)
-    plan = empty(1 + requests * MOST_SPLITS, TASK_COLUMNS), empty(8 * requests)
+    plan = integers(1 + requests * MOST_SPLITS, TASK_COLUMNS), integers(8 * requests)
     scores = None, head_dim**-0.5, window, 0.0
-    triton_decode.decode_attention(q, k, v, turning, EPS, *caches, *scales, empty(64, 2048), *plan, *scores)
-    monkeypatch.undo()
+    with ahead_of_time.recorded(capability, triton_decode) as recorded:
+        triton_decode.decode_attention(q, k, v, turning, EPS, *caches, *scales, integers(64, 2048), *plan, *scores)
     return recorded[0]
 
 
-SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024, (10, 0): 228 * 1024}
 DECODES = {
     f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}{end}": (capability, head_dim, group, kv_dtype, requests)
-    for capability in SHARED_MEMORY
+    for capability in ahead_of_time.SM_MEMORY
     for head_dim in (64, 96, 128, 256, 512)
     for group in ((1, 2, 4, 5, 7, 8, 16) if head_dim < 512 else (2, 4, 8))
-    for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
+    for name, kv_dtype in KINDS.items()
     for requests, end in ((8, ""), (1, "-alone"))
     if (kv_dtype != FP8 or capability != (8, 0))
-    and (requests > 1 or (head_dim in ALONE_HEAD_DIMS and default_config(head_dim, 2, 2, capability).alone_warps))
+    and (
+        requests > 1
+        or (head_dim in triton_decode.ALONE_HEAD_DIMS and default_config(head_dim, 2, 2, capability).alone_warps)
+    )
 }
 # Gemma 4's: values have norms, and some layers have no new keys but another's cache. Norms are in float32; heads of 256
 # have windows.
@@ -299,36 +239,26 @@ DECODES |= {
     f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}-{new}": (
         capability, head_dim, group, kv_dtype, 8, new, window,
     )
-    for capability in SHARED_MEMORY
+    for capability in ahead_of_time.SM_MEMORY
     for new, head_dim, window, groups in (
         ("normed", 256, 1024, (2, 4, 8)), ("normed", 512, 0, (4, 8, 16)), ("none", 256, 512, (4, 8)),
         ("none", 512, 0, (4, 8)),
     )
     for group in groups
-    for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
+    for name, kv_dtype in KINDS.items()
     if kv_dtype != FP8 or capability != (8, 0)
 }  # fmt: skip
 
 
-COMPILED = (
-    "sm_90-h128-gqa8-int8-alone", "sm_80-h96-gqa5-bf16", "sm_100-h512-gqa4-bf16-normed",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", marked(DECODES, COMPILED))
-def test_decodes_compile_without_spills(
-    name: str, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", marked(DECODES, ["sm_90-h64-gqa2-bf16-alone", "sm_80-h256-gqa2-int8-normed"]))
+def test_decodes_compile_without_spills(name: str) -> None:
     """And all programs of the grid run at once."""
     capability, head_dim, group, kv_dtype, requests, *new = DECODES[name]
-    kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype, requests, *new)
-    binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
-    shared = binary.metadata.shared
+    made = launch(capability, head_dim, group, kv_dtype, requests, *new)
     programs = 2  # of the kernel for one request, see decode_splits
-    if kernel is triton_decode.decode_kernel:
+    if made[0] is triton_decode.decode_kernel:
         programs = decode_tile(default_config(head_dim, 2, 1 if kv_dtype else 2, capability)).programs_per_sm
-    assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
-    assert programs * kwargs["num_warps"] * -(-registers // 8) * 256 <= ahead_of_time.REGISTERS
+    ahead_of_time.without_spills(made, capability, programs)
 
 
 # ---- on the CPU -----------------------------------------------------------------------------------------------------
@@ -352,7 +282,7 @@ def test_the_reference_is_the_ops_of_a_cpu(rotary: bool) -> None:
     """The ops that a CPU has, from lengths that are in the plan alone."""
     case = decode_case([0, 0, 0], without_row=1, dtype=BF16, fused_qkv=True)
     plan = DecodePlan(case.block_table, *plan_of(case, None, decode_plan_reference))
-    values, own = values_of(case), [values_of(case)[name] for name in CACHES]
+    values, own = case.values(), [case.values()[name] for name in CACHES]
     scores = {"sinks": None, "sm_scale": case.sm_scale, "window": 0, "soft_cap": 0.0}
     if rotary:
         qkv, cos_sin, q_norm, k_norm, v_norm, scale = turning(case, BF16, True, "normed")
@@ -372,6 +302,9 @@ def test_the_reference_is_the_ops_of_a_cpu(rotary: bool) -> None:
         assert torch.equal(rotary_decode_attention(qkv[:, : 4 * 64], turn, own, plan, kind), out)
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    interpreted.run(CASES)
+ORDINARY = [
+    "plain-h80-gqa4-fp8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
+    "turned-keys-are-values", "turned-window", "bad-key", "turned-alone-h128-gqa5-bf16", "turned-alone-far-int8",
+    "bad-key-alone",
+]  # fmt: skip
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

@@ -1,31 +1,21 @@
-"""The exact linear layer without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
-
-As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
-TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
-or an empty string.
-"""
+"""The exact linear layer without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs."""
 
 import functools
 import itertools
 import re
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.linear import product_choices, triton_linear
 from compiled_llm.ops.linear.exact_linear import NOTHING, exact_linear, exact_linear_reference
+from compiled_llm.ops.linear.product_choices import LinearTile
 from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.programmatic_launch import programmatic_launches
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.linear import product_choices, triton_linear  # noqa: E402
-from compiled_llm.ops.linear.product_choices import LinearTile  # noqa: E402
-from tests.drawn import marked  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from tests.drawn import marked
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import PROGRAM_MEMORY, empty
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -85,43 +75,29 @@ MEASURED = {
 TILES = {"FLOAT32": triton_linear.FLOAT32, "MMA": triton_linear.MMA, "WGMMA": triton_linear.WGMMA}
 TILES["measured"] = (triton_linear.WGMMA[0], *MEASURED)
 
-INTERPRETED: dict[str, tuple[Callable, tuple]] = {
-    **{f"reference-{str(dtype)[6:]}": (agrees_with_the_reference, (dtype,)) for dtype in DTYPES},
+INTERPRETED = {
+    **{f"reference-{str(dtype)[6:]}": functools.partial(agrees_with_the_reference, dtype) for dtype in DTYPES},
     **{
-        f"tiles-{str(dtype)[6:]}-{tiles}": (a_row_has_the_same_bits_in_every_tile, (dtype, TILES[tiles]))
+        f"tiles-{str(dtype)[6:]}-{tiles}": functools.partial(a_row_has_the_same_bits_in_every_tile, dtype, TILES[tiles])
         for dtype, tiles in (
-            (torch.float32, "FLOAT32"),
-            (torch.bfloat16, "MMA"),
-            (torch.bfloat16, "WGMMA"),
-            (torch.bfloat16, "measured"),
-            (torch.float16, "MMA"),
+            (torch.float32, "FLOAT32"), (torch.bfloat16, "MMA"), (torch.bfloat16, "WGMMA"),
+            (torch.bfloat16, "measured"), (torch.float16, "MMA"),
         )
     },
-}
+}  # fmt: skip
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
-ROWS = (1, 16, 32, 64, 100, 2048)
-SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024}  # of a program; 99 KB on the GPUs between 8.0 and 9.0
-
 
 def launch(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    rows: int,
-    around: Surroundings = NOTHING,
-    tile: LinearTile | None = None,
-    shape: tuple[int, int] = (6144, 4096),
-) -> tuple["triton.JITFunction", tuple, dict]:
-    """What so many rows launch on a GPU of that capability, from tensors without storage."""
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_linear)
-    x, weight, bias = (
-        torch.empty(*sizes, dtype=dtype, device="meta") for sizes in ((rows, shape[1]), shape, shape[:1])
-    )
-    triton_linear.exact_linear(x, weight, bias, *around.following, tile=tile)
-    monkeypatch.undo()
+    capability: tuple[int, int], dtype: torch.dtype, rows: int, around: Surroundings = NOTHING,
+    tile: LinearTile | None = None, shape: tuple[int, int] = (6144, 4096),
+) -> ahead_of_time.Launch:  # fmt: skip
+    """What so many rows launch on a GPU of that capability."""
+    x, weight, bias = (empty(*sizes, dtype=dtype) for sizes in ((rows, shape[1]), shape, shape[:1]))
+    with ahead_of_time.recorded(capability, triton_linear) as recorded:
+        triton_linear.exact_linear(x, weight, bias, *around.following, tile=tile)
     return recorded[0]
 
 
@@ -132,64 +108,56 @@ def products(ptx: str, dtype: torch.dtype) -> set[str]:
     return {re.sub(r"m\d+n\d+", "", name) for name in re.findall(r"(?:wgmma\.mma_async|\bmma\.sync)\S+", ptx)}
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "instruction"),
-    [
-        ((9, 0), torch.bfloat16, "wgmma.mma_async.sync.aligned.k16.f32.bf16.bf16"),
-        ((8, 0), torch.bfloat16, "mma.sync.aligned.k16.row.col.f32.bf16.bf16.f32"),
-        pytest.param((9, 0), torch.float16, "wgmma.mma_async.sync.aligned.k16.f32.f16.f16", marks=pytest.mark.battery),
-        ((8, 0), torch.float32, "fma.rn.f32"),
-    ],
-    ids=str,
-)
-def test_every_tile_adds_up_by_the_same_instruction(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    instruction: str,
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    seen = set()
-    for rows in ROWS:
-        kernel, args, kwargs = launch(monkeypatch, capability, dtype, rows)
-        if (tile := tuple(kwargs.items())) in seen:
-            continue
-        seen.add(tile)
-        binary, _ = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
-        assert binary.metadata.shared <= SHARED_MEMORY[capability]
-        assert products(binary.asm["ptx"], dtype) == {instruction}
-    assert len(seen) == len(triton_linear.tiles_of(dtype.itemsize, capability)), "a tile that no number of rows takes"
-
-
 WGMMA = "wgmma.mma_async.sync.aligned.k16.f32.bf16.bf16"
 MMA = "mma.sync.aligned.k16.row.col.f32.bf16.bf16.f32"
 
 
+ALL_ROWS = (1, 16, 32, 64, 100, 2048)
+
+
 @pytest.mark.parametrize(
-    "tile", marked({str(tuple(tile)): tile for tile in MEASURED}, (str(tuple(tile)) for tile in [*MEASURED][:1]))
+    ("capability", "dtype", "instruction", "rows"),
+    [
+        ((9, 0), torch.bfloat16, WGMMA, (1, 2048)),
+        ((8, 0), torch.float32, "fma.rn.f32", ALL_ROWS),
+        pytest.param((9, 0), torch.bfloat16, WGMMA, ALL_ROWS, marks=pytest.mark.battery),
+        pytest.param((8, 0), torch.bfloat16, MMA, ALL_ROWS, marks=pytest.mark.battery),
+        pytest.param((9, 0), torch.float16, WGMMA.replace("bf16", "f16"), ALL_ROWS, marks=pytest.mark.battery),
+    ],
+    ids=str,
 )
-def test_measured_tiles_add_up_likewise(
-    tile: str, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_every_tile_adds_up_by_the_same_instruction(
+    capability: tuple[int, int], dtype: torch.dtype, instruction: str, rows: tuple[int, ...]
 ) -> None:
+    made = {tuple(each[2].items()): each for each in (launch(capability, dtype, count) for count in rows)}
+    tiles = triton_linear.tiles_of(dtype.itemsize, capability)
+    assert rows != ALL_ROWS or len(made) == len(tiles), "a tile that no number of rows takes"
+    for each in made.values():
+        binary, _ = ahead_of_time.without_spills(each, capability)
+        assert binary.metadata.shared <= PROGRAM_MEMORY[capability]
+        assert products(binary.asm["ptx"], dtype) == {instruction}
+
+
+MEASURED_TILES = {str(tuple(tile)): tile for tile in MEASURED}
+
+
+@pytest.mark.parametrize("name", marked(MEASURED_TILES, [*MEASURED_TILES][:1]))
+def test_measured_tiles_add_up_likewise(name: str) -> None:
     """Of the files of measured products, which are those of Hopper GPUs: ``MMA`` gives the same bits there."""
-    found = {str(tuple(tile)): tile for tile in MEASURED}[tile]
-    product = MEASURED[found]
+    tile = MEASURED_TILES[name]
+    product = MEASURED[tile]
     around = Surroundings(activation="silu" if product.around == "gate" else "")
     shape = product.out_features, product.in_features
-    made = launch(monkeypatch, (9, 0), torch.bfloat16, found.m, around, found, shape)
-    binary, _ = ahead_of_time.without_spills(made, (9, 0), tmp_path)
-    assert binary.metadata.shared <= SHARED_MEMORY[9, 0]
-    assert products(binary.asm["ptx"], torch.bfloat16) == {WGMMA if found.n >= 64 else MMA}
+    binary, _ = ahead_of_time.without_spills(launch((9, 0), torch.bfloat16, tile.m, around, tile, shape), (9, 0))
+    assert binary.metadata.shared <= PROGRAM_MEMORY[9, 0]
+    assert products(binary.asm["ptx"], torch.bfloat16) == {WGMMA if tile.n >= 64 else MMA}
 
 
-def test_weights_are_asked_for_before_anything_is_waited_for(
-    child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_asked_for_before_anything_is_waited_for() -> None:
     """Before the launch before has ended; nothing else is read before that."""
     with programmatic_launches():
-        made = launch(monkeypatch, (9, 0), torch.bfloat16, 1)
-    ptx = ahead_of_time.compiled(*made, (9, 0)).asm["ptx"]
+        made = launch((9, 0), torch.bfloat16, 1)
+    ptx = ahead_of_time.compiled(made, (9, 0)).asm["ptx"]
     places = [ptx.index(name) for name in ("prefetch.global.L2", "griddepcontrol.wait", "cp.async", "wgmma.mma_async")]
     assert places == sorted(places)
     assert "ld.global" not in ptx[: places[1]]
@@ -230,16 +198,6 @@ def test_refuses_by_name(given: tuple, message: str) -> None:
         triton_linear.exact_linear(*given)
 
 
-# ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", marked(INTERPRETED, ("reference-bfloat16", "tiles-float32-FLOAT32", "tiles-bfloat16-WGMMA"))
-)
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
@@ -276,5 +234,5 @@ def test_on_a_gpu_all_its_tiles_give_the_same_bits() -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+ORDINARY = ["reference-bfloat16", "tiles-float32-FLOAT32", "tiles-bfloat16-WGMMA"]
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

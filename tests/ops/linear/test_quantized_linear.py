@@ -1,6 +1,5 @@
 """The linear layer on quantised weights: every instruction set against float64, batch invariance, registration."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -36,21 +35,6 @@ BEST = ordinary_sets(OP)[0]
 # Each set, and each dtype; the battery has all of them together.
 SOME = [FORMATS[1], FORMATS[3], FORMATS[7], FORMATS[9], FORMATS[10]]
 SAMPLE = [(BEST, BFLOAT16), (BEST, FLOAT32), ("avx512", FLOAT32), ("avx2", FLOAT16), ("portable", FLOAT16)]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> native.Kernels:
-    module = native.load("quantized_linear_cpu")
-    if module is None:
-        pytest.skip("needs a C++ compiler")
-    return module
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 class Problem(NamedTuple):
@@ -96,7 +80,7 @@ def test_reference(form: WeightFormat, dtype: torch.dtype) -> None:
             assert_close(linear.quantized_linear_reference(*args), of, of.x, bias, 2**-20)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[4], FORMATS[10]], ids=str)
 def test_op(form: WeightFormat) -> None:
     of = problem(3, 50, 72, form, BFLOAT16)
     for bias in (None, of.bias):

@@ -1,19 +1,23 @@
-"""The GPU kernels of quantised weights without a GPU: run in Triton's interpreter, compiled ahead of time for two GPUs.
+"""The GPU kernels of quantised weights without a GPU: interpreted, and compiled ahead of time."""
 
-As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
-"""
-
+import functools
 import itertools
 import re
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.linear import (
+    quantized_tiles,
+    triton_int8_scaling,
+    triton_quantize_rows,
+    triton_quantized,
+    triton_quantized_a8,
+)
+from compiled_llm.ops.linear.quantized_tiles import Choice, Layer, Tile
 from compiled_llm.ops.linear.quantized_weight import (
     QuantizedRows,
     QuantizedWeight,
@@ -26,19 +30,9 @@ from compiled_llm.ops.linear.quantized_weight_gpu import (
     pack_quantized_rows_gpu,
     unpack_quantized_rows_gpu,
 )
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.linear import (  # noqa: E402
-    quantized_tiles,
-    triton_quantize_rows,
-    triton_quantized,
-    triton_quantized_a8,
-)
-from compiled_llm.ops.linear.quantized_tiles import Choice, Layer, Tile  # noqa: E402
-from compiled_llm.ops.moe import triton_quantized_grouped  # noqa: E402
-from tests.drawn import marked  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from compiled_llm.ops.moe import triton_quantized_grouped
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import PROGRAM_MEMORY, empty, integers
 
 FORMATS = [
     WeightFormat("int8"),
@@ -152,10 +146,7 @@ def a_row_has_the_same_bits_in_every_tile(form: WeightFormat, dtype: torch.dtype
     apart[:, 2:-1] = x
     for tile in getattr(quantized_tiles, name):
         tile = tile._replace(n=min(tile.n, 32))  # the interpreter's largest tensor is small
-        with (
-            mock.patch.object(quantized_tiles, name, (tile,)),
-            mock.patch.object(quantized_tiles, "INT8", (tile,)),
-        ):
+        with mock.patch.multiple(quantized_tiles, **{name: (tile,), "INT8": (tile,)}):
             plain.append(triton_quantized.quantized_linear(x, *weight, bias, *constants))
             assert torch.equal(triton_quantized.quantized_linear(apart[:, 2:-1], *weight, bias, *constants), plain[-1])
             for part in (slice(69, 70), slice(3, 20)):
@@ -180,9 +171,8 @@ def experts_have_the_bits_of_single_layers(form: WeightFormat) -> None:
         got = triton_quantized_grouped.grouped_quantized_linear(x, *weight, bias, rows, starts, *constants)
         a8 = None
         if form in A8_FORMATS:
-            a8 = triton_quantized_grouped.grouped_quantized_linear_a8(
-                x, *weight, bias, None, rows, starts, *constants
-            )  # fmt: skip
+            given = x, *weight, bias, None, rows, starts, *constants
+            a8 = triton_quantized_grouped.grouped_quantized_linear_a8(*given)
         for expert, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
             own = *(None if t is None else t[expert] for t in weight), bias[expert]
             alone = triton_quantized.quantized_linear(x[rows[first:end]], *own, *constants)
@@ -214,85 +204,107 @@ def int_mm_has_the_bits_of_triton(form: WeightFormat, dtype: torch.dtype, device
                 assert product.call_count == calls
 
 
-INTERPRETED: dict[str, tuple[Callable, tuple]] = {
-    **{f"reference-{named(f)}": (agrees_with_the_reference, (f, torch.bfloat16)) for f in FORMATS},
-    **{f"float32-{named(f)}": (agrees_with_the_reference, (f, torch.float32)) for f in FORMATS[1::2]},
-    **{f"float16-{named(f)}": (agrees_with_the_reference, (f, torch.float16)) for f in FORMATS[::3]},
-    **{f"a8-{named(f)}": (agrees_with_the_reference_of_a8, (f, torch.bfloat16)) for f in A8_FORMATS},
-    "a8-float32": (agrees_with_the_reference_of_a8, (FORMATS[8], torch.float32)),
+BF16 = torch.bfloat16
+INTERPRETED = {
+    **{f"reference-{named(f)}": functools.partial(agrees_with_the_reference, f, BF16) for f in FORMATS},
+    **{f"float32-{named(f)}": functools.partial(agrees_with_the_reference, f, torch.float32) for f in FORMATS[1::2]},
+    **{f"float16-{named(f)}": functools.partial(agrees_with_the_reference, f, torch.float16) for f in FORMATS[::3]},
+    **{f"a8-{named(f)}": functools.partial(agrees_with_the_reference_of_a8, f, BF16) for f in A8_FORMATS},
+    "a8-float32": functools.partial(agrees_with_the_reference_of_a8, FORMATS[8], torch.float32),
     **{
-        f"tiles-{named(f)}": (a_row_has_the_same_bits_in_every_tile, (f, torch.bfloat16))
-        for f in (FORMATS[1], FORMATS[3], FORMATS[6], FORMATS[8], FORMATS[11])
+        f"tiles-{named(FORMATS[f])}": functools.partial(a_row_has_the_same_bits_in_every_tile, FORMATS[f], BF16)
+        for f in (1, 3, 6, 8, 11)
     },
-    **{f"int_mm-{named(f)}": (int_mm_has_the_bits_of_triton, (f, torch.bfloat16)) for f in FORMATS[:2]},
-    "tiles-float32": (a_row_has_the_same_bits_in_every_tile, (FORMATS[8], torch.float32)),
-    **{f"experts-{named(f)}": (experts_have_the_bits_of_single_layers, (f,)) for f in (*FORMATS[1::3], FORMATS[11])},
+    **{f"int_mm-{named(f)}": functools.partial(int_mm_has_the_bits_of_triton, f, BF16) for f in FORMATS[:2]},
+    "tiles-float32": functools.partial(a_row_has_the_same_bits_in_every_tile, FORMATS[8], torch.float32),
+    **{
+        f"experts-{named(f)}": functools.partial(experts_have_the_bits_of_single_layers, f)
+        for f in (*FORMATS[1::3], FORMATS[11])
+    },
 }
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
-SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024}  # of a program; 99 KB on the GPUs between 8.0 and 9.0
+META = torch.device("meta")
+MODULES = (triton_quantized, triton_quantized_a8, triton_quantize_rows, triton_int8_scaling, triton_quantized_grouped)
 
 
 def launches(
-    monkeypatch: pytest.MonkeyPatch, form: WeightFormat, a8: bool, rows: int, capability: tuple[int, int]
-) -> list:
-    """What a layer of 4096 inputs and 6144 outputs launches, from tensors without storage."""
-    modules = triton_quantized, triton_quantized_a8, triton_quantize_rows
-    recorded = ahead_of_time.recorded(monkeypatch, capability, *modules)
-    meta = torch.device("meta")
-    weight = empty_quantized_gpu(form, 6144, 4096, meta)
-    x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=meta)
+    form: WeightFormat, a8: bool, rows: int, capability: tuple[int, int], bias: Tensor | None = None
+) -> list[ahead_of_time.Launch]:
+    """What a layer of 4096 inputs and 6144 outputs launches."""
+    weight, x = empty_quantized_gpu(form, 6144, 4096, META), empty(rows, 4096)
     op = triton_quantized_a8.quantized_linear_a8 if a8 else triton_quantized.quantized_linear
-    op(x, *weight, None, *((None,) if a8 else ()), form.element, form.group_size, 6144)
-    monkeypatch.undo()
+    with ahead_of_time.recorded(capability, *MODULES) as recorded:
+        op(x, *weight, bias, *((None,) if a8 else ()), form.element, form.group_size, 6144)
     return recorded
 
 
+def of_experts(form: WeightFormat, a8: bool, tokens: int, capability: tuple[int, int]) -> list[ahead_of_time.Launch]:
+    """In the sizes of Qwen3-30B-A3B: 128 experts, of which a token uses 8."""
+    weight, x = empty_quantized_gpu(form, 1536, 2048, META, 128), empty(tokens, 2048)
+    constants = integers(tokens * 8), integers(129), form.element, form.group_size, 1536
+    with ahead_of_time.recorded(capability, *MODULES) as recorded:
+        if a8:
+            triton_quantized_grouped.grouped_quantized_linear_a8(x, *weight, None, None, *constants)
+        else:
+            triton_quantized_grouped.grouped_quantized_linear(x, *weight, None, *constants)
+    return recorded[-1:]
+
+
+# Each element, each size of a group, and each kernel once.
 SOME = [
-    (WeightFormat("int8"), False, 1),
-    (WeightFormat("int4", 128), False, 1),
-    (WeightFormat("int4", 32), False, 1),
-    (WeightFormat("fp8", 128), False, 1),
-    (WeightFormat("fp4", 32), False, 1),
-    (WeightFormat("int8"), True, 1),
-    (WeightFormat("int4", 128), True, 1),
-]
-MORE = [
-    (form, a8, rows)
-    for form, a8, rows in itertools.product(FORMATS, (False, True), (1, 64, 2048))
-    if (not a8 or form in A8_FORMATS) and (form, a8, rows) not in SOME
+    (launches, WeightFormat("int8"), False, 1), (launches, WeightFormat("fp8", 128), False, 1),
+    (launches, WeightFormat("int4", 128), True, 1), (of_experts, WeightFormat("fp4", 32), False, 1),
+    (of_experts, WeightFormat("int8"), True, 1), (of_experts, WeightFormat("int4", 32), False, 1),
+]  # fmt: skip
+COMPILED = [
+    (of, form, a8, rows)
+    for of, numbers in ((launches, (1, 64, 2048)), (of_experts, (1, 64, 512, 2048)))
+    for form, a8, rows in itertools.product(FORMATS, (False, True), numbers)
+    if not a8 or form in A8_FORMATS
 ]
 
 
 @pytest.mark.parametrize(
-    ("form", "a8", "rows"),
-    [*SOME, *(pytest.param(*case, marks=pytest.mark.battery) for case in MORE)],
-    ids=lambda value: named(value) if isinstance(value, WeightFormat) else str(value),
+    ("of", "form", "a8", "rows"),
+    [pytest.param(*case, marks=() if case in SOME else pytest.mark.battery) for case in COMPILED],
+    ids=lambda value: named(value) if isinstance(value, WeightFormat) else getattr(value, "__name__", str(value)),
 )
 @pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.battery), (9, 0)], ids=str)
 def test_compiles_without_spills(
-    capability: tuple[int, int],
-    form: WeightFormat,
-    a8: bool,
-    rows: int,
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    capability: tuple[int, int], of: Callable, form: WeightFormat, a8: bool, rows: int
 ) -> None:
-    for kernel, args, kwargs in launches(monkeypatch, form, a8, rows, capability):
-        binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
-        shared, ptx = binary.metadata.shared // 1024, binary.asm["ptx"]
-        print(f"| {capability}, {named(form)}, a8 {a8}, {rows} rows | {kernel.__name__} | {registers} | {shared} |")
-        loads = sorted({int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\S+ .*?(0x\w+)", ptx)})
-        assert binary.metadata.shared <= SHARED_MEMORY[capability]
-        if kernel.__name__ != "quantize_rows_kernel":
-            wanted = "wgmma.mma_async" if capability == (9, 0) else "mma.sync"
-            assert set(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)) == {wanted}
-            assert (".s32.s8.s8" in ptx) == a8
+    for launch in of(form, a8, rows, capability):
+        binary, registers = ahead_of_time.without_spills(launch, capability)
+        shared, ptx, name = binary.metadata.shared // 1024, binary.asm["ptx"], launch[0].__name__
+        print(f"| {capability}, {named(form)}, a8 {a8}, {rows} rows | {name} | {registers} | {shared} |")
+        if name == "quantize_rows_kernel":
+            continue
+        wanted = "wgmma.mma_async" if capability == (9, 0) else "mma.sync"
+        assert set(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)) == {wanted}
+        assert (".s32.s8.s8" in ptx) == a8
+        if of is launches:
+            assert binary.metadata.shared <= PROGRAM_MEMORY[capability]
+            loads = sorted({int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\S+ .*?(0x\w+)", ptx)})
             # With groups of 32, or 8 rows of x, a program's share of a tile may be 8 bytes a thread.
-            assert loads[-1] == 16 or ((form.group_size == 32 or kwargs["BLOCK_M"] == 8) and loads[-1] == 8)
+            assert loads[-1] == 16 or ((form.group_size == 32 or launch[2]["BLOCK_M"] == 8) and loads[-1] == 8)
+
+
+@pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.battery), (9, 0)], ids=str)
+@pytest.mark.parametrize("choice", [Choice(64, "triton", Tile(64, 64, 4, 4)), Choice(64, "int_mm")], ids=str)
+def test_what_follows_integer_sums_leaves_nothing_to_be_fused_or_not(
+    choice: Choice, capability: tuple[int, int]
+) -> None:
+    """So both products have the same operations behind them."""
+    with mock.patch.object(quantized_tiles, "choose", return_value=choice):
+        launch = launches(WeightFormat("int8", 0, True), True, 64, capability, bias=empty(6144))[-1]
+    binary, _ = ahead_of_time.without_spills(launch, capability)
+    assert "fma.rn.f32" in binary.asm["ptx"]
+    assert re.findall(r"\b(?:add|sub|mul)\S*\.f32\S*", binary.asm["ptx"]) == []
+    if choice.implementation == "int_mm":
+        assert re.search(r"ld\.global\S*\.v4", binary.asm["ptx"]), "16 bytes at a time"
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------
@@ -328,20 +340,14 @@ def test_activations_of_int8_are_for_integers() -> None:
         triton_quantized_a8.quantized_linear_a8(X, C, S, Z, None, X[0], "int4", 64, 8)
 
 
+def test_starts_of_other_experts_are_refused() -> None:
+    weight = empty_quantized_gpu(WeightFormat("int4", 64), 8, 128, torch.device("cpu"), 4)
+    starts = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"starts must be a contiguous \[5\] of torch.int32"):
+        triton_quantized_grouped.grouped_quantized_linear(X, *weight, None, None, starts, "int4", 64, 8)
+
+
 # ---- the outcomes of the interpreter, and on a GPU ------------------------------------------------------------------
-
-
-# The others: battery.
-ORDINARY = (
-    *("reference-int8-0-False", "reference-int8-32-True", "reference-int4-32-True", "reference-fp8-128-False"),
-    *("reference-fp4-32-False", "a8-int8-0-False", "a8-int4-64-True", "a8-float32", "int_mm-int8-0-True"),
-    "experts-int4-64-False",
-)
-
-
-@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
 
 
 @pytest.mark.gpu
@@ -355,5 +361,9 @@ def test_on_a_gpu(form: WeightFormat) -> None:
         int_mm_has_the_bits_of_triton(form, torch.bfloat16, "cuda")
 
 
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+ORDINARY = [
+    "reference-int8-0-False", "reference-int8-32-True", "reference-int4-32-True", "reference-fp8-128-False",
+    "reference-fp4-32-False", "a8-int8-0-False", "a8-int4-64-True", "a8-float32", "int_mm-int8-0-True",
+    "experts-int4-64-False",
+]  # fmt: skip
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

@@ -1,14 +1,11 @@
 """Linear layers with their surroundings in one launch, without a GPU: the bits of the single ops, in Triton's
 interpreter; and compiled ahead of time.
-
-As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
 """
 
+import functools
 import itertools
 import re
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,21 +13,19 @@ import torch
 from torch import Tensor
 
 from compiled_llm import ops as registered
-from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
-from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu, pack_quantized_rows_gpu
-from compiled_llm.ops.linear.surroundings import Surroundings
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.linear import (  # noqa: E402
+from compiled_llm.ops.linear import (
     quantized_layouts,
     triton_linear,
     triton_quantize_rows,
     triton_quantized,
     triton_quantized_a8,
 )
-from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
+from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu, pack_quantized_rows_gpu
+from compiled_llm.ops.linear.surroundings import Surroundings
+from compiled_llm.ops.rowwise import triton_rowwise
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import PROGRAM_MEMORY, empty
 
 EPS = 1e-5
 FORMS = {
@@ -130,23 +125,24 @@ def rows_with_nan_stay_apart(kind: str) -> None:
 
 
 KINDS = ("exact", *FORMS, *(f"{name}-a8" for name in FORMS if name.startswith("int")))
-INTERPRETED: dict[str, tuple[Callable, tuple]] = {
+INTERPRETED = {
     **{
-        f"bits-{kind}-{around}": (has_the_bits_of_single_ops, (kind, around, 300))
+        f"bits-{kind}-{around}": functools.partial(has_the_bits_of_single_ops, kind, around, 300)
         for kind, around in itertools.product(KINDS, SURROUNDINGS)
     },
-    # More inputs than a norm adds up side by side.
-    **{f"bits-long-{kind}": (has_the_bits_of_single_ops, (kind, "all", 2200)) for kind in ("exact", "int8", "int8-a8")},
-    **{f"nan-{kind}": (rows_with_nan_stay_apart, (kind,)) for kind in ("exact", "int8", "int8-a8", "int4-32-a8")},
+    **{  # more inputs than a norm adds up side by side
+        f"bits-long-{kind}": functools.partial(has_the_bits_of_single_ops, kind, "all", 2200)
+        for kind in ("exact", "int8", "int8-a8")
+    },
+    **{
+        f"nan-{kind}": functools.partial(rows_with_nan_stay_apart, kind)
+        for kind in ("exact", "int8", "int8-a8", "int4-32-a8")
+    },
 }
-OFTEN = (
-    "bits-exact-all", "bits-int8-multiplier-beside", "bits-mxfp4-norm", "bits-int4-64-zeros-a8-all", "nan-int8-a8",
-)  # fmt: skip
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
-SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
 SHAPES = {  # outputs, inputs, surroundings
     "qkv": (6144, 4096, ("norm",)),
     "o": (4096, 4096, ("residual",)),
@@ -154,39 +150,29 @@ SHAPES = {  # outputs, inputs, surroundings
 }
 CASES = [
     (capability, kind, name, rows)
-    for capability in SHARED_MEMORY
+    for capability in PROGRAM_MEMORY
     for kind, name, rows in itertools.product(KINDS, SHAPES, (1, 16, 32))
 ]
-SOME = {
-    ((9, 0), "int4-32-a8", "gate_up", 1),
-    ((8, 0), "int4-128-zeros", "gate_up", 16),
-}
+SOME = {((9, 0), "int8-a8", "qkv", 16), ((8, 0), "int4-32", "gate_up", 16)}
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str, name: str, rows: int) -> list:
-    """Of tensors without storage."""
-    modules = triton_linear, triton_quantized, triton_quantized_a8, triton_quantize_rows
-    recorded = ahead_of_time.recorded(monkeypatch, capability, *modules)
+def launches(capability: tuple[int, int], kind: str, name: str, rows: int) -> list[ahead_of_time.Launch]:
     outputs, inputs, around = SHAPES[name]
-    activation = "silu" if "activation" in around else ""
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
-
-    given = (
-        empty(inputs) if "norm" in around else None, EPS, activation,
-        empty(rows, outputs // (2 if activation else 1)) if "residual" in around else None,
-    )  # fmt: skip
-    if kind == "exact":
-        triton_linear.exact_linear(empty(rows, inputs), empty(outputs, inputs), None, *given[2:])
-        return recorded
-    form = FORMS[kind.removesuffix("-a8")]
-    weight = empty_quantized_gpu(form, outputs, inputs, torch.device("meta"))
-    constants = form.element, form.group_size, outputs
-    if kind.endswith("-a8"):
-        triton_quantized_a8.quantized_linear_a8(empty(rows, inputs), *weight, None, None, *constants, *given)
-    else:
-        triton_quantized.quantized_linear(empty(rows, inputs), *weight, None, *constants, *given)
+    norm, activation = empty(inputs) if "norm" in around else None, "silu" if "activation" in around else ""
+    residual = empty(rows, outputs) if "residual" in around else None
+    x, given = empty(rows, inputs), (norm, EPS, activation, residual)
+    modules = triton_linear, triton_quantized, triton_quantized_a8, triton_quantize_rows
+    with ahead_of_time.recorded(capability, *modules) as recorded:
+        if kind == "exact":
+            triton_linear.exact_linear(x, empty(outputs, inputs), None, *given[2:])
+            return recorded
+        form = FORMS[kind.removesuffix("-a8")]
+        weight = empty_quantized_gpu(form, outputs, inputs, torch.device("meta"))
+        constants = form.element, form.group_size, outputs
+        if kind.endswith("-a8"):
+            triton_quantized_a8.quantized_linear_a8(x, *weight, None, None, *constants, *given)
+        else:
+            triton_quantized.quantized_linear(x, *weight, None, *constants, *given)
     return recorded
 
 
@@ -195,19 +181,16 @@ def launches(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind:
     [pytest.param(*case, marks=() if case in SOME else pytest.mark.battery) for case in CASES],
     ids=str,
 )
-def test_compiles_without_spills(
-    capability: tuple[int, int], kind: str, name: str, rows: int,
-    child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
-    made = launches(monkeypatch, capability, kind, name, rows)
+def test_compiles_without_spills(capability: tuple[int, int], kind: str, name: str, rows: int) -> None:
+    made = launches(capability, kind, name, rows)
     assert len(made) == (2 if kind.endswith("-a8") and rows > triton_quantized_a8.FEW_ROWS else 1)
-    for kernel, args, kwargs in made:
-        binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
+    for launch in made:
+        binary, registers = ahead_of_time.without_spills(launch, capability)
         kinds = set(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", binary.asm["ptx"]))
-        shared = binary.metadata.shared // 1024
-        print(f"| {capability} {kind} {name} {rows} | {kernel.__name__} | {registers} | {shared} KB | {kinds} |")
-        assert binary.metadata.shared <= SHARED_MEMORY[capability]
-        if kernel.__name__ in ("exact_linear_kernel", "quantized_linear_kernel"):
+        shared, kernel = binary.metadata.shared // 1024, launch[0].__name__
+        print(f"| {capability} {kind} {name} {rows} | {kernel} | {registers} | {shared} KB | {kinds} |")
+        assert binary.metadata.shared <= PROGRAM_MEMORY[capability]
+        if kernel in ("exact_linear_kernel", "quantized_linear_kernel"):
             wanted = {(8, 0): "mma.sync", (9, 0): "wgmma.mma_async"}.get(capability)
             assert wanted is None or kinds == {wanted}
 
@@ -225,9 +208,7 @@ def test_the_ops_are_registered_as_torch_expects(a8: bool) -> None:
     around = Surroundings(norm, EPS, "silu", residual)
     name = "fused_quantized_linear_a8" if a8 else "fused_quantized_linear"
     op, public = getattr(torch.ops.compiled_llm, name), getattr(registered, name)
-    torch.library.opcheck(
-        op, (x, *weights, *around), test_utils=("test_schema", "test_faketensor")
-    )  # fmt: skip
+    torch.library.opcheck(op, (x, *weights, *around), test_utils=("test_schema", "test_faketensor"))
     got = public(x, *weights, around=around)
     exact = torch.nn.functional.rms_norm(x.float(), (32,), norm.float(), EPS) @ drawn(12, 32, seed=1).T
     want = torch.nn.functional.silu(exact[:, :6]) * exact[:, 6:] + residual.float()
@@ -252,15 +233,7 @@ def test_refuses_by_name(kind: str, given: tuple, message: str) -> None:
         layer_of(kind, 16, 64, bias=False)(*given)
 
 
-# ---- the outcomes of the interpreter, and on a GPU ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.battery) for name in INTERPRETED],
-)
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -270,5 +243,7 @@ def test_on_a_gpu(kind: str) -> None:
         has_the_bits_of_single_ops(kind, around, inputs, "cuda")
 
 
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+ORDINARY = [
+    "bits-exact-all", "bits-int8-multiplier-beside", "bits-mxfp4-norm", "bits-int4-64-zeros-a8-all", "nan-int8-a8",
+]  # fmt: skip
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

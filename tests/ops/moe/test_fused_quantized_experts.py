@@ -1,32 +1,25 @@
 """Experts on quantised weights with a gate or a sum behind them: the bits of the single ops, in Triton's interpreter;
 compiled ahead of time; registered, refused.
-
-As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
 """
 
 import functools
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.linear import quantized_layouts
+from compiled_llm.ops.linear import quantized_layouts, triton_quantize_rows
 from compiled_llm.ops.linear.quantized_tiles import INT8, Choice
 from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
 from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu
 from compiled_llm.ops.moe import fused_quantized_experts as registered
+from compiled_llm.ops.moe import triton_quantized_grouped as grouped
+from compiled_llm.ops.moe import triton_routing
 from compiled_llm.ops.moe.routing import routed_rows_reference
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.linear import triton_quantize_rows  # noqa: E402
-from compiled_llm.ops.moe import triton_quantized_grouped as grouped  # noqa: E402
-from compiled_llm.ops.moe import triton_routing  # noqa: E402
-from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
-from tests.ops.linear.test_triton_quantized import packed  # noqa: E402
+from compiled_llm.ops.rowwise import triton_rowwise
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import PROGRAM_MEMORY, empty, floats, integers
+from tests.ops.linear.test_triton_quantized import packed
 
 EXPERTS, TOP_K, INPUTS = 5, 2, 100
 FORMS = {
@@ -108,14 +101,6 @@ INTERPRETED = {
         for name, a8 in KINDS
     },
 }  # fmt: skip
-OFTEN = ("gate-int8", "gate-mxfp4-clamped", "gate-int4-64-zeros-a8", "sum-fp8-128", "sum-int4-128-a8")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.battery) for name in INTERPRETED]
-)
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
@@ -136,7 +121,7 @@ CASES = [
     for capability in ((8, 0), (9, 0), (10, 0))
     if capability[0] != 8 or not kind[0].startswith("fp8")
 ]
-SOME = (("qwen3-gate", "int4-128", True, 32, (9, 0)), ("gpt-oss-down", "mxfp4", False, 8, (9, 0)))
+SOME = [("qwen3-gate", "int4-128", True, 32, (9, 0)), ("gpt-oss-down", "mxfp4", False, 8, (9, 0))]
 
 
 @pytest.mark.parametrize(
@@ -144,28 +129,22 @@ SOME = (("qwen3-gate", "int4-128", True, 32, (9, 0)), ("gpt-oss-down", "mxfp4", 
     [pytest.param(*case, marks=() if case in SOME else pytest.mark.battery) for case in CASES],
     ids=str,
 )
-def test_compiles_without_spills(
-    layer: str, name: str, a8: bool, tokens: int, capability: tuple[int, int], child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
-    recorded = ahead_of_time.recorded(monkeypatch, capability, grouped, triton_quantize_rows)
+def test_compiles_without_spills(layer: str, name: str, a8: bool, tokens: int, capability: tuple[int, int]) -> None:
     outputs, inputs, experts, top_k, activation = LAYERS[layer]
-    meta = functools.partial(torch.empty, device="meta")
     weight = empty_quantized_gpu(FORMS[name], outputs, inputs, torch.device("meta"), experts)
-    rows, starts = meta(tokens * top_k, dtype=torch.int32), meta(experts + 1, dtype=torch.int32)
+    rows, starts = integers(tokens * top_k), integers(experts + 1)
     form = FORMS[name].element, FORMS[name].group_size, outputs, a8
-    if activation:
-        x = meta(tokens, inputs, dtype=torch.bfloat16)
-        grouped.gated_quantized_experts(x, *weight, None, rows, starts, *form, activation, 1.7, 7.0)
-    else:
-        x, residual = meta(tokens * top_k, inputs, dtype=torch.bfloat16), meta(tokens, outputs, dtype=torch.bfloat16)
-        added = meta(tokens, top_k, dtype=torch.int32), meta(tokens, top_k), None, residual
-        counters = meta(2**17, dtype=torch.int32)
-        grouped.summed_quantized_experts(x, *weight, None, rows, starts, *form, *added, counters)
-    monkeypatch.undo()
-    binary, registers = ahead_of_time.without_spills(recorded[-1], capability, tmp_path)
+    with ahead_of_time.recorded(capability, grouped, triton_quantize_rows) as recorded:
+        if activation:
+            x = empty(tokens, inputs)
+            grouped.gated_quantized_experts(x, *weight, None, rows, starts, *form, activation, 1.7, 7.0)
+        else:
+            x, added = empty(tokens * top_k, inputs), (integers(tokens, top_k), floats(tokens, top_k), None)
+            counters = empty(tokens, outputs), integers(2**17)
+            grouped.summed_quantized_experts(x, *weight, None, rows, starts, *form, *added, *counters)
+    binary, registers = ahead_of_time.without_spills(recorded[-1], capability)
     print(f"| {layer} {name} a8 {a8} {tokens} {capability} | {len(recorded)} | {registers} |")
-    assert binary.metadata.shared <= (227 if capability[0] > 8 else 99) * 1024
+    assert binary.metadata.shared <= PROGRAM_MEMORY[capability]
 
 
 # ---- registered, refused --------------------------------------------------------------------------------------------
@@ -207,5 +186,5 @@ def test_refuses_by_name() -> None:
         grouped.summed_quantized_experts(x.repeat(2, 1), *experts, places, weights, None, None, counters)
 
 
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+ORDINARY = ["gate-int8", "gate-mxfp4-clamped", "gate-int4-64-zeros-a8", "sum-fp8-128", "sum-int4-128-a8"]
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

@@ -1,7 +1,6 @@
 """The experts' linear layers: each instruction set against float64, and the same bits in any company."""
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,18 +11,9 @@ from compiled_llm.ops.moe import grouped_linear as grouped
 from tests.ops.instruction_sets import by_set, skip_without
 from tests.ops.linear.test_packed_linear import KERNELS, assert_rounded_once
 
+OP = "linear_cpu"
 EXPERTS, N, K = 6, 50, 65
 COUNTS = [3, 0, 1, 17, 0, 40]  # rows of each expert; 3 more belong to none
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    if native.load("linear_cpu") is None:
-        pytest.skip("needs a C++ compiler")
-    threads = torch.get_num_threads()
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 def starts_of(counts: list[int]) -> Tensor:
@@ -40,10 +30,10 @@ def packed_of(weight: Tensor) -> Tensor:
     return grouped.pack_weights(list(weight))
 
 
-@pytest.mark.parametrize("kernel", by_set("linear_cpu", KERNELS))
+@pytest.mark.parametrize("kernel", by_set(OP, KERNELS))
 def test_each_expert_computes_its_own_rows(kernel: tuple[str, torch.dtype]) -> None:
     isa, dtype = kernel
-    kernels = skip_without(native.load("linear_cpu"), isa)
+    kernels = skip_without(native.load(OP), isa)
     for n, k in ((N, K), (96, 64), (33, 700)):
         x, weight, bias, rows = problem(dtype, n, k)
         packed, starts = packed_of(weight), starts_of(COUNTS)
@@ -61,10 +51,10 @@ def test_each_expert_computes_its_own_rows(kernel: tuple[str, torch.dtype]) -> N
                         assert_rounded_once(out[first:end], x[rows[first:end]], weight[e], own)
 
 
-@pytest.mark.parametrize("kernel", by_set("linear_cpu", KERNELS))
+@pytest.mark.parametrize("kernel", by_set(OP, KERNELS))
 def test_a_row_has_the_bits_of_a_single_layer_in_any_company(kernel: tuple[str, torch.dtype]) -> None:
     isa, dtype = kernel
-    kernels = skip_without(native.load("linear_cpu"), isa)
+    kernels = skip_without(native.load(OP), isa)
     x, weight, bias, _ = problem(dtype, 100, 700)
     packed = packed_of(weight)
     alone = [kernels.run("packed_linear", x, packed[e], bias[e], 100, isa=isa) for e in range(EXPERTS)]
@@ -97,8 +87,10 @@ def test_the_references_agree(dtype: torch.dtype) -> None:
     packed = packed_of(weight)
     assert torch.equal(grouped.grouped_packed_linear_reference(x, packed, bias, rows, starts, N), expected)
     assert torch.equal(grouped.grouped_linear(x, weight, bias, rows, starts), expected)
-    torch.library.opcheck(torch.ops.compiled_llm.grouped_linear.default, (x, weight, bias, rows, starts))
-    torch.library.opcheck(torch.ops.compiled_llm.grouped_packed_linear.default, (x, packed, bias, rows, starts, N))
+    if dtype == torch.bfloat16:
+        ops = torch.ops.compiled_llm
+        torch.library.opcheck(ops.grouped_linear.default, (x, weight, bias, rows, starts))
+        torch.library.opcheck(ops.grouped_packed_linear.default, (x, packed, bias, rows, starts, N))
 
 
 def test_without_rows_nothing_is_read() -> None:

@@ -1,23 +1,14 @@
-"""The choice of experts and their rows without a GPU: run in Triton's interpreter, and compiled ahead of time.
+"""The choice of experts and their rows without a GPU: run in Triton's interpreter, and compiled ahead of time."""
 
-As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
-"""
-
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
+import functools
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.moe import routing
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.moe import triton_expert_rows  # noqa: E402
-from tests.drawn import marked  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from compiled_llm.ops.moe import routing, triton_expert_rows
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty, floats
 
 RULES = {  # top k, scoring, scale, groups, top groups; biased, scaled: whether there is a choice_bias, an expert_scale
     "qwen3-moe": ((8, "softmax", 1.0, 1, 1), False, False),
@@ -31,11 +22,7 @@ RULES = {  # top k, scoring, scale, groups, top groups; biased, scaled: whether 
 
 
 def arguments(
-    name: str,
-    tokens: int,
-    experts: int,
-    real: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    name: str, tokens: int, experts: int, real: int | None = None, dtype: torch.dtype = torch.float32,
     ties: bool = False,
 ) -> list:  # fmt: skip
     rule, biased, scaled = RULES[name]
@@ -114,41 +101,38 @@ def numbers_that_are_none_still_choose() -> None:
     assert got[0].isnan().any(1).all()
 
 
-INTERPRETED: dict[str, tuple[Callable, tuple]] = {
-    **{f"reference-{name}": (agrees_with_the_reference, (name,)) for name in RULES},
-    **{f"batch-{name}": (a_token_has_the_same_bits_in_every_batch, (name,)) for name in ("qwen3-moe", "groups")},
-    "one-expert": (one_expert_has_all_rows, ()),
-    "nan": (numbers_that_are_none_still_choose, ()),
+INTERPRETED = {
+    **{f"reference-{name}": functools.partial(agrees_with_the_reference, name) for name in RULES},
+    "batch-qwen3-moe": functools.partial(a_token_has_the_same_bits_in_every_batch, "qwen3-moe"),
+    "batch-groups": functools.partial(a_token_has_the_same_bits_in_every_batch, "groups"),
+    "one-expert": one_expert_has_all_rows,
+    "nan": numbers_that_are_none_still_choose,
 }
+CASES = [
+    (name, capability, *shape)
+    for name in ("qwen3-moe", "groups")
+    for capability in ((8, 0), (9, 0), (10, 0))
+    for shape in ((1, 8), (32, 128), (32, 256), (256, 128), (256, 512), (2048, 8))
+]
 
 
 @pytest.mark.parametrize(
-    ("capability", "tokens", "experts"),
+    ("name", "capability", "tokens", "experts"),
     [
-        ((9, 0), 32, 128),
-        *(
-            pytest.param(capability, *shape, marks=pytest.mark.battery)
-            for capability in ((8, 0), (9, 0), (10, 0))
-            for shape in ((1, 8), (32, 256), (256, 128), (256, 512), (2048, 8))
-        ),
+        pytest.param(*case, marks=() if case == ("qwen3-moe", (9, 0), 32, 128) else pytest.mark.battery)
+        for case in CASES
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("groups", marks=pytest.mark.battery)])
-def test_nothing_spills(
-    name: str, capability: tuple[int, int], tokens: int, experts: int, child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_expert_rows)
+def test_nothing_spills(name: str, capability: tuple[int, int], tokens: int, experts: int) -> None:
     given = arguments(name, 1, 24, dtype=torch.bfloat16)
-    bias = None if given[1] is None else torch.empty(experts, device="meta")
-    logits = torch.empty(tokens, experts, dtype=torch.bfloat16, device="meta")
     others = [x.to("meta") if isinstance(x, Tensor) else x for x in given[2:]]
-    triton_expert_rows.routed_rows(logits, bias, *others)
-    monkeypatch.undo()
+    with ahead_of_time.recorded(capability, triton_expert_rows) as recorded:
+        bias = None if given[1] is None else floats(experts)
+        triton_expert_rows.routed_rows(empty(tokens, experts), bias, *others)
     assert len(recorded) == (1 if tokens <= 32 else 2)
     for launch in recorded:
-        binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
+        binary, _ = ahead_of_time.without_spills(launch, capability)
         assert "fma.rn.f32" not in binary.asm["ptx"], "a product that is rounded with a sum has other bits"
 
 
@@ -179,11 +163,6 @@ def test_the_op_is_registered_as_torch_expects() -> None:
     torch.library.opcheck(torch.ops.compiled_llm.routed_rows, tuple(arguments("gemma4-moe", 5, 24)))
 
 
-@pytest.mark.parametrize("name", marked(INTERPRETED, ("reference-qwen3-moe", "batch-groups", "one-expert", "nan")))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RULES)
 def test_on_a_gpu(name: str) -> None:
@@ -197,5 +176,5 @@ def test_on_a_gpu(name: str) -> None:
         assert torch.equal(moved[4].cpu(), counted)
 
 
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+ORDINARY = ["reference-qwen3-moe", "batch-groups", "one-expert", "nan"]
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

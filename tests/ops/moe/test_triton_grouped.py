@@ -1,29 +1,20 @@
-"""The grouped product without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
-
-As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
-"""
+"""The grouped product without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs."""
 
 import functools
 import itertools
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.linear import triton_linear
+from compiled_llm.ops.moe import triton_grouped
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_linear_reference
 from compiled_llm.ops.moe.routing import weighted_sum_added_reference
 from compiled_llm.ops.rowwise.reference import clamped_swiglu_reference, gated_activation_reference
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.linear import triton_linear  # noqa: E402
-from compiled_llm.ops.moe import triton_grouped  # noqa: E402
-from tests.drawn import marked  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty, floats, integers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -45,9 +36,9 @@ def arguments(counts: list[int], dtype: torch.dtype, device: str = "cpu", n: int
 
 
 def agrees_with_the_reference(dtype: torch.dtype, device: str = "cpu") -> None:
-    for counts, with_bias in itertools.product(COUNTS, (False, True)):
+    for number, counts in enumerate(COUNTS):
         x, weight, bias, rows, starts = arguments(counts, dtype, device)
-        offset, used = bias if with_bias else None, sum(counts)
+        offset, used = bias if number % 2 else None, sum(counts)
         want = grouped_linear_reference(x, weight, offset, rows, starts)[:used]
         got = triton_grouped.grouped_linear(x, weight, offset, rows, starts)
         assert got.shape == (used + 2, 33)
@@ -68,11 +59,9 @@ def a_row_has_the_bits_of_a_single_layer_in_every_tile(dtype: torch.dtype) -> No
                 assert torch.equal(out[first:end], alone)
 
 
-def gates_and_sums_have_the_bits_of_the_single_ops(dtype: torch.dtype, device: str = "cpu") -> None:
-    """With experts without rows, all rows of one, and nothing but padding; counters are left as they were."""
-    generator = torch.Generator().manual_seed(1)
-    for counts, (activation, *limits) in itertools.product(COUNTS, GATES):
-        x, weight, bias, rows, starts = arguments(counts, dtype, device, n=40)
+def gates_have_the_bits_of_the_single_ops(dtype: torch.dtype) -> None:
+    for counts, (activation, *limits) in itertools.product(COUNTS[:1], GATES):
+        x, weight, bias, rows, starts = arguments(counts, dtype, n=40)
         used, given = sum(counts), (x, weight, bias, rows, starts, activation, *limits)
         got = triton_grouped.grouped_linear(*given)[:used]
         wide = triton_grouped.grouped_linear(*given[:5])[:used]
@@ -81,94 +70,83 @@ def gates_and_sums_have_the_bits_of_the_single_ops(dtype: torch.dtype, device: s
             torch.testing.assert_close(got, clamped_swiglu_reference(wide, *limits), **close)
         else:
             torch.testing.assert_close(got, gated_activation_reference(wide, activation), **close)
-    for counts, padding in (([2, 0, 19, 1, 0], 1), ([0, 0, 0, 0, 4], 0), ([0] * 5, 17), ([1, 1, 40, 1, 1], 19)):
+
+
+def sums_have_the_bits_of_the_single_ops(dtype: torch.dtype) -> None:
+    """With experts without rows, all rows of one, and nothing but padding; counters are left as they were."""
+    generator = torch.Generator().manual_seed(1)
+    for counts, padding in (([2, 0, 19, 1, 0], 1), ([0, 0, 0, 0, 4], 0), ([0] * 5, 17)):
         real, tokens = sum(counts) // 2, sum(counts) // 2 + padding
-        x, weight, bias, _, starts = arguments(counts, dtype, device, n=40)
+        x, weight, bias, _, starts = arguments(counts, dtype, n=40)
         x = torch.randn(2 * tokens, x.shape[1], generator=generator).to(x)
         order = torch.randperm(2 * real, generator=generator).int()
-        places = torch.full((tokens, 2), -1, dtype=torch.int32, device=device)
+        places = torch.full((tokens, 2), -1, dtype=torch.int32)
         places[:real] = order.view(real, 2)
-        rows = torch.empty(2 * tokens, dtype=torch.int32, device=device)
-        rows[places[:real].flatten().long()] = torch.arange(2 * real, dtype=torch.int32, device=device) // 2
-        weights = torch.rand(tokens, 2, generator=generator).to(device)
+        rows = torch.empty(2 * tokens, dtype=torch.int32)
+        rows[places[:real].flatten().long()] = torch.arange(2 * real, dtype=torch.int32) // 2
+        weights = torch.rand(tokens, 2, generator=generator)
         around = [torch.randn(tokens, 40, generator=generator).to(x) for _ in range(2)]
-        counters = torch.zeros(3 * tokens, dtype=torch.int32, device=device)
+        counters = torch.zeros(3 * tokens, dtype=torch.int32)
         for beside, residual in ((None, None), (None, around[1]), around):
-            got = triton_grouped.grouped_linear_sum(
-                x, weight, bias, rows, starts, places, weights, beside, residual, counters
-            )  # fmt: skip
+            added = places, weights, beside, residual, counters
+            got = triton_grouped.grouped_linear_sum(x, weight, bias, rows, starts, *added)
             y = triton_grouped.grouped_linear(x, weight, bias, None, starts)
             assert torch.equal(got, weighted_sum_added_reference(y, places, weights, beside, residual))
             assert not counters.any()
 
 
-INTERPRETED: dict[str, tuple[Callable, tuple]] = {
-    **{f"reference-{str(dtype)[6:]}": (agrees_with_the_reference, (dtype,)) for dtype in DTYPES},
-    **{f"around-{str(d)[6:]}": (gates_and_sums_have_the_bits_of_the_single_ops, (d,)) for d in DTYPES[1:]},
-    **{f"tiles-{str(d)[6:]}": (a_row_has_the_bits_of_a_single_layer_in_every_tile, (d,)) for d in DTYPES[:2]},
-}
+INTERPRETED = {
+    **{f"reference-{str(d)[6:]}": functools.partial(agrees_with_the_reference, d) for d in DTYPES},
+    **{f"gates-{str(d)[6:]}": functools.partial(gates_have_the_bits_of_the_single_ops, d) for d in DTYPES[1:]},
+    **{f"sums-{str(d)[6:]}": functools.partial(sums_have_the_bits_of_the_single_ops, d) for d in DTYPES[1:]},
+    **{f"tiles-{str(d)[6:]}": functools.partial(a_row_has_the_bits_of_a_single_layer_in_every_tile, d)
+       for d in DTYPES[:2]},
+}  # fmt: skip
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(2048, marks=pytest.mark.battery)])
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_compiles_without_spills(
-    capability: tuple[int, int], tokens: int, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """In the sizes of Qwen3-30B-A3B: 128 experts, of which a token uses 8."""
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_grouped)
-    meta = functools.partial(torch.empty, device="meta")
-    x, weight = meta(tokens, 2048, dtype=torch.bfloat16), meta(128, 1536, 2048, dtype=torch.bfloat16)
-    rows, starts = meta(tokens * 8, dtype=torch.int32), meta(129, dtype=torch.int32)
-    triton_grouped.grouped_linear(x, weight, None, rows, starts)
-    monkeypatch.undo()
-    (launch,) = recorded
-    binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
-    assert ("wgmma" if capability == (9, 0) else "mma.sync") in binary.asm["ptx"]
-
-
 LAYERS = {  # outputs, inputs, experts, experts of a token, activation: "" for the product with the sum behind
+    "alone": (1536, 2048, 128, 8, None),
     "gate_up": (768, 2048, 128, 8, "silu"),
     "down": (2048, 768, 128, 8, ""),
     "gate_up of few": (14336, 4096, 8, 2, "silu"),
     "down of few": (4096, 14336, 8, 2, ""),
     "clamped": (2880, 2880, 32, 4, "clamped_swiglu"),
 }
+SOME = [("alone", 1, (8, 0)), ("down", 256, (9, 0))]
+CASES = [
+    (name, tokens, capability)
+    for name, (*_, activation) in LAYERS.items()
+    for tokens in ((1, 8, 32, 64, 256) if activation == "" else (1, 8, 32, 256, 2048))
+    for capability in ((8, 0), (9, 0), (10, 0))
+]
 
 
 @pytest.mark.parametrize(
     ("name", "tokens", "capability"),
-    [
-        pytest.param(name, tokens, capability, marks=() if (name, tokens, capability[0]) == ("down", 256, 9) else
-                     pytest.mark.battery)
-        for name, (*_, activation) in LAYERS.items()
-        for tokens in ((1, 8, 32, 256, 2048) if activation else (1, 8, 32, 64, 256))
-        for capability in ((8, 0), (9, 0), (10, 0))
-    ],
+    [pytest.param(*case, marks=() if case in SOME else pytest.mark.battery) for case in CASES],
     ids=str,
-)  # fmt: skip
-def test_nothing_spills_with_gates_and_sums(
-    name: str, tokens: int, capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_grouped)
-    meta = functools.partial(torch.empty, device="meta")
+)
+def test_compiles_without_spills(name: str, tokens: int, capability: tuple[int, int]) -> None:
+    """Alone, and with gates and sums."""
     outputs, inputs, experts, top_k, activation = LAYERS[name]
-    wide, many = outputs * (2 if activation else 1), tokens * top_k
-    weight, starts = meta(experts, wide, inputs, dtype=torch.bfloat16), meta(experts + 1, dtype=torch.int32)
-    if activation:
-        x, rows = meta(tokens, inputs, dtype=torch.bfloat16), meta(many, dtype=torch.int32)
-        triton_grouped.grouped_linear(x, weight, None, rows, starts, activation, 1.7, 7.0)
-    else:
-        x, residual = meta(many, inputs, dtype=torch.bfloat16), meta(tokens, outputs, dtype=torch.bfloat16)
-        places, counters = meta(tokens, top_k, dtype=torch.int32), meta(2**17, dtype=torch.int32)
-        rows, weights = meta(many, dtype=torch.int32), meta(tokens, top_k)
-        triton_grouped.grouped_linear_sum(x, weight, None, rows, starts, places, weights, None, residual, counters)
-    monkeypatch.undo()
+    many = tokens * top_k
+    rows, starts = integers(many), integers(experts + 1)
+    with ahead_of_time.recorded(capability, triton_grouped) as recorded:
+        if activation == "":
+            x, residual, counters = empty(many, inputs), empty(tokens, outputs), integers(2**17)
+            added = integers(tokens, top_k), floats(tokens, top_k), None, residual, counters
+            triton_grouped.grouped_linear_sum(x, empty(experts, outputs, inputs), None, rows, starts, *added)
+        else:
+            gate = (activation, 1.7, 7.0) if activation else ()
+            x, weight = empty(tokens, inputs), empty(experts, outputs * (2 if activation else 1), inputs)
+            triton_grouped.grouped_linear(x, weight, None, rows, starts, *gate)
     (launch,) = recorded
-    ahead_of_time.without_spills(launch, capability, tmp_path)
+    binary, _ = ahead_of_time.without_spills(launch, capability)
+    if activation is None and capability != (10, 0):
+        assert ("wgmma" if capability == (9, 0) else "mma.sync") in binary.asm["ptx"]
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------
@@ -193,11 +171,6 @@ def test_refuses_by_name(given: tuple[Tensor, ...], message: str) -> None:
         triton_grouped.grouped_linear(*given)
 
 
-@pytest.mark.parametrize("name", marked(INTERPRETED, ("reference-bfloat16", "around-bfloat16", "tiles-bfloat16")))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype: torch.dtype) -> None:
@@ -209,5 +182,5 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         assert torch.equal(out[first:end], alone)
 
 
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+ORDINARY = ["reference-bfloat16", "gates-bfloat16", "sums-bfloat16", "tiles-bfloat16"]
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

@@ -1,26 +1,17 @@
-"""The router with norm and choice without a GPU: run in Triton's interpreter, and compiled ahead of time.
+"""The router with norm and choice without a GPU: run in Triton's interpreter, and compiled ahead of time."""
 
-As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
-"""
-
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.moe import triton_routed_linear
 from compiled_llm.ops.moe.routed_linear import routed_linear_reference
 from compiled_llm.ops.moe.routing import MAX_ROWS
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.moe import triton_routed_linear  # noqa: E402
-from tests.drawn import marked  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from tests.ops import ahead_of_time, interpreted
 
 EPS = 1e-5
 RULES: dict[str, dict[str, Any]] = {  # as RULES of test_triton_expert_rows.py
@@ -131,10 +122,11 @@ def sums_are_those_of_the_layer() -> None:
     torch.testing.assert_close(got[2], want.sort(descending=True).values, atol=1e-3, rtol=1e-2)
 
 
-INTERPRETED: dict[str, tuple[Callable, tuple]] = {
-    **{f"reference-{name}": (agrees_with_the_reference, (name,)) for name in RULES},
-    **{f"batch-{name}": (a_row_has_the_same_bits_in_every_batch, (name,)) for name in ("with a sum", "without a norm")},
-    "sums": (sums_are_those_of_the_layer, ()),
+INTERPRETED = {
+    **{f"reference-{name}": functools.partial(agrees_with_the_reference, name) for name in RULES},
+    "batch-with a sum": functools.partial(a_row_has_the_same_bits_in_every_batch, "with a sum"),
+    "batch-without a norm": functools.partial(a_row_has_the_same_bits_in_every_batch, "without a norm"),
+    "sums": sums_are_those_of_the_layer,
 }
 
 
@@ -144,34 +136,29 @@ LAYERS = {"qwen3-moe": (128, 2048), "mixtral": (8, 4096), "gpt-oss": (32, 2880),
 LAYERS["groups"] = 128, 7168
 
 
+CASES = [
+    (name, capability, rows)
+    for name in LAYERS
+    for capability in ((8, 0), (9, 0), (10, 0))
+    for rows in (1, 8, 32, 64, 256)
+]
+
+
 @pytest.mark.parametrize(
     ("name", "capability", "rows"),
-    [
-        pytest.param(
-            name, capability, rows, marks=() if (name, capability[0], rows) == ("qwen3-moe", 9, 256) else
-            pytest.mark.battery
-        )
-        for name in LAYERS
-        for capability in ((8, 0), (9, 0), (10, 0))
-        for rows in (1, 8, 32, 64, 256)
-    ],
+    [pytest.param(*case, marks=() if case == ("qwen3-moe", (9, 0), 256) else pytest.mark.battery) for case in CASES],
     ids=str,
-)  # fmt: skip
-def test_nothing_spills(
-    name: str, capability: tuple[int, int], rows: int, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_routed_linear)
+)
+def test_nothing_spills(name: str, capability: tuple[int, int], rows: int) -> None:
     experts, inputs = LAYERS[name]
     given = arguments(name, 1, experts, inputs)
     given[0] = given[1] = torch.empty(rows, inputs, dtype=torch.bfloat16)
-    triton_routed_linear.routed_linear(*given)
-    monkeypatch.undo()
+    with ahead_of_time.recorded(capability, triton_routed_linear) as recorded:
+        triton_routed_linear.routed_linear(*given)
     (launch,) = recorded
-    binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
+    binary, _ = ahead_of_time.without_spills(launch, capability)
     assert binary.metadata.shared <= 99 * 1024
-    products = "fma.rn.f32" if given[4].dtype == torch.float32 else "mma.sync"
-    assert products in binary.asm["ptx"]
+    assert ("fma.rn.f32" if given[4].dtype == torch.float32 else "mma.sync") in binary.asm["ptx"]
     assert "wgmma" not in binary.asm["ptx"]
 
 
@@ -208,11 +195,6 @@ def test_the_op_is_registered_as_torch_expects(name: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", marked(INTERPRETED, ("reference-qwen3-moe", "batch-with a sum", "sums")))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RULES)
 def test_on_a_gpu(name: str) -> None:
@@ -225,5 +207,4 @@ def test_on_a_gpu(name: str) -> None:
         assert not given[10].any()
 
 
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+test_interpreted = interpreted.each_of(INTERPRETED, ["reference-qwen3-moe", "batch-with a sum", "sums"])

@@ -1,21 +1,13 @@
-"""The sum of the experts without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
-
-As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
-"""
+"""The sum of the experts without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs."""
 
 import functools
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
-from compiled_llm.ops.moe import routing
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.moe import triton_routing  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from compiled_llm.ops.moe import routing, triton_routing
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty, floats, integers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,26 +29,17 @@ def has_the_bits_of_the_reference(dtype: torch.dtype, device: str = "cpu") -> No
     assert triton_routing.weighted_sum(y[:0], places[:0], weights[:0]).shape == (0, 2100)
 
 
-INTERPRETED = {str(dtype)[6:]: (has_the_bits_of_the_reference, (dtype,)) for dtype in DTYPES}
-
-
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
+INTERPRETED = {str(dtype)[6:]: functools.partial(has_the_bits_of_the_reference, dtype) for dtype in DTYPES}
+test_interpreted = interpreted.each_of(INTERPRETED)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_compiles_without_spills(
-    capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_compiles_without_spills(capability: tuple[int, int]) -> None:
     """In the sizes of Qwen3-30B-A3B."""
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_routing)
-    meta = functools.partial(torch.empty, device="meta")
-    y, weights = meta(32 * 8, 2048, dtype=torch.bfloat16), meta(32, 8)
-    triton_routing.weighted_sum(y, meta(32, 8, dtype=torch.int32), weights)
-    monkeypatch.undo()
+    with ahead_of_time.recorded(capability, triton_routing) as recorded:
+        triton_routing.weighted_sum(empty(32 * 8, 2048), integers(32, 8), floats(32, 8))
     (launch,) = recorded
-    binary, _ = ahead_of_time.without_spills(launch, capability, tmp_path)
+    binary, _ = ahead_of_time.without_spills(launch, capability)
     assert "fma.rn.f32" not in binary.asm["ptx"], "a product that is rounded with the sum has other bits"
 
 
@@ -64,7 +47,3 @@ def test_compiles_without_spills(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     has_the_bits_of_the_reference(dtype, "cuda")
-
-
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)

@@ -1,20 +1,15 @@
-"""The Triton kernels of layers with a state without a GPU: run in Triton's interpreter, and compiled ahead of time.
-
-As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
-TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
-or an empty string.
-"""
+"""The Triton kernels of layers with a state without a GPU: run in Triton's interpreter, and compiled ahead of time."""
 
 import functools
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.drawn import marked
+from compiled_llm.ops.recurrent import triton_convolution, triton_gated_delta, triton_mamba2
+from compiled_llm.ops.recurrent.triton_delta_chunks import most_chunks
+from tests.ops import ahead_of_time, interpreted
 from tests.ops.recurrent.recurrent_cases import (
     CASES,
     CHUNK,
@@ -32,20 +27,9 @@ from tests.ops.recurrent.recurrent_cases import (
     step,
 )
 
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.recurrent import triton_convolution, triton_gated_delta, triton_mamba2  # noqa: E402
-from compiled_llm.ops.recurrent.triton_delta_chunks import most_chunks  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
-
-KERNELS = {
-    "short_convolution": (triton_convolution, ("convolution_kernel", "convolution_outputs_kernel")),
-    "gated_delta_rule": (
-        triton_gated_delta,
-        ("delta_steps_kernel", "delta_factors_kernel", "delta_chunks_kernel"),
-    ),
-    "mamba2_scan": (triton_mamba2, ("scan_steps_kernel", "scan_chunks_kernel")),
-}
+MODULES = {
+    "short_convolution": triton_convolution, "gated_delta_rule": triton_gated_delta, "mamba2_scan": triton_mamba2,
+}  # fmt: skip
 LONG = (Request(21, 0, 4, ((21, 4), (1, 2), (2, 3))), Request(20, 3, 5, ((1, 5), (2, 1), (20, 6))))
 # Beside short ones: chunks of 64 and what is left, states inside of a chunk, at its ends and at the end of the request.
 SEVERAL = (
@@ -59,7 +43,7 @@ STEPS = {"mixed": MIXED, "decodes": DECODES, "one token": ONE, "long": LONG}
 
 
 def kernel(case: Case, *, exact: bool = False) -> Callable[..., Tensor]:
-    function = getattr(KERNELS[case.name][0], case.name)
+    function = getattr(MODULES[case.name], case.name)
     return functools.partial(function, exact=True) if exact and case.name != "short_convolution" else function
 
 
@@ -133,35 +117,30 @@ def no_tokens_are_no_launch(make: Callable) -> None:
         assert torch.equal(state, case.state)
 
 
-INTERPRETED: dict[str, tuple[Callable, tuple]] = {
-    **{
-        f"{title}-{name}-{str(dtype)[6:]}": (agrees_with_the_reference, (make, requests, dtype))
-        for title, make in CASES.items()
-        for name, requests in STEPS.items()
-        for dtype in (DTYPES if name == "mixed" else DTYPES[:1])
-    },
-    "scan by chunks-bfloat16": (agrees_with_the_reference, (CASES["scan"], CHUNK, torch.bfloat16)),
-    "delta rule by chunks-bfloat16": (chunks_agree_with_the_reference, ()),
-    "delta rule by chunks, one key again and again": (repeated_keys_agree_with_the_reference, ()),
-    "delta rule by chunks of any number of requests": (every_chunk_is_some_request_s, ()),
-    **{f"{title}-cut": (a_text_has_the_same_bits_however_it_is_cut, (make,)) for title, make in CASES.items()},
-    **{f"{title}-none": (no_tokens_are_no_launch, (make,)) for title, make in CASES.items()},
+INTERPRETED = {
+    "scan by chunks-bfloat16": functools.partial(agrees_with_the_reference, CASES["scan"], CHUNK, torch.bfloat16),
+    "delta rule by chunks-bfloat16": chunks_agree_with_the_reference,
+    "delta rule by chunks, one key again and again": repeated_keys_agree_with_the_reference,
+    "delta rule by chunks of any number of requests": every_chunk_is_some_request_s,
 }
+for title, make in CASES.items():
+    INTERPRETED[f"{title}-cut"] = functools.partial(a_text_has_the_same_bits_however_it_is_cut, make)
+    INTERPRETED[f"{title}-none"] = functools.partial(no_tokens_are_no_launch, make)
+    for name, requests in STEPS.items():
+        for dtype in DTYPES if name == "mixed" else DTYPES[:1]:
+            agrees = functools.partial(agrees_with_the_reference, make, requests, dtype)
+            INTERPRETED[f"{title}-{name}-{str(dtype)[6:]}"] = agrees
 
 
 # ---- launched as one binary -----------------------------------------------------------------------------------------
 
 
 def recorded_launches(
-    monkeypatch: pytest.MonkeyPatch, case: Case, requests: tuple[Request, ...], *, exact: bool
-) -> list[tuple]:
-    launches: list[tuple] = []
-    module, kernels = KERNELS[case.name]
-    for name in kernels:
-        monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), launches))
+    case: Case, requests: tuple[Request, ...], *, exact: bool, capability: tuple[int, int] = (9, 0)
+) -> list[ahead_of_time.Launch]:
     tokens, indices = step(requests, 0)
-    case.run(kernel(case, exact=exact), indices, tokens=slice(tokens))
-    monkeypatch.undo()
+    with ahead_of_time.recorded(capability, MODULES[case.name]) as launches:
+        case.run(kernel(case, exact=exact), indices, tokens=slice(tokens))
     return launches
 
 
@@ -176,16 +155,14 @@ LARGE = {
 
 
 @pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
-def test_decodes_and_chunks_run_one_binary(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_and_chunks_run_one_binary(make: Callable) -> None:
     """Of a kernel that has sums: how they lie in threads follows from what Triton specialises by."""
     case, seen = make(torch.bfloat16, 32), set()
     for requests in (ONE, (*ONE, *ONE), (Request(16, 0, 1, ((16, 1),)),), (Request(31, 0, 1, ((31, 1),)),)):
-        for launched, args, kwargs in recorded_launches(monkeypatch, case, requests, exact=True):
+        for launched, args, kwargs in recorded_launches(case, requests, exact=True):
             if case.name != "short_convolution":
-                by = [
-                    None if parameter.do_not_specialize else value
-                    for parameter, value in zip(launched.params, args, strict=False)
-                ]
+                given = zip(launched.params, args, strict=False)
+                by = [None if parameter.do_not_specialize else value for parameter, value in given]
                 seen.add((launched, ahead_of_time.specialisation(tuple(by)), tuple(kwargs.items())))
     assert len(seen) == (case.name != "short_convolution")
 
@@ -198,9 +175,8 @@ def test_a_gpu_runs_the_triton_kernel(make: Callable, monkeypatch: pytest.Monkey
     """What torch would call for tensors of a GPU, called with those of a CPU."""
     tokens, indices = step(ONE)
     case, calls = make(torch.float32, tokens), []
-    monkeypatch.setattr(
-        KERNELS[case.name][0], case.name, lambda *args, exact=False: calls.append(case.name) or case.reference(*args)
-    )
+    stands_in = lambda *args, exact=False: calls.append(case.name) or case.reference(*args)  # noqa: E731
+    monkeypatch.setattr(MODULES[case.name], case.name, stands_in)
     names = [name for name in (case.name, f"{case.name}_exact") if hasattr(torch.ops.compiled_llm, name)]
     for name in names:
         op = getattr(torch.ops.compiled_llm, name).default
@@ -211,33 +187,29 @@ def test_a_gpu_runs_the_triton_kernel(make: Callable, monkeypatch: pytest.Monkey
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 
+ALL = tuple(LARGE)
+COMPILED = [
+    ((9, 0), torch.bfloat16, ALL), ((8, 0), torch.float16, ALL), ((8, 0), torch.bfloat16, ALL),
+    ((10, 0), torch.bfloat16, ALL), ((9, 0), torch.float32, ALL),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "titles"),
     [
         ((9, 0), torch.bfloat16, ("convolution of LFM2", "delta rule of Qwen3-Next")),
-        pytest.param((9, 0), torch.bfloat16, tuple(LARGE), marks=pytest.mark.battery),
-        pytest.param((8, 0), torch.float16, tuple(LARGE), marks=pytest.mark.battery),
-        pytest.param((8, 0), torch.bfloat16, tuple(LARGE), marks=pytest.mark.battery),
-        pytest.param((10, 0), torch.bfloat16, tuple(LARGE), marks=pytest.mark.battery),
-        pytest.param((9, 0), torch.float32, tuple(LARGE), marks=pytest.mark.battery),
+        *(pytest.param(*case, marks=pytest.mark.battery) for case in COMPILED),
     ],
     ids=str,
 )
-def test_compiles_without_spills(
-    capability: tuple[int, int],
-    dtype: torch.dtype,
-    titles: tuple[str, ...],
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_compiles_without_spills(capability: tuple[int, int], dtype: torch.dtype, titles: tuple[str, ...]) -> None:
     for title in titles:
         case = LARGE[title](dtype, 32)
         chunk = (Request(32, 0, 1, ((32, 1),)),)
-        for requests, exact in ((DECODES, True), (chunk, True), (chunk, False)):
-            for launched, args, kwargs in recorded_launches(monkeypatch, case, requests, exact=exact):
-                binary, _ = ahead_of_time.without_spills((launched, args, kwargs), capability, tmp_path)
-                fuses = kwargs.get("enable_fp_fusion", True)
+        for requests, exact in ((DECODES, True), (chunk, False)):
+            for launch in recorded_launches(case, requests, exact=exact, capability=capability):
+                binary, _ = ahead_of_time.without_spills(launch, capability)
+                fuses = launch[2].get("enable_fp_fusion", True)
                 assert fuses or ".fma" not in binary.asm["ptx"], f"{title}: fused by choice of the compiler"
 
 
@@ -266,21 +238,9 @@ def test_refuses_by_name(make: Callable, name: str, value: object, message: str)
         kernel(case)(*given.values())
 
 
-# ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
-
-
-# The others: battery.
-ORDINARY = (
-    *("convolution-mixed-float16", "convolution of 150 channels, bias-mixed-float32", "convolution-cut"),
-    *("delta rule-mixed-bfloat16", "delta rule, odd sizes-cut", "delta rule-none", "scan-mixed-float16"),
-    *("scan by chunks-bfloat16", "delta rule by chunks-bfloat16", "delta rule by chunks of any number of requests"),
-)
-
-
-@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+ORDINARY = [
+    "convolution-mixed-float16", "convolution of 150 channels, bias-mixed-float32", "convolution-cut",
+    "delta rule-mixed-bfloat16", "delta rule-cut", "delta rule-none", "scan-mixed-float16",
+    "scan by chunks-bfloat16", "delta rule by chunks-bfloat16", "delta rule by chunks of any number of requests",
+]  # fmt: skip
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

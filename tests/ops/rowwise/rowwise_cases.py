@@ -1,7 +1,9 @@
 """Arguments of the row-wise ops, shared by the tests of every device."""
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -100,6 +102,48 @@ GPU_CASES: dict[str, Case] = {
         ),
     ),
 }
+
+
+ONES = torch.ones(2, 8)
+# Calls, and what they are refused for: by the ops of a CPU, and by the functions of ``triton_rowwise``.
+REFUSED: list[tuple[Callable[[Any], object], str]] = [
+    (lambda op: op.rms_norm(ONES, torch.ones(9), 1e-6), r"rms_norm: a weight must be .*\[8\]"),
+    (lambda op: op.rms_norm(ONES.double(), torch.ones(8), 1e-6), "dtype (of x )?must be float32"),
+    (lambda op: op.rms_norm(torch.ones(8, 2).t(), torch.ones(8), 1e-6), "last stride 1"),
+    (lambda op: op.add_rms_norm(ONES, torch.ones(1, 8), torch.ones(8), 1e-6), "delta must be like x"),
+    (lambda op: op.layer_norm(ONES, torch.ones(8), torch.ones(9), 1e-6), r"layer_norm: .*\[8\]"),
+    (lambda op: op.layer_norm(ONES.half(), torch.ones(8), torch.ones(8), 1e-6), "weight and bias must be of"),
+    (lambda op: op.rope(torch.ones(2, 35), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns or more, got 35"),
+    (lambda op: op.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
+    (lambda op: op.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
+    (lambda op: op.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
+    (lambda op: op.gated_rms_norm(ONES, ONES, ONES[0], 1e-6, 3, True), "group_size must divide the 8 columns, got 3"),
+    (lambda op: op.gated_rms_norm(ONES, ONES[:1], ONES[0], 1e-6, 4, True), "gate must be like x"),
+    (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
+    (lambda op: op.scaled_sum(ONES, torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
+    (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be (a contiguous )?\[1\]"),
+    (lambda op: op.sigmoid_gated(ONES, ONES[:, :4]), r"gate must be \[2, 8\] or \[2, 1\] of"),
+]
+
+
+def extremes(op: Any, device: str = "cpu") -> None:
+    """What the ops, or the functions of ``triton_rowwise``, make of infinities, NaN, zeros and huge numbers."""
+    x = torch.tensor([[-1e30, -100.0, -0.0, 0.0, 1e-30, 100.0, 1e30, float("inf")]], device=device)
+    ones, nan = torch.ones_like(x), torch.tensor([[float("nan"), 1.0]], device=device)
+    gated = op.gated_activation(torch.cat([x, ones], dim=1), "silu").cpu()
+    want = torch.tensor([[0.0, 0.0, 0.0, 0.0, 5e-31, 100.0, 1e30, float("inf")]])
+    torch.testing.assert_close(gated, want, atol=1e-37, rtol=1e-6)  # where the exponential is not a normal number: 0
+    assert op.soft_cap(x, 30.0)[0, [0, -1]].tolist() == [-30, 30]
+    squares = torch.tensor([[float("-inf"), -1e30, -0.0, 3.0, float("inf")]], device=device)
+    assert op.activation(squares, "relu2").tolist() == [[0.0, 0.0, 0.0, 9.0, float("inf")]]
+    for call in (op.soft_cap(nan[:, :1], 30.0), op.gated_activation(nan, "silu"), op.activation(nan[:, :1], "relu2")):
+        assert call.isnan().all()
+    peak, log_total = op.log_sum_exp(torch.tensor([[3.0, float("-inf"), 3.0]], device=device))
+    assert (peak.item(), log_total.item()) == (3, pytest.approx(0.6931472))
+    assert op.rms_norm(torch.zeros_like(x), ones[0], 1e-6).eq(0).all()
+    beyond = torch.tensor([[-3e38, 3e38]], dtype=torch.bfloat16, device=device)
+    total, _ = op.add_rms_norm(beyond, beyond, ones[0, :2].bfloat16(), 1e-6)
+    assert torch.equal(total, beyond + beyond)
 
 
 def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -12,9 +12,22 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from compiled_llm.ops import native
 from compiled_llm.ops.rowwise import reference, rowwise
 from tests.ops.instruction_sets import by_set, skip_without
-from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, GPU_CASES, check, cut, numbers, outputs, weight, widened
+from tests.ops.rowwise.rowwise_cases import (
+    CASES,
+    DTYPES,
+    GPU_CASES,
+    REFUSED,
+    check,
+    cut,
+    extremes,
+    numbers,
+    outputs,
+    weight,
+    widened,
+)
 
-ISAS = by_set("rowwise_cpu")
+OP = "rowwise_cpu"
+ISAS = by_set(OP)
 PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
 
 
@@ -24,7 +37,7 @@ PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
 def test_every_instruction_set_computes_what_the_reference_does(
     name: str, arguments: Callable, dtype: torch.dtype, isa: str
 ) -> None:
-    kernels = skip_without(native.load("rowwise_cpu"), isa)
+    kernels = skip_without(native.load(OP), isa)
     for size in (2, 24, 64, 1030):
         given = arguments(dtype, 5, size)
         got = outputs(kernels.run(name, *given, isa=isa))
@@ -38,7 +51,7 @@ def test_every_instruction_set_computes_what_the_reference_does(
 def test_a_row_has_the_same_bits_alone_and_in_any_company(
     name: str, arguments: Callable, dtype: torch.dtype, isa: str
 ) -> None:
-    kernels, rows, size = skip_without(native.load("rowwise_cpu"), isa), 67, 200
+    kernels, rows, size = skip_without(native.load(OP), isa), 67, 200
     given = arguments(dtype, rows, size)
     whole = outputs(kernels.run(name, *given, isa=isa))
 
@@ -51,13 +64,10 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(
 @pytest.mark.parametrize(("name", "arguments"), PARAMS)
 def test_threads_change_no_bit(name: str, arguments: Callable) -> None:
     given = arguments(torch.bfloat16, 300, 400)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(outputs(getattr(rowwise, name)(*given)))
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(outputs(getattr(rowwise, name)(*given)))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
@@ -116,55 +126,11 @@ def test_layer_norm_is_rounded_as_in_torch(dtype: torch.dtype) -> None:
     )
 
 
-def test_extremes() -> None:
-    x = torch.tensor([[-1e30, -100.0, -0.0, 0.0, 1e-30, 100.0, 1e30, float("inf")]])
-    gated = rowwise.gated_activation(torch.cat([x, torch.ones_like(x)], dim=1), "silu")
-    want = torch.tensor([[0.0, 0.0, 0.0, 0.0, 5e-31, 100.0, 1e30, float("inf")]])
-    torch.testing.assert_close(gated, want, atol=1e-37, rtol=1e-6)  # where the exponential is not a normal number: 0
-    capped = rowwise.soft_cap(x, 30.0)
-    assert capped[0, 0] == -30
-    assert capped[0, -1] == 30
-    assert rowwise.soft_cap(torch.tensor([[float("nan")]]), 30.0).isnan().all()
-    assert rowwise.gated_activation(torch.tensor([[float("nan"), 1.0]]), "silu").isnan().all()
-    squares = rowwise.activation(torch.tensor([[float("-inf"), -1e30, -0.0, 3.0, float("inf"), float("nan")]]), "relu2")
-    assert squares[0, :5].tolist() == [0.0, 0.0, 0.0, 9.0, float("inf")]
-    assert squares[0, 5].isnan()
-    peak, log_total = rowwise.log_sum_exp(torch.tensor([[3.0, float("-inf"), 3.0]]))
-    assert peak.item() == 3
-    assert log_total.item() == pytest.approx(0.6931472)
-    assert rowwise.rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6).eq(0).all()
+def test_extremes(kernels: native.Kernels) -> None:
+    extremes(torch.ops.compiled_llm)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: rowwise.rms_norm(torch.ones(2, 8), torch.ones(9), 1e-6), r"rms_norm: a weight must be .*\[8\]"),
-        (lambda: rowwise.rms_norm(torch.ones(2, 8).double(), torch.ones(8), 1e-6), "dtype must be float32"),
-        (lambda: rowwise.rms_norm(torch.ones(8, 2).t(), torch.ones(8), 1e-6), "last stride 1"),
-        (lambda: rowwise.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6), "delta must be like x"),
-        (lambda: rowwise.layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(9), 1e-6), r"layer_norm: .*\[8\]"),
-        (
-            lambda: rowwise.layer_norm(torch.ones(2, 8).half(), torch.ones(8), torch.ones(8), 1e-6),
-            "weight and bias must be of float16",
-        ),
-        (lambda: rowwise.rope(torch.ones(2, 35), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns or more, got 35"),
-        (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
-        (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
-        (lambda: rowwise.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
-        (
-            lambda: rowwise.gated_rms_norm(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6, 3, norm_first=True),
-            "group_size must divide the 8 columns, got 3",
-        ),
-        (
-            lambda: rowwise.gated_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6, 4, norm_first=True),
-            "gate must be like x",
-        ),
-        (lambda: rowwise.soft_cap(torch.ones(2, 7), 0.0), "cap must be above 0"),
-        (lambda: rowwise.scaled_sum(torch.ones(2, 8), torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
-        (lambda: rowwise.sigmoid_gated(torch.ones(2, 8), torch.ones(2, 4)), r"gate must be \[2, 8\] or \[2, 1\] of"),
-        (lambda: rowwise.scaled_sum(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)), r"scale must be \[1\] float32"),
-    ],
-)
-def test_refuses_by_name(call: Callable, message: str) -> None:
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refuses_by_name(kernels: native.Kernels, call: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call()
+        call(torch.ops.compiled_llm)

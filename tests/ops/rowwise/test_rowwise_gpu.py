@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from compiled_llm.ops.rowwise import rowwise
-from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, outputs
+from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, extremes, outputs
+from tests.ops.rowwise.test_triton_rowwise import (
+    a_row_has_the_same_bits_in_any_company,
+    agrees_with_the_reference,
+)  # fmt: skip
 
 pytestmark = pytest.mark.gpu
 PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
@@ -24,24 +28,18 @@ SIZES = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "arguments"), PARAMS)
 def test_what_the_reference_computes(name: str, arguments: Callable, dtype: torch.dtype) -> None:
-    from tests.ops.rowwise.test_triton_rowwise import agrees_with_the_reference
-
     agrees_with_the_reference(name, arguments, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "arguments"), PARAMS)
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str, arguments: Callable, dtype: torch.dtype) -> None:
-    from tests.ops.rowwise.test_triton_rowwise import a_row_has_the_same_bits_in_any_company
-
     sizes = (64, 128, 200) if name == "rope" else (128, 200, 4096, 12288)
     a_row_has_the_same_bits_in_any_company(name, arguments, dtype, "cuda", 300, sizes)
 
 
 def test_extremes() -> None:
-    from tests.ops.rowwise.test_triton_rowwise import extremes
-
-    extremes("cuda")
+    extremes(torch.ops.compiled_llm, "cuda")
 
 
 @pytest.mark.parametrize(("name", "arguments"), PARAMS)

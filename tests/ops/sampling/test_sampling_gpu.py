@@ -13,13 +13,11 @@ from tests.ops.sampling.sampling_cases import (
     PATTERNS,
     SamplingCase,
     check,
-    chi_square_is_likely,
     extreme_case,
     grid,
     make_case,
-    probabilities,
 )
-from tests.ops.sampling.test_token_sampling import FILTERS, OFFS, VOCABULARIES
+from tests.ops.sampling.test_token_sampling import FILTERS, TEMPERATURES, VOCABULARIES, check_distribution
 from tests.ops.sampling.test_triton_sampling import (
     SEARCHES,
     a_top_k_below_1_is_1,
@@ -89,22 +87,10 @@ def test_beyond_what_is_allowed() -> None:
     a_uniform_of_1_takes_the_last_that_stays("cuda")
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("name", FILTERS)
 def test_distribution(name: str, temperature: float) -> None:
-    filters, count = {**OFFS, **FILTERS[name]}, 100_000
-    logits = torch.randn(300)
-    case = SamplingCase(
-        logits.cuda().expand(count, -1),
-        torch.full((count,), temperature),
-        torch.full((count,), filters["top_k"], dtype=torch.int32),
-        torch.full((count,), filters["top_p"]),
-        torch.full((count,), filters["min_p"]),
-        torch.full((count,), filters["top_n_sigma"]),
-        torch.rand(count, dtype=torch.float64),
-    )
-    counts = OP(*case.to("cuda")).cpu().bincount(minlength=300)
-    assert chi_square_is_likely(counts, probabilities(logits, temperature, **filters))
+    check_distribution(FILTERS[name], temperature, "cuda")
 
 
 def test_a_captured_graph_follows_its_inputs() -> None:

@@ -28,21 +28,14 @@ from tests.ops.sampling.sampling_cases import (
 )
 
 Op = Callable[..., Tensor]
+OP = "sampling_cpu"
 VOCABULARIES = (1, 7, 257, 4096, 50000)
 
 
-@pytest.fixture(scope="module")
-def kernels() -> native.Kernels:
-    module = native.load("sampling_cpu")
-    if module is None:
-        pytest.skip("needs a C++ compiler")
-    return module
+BEST = ordinary_sets(OP)[0]
 
 
-BEST = ordinary_sets("sampling_cpu")[0]
-
-
-@pytest.fixture(params=["op", *(isa for isa in by_set("sampling_cpu") if isa.id != BEST)])
+@pytest.fixture(params=["op", *(isa for isa in by_set(OP) if isa.id != BEST)])
 def run(request: pytest.FixtureRequest, kernels: native.Kernels) -> Op:
     """``sample_tokens`` as it is registered, on the best instruction set, or on another one."""
     if request.param == "op":
@@ -56,7 +49,8 @@ def run(request: pytest.FixtureRequest, kernels: native.Kernels) -> Op:
 
 @functools.cache
 def cases(vocabulary: int) -> list[tuple[SamplingCase, Tensor]]:
-    made = [make_case(**kwargs) for _, kwargs in grid((vocabulary,))]
+    rows = 24 if vocabulary < 10_000 else 5
+    made = [make_case(**kwargs, rows=rows) for _, kwargs in grid((vocabulary,))]
     return [(case, expected(case)) for case in made]
 
 
@@ -97,15 +91,12 @@ def test_strided_rows(vocabulary: int, dtype: torch.dtype, run: Op) -> None:
 
 def test_a_row_alone_gives_the_same_token(run: Op) -> None:
     case = make_case(5000, dtype=torch.bfloat16, rows=40)
-    together, threads = run(*case), torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(torch.cat([run(*case.rows(slice(row, row + 1))) for row in range(40)]), together)
-            order = torch.randperm(40)
-            assert torch.equal(run(*case.rows(order)), together[order])
-    finally:
-        torch.set_num_threads(threads)
+    together = run(*case)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        assert torch.equal(torch.cat([run(*case.rows(slice(row, row + 1))) for row in range(40)]), together)
+        order = torch.randperm(40)
+        assert torch.equal(run(*case.rows(order)), together[order])
 
 
 LOGIT = st.one_of(
@@ -137,7 +128,7 @@ def test_any_rows(logits: list[list[float]], data: st.DataObject) -> None:
 # ---- the distribution -----------------------------------------------------------------------------------------------
 
 OFFS = {"top_k": OFF, "top_p": 1.0, "min_p": 0.0, "top_n_sigma": 0.0}
-FILTERS = {
+FILTERS: dict[str, dict[str, float]] = {
     "plain": {},
     "top-k": {"top_k": 7},
     "top-p": {"top_p": 0.8},
@@ -148,23 +139,28 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-@pytest.mark.parametrize("name", FILTERS)
-def test_distribution(name: str, temperature: float, kernels: native.Kernels) -> None:
+def of_one_row(logits: Tensor, uniform: Tensor, temperature: float = 1.0, **filters: float) -> SamplingCase:
+    """The same logits and parameters for each random number."""
+    rows, given = len(uniform), OFFS | filters
+    top_k = torch.full((rows,), int(given["top_k"]), dtype=torch.int32)
+    others = [torch.full((rows,), given[name]) for name in ("top_p", "min_p", "top_n_sigma")]
+    return SamplingCase(logits.expand(rows, -1), torch.full((rows,), temperature), top_k, *others, uniform)
+
+
+def check_distribution(filters: dict[str, float], temperature: float, device: str = "cpu") -> None:
     """Chi-square of 100,000 samples against the exact distribution, p > 0.001."""
-    filters, count = {**OFFS, **FILTERS[name]}, 100_000
-    logits = torch.randn(300)
-    case = SamplingCase(
-        logits.expand(count, -1),
-        torch.full((count,), temperature),
-        torch.full((count,), filters["top_k"], dtype=torch.int32),
-        torch.full((count,), filters["top_p"]),
-        torch.full((count,), filters["min_p"]),
-        torch.full((count,), filters["top_n_sigma"]),
-        torch.rand(count, dtype=torch.float64),
-    )
-    counts = sampling.sample_tokens(*case).bincount(minlength=300)
-    assert chi_square_is_likely(counts, probabilities(logits, temperature, **filters))
+    count, logits = 100_000, torch.randn(300)
+    case = of_one_row(logits, torch.rand(count, dtype=torch.float64), temperature, **filters)
+    counts = sampling.sample_tokens(*case.to(device)).cpu().bincount(minlength=300)
+    assert chi_square_is_likely(counts, probabilities(logits, temperature, **{**OFFS, **filters}))
+
+
+TEMPERATURES = (0.6, 1.0, 1.7)
+
+
+@pytest.mark.parametrize(("name", "temperature"), [*zip(FILTERS, 2 * TEMPERATURES, strict=True)])
+def test_distribution(name: str, temperature: float, kernels: native.Kernels) -> None:
+    check_distribution(FILTERS[name], temperature)
 
 
 def test_a_wrong_distribution_is_found() -> None:
@@ -180,16 +176,7 @@ def test_every_token_that_stays_can_be_drawn(run: Op) -> None:
     for filters in FILTERS.values():
         probs = probabilities(logits, 1.0, **{**OFFS, **filters})
         tokens = probs.nonzero().flatten()
-        rows = len(tokens)
-        case = SamplingCase(
-            logits.expand(rows, -1),
-            torch.ones(rows),
-            torch.full((rows,), filters.get("top_k", OFF), dtype=torch.int32),
-            torch.full((rows,), filters.get("top_p", 1.0)),
-            torch.full((rows,), filters.get("min_p", 0.0)),
-            torch.full((rows,), filters.get("top_n_sigma", 0.0)),
-            (probs.cumsum(0) - probs / 2)[tokens],
-        )
+        case = of_one_row(logits, (probs.cumsum(0) - probs / 2)[tokens], **filters)
         assert torch.equal(run(*case), tokens)
 
 
@@ -229,8 +216,8 @@ def test_the_check_accepts_one_token_but_at_a_boundary() -> None:
 
 
 def test_the_check_accepts_the_reference_and_no_other() -> None:
-    case = make_case(50, rows=200, temperatures=(1.0,), scale=0.5)
-    case = case._replace(uniform=torch.linspace(0.01, 0.99, 200, dtype=torch.float64))
+    case = make_case(50, rows=60, temperatures=(1.0,), scale=0.5)
+    case = case._replace(uniform=torch.linspace(0.01, 0.99, 60, dtype=torch.float64))
     for row, token in enumerate(expected(case).tolist()):
         top_k, *params = (float(column[row]) for column in case[2:])
         assert [t for t in range(50) if acceptable(t, case.logits[row], 1.0, int(top_k), *params)] == [token]
@@ -239,7 +226,7 @@ def test_the_check_accepts_the_reference_and_no_other() -> None:
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", by_set("sampling_cpu"))
+@pytest.mark.parametrize("isa", by_set(OP))
 def test_greedy_tokens(kernels: native.Kernels, isa: str) -> None:
     skip_without(kernels, isa)
     for dtype in DTYPES:

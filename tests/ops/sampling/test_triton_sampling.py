@@ -1,28 +1,19 @@
-"""The sampling kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
+"""The sampling kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs."""
 
-As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
-TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
-or an empty string.
-"""
-
+import functools
 import math
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.drawn import marked
+from compiled_llm.ops.sampling import triton_greedy, triton_sampling
+from compiled_llm.ops.sampling.reference import NO_TOKEN, greedy_tokens_reference
+from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty
 from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, check, extreme_case, grid, make_case
-
-triton = pytest.importorskip("triton")
-
-from compiled_llm.ops.sampling import triton_greedy, triton_sampling  # noqa: E402
-from compiled_llm.ops.sampling.reference import NO_TOKEN, greedy_tokens_reference  # noqa: E402
-from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
 
@@ -134,98 +125,67 @@ SEARCHES = {
 }
 FULL = ("1500-float32", "1500-bfloat16")  # of the grid; elsewhere the parts that differ
 PARTS = ("1-float32-equal", "7-float32-normal-2.0", "7-float32-few-values", "257-float32-banned", "1500-float16-peaked")
-INTERPRETED: dict[str, tuple[Callable, dict]] = {
-    **{
-        name: (of_the_grid, {**kwargs, "rows": 12})
-        for name, kwargs in grid((1, 7, 257, 1500))
-        if name.startswith(FULL) or name in PARTS
-    },
-    **{
-        f"short-list-{name}-{pattern}": (
-            of_the_grid,
-            {"vocabulary": 3100, "rows": 6, "pattern": pattern, "most_listed": 16, "temperatures": (1.0,), **filters},
-        )
-        for name, filters in SEARCHES.items()
-        for pattern in ("normal", "few-values", "banned")
-    },
-    **{
-        f"long-{pattern}": (of_the_grid, {"vocabulary": 40000, "rows": 4, "pattern": pattern, "splits": 9})
-        for pattern in ("normal", "few-values", "equal")
-    },
-    **{f"hot-{dtype}": (of_the_grid, {"vocabulary": 300, "rows": 16, "dtype": dtype, **HOT}) for dtype in DTYPES},
-    **{
-        f"extremes-{vocabulary}-{dtype}": (of_extremes, {"vocabulary": vocabulary, "dtype": dtype})
-        for vocabulary, dtype in ((1, torch.float32), (7, torch.float16), (600, torch.bfloat16), (600, torch.float32))
-    },
-    **{
-        f"programs-{pattern}": (
-            programs_and_neighbours_change_nothing,
-            {"vocabulary": 2100, "rows": 4, "pattern": pattern},
-        )
-        for pattern in ("normal", "few-values")
-    },
-    **{f"strided-{dtype}": (strided_rows_give_the_same, {"dtype": dtype}) for dtype in DTYPES},
-    **{f"greedy-{dtype}": (greedy_tokens_are_the_first_of_the_largest, {"dtype": dtype}) for dtype in DTYPES},
-    "top-n-sigma": (of_the_grid, {"vocabulary": 5000, "pattern": "banned", "rows": 16, **SIGMAS}),
-    "no-number": (no_number_gives_no_token, {}),
-    "top-k-0": (a_top_k_below_1_is_1, {}),
-    "uniform-1": (a_uniform_of_1_takes_the_last_that_stays, {}),
+INTERPRETED = {
+    "top-n-sigma": functools.partial(of_the_grid, vocabulary=5000, pattern="banned", rows=16, **SIGMAS),
+    "no-number": no_number_gives_no_token,
+    "top-k-0": a_top_k_below_1_is_1,
+    "uniform-1": a_uniform_of_1_takes_the_last_that_stays,
 }
+for name, kwargs in grid((1, 7, 257, 1500)):
+    if name.startswith(FULL) or name in PARTS:
+        INTERPRETED[name] = functools.partial(of_the_grid, **kwargs, rows=12)
+for name, filters in SEARCHES.items():
+    for pattern in ("normal", "few-values", "banned"):
+        short = {"vocabulary": 3100, "rows": 6, "pattern": pattern, "most_listed": 16, "temperatures": (1.0,)}
+        INTERPRETED[f"short-list-{name}-{pattern}"] = functools.partial(of_the_grid, **short, **filters)
+for pattern in ("normal", "few-values", "equal"):
+    long = functools.partial(of_the_grid, vocabulary=40000, rows=4, pattern=pattern, splits=9)
+    INTERPRETED[f"long-{pattern}"] = long
+for pattern in ("normal", "few-values"):
+    INTERPRETED[f"programs-{pattern}"] = functools.partial(programs_and_neighbours_change_nothing, 1100, 4, pattern)
+for vocabulary, dtype in ((1, torch.float32), (7, torch.float16), (600, torch.bfloat16), (600, torch.float32)):
+    INTERPRETED[f"extremes-{vocabulary}-{dtype}"] = functools.partial(of_extremes, vocabulary, dtype)
+for dtype in DTYPES:
+    INTERPRETED[f"hot-{dtype}"] = functools.partial(of_the_grid, vocabulary=300, rows=16, dtype=dtype, **HOT)
+    INTERPRETED[f"strided-{dtype}"] = functools.partial(strided_rows_give_the_same, dtype)
+    INTERPRETED[f"greedy-{dtype}"] = functools.partial(greedy_tokens_are_the_first_of_the_largest, dtype)
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 KERNELS = ["maxima", *["narrow"] * triton_sampling.LEVELS.value, "gather", "limit", "sums", "draw"]
-SM_80, SM_90 = (8, 0), (9, 0)
 # Capability, rows, vocabulary, dtype: aligned rows and others, one program a row and many, one chunk and thousands.
 COMPILED = [
-    pytest.param(SM_80, 1, 151936, torch.bfloat16, marks=pytest.mark.battery),
-    pytest.param(SM_80, 32, 50257, torch.float32, marks=pytest.mark.battery),
-    (SM_90, 1, 151936, torch.bfloat16),
-    pytest.param(SM_90, 256, 151936, torch.float32, marks=pytest.mark.battery),
-    pytest.param(SM_90, 4, 2**22, torch.float16, marks=pytest.mark.battery),
-]
+    ((8, 0), 1, 151936, torch.bfloat16), ((8, 0), 32, 50257, torch.float32), ((9, 0), 256, 151936, torch.float32),
+    ((9, 0), 4, 2**22, torch.float16),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("capability", "rows", "vocabulary", "dtype"), COMPILED, ids=str)
+@pytest.mark.parametrize(
+    ("capability", "rows", "vocabulary", "dtype"),
+    [((9, 0), 1, 151936, torch.bfloat16), *(pytest.param(*case, marks=pytest.mark.battery) for case in COMPILED)],
+    ids=str,
+)
 def test_compiles_without_spills(
-    capability: tuple[int, int],
-    rows: int,
-    vocabulary: int,
-    dtype: torch.dtype,
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    capability: tuple[int, int], rows: int, vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded: list = []
-    for name in dict.fromkeys(KERNELS):
-        kernel = getattr(triton_sampling, f"{name}_kernel")
-        monkeypatch.setattr(triton_sampling, f"{name}_kernel", ahead_of_time.Recorder(kernel, recorded))
     monkeypatch.setattr(triton_sampling, "_num_sms", lambda device: 132)
-    case = SamplingCase(
-        torch.empty(rows, vocabulary, dtype=dtype, device="meta"),
-        *(torch.empty_like(column, device="meta") for column in make_case(1, rows=rows)[1:]),
-    )
-    triton_sampling.sample_tokens(*case)
-    monkeypatch.undo()
-
+    columns = (torch.empty_like(column, device="meta") for column in make_case(1, rows=rows)[1:])
+    with ahead_of_time.recorded(capability, triton_sampling) as recorded:
+        triton_sampling.sample_tokens(*SamplingCase(empty(rows, vocabulary, dtype=dtype), *columns))
     assert [kernel.__name__ for kernel, _, _ in recorded] == [f"{name}_kernel" for name in KERNELS]
-    for kernel, args, kwargs in recorded:
-        binary, registers = ahead_of_time.without_spills((kernel, args, kwargs), capability, tmp_path)
-        # Two programs on an SM at once.
-        assert 2 * kwargs["num_warps"] * -(-registers // 8) * 256 <= ahead_of_time.REGISTERS, kernel.__name__
-        assert binary.metadata.shared <= 48 * 1024, kernel.__name__
+    for launch in {id(launch[0]): launch for launch in recorded}.values():
+        binary, _ = ahead_of_time.without_spills(launch, capability, programs=2)
+        assert binary.metadata.shared <= 48 * 1024, launch[0].__name__
 
 
-@pytest.mark.parametrize("capability", [pytest.param(SM_80, marks=pytest.mark.battery), SM_90], ids=str)
-def test_greedy_tokens_compile_without_spills(
-    capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    recorded = ahead_of_time.recorded(monkeypatch, capability, triton_greedy)
-    triton_greedy.greedy_tokens(torch.empty(8, 151936, dtype=torch.bfloat16, device="meta"))
+@pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.battery), (9, 0)], ids=str)
+def test_greedy_tokens_compile_without_spills(capability: tuple[int, int]) -> None:
+    with ahead_of_time.recorded(capability, triton_greedy) as recorded:
+        triton_greedy.greedy_tokens(empty(8, 151936))
     assert len(recorded) == 2
     for launch in recorded:
-        ahead_of_time.without_spills(launch, capability, tmp_path)
+        ahead_of_time.without_spills(launch, capability)
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------
@@ -268,21 +228,9 @@ def test_greedy_tokens_refuse_wrong_inputs() -> None:
             triton_greedy.keep_greedy_tokens(*given)
 
 
-# ---- the outcomes of the interpreter --------------------------------------------------------------------------------
-
-
-# The others: battery.
-ORDINARY = (
-    *("257-float32-banned", "1500-float32-normal-0.1", "1500-bfloat16-equal", "1500-float16-peaked", "top-k-0"),
-    *("short-list-both-few-values", "extremes-7-torch.float16", "strided-torch.bfloat16", "greedy-torch.float16"),
-    *("no-number", "top-n-sigma", "programs-few-values"),
-)
-
-
-@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
-def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
-    assert not outcomes[name], outcomes[name]
-
-
-if __name__ == "__main__":
-    interpreted.run(INTERPRETED)
+ORDINARY = [
+    "257-float32-banned", "1500-float32-normal-0.1", "1500-bfloat16-equal", "1500-float16-peaked", "top-k-0",
+    "short-list-both-few-values", "extremes-7-torch.float16", "strided-torch.bfloat16", "greedy-torch.float16",
+    "no-number", "top-n-sigma", "programs-few-values",
+]  # fmt: skip
+test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)
