@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.gguf.directory import directory_of, is_gguf
 from compiled_llm.checkpoint.kept_values import kept
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
@@ -85,6 +86,8 @@ def model_directory(model: str, revision: str | None = None, name: str = "model"
             to do.
     """
     path = Path(model).expanduser()
+    if is_gguf(path):
+        return directory_of(path)
     if path.is_dir():
         if revision is not None:
             raise ValueError(f"revision must be None for a directory, such as {model!r}, given {revision!r}")
