@@ -116,8 +116,23 @@ def config_of(header: Header) -> tuple[Architecture, Fields]:
     config["vocab_size"] = embedding.shape[0] if embedding is not None else len(tokens)
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config["rope_parameters"] = _rope(metadata, found)
-    config |= _token_ids(header)
+    config |= _token_ids(header) | _attention(metadata)
     return found, config | found.more(metadata)
+
+
+def _attention(metadata: Metadata) -> Fields:
+    """What the tensors of the first attention say of all."""
+    query = next((one for name, one in metadata.header.tensors.items() if name.endswith(".attn_q.weight")), None)
+    heads, fields = metadata.need("attention.head_count"), Fields()
+    if (
+        query is not None
+        and isinstance(heads, int)
+        and query.shape[0] * heads != heads * metadata.need("embedding_length")
+    ):
+        fields["head_dim"] = query.shape[0] // heads
+    if query is not None and metadata.has(query.name.replace(".weight", ".bias")):
+        fields["attention_bias"] = True
+    return fields
 
 
 def _token_ids(header: Header) -> Fields:
@@ -170,21 +185,21 @@ def _divided(short: list[float], long: list[float], original: int, attention_fac
 # -- Architectures
 
 
-def _has_biases(metadata: Metadata) -> Fields:
-    return {"attention_bias": metadata.has("blk.0.attn_q.bias"), "mlp_bias": metadata.has("blk.0.ffn_up.bias")}
+def _mlp_bias(metadata: Metadata) -> Fields:
+    return {"mlp_bias": metadata.has("blk.0.ffn_up.bias")}
 
 
 def _llama(metadata: Metadata) -> Architecture:
     if metadata.get("expert_count"):
         fields = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
         return Architecture("MixtralForCausalLM", {**fields, **_HEAD}, in_pairs=True)
-    return Architecture("LlamaForCausalLM", _HEAD, _has_biases, in_pairs=True)
+    return Architecture("LlamaForCausalLM", _HEAD, _mlp_bias, in_pairs=True)
 
 
 def _granite(metadata: Metadata) -> Fields:
     scales = {"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}
     scales |= {"attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"}
-    return {field: metadata.need(key) for key, field in scales.items()} | _has_biases(metadata)
+    return {field: metadata.need(key) for key, field in scales.items()} | _mlp_bias(metadata)
 
 
 def _gemma_scale(metadata: Metadata, layers_of_largest: int) -> Fields:
@@ -200,11 +215,53 @@ def _gemma2(metadata: Metadata) -> Fields:
 
 
 def _gemma3(metadata: Metadata) -> Fields:
-    rope, local = _rope(metadata, Architecture("")), metadata.get("rope.freq_base_swa", 10000.0)
-    period, count = metadata.get("attention.sliding_window_pattern", 6), metadata.need("block_count")
-    kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(count)]
-    own = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
-    return {"rope_parameters": own, "layer_types": kinds} | _gemma_scale(metadata, 62)
+    return {
+        "rope_parameters": _ropes(metadata, metadata.get("rope.freq_base_swa", 10000.0)),
+        "layer_types": _layer_types(metadata, 6),
+    } | _gemma_scale(metadata, 62)
+
+
+def _layer_types(metadata: Metadata, period: int) -> list[str]:
+    """By the pattern of the file, a flag for each layer or a period, or else by ``period``."""
+    count = metadata.need("block_count")
+    given = metadata.get("attention.sliding_window_pattern", period)
+    slides = given if isinstance(given, list) else [(i + 1) % given != 0 for i in range(count)]
+    return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def _olmo2(metadata: Metadata) -> Architecture:
+    if metadata.get("attention.sliding_window") is None:
+        return Architecture("Olmo2ForCausalLM")
+    return Architecture("Olmo3ForCausalLM", _WINDOW, _olmo3)
+
+
+def _olmo3(metadata: Metadata) -> Fields:
+    return {
+        "layer_types": _layer_types(metadata, 4),
+        "rope_parameters": _ropes(metadata, metadata.get("rope.freq_base")),
+    }
+
+
+def _ropes(metadata: Metadata, local_base: float) -> Fields:
+    """Layers with a window have a base of their own, and no scaling."""
+    local = {"rope_type": "default", "rope_theta": local_base}
+    return {"full_attention": _rope(metadata, Architecture("")), "sliding_attention": local}
+
+
+def _seed_oss(metadata: Metadata) -> Fields:
+    biases = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
+    return {field: metadata.has(f"blk.0.{tensor}.bias") for field, tensor in biases.items()}
+
+
+def _smollm3(metadata: Metadata) -> Fields:
+    return {"no_rope_layer_interval": 4}
+
+
+def _gpt2(metadata: Metadata) -> Fields:
+    sizes = {"n_positions": "context_length", "n_embd": "embedding_length", "n_layer": "block_count"}
+    sizes |= {"n_head": "attention.head_count", "n_inner": "feed_forward_length"}
+    sizes["layer_norm_epsilon"] = "attention.layer_norm_epsilon"
+    return {field: metadata.need(key) for field, key in sizes.items()}
 
 
 def _phi3(metadata: Metadata) -> Fields:
@@ -227,16 +284,16 @@ def _starcoder2(metadata: Metadata) -> Fields:
 ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
     "gemma2": Architecture("Gemma2ForCausalLM", {**_HEAD, **_WINDOW}, _gemma2, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", {**_HEAD, **_WINDOW}, _gemma3, plus_one=True),
-    "glm4": Architecture("Glm4ForCausalLM", _HEAD, _has_biases, partial=True),
+    "glm4": Architecture("Glm4ForCausalLM", _HEAD, partial=True),
     "granite": Architecture("GraniteForCausalLM", {}, _granite, in_pairs=True),
     "llama": _llama,
-    "olmo2": Architecture("Olmo2ForCausalLM"),
+    "olmo2": _olmo2,
     "phi3": Architecture("Phi3ForCausalLM", _WINDOW, _phi3, partial=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", _HEAD),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_HEAD, **_EXPERTS}, _qwen3_moe),
-    "seed_oss": Architecture("SeedOssForCausalLM", _HEAD, _has_biases),
-    "smollm3": Architecture("SmolLM3ForCausalLM", _HEAD, in_pairs=True),
+    "seed_oss": Architecture("SeedOssForCausalLM", _HEAD, _seed_oss),
+    "smollm3": Architecture("SmolLM3ForCausalLM", _HEAD, _smollm3, in_pairs=True),
     "starcoder2": Architecture("Starcoder2ForCausalLM", {}, _starcoder2),
 }
 """Architectures by the names that files have for them; a function where metadata decide."""

@@ -21,7 +21,7 @@ from compiled_llm.models.quantized.ggml import BLOCKS, PLAIN
 _MAX_TENSORS, _MAX_KEYS, _MAX_DIMENSIONS = 100_000, 65_536, 4
 _MAX_STRING_BYTES = 1 << 24  # a chat template has some 10 KB
 _MAX_NESTED = 3  # arrays in arrays
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8"}
 _NUMBERS |= {12: "<f8"}
 _KINDS = {block.number: kind for kind, block in BLOCKS.items()} | {plain[0]: kind for kind, plain in PLAIN.items()}
@@ -170,7 +170,8 @@ class _Cursor:
 
     def _value(self, kind: int, key: str, nested: int = 0) -> Any:
         if kind in _NUMBERS:
-            return self._array(_NUMBERS[kind], 1, key)[0].item()
+            value = self._array(_NUMBERS[kind], 1, key)[0]
+            return float(str(value)) if kind == _FLOAT else value.item()  # 1e-06, not the float64 beside it
         if kind == _STRING:
             return self._string(key)
         if kind != _ARRAY or nested == _MAX_NESTED:
