@@ -57,10 +57,14 @@ def checked_tensors(directory: Path, config: ModelConfig, description: Descripti
     Raises:
         ValueError: as ``load_weights``, but for values, which are not read.
     """
-    located = locate_gguf(directory) if has_index(directory) else locate(directory)
-    stored = in_family_layout(located, description)
+    stored = in_family_layout(located(directory), description)
     _check(directory, config, description, stored)
     return stored
+
+
+def located(directory: Path) -> dict[str, StoredTensor]:
+    """Name -> place of every tensor of a checkpoint. Raises as ``locate`` and ``locate_gguf``."""
+    return locate_gguf(directory) if has_index(directory) else locate(directory)
 
 
 def dummy_weights(

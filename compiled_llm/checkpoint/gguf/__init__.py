@@ -1,1 +1,2 @@
-"""GGUF files: what llama.cpp's users have. Read as a directory in the layout of the hub, the weights left in the file."""
+"""GGUF files, as llama.cpp's users have them: read as a directory in the layout of the hub, the weights left where
+they are."""

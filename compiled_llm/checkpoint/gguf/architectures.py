@@ -1,7 +1,7 @@
 """What GGUF calls a model's architecture and its sizes, and what ``config.json`` calls them.
 
-github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py, says what its files hold, and src/llama-model.cpp what it takes where
-a file is silent. A new architecture is an entry of ``ARCHITECTURES``.
+github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py, says what its files hold, and src/llama-model.cpp what it takes
+where a file is silent. A new architecture is an entry of ``ARCHITECTURES``.
 """
 
 import dataclasses
@@ -80,6 +80,7 @@ class Architecture:
         in_pairs: whether the rows of a head's query and key lie as neighbours that rotary embeddings turn together.
         plus_one: whether norms are stored with 1 added.
         partial: whether rotary embeddings may turn a part of a head.
+        fixed_bias: whether queries, keys and values always have biases, or as another field says.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Architecture:
     in_pairs: bool = False
     plus_one: bool = False
     partial: bool = False
+    fixed_bias: bool = False
 
 
 def config_of(header: Header) -> tuple[Architecture, Fields]:
@@ -116,22 +118,18 @@ def config_of(header: Header) -> tuple[Architecture, Fields]:
     config["vocab_size"] = embedding.shape[0] if embedding is not None else len(tokens)
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config["rope_parameters"] = _rope(metadata, found)
-    config |= _token_ids(header) | _attention(metadata)
+    config |= _token_ids(header) | _attention(metadata, found)
     return found, config | found.more(metadata)
 
 
-def _attention(metadata: Metadata) -> Fields:
+def _attention(metadata: Metadata, architecture: Architecture) -> Fields:
     """What the tensors of the first attention say of all."""
     query = next((one for name, one in metadata.header.tensors.items() if name.endswith(".attn_q.weight")), None)
     heads, fields = metadata.need("attention.head_count"), Fields()
-    if (
-        query is not None
-        and isinstance(heads, int)
-        and query.shape[0] * heads != heads * metadata.need("embedding_length")
-    ):
+    if query is not None and isinstance(heads, int) and query.shape[0] != metadata.need("embedding_length"):
         fields["head_dim"] = query.shape[0] // heads
-    if query is not None and metadata.has(query.name.replace(".weight", ".bias")):
-        fields["attention_bias"] = True
+    if query is not None and not architecture.fixed_bias:
+        fields["attention_bias"] = metadata.has(query.name.replace(".weight", ".bias"))
     return fields
 
 
@@ -192,7 +190,7 @@ def _mlp_bias(metadata: Metadata) -> Fields:
 def _llama(metadata: Metadata) -> Architecture:
     if metadata.get("expert_count"):
         fields = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-        return Architecture("MixtralForCausalLM", {**fields, **_HEAD}, in_pairs=True)
+        return Architecture("MixtralForCausalLM", {**fields, **_HEAD}, in_pairs=True, fixed_bias=True)
     return Architecture("LlamaForCausalLM", _HEAD, _mlp_bias, in_pairs=True)
 
 
@@ -249,7 +247,7 @@ def _ropes(metadata: Metadata, local_base: float) -> Fields:
 
 
 def _seed_oss(metadata: Metadata) -> Fields:
-    biases = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
+    biases = {"attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
     return {field: metadata.has(f"blk.0.{tensor}.bias") for field, tensor in biases.items()}
 
 
@@ -289,11 +287,11 @@ ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
     "llama": _llama,
     "olmo2": _olmo2,
     "phi3": Architecture("Phi3ForCausalLM", _WINDOW, _phi3, partial=True),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM", fixed_bias=True),
     "qwen3": Architecture("Qwen3ForCausalLM", _HEAD),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_HEAD, **_EXPERTS}, _qwen3_moe),
     "seed_oss": Architecture("SeedOssForCausalLM", _HEAD, _seed_oss),
     "smollm3": Architecture("SmolLM3ForCausalLM", _HEAD, _smollm3, in_pairs=True),
-    "starcoder2": Architecture("Starcoder2ForCausalLM", {}, _starcoder2),
+    "starcoder2": Architecture("Starcoder2ForCausalLM", {}, _starcoder2, fixed_bias=True),
 }
 """Architectures by the names that files have for them; a function where metadata decide."""

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 def places(
     header: Header, architecture: Architecture, config: ModelConfig, wanted: Mapping[str, StoredPart]
 ) -> tuple[dict[str, Place], list[str]]:
-    """Name in the hub's layout -> place, of all tensors of ``wanted`` that the file has; and what the file has besides."""
+    """Name in the hub's layout -> place, of the tensors of ``wanted`` that the file has; and what it has besides."""
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
