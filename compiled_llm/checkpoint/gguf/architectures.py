@@ -27,10 +27,12 @@ _SIZES = {
 }
 _HEAD = {"attention.key_length": "head_dim"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
+_NORM_EPS = {"attention.layer_norm_rms_epsilon": "norm_eps"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _EXPERTS |= {"expert_feed_forward_length": "moe_intermediate_size"}
-# What configs may hold besides, and no model here acts on.
-_UNUSED = {"vocab_size", "attention.value_length", "rope.dimension_count", "rope.freq_base", "expert_gating_func"}
+_ROUTED = _EXPERTS | {"expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts"}
+_ROUTED |= {"leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor"}
+_ROUTED |= {"expert_weights_norm": "norm_topk_prob"}
 
 
 class Metadata:
@@ -111,6 +113,8 @@ def config_of(header: Header) -> tuple[Architecture, Fields]:
     for key, field in {**_SIZES, **found.fields}.items():
         if (value := metadata.get(key)) is not None:
             config[field] = value
+    if "sliding_window" in found.fields.values():  # Phi-4 says 0, and classes of transformers have windows of their own
+        config["sliding_window"] = config.get("sliding_window") or None
     for key in ("context_length", "embedding_length", "block_count", "attention.head_count"):
         metadata.need(key)
     tokens = header.metadata.get("tokenizer.ggml.tokens", [])
@@ -160,8 +164,9 @@ def _rope(metadata: Metadata, architecture: Architecture) -> Fields:
         return rope | {"rope_type": "linear", "factor": factor}
     if kind == "yarn" and factor:
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        if (scale := metadata.get("rope.scaling.attn_factor")) is not None:
-            rope["attention_factor"] = scale
+        given = {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+        values = {field: metadata.get(f"rope.scaling.{key}") for key, field in given.items()}
+        rope |= {field: value for field, value in values.items() if value is not None}
         return rope
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise CheckpointError(
@@ -251,6 +256,51 @@ def _seed_oss(metadata: Metadata) -> Fields:
     return {field: metadata.has(f"blk.0.{tensor}.bias") for field, tensor in biases.items()}
 
 
+def _mistral3(metadata: Metadata) -> Architecture:
+    if metadata.get("rope.scaling.type") != "yarn":
+        return Architecture("MistralForCausalLM", {**_HEAD, **_WINDOW}, in_pairs=True, fixed_bias=True)
+    return Architecture("Ministral3ForCausalLM", _HEAD, _ministral3, in_pairs=True, fixed_bias=True)
+
+
+def _ministral3(metadata: Metadata) -> Fields:
+    slope = metadata.get("rope.scaling.yarn_log_multiplier", 1.0)
+    own = {
+        "mscale": slope,
+        "mscale_all_dim": slope,
+        "llama_4_scaling_beta": metadata.need("attention.temperature_scale"),
+    }
+    return {"rope_parameters": _rope(metadata, Architecture("")) | own}
+
+
+def _lfm2(metadata: Metadata) -> Fields:
+    """Layers without heads of keys and values are convolutions."""
+    heads = metadata.need("attention.head_count_kv")
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    fields = {
+        "layer_types": kinds,
+        "num_key_value_heads": max(heads),
+        "conv_L_cache": metadata.need("shortconv.l_cache"),
+    }
+    return {**fields, "block_auto_adjust_ff_dim": False}
+
+
+def _lfm2_moe(metadata: Metadata) -> Fields:
+    own = {"num_dense_layers": metadata.need("leading_dense_block_count"), "norm_topk_prob": True}
+    dense = {key: value for key, value in _lfm2(metadata).items() if key != "block_auto_adjust_ff_dim"}
+    return {**dense, **own, "use_expert_bias": any(".exp_probs_b" in name for name in metadata.header.tensors)}
+
+
+def _glm4_moe(metadata: Metadata) -> Fields:
+    """Layers that guess the token after the next follow the others, and are counted with them."""
+    count = metadata.need("block_count") - metadata.get("nextn_predict_layers", 0)
+    return {
+        "num_hidden_layers": count,
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
+        "n_group": metadata.get("expert_group_count", 1),
+        "topk_group": metadata.get("expert_group_used_count", 1),
+    }
+
+
 def _smollm3(metadata: Metadata) -> Fields:
     return {"no_rope_layer_interval": 4}
 
@@ -282,9 +332,13 @@ def _starcoder2(metadata: Metadata) -> Fields:
 ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
     "gemma2": Architecture("Gemma2ForCausalLM", {**_HEAD, **_WINDOW}, _gemma2, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", {**_HEAD, **_WINDOW}, _gemma3, plus_one=True),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", {**_HEAD, **_ROUTED}, _glm4_moe, partial=True),
     "glm4": Architecture("Glm4ForCausalLM", _HEAD, partial=True),
     "granite": Architecture("GraniteForCausalLM", {}, _granite, in_pairs=True),
+    "lfm2": Architecture("Lfm2ForCausalLM", _NORM_EPS, _lfm2, fixed_bias=True),
+    "lfm2moe": Architecture("Lfm2MoeForCausalLM", {**_NORM_EPS, **_EXPERTS}, _lfm2_moe, fixed_bias=True),
     "llama": _llama,
+    "mistral3": _mistral3,
     "olmo2": _olmo2,
     "phi3": Architecture("Phi3ForCausalLM", _WINDOW, _phi3, partial=True),
     "qwen2": Architecture("Qwen2ForCausalLM", fixed_bias=True),

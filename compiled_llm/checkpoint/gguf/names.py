@@ -11,7 +11,11 @@ from compiled_llm.models.quantized.scheme import StoredPart
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # Parts of names that the library's table has otherwise.
-_SPELT = {"e_score_correction_bias": "e_score_correction.bias", "dt_bias": "dt.bias"}
+_SPELT = {
+    "e_score_correction_bias": "e_score_correction.bias",
+    "dt_bias": "dt.bias",
+    ".expert_bias": ".expert_bias.bias",
+}
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
 
 
@@ -49,7 +53,8 @@ def places(
         plain = name if expert is None else name.replace(expert[0], ".experts.")
         for own, usual in _SPELT.items():
             plain = plain.replace(own, usual)
-        tensor = table.get_name(plain, (".weight", ".bias"))
+        suffixes = (".weight", ".bias")
+        tensor = table.get_name(plain, suffixes) or table.get_name(plain.removeprefix("model."), suffixes)
         if tensor not in header.tensors:
             continue
         place = Place(tensor, int(expert[1]) if expert else None, part.shapes[0])
@@ -59,7 +64,13 @@ def places(
             place = place._replace(plus=-1.0)
         found[name] = place
     used = {place.tensor for place in found.values()}
-    return found, [name for name in header.tensors if name not in used and not name.endswith(_UNUSED)]
+    return found, [name for name in header.tensors if name not in used and not _is_unused(name, config.num_layers)]
+
+
+def _is_unused(name: str, num_layers: int) -> bool:
+    """Whether it is read with the config, or belongs to a layer that guesses the token after the next."""
+    layer = re.match(r"blk\.(\d+)\.", name)
+    return name.endswith(_UNUSED) or (layer is not None and int(layer[1]) >= num_layers)
 
 
 def as_json(place: Place) -> list[Any]:

@@ -117,6 +117,55 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 28, "rope_parameters": {**_BASE, "partial_rotary_factor": 0.5}},
         {"rope.dimension_count": 14},
     ),
+    "mistral3": ("mistral3", "MistralForCausalLM", {"head_dim": 24, "sliding_window": None}, {}),
+    "ministral3": (
+        "mistral3",
+        "Ministral3ForCausalLM",
+        {
+            "head_dim": 24,
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8},
+                **{"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0},
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+        {
+            **{"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 8},
+            **{"rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 0.5},
+            **{"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.5},
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        "Lfm2ForCausalLM",
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+        {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
+    ),
+    "lfm2moe": (
+        "lfm2moe",
+        "Lfm2MoeForCausalLM",
+        {
+            **{"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, "num_experts": 3},
+            **{**_EXPERTS, "tie_word_embeddings": True},
+        },
+        {
+            **{"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3, "leading_dense_block_count": 1},
+            **{"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 48},
+        },
+    ),
+    "glm4moe": (
+        "glm4moe",
+        "Glm4MoeForCausalLM",
+        {
+            **{"head_dim": 28, "n_routed_experts": 4, **_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1},
+            **{"routed_scaling_factor": 1.5, "rope_parameters": {**_BASE, "partial_rotary_factor": 0.5}},
+        },
+        {
+            **{"rope.dimension_count": 14, "expert_count": 4, "expert_used_count": 2, "expert_shared_count": 1},
+            **{"expert_feed_forward_length": 48, "leading_dense_block_count": 1, "expert_weights_scale": 1.5},
+            **{"expert_weights_norm": True, "expert_group_count": 1, "expert_group_used_count": 1},
+        },
+    ),
     "seed_oss": ("seed_oss", "SeedOssForCausalLM", {"head_dim": 24, "attention_bias": True}, {}),
 }
 
@@ -125,6 +174,7 @@ _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "model.embedding_norm": "token_embd_norm",
     "model.layers.": "blk.",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -140,6 +190,25 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.c_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.experts.gate_proj": "ffn_gate_exps",
+    "feed_forward.experts.up_proj": "ffn_up_exps",
+    "feed_forward.experts.down_proj": "ffn_down_exps",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "operator_norm": "attn_norm",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
@@ -151,6 +220,7 @@ _NORMS: dict[str, dict[str, str]] = {
     "gemma2": {**_USUAL, **_BEHIND, "pre_feedforward_layernorm": "ffn_norm"},
     "gemma3": {**_USUAL, **_BEHIND, "pre_feedforward_layernorm": "ffn_norm"},
     "olmo2": _BEHIND,
+    "glm4moe": {**_USUAL, "post_attention_layernorm": "post_attention_norm"},
     "seed_oss": {**_USUAL, "post_attention_layernorm": "post_attention_norm"},
     "glm4": {
         **_USUAL,
@@ -189,8 +259,8 @@ def metadata_of(name: str) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
     }
-    if hasattr(config, "rms_norm_eps"):
-        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    if hasattr(config, "rms_norm_eps") or hasattr(config, "norm_eps"):
+        found["attention.layer_norm_rms_epsilon"] = getattr(config, "rms_norm_eps", None) or config.norm_eps
     else:
         found["attention.layer_norm_epsilon"] = config.norm_epsilon
     if "head_dim" in own:
@@ -232,18 +302,18 @@ def _taken_apart(key: str, value: Tensor) -> Mapping[str, Tensor]:
 
 def _gguf_name(architecture: str, key: str) -> str:
     for part, name in {**_NORMS.get(architecture, _USUAL), **_NAMES}.items():
-        key = re.sub(rf"(^|(?<=\.)){re.escape(part)}(?=\.(weight|bias)|[0-9])", name, key)
+        key = re.sub(rf"(^|(?<=\.)){re.escape(part)}(?=\.(weight|bias)|[0-9]|$)", name, key)
     return key
 
 
 def _changed(architecture: str, config: Any, key: str, value: Tensor) -> Tensor:
     which = re.search(r"\.([qk])_proj\.", key)
-    if architecture in ("llama", "granite", "smollm3") and which:
+    if architecture in ("llama", "granite", "smollm3", "mistral3") and which:
         heads = config.num_attention_heads if which[1] == "q" else config.num_key_value_heads
         return value.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(value.shape)
     if architecture in ("gemma2", "gemma3") and key.endswith("norm.weight"):
         return value + 1
-    return value
+    return value.squeeze(1) if key.endswith("conv.conv.weight") else value
 
 
 def _divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
