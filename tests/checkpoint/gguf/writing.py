@@ -1,7 +1,6 @@
 """GGUF files of small models with random weights, as llama.cpp's converter writes them."""
 
 import functools
-import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -363,16 +362,3 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_string(key, value)
     else:
         writer.add_array(key, value)
-
-
-def vocabulary(tokenizer: Path, kind: str, pre: str) -> dict[str, Any]:
-    """The metadata of a ``tokenizer.json``."""
-    read = json.loads(tokenizer.read_text())
-    added = {token["id"]: token["special"] for token in read["added_tokens"]}
-    tokens = {i: token for token, i in read["model"]["vocab"].items()} | {
-        token["id"]: token["content"] for token in read["added_tokens"]
-    }
-    kinds = [{True: 3, False: 4}.get(added.get(i), 1) for i in range(len(tokens))]  # type: ignore[call-overload]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in read["model"]["merges"]]
-    own = {"model": kind, "pre": pre, "tokens": [tokens[i] for i in range(len(tokens))], "token_type": kinds}
-    return {f"tokenizer.ggml.{key}": value for key, value in {**own, "merges": merges}.items()}
