@@ -72,7 +72,7 @@ _COPIES = ("*/*.json", "*/*.safetensors", "consolidated*")
 
 
 def model_directory(model: str, revision: str | None = None, name: str = "model", with_weights: bool = True) -> Path:
-    """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone.
+    """The directory of a model: ``model`` itself, that made of a GGUF file, or the hub's snapshot with data files alone.
 
     The hub is asked with the access token of the environment variable HF_TOKEN, or of ``hf auth login``.
 
@@ -93,7 +93,7 @@ def model_directory(model: str, revision: str | None = None, name: str = "model"
             raise ValueError(f"revision must be None for a directory, such as {model!r}, given {revision!r}")
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise ValueError(f"{name}={model!r} is neither a directory nor a hub id ('organisation/name')")
+        raise ValueError(f"{name}={model!r} is neither a directory, a .gguf file nor a hub id ('organisation/name')")
     from huggingface_hub import snapshot_download
 
     wanted = [*_SMALL_FILES, *(_WEIGHTS if with_weights else ())]

@@ -51,6 +51,12 @@ def _mxfp4(config: Mapping[str, Any]) -> tuple[list[str], bool]:
     return [], False
 
 
+def _gguf(config: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """The kinds, that of most layers first."""
+    kinds = config["kinds"]
+    return [", ".join(sorted(kinds, key=lambda kind: -len(kinds[kind])))], False
+
+
 def _bits(config: Mapping[str, Any]) -> tuple[list[str], bool]:
     return [f"{config.get('bits', 4)} bits"], False
 
@@ -58,6 +64,7 @@ def _bits(config: Mapping[str, Any]) -> tuple[list[str], bool]:
 _READERS = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "gguf": _gguf,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "torchao": _torchao,
