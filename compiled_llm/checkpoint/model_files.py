@@ -72,7 +72,7 @@ _COPIES = ("*/*.json", "*/*.safetensors", "consolidated*")
 
 
 def model_directory(model: str, revision: str | None = None, name: str = "model", with_weights: bool = True) -> Path:
-    """The directory of a model: ``model`` itself, that made of a GGUF file, or the hub's snapshot with data files alone.
+    """The directory of a model: ``model`` itself, what a GGUF file is read as, or the hub's snapshot of that id.
 
     The hub is asked with the access token of the environment variable HF_TOKEN, or of ``hf auth login``.
 
