@@ -33,8 +33,8 @@ class EngineConfig:
     """Arguments of the engine. Out of range: ``ValueError`` with the name, what is allowed and what was given.
 
     Attributes:
-        model: directory or hub id of a checkpoint; None is the bundled demo model. For a private or gated one, set the
-            environment variable HF_TOKEN to an access token of the hub; HF_HOME names the directory of downloads.
+        model: directory, hub id or GGUF file of a checkpoint; None is the bundled demo model. For a private hub id, set
+            the environment variable HF_TOKEN to an access token; HF_HOME names the directory of downloads.
         revision: branch, tag or commit of the hub's ``model``. None: its main branch.
         tokenizer: directory or hub id, if not the model's own.
         tokenizer_revision: branch, tag or commit of the hub's ``tokenizer``. None: its main branch.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm.checkpoint.gguf.directory import has_index, locate_gguf
 from compiled_llm.checkpoint.reader import CheckpointReader, OnBytes
 from compiled_llm.checkpoint.stored_layout import difference, in_family_layout, parts_of
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, have_same_bytes, listed, locate
@@ -56,9 +57,14 @@ def checked_tensors(directory: Path, config: ModelConfig, description: Descripti
     Raises:
         ValueError: as ``load_weights``, but for values, which are not read.
     """
-    stored = in_family_layout(locate(directory), description)
+    stored = in_family_layout(located(directory), description)
     _check(directory, config, description, stored)
     return stored
+
+
+def located(directory: Path) -> dict[str, StoredTensor]:
+    """Name -> place of every tensor of a checkpoint. Raises as ``locate`` and ``locate_gguf``."""
+    return locate_gguf(directory) if has_index(directory) else locate(directory)
 
 
 def dummy_weights(

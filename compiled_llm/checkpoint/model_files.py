@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.gguf.directory import directory_of, is_gguf
 from compiled_llm.checkpoint.kept_values import kept
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
@@ -71,7 +72,7 @@ _COPIES = ("*/*.json", "*/*.safetensors", "consolidated*")
 
 
 def model_directory(model: str, revision: str | None = None, name: str = "model", with_weights: bool = True) -> Path:
-    """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone.
+    """The directory of a model: ``model`` itself, what a GGUF file is read as, or the hub's snapshot of that id.
 
     The hub is asked with the access token of the environment variable HF_TOKEN, or of ``hf auth login``.
 
@@ -85,12 +86,14 @@ def model_directory(model: str, revision: str | None = None, name: str = "model"
             to do.
     """
     path = Path(model).expanduser()
+    if is_gguf(path):
+        return directory_of(path)
     if path.is_dir():
         if revision is not None:
             raise ValueError(f"revision must be None for a directory, such as {model!r}, given {revision!r}")
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise ValueError(f"{name}={model!r} is neither a directory nor a hub id ('organisation/name')")
+        raise ValueError(f"{name}={model!r} is neither a directory, a .gguf file nor a hub id ('organisation/name')")
     from huggingface_hub import snapshot_download
 
     wanted = [*_SMALL_FILES, *(_WEIGHTS if with_weights else ())]

@@ -144,7 +144,8 @@ class CheckpointReader:
         row_bytes = stored.nbytes // math.prod(piece.wanted.matrices())
         content = self._buffer(num_rows * row_bytes)
         stored.read_into(content.numpy(), piece.first * row_bytes, self._file(stored))
-        return content.view(DTYPES[stored.dtype]).view(num_rows, -1)
+        original = content.view(DTYPES[stored.dtype]).view(num_rows, -1)
+        return original + stored.plus if stored.plus else original
 
     def _buffer(self, size: int) -> Tensor:
         """Memory of this thread's own, used for every piece that it reads."""

@@ -37,6 +37,9 @@ class StoredTensor(NamedTuple):
     Attributes:
         dtype: as safetensors calls it; ``DTYPES`` has the dtypes that can be read.
         offset: of its first byte in the file; its elements follow in row-major order.
+        heads: where it is not 0, the rows are so many heads, and in the file the two rows of a head that rotary
+            embeddings turn together are neighbours. They are read as the hub's layout has them, half a head apart.
+        plus: is added to the elements as they are read.
     """
 
     name: str
@@ -44,6 +47,8 @@ class StoredTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    heads: int = 0
+    plus: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +75,9 @@ class StoredTensor(NamedTuple):
         Raises:
             CheckpointError: the file cannot be read, or has become shorter meanwhile.
         """
+        if self.heads:
+            self._read_heads(content, start, file)
+            return
         left = memoryview(content.data)
         while left:
             try:
@@ -79,6 +87,16 @@ class StoredTensor(NamedTuple):
             if num_read == 0:
                 raise CheckpointError(f"{self.path}: cut off within {self.name}")
             left = left[num_read:]
+
+    def _read_heads(self, content: np.ndarray, start: int, file: int) -> None:
+        """As ``read_into`` of whole rows."""
+        row, of_head = self.nbytes // self.shape[0], self.shape[0] // self.heads
+        first, count = start // row, len(content) // row
+        begin, end = first // of_head * of_head, -(-(first + count) // of_head) * of_head
+        held = np.empty((end - begin) * row, dtype=np.uint8)
+        self._replace(heads=0).read_into(held, begin * row, file)
+        in_order = held.reshape(-1, of_head // 2, 2, row).swapaxes(1, 2).reshape(-1, row)
+        content[:] = in_order[first - begin : first - begin + count].reshape(-1)
 
 
 def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:

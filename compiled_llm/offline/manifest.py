@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.loader import located
 from compiled_llm.checkpoint.model_files import checkpoint_directory, model_directory
-from compiled_llm.checkpoint.stored_tensors import locate
 from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, read_json
 from compiled_llm.offline.files import naming, replacing, sync_directory
 from compiled_llm.offline.reading import STDIN, InputFile
@@ -244,7 +244,7 @@ def model_digest(directory: Path, load_format: str) -> str:
         ValueError: there is no checkpoint, or it is damaged.
         OSError: it cannot be read.
     """
-    stored_tensors = [] if load_format == "dummy" else locate(directory).values()
+    stored_tensors = [] if load_format == "dummy" else located(directory).values()
     tensors = sorted(stored_tensors, key=lambda tensor: (tensor.path, tensor.offset))
     digest = hashlib.sha256()
     for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):

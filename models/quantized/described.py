@@ -56,6 +56,12 @@ def _bitsandbytes(config: Mapping[str, Any]) -> tuple[list[str], bool]:
     return [config["bnb_4bit_quant_type"]], False
 
 
+def _gguf(config: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """The kinds, that of most layers first."""
+    kinds = config["kinds"]
+    return [", ".join(sorted(kinds, key=lambda kind: -len(kinds[kind])))], False
+
+
 def _bits(config: Mapping[str, Any]) -> tuple[list[str], bool]:
     return [f"{config.get('bits', 4)} bits"], False
 
@@ -64,6 +70,7 @@ _READERS = {
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "gguf": _gguf,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,
     "torchao": _torchao,

@@ -7,6 +7,7 @@ from compiled_llm.models.quantized import fields
 from compiled_llm.models.quantized.bitsandbytes import read_bitsandbytes
 from compiled_llm.models.quantized.compressed_tensors import read_compressed_tensors
 from compiled_llm.models.quantized.fp8 import read_fp8, read_modelopt
+from compiled_llm.models.quantized.ggml import read_ggml
 from compiled_llm.models.quantized.gptq import read_awq, read_gptq
 from compiled_llm.models.quantized.mxfp4 import read_mxfp4
 from compiled_llm.models.quantized.scheme import Scheme
@@ -103,6 +104,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
+    "gguf": read_ggml,
     "modelopt": _modelopt,
     "torchao": _torchao,
     "bitsandbytes": _bitsandbytes,

@@ -72,7 +72,8 @@ def test_the_most_used_arguments_come_first(
         "  --max-tokens INT          most tokens to generate (64)",
         "  --temperature FLOAT       0 is greedy (1.0)",
     ]
-    assert lines[lines.index("engine:") + 1] == "  --model STR               directory or hub id of a checkpoint"
+    model = "  --model STR               directory, hub id or GGUF file of a checkpoint"
+    assert lines[lines.index("engine:") + 1] == model
     assert "  --quantization STR        round weights of linear layers at load" in lines
     assert "  --[no-]enforce-eager      run the same functions without compiling, for..." in lines
     assert max(map(len, lines)) <= 80

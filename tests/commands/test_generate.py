@@ -63,7 +63,11 @@ def test_a_text_from_standard_input(
         (["a", "--top-p", "3"], "top_p must be a number from 0.0 to 1.0, given 3.0", "--top-p 3"),
         (["a", "--tempreature", "3"], "unknown flag --tempreature: did you mean '--temperature'?", "--tempreature 3"),
         (["a", "--logprobs", "3"], "unknown flag --logprobs", "--logprobs 3"),
-        (["a", "--model", "/nowhere"], "model='/nowhere' is neither a directory nor a hub id", "--model /nowhere"),
+        (
+            ["a", "--model", "/nowhere"],
+            "model='/nowhere' is neither a directory, a .gguf file nor a hub id",
+            "--model /nowhere",
+        ),
         (["a " * 600], "prompt must be shorter than 256 tokens", "'a a a"),
     ],
 )

@@ -1,0 +1,146 @@
+"""A GGUF file as a directory in the layout of the hub: small files made of its header, and links to the file itself.
+
+The directory lies in the cache, and is made once for a file; its name has a digest of the file's place, size and time.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.checkpoint.gguf.architectures import config_of
+from compiled_llm.checkpoint.gguf.header import Header, read_header
+from compiled_llm.checkpoint.gguf.names import Place, as_json, from_json, places
+from compiled_llm.checkpoint.gguf.tokenizer import end_of_text_ids, read_vocabulary, tokenizer_config, tokenizer_json
+from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, listed
+from compiled_llm.models.config_file import parse_config
+from compiled_llm.models.files import MAX_JSON_BYTES, read_json
+from compiled_llm.models.quantized.ggml import BLOCKS, EXPERT, PLAIN
+from compiled_llm.models.registry import family_of
+from compiled_llm.ops.native import cache_directory
+from compiled_llm.ops.trusted_paths import check_trusted, make_directory
+
+_INDEX = "gguf.json"  # names in the hub's layout -> places in the files
+_FORMAT = 1  # of the directory: another one is made where this changes
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether ``path`` is a GGUF file, or a directory of such, in which no other format has weights."""
+    if path.suffix == ".gguf":
+        return path.is_file()
+    return path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
+
+
+def directory_of(path: Path) -> Path:
+    """The directory for ``path``, as ``is_gguf`` knows it; made if there is none yet.
+
+    Raises:
+        ValueError: the file is damaged, or of a kind that is not supported; the message says what.
+    """
+    first = path if path.is_file() else _first(path)
+    status = first.stat()
+    identity = json.dumps([_FORMAT, str(first.resolve()), status.st_size, status.st_mtime_ns, _own_code()])
+    parent = cache_directory() / "gguf"
+    directory = parent / f"{first.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if not directory.is_dir():
+        make_directory(parent)
+        check_trusted(parent)
+        with tempfile.TemporaryDirectory(dir=parent) as made:
+            _write(Path(made) / "model", read_header(first))
+            try:
+                os.rename(Path(made) / "model", directory)
+            except OSError:
+                if not directory.is_dir():  # else another process was faster
+                    raise
+    return directory
+
+
+def _first(directory: Path) -> Path:
+    files = sorted(directory.glob("*.gguf"))
+    first = [
+        file for file in files if (file.name.endswith(".gguf") and "-of-" not in file.name) or "-00001-of-" in file.name
+    ]
+    if len(first) != 1:
+        raise CheckpointError(
+            f"{directory}: holds {len(first)} models: {listed(one.name for one in first)}. Give one of the files"
+        )
+    return first[0]
+
+
+def _own_code() -> str:
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def _write(directory: Path, header: Header) -> None:
+    architecture, config = config_of(header)
+    vocabulary = read_vocabulary(header.metadata, str(header.paths[0]))
+    made = parse_config(config)
+    description = family_of(made).describe(made)
+    found, left = places(header, architecture, made, description.stored)
+    missing = [name for name, part in description.stored.items() if part.required and name not in found]
+    if missing or left:
+        problems = [
+            f"{what}: {listed(names)}" for what, names in (("lacks", missing), ("holds besides", left)) if names
+        ]
+        raise CheckpointError(
+            f"{header.paths[0]}: is not the {architecture.name} that its metadata say: it {'; '.join(problems)}"
+        )
+    if kinds := _kinds(header, found):
+        config["quantization_config"] = {"quant_method": "gguf", "kinds": kinds}
+    directory.mkdir()
+    for path in header.paths:
+        (directory / path.name).symlink_to(path.resolve())
+    _write_json(directory / "config.json", config)
+    _write_json(directory / "generation_config.json", {"eos_token_id": end_of_text_ids(vocabulary)})
+    _write_json(directory / _INDEX, {name: as_json(place) for name, place in found.items()})
+    if vocabulary is not None:
+        _write_json(directory / "tokenizer_config.json", tokenizer_config(vocabulary))
+        (directory / "tokenizer.json").write_text(tokenizer_json(vocabulary))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1))
+
+
+def _kinds(header: Header, found: dict[str, Place]) -> dict[str, list[str]]:
+    """Kind of blocks -> the layers whose weights are of it; the experts of a layer by one name."""
+    kinds: dict[str, dict[str, None]] = {}
+    for name, place in found.items():
+        kind = header.tensors[place.tensor].kind
+        if kind in BLOCKS:
+            kinds.setdefault(kind, {})[EXPERT.sub(".experts.*.", name.removesuffix(".weight"))] = None
+    return {kind: [*names] for kind, names in sorted(kinds.items())}
+
+
+# -- Tensors
+
+
+def has_index(directory: Path) -> bool:
+    return (directory / _INDEX).exists()
+
+
+def locate_gguf(directory: Path) -> dict[str, StoredTensor]:
+    """Name in the hub's layout -> place of every tensor, for a directory that ``directory_of`` made.
+
+    Raises:
+        ValueError: the file is no longer what it was.
+    """
+    header = read_header(next(iter(sorted(directory.glob("*.gguf")))))
+    index = read_json(directory / _INDEX, MAX_JSON_BYTES)
+    return {name: _stored(header, name, from_json(given)) for name, given in index.items()}
+
+
+def _stored(header: Header, name: str, place: Place) -> StoredTensor:
+    held = header.tensors[place.tensor]
+    dtypes = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+    assert held.kind in PLAIN or held.kind in BLOCKS
+    shape = place.shape
+    if held.kind in BLOCKS:
+        block = BLOCKS[held.kind]
+        shape = (*held.shape[:-1], held.shape[-1] // block.size * block.nbytes)
+        shape = shape if place.part is None else shape[1:]
+    one = StoredTensor(name, held.path, dtypes.get(held.kind, "U8"), shape, held.offset, place.heads, place.plus)
+    return one if place.part is None else one._replace(offset=held.offset + place.part * one.nbytes)

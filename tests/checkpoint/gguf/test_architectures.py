@@ -1,0 +1,54 @@
+"""Files of every architecture are the model that they were made of, to the bit."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm.checkpoint.gguf.architectures import ARCHITECTURES
+from compiled_llm.checkpoint.loader import load_weights
+from compiled_llm.checkpoint.model_files import model_directory
+from compiled_llm.checkpoint.stored_tensors import CheckpointError
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.weights import tensors
+from tests.checkpoint.gguf.writing import MODELS, hub_checkpoint, metadata_of, tensors_of, write
+
+CPU = torch.device("cpu")
+NOT_SAID = {"dtype", "eos_token_ids", "published", "ropes"}  # by a file, or in other words
+
+
+def test_every_architecture_is_tried() -> None:
+    assert {model[0] for model in MODELS.values()} == {*ARCHITECTURES}
+
+
+@pytest.mark.filterwarnings("ignore:max_model_len=256 is longer than original_max_position_embeddings")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_is_the_model_that_it_was_made_of(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", MODELS[name][0], metadata_of(name), tensors_of(name))
+    directory, expected = model_directory(str(path)), read_config(hub_checkpoint(name))
+    config = read_config(directory)
+    for field in dataclasses.fields(expected):
+        if field.name not in NOT_SAID:
+            assert getattr(config, field.name) == getattr(expected, field.name), field.name
+    ours, theirs = (
+        [*tensors(load_weights(where, made, torch.float32, CPU))]
+        for where, made in ((directory, config), (hub_checkpoint(name), expected))
+    )
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5, msg=f"tensor {number} of {len(ours)}")
+
+
+def test_what_does_not_fit_the_architecture_is_named(tmp_path: Path) -> None:
+    metadata, held = metadata_of("qwen3"), tensors_of("qwen3")
+    lacking = {name: one for name, one in held.items() if name != "blk.1.ffn_up.weight"}
+    path = write(tmp_path / "a.gguf", "qwen3", metadata, {**lacking, "blk.0.spare.weight": torch.zeros(2)})
+    with pytest.raises(
+        CheckpointError, match=r"lacks: model\.layers\.1\.mlp\.up_proj\.weight; holds besides: blk\.0\.spare"
+    ):
+        model_directory(str(path))
+    with pytest.raises(CheckpointError, match=r"general\.architecture must be one of gemma2, .*, found 'rwkv7'"):
+        model_directory(str(write(tmp_path / "b.gguf", "rwkv7", metadata, held)))
+    del metadata["qwen3.block_count"]
+    with pytest.raises(CheckpointError, match=r"lack qwen3\.block_count"):
+        model_directory(str(write(tmp_path / "c.gguf", "qwen3", metadata, held)))

@@ -1,0 +1,47 @@
+"""Models from GGUF files whose tensors are blocks of many kinds: the answers of the values that blocks stand for."""
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from compiled_llm import CompiledEngine, SamplingParams
+from tests.checkpoint.gguf.writing import MODELS, metadata_of, tensors_of, write
+
+FIRST = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q8_0", "attn_output": "Q5_1", "ffn_gate": "Q5_0"}
+FIRST |= {"ffn_up": "F16", "ffn_down": "BF16", "ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q4_0", "ffn_down_exps": "Q8_0"}
+FIRST |= {"token_embd": "Q8_0", "output": "Q4_1"}
+LATER = FIRST | {"attn_q": "Q8_0", "attn_k": "Q8_0", "ffn_gate": "Q4_1", "ffn_up": "Q4_1"}
+PROMPTS = [{"prompt_token_ids": [5 * n + i for i in range(n)]} for n in (1, 3, 17)]
+SIZES = {"bucket_sizes": (4,), "token_bucket_sizes": (32,), "num_kv_blocks": 32, "max_model_len": 64}
+
+
+def kind_of(name: str) -> str:
+    return (LATER if name.startswith("blk.1.") else FIRST).get(name.split(".")[-2], "F32")
+
+
+def rounded(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 1:
+        return tensor
+    kind = Kind[kind_of(name)]
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind))
+
+
+@pytest.mark.parametrize("name", ["llama in blocks", "qwen3moe in blocks"])
+def test_answers_are_those_of_the_values(name: str, tmp_path: Path) -> None:
+    held, metadata = tensors_of(name), metadata_of(name)
+    blocks = write(tmp_path / "blocks.gguf", MODELS[name][0], metadata, held, kind_of)
+    values = write(tmp_path / "values.gguf", MODELS[name][0], metadata, {n: rounded(n, t) for n, t in held.items()})
+    answers = []
+    for path in (blocks, values):
+        with CompiledEngine(str(path), dtype="float32", enforce_eager=True, **SIZES) as engine:
+            asked = SamplingParams(max_tokens=12, temperature=0, logprobs=3, ignore_eos=True)
+            answers.append([output.outputs[0] for output in engine.generate(PROMPTS, asked, use_tqdm=False)])
+    for one, other in zip(*answers, strict=True):
+        assert one.token_ids == other.token_ids
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            for token, logprob in theirs.items():
+                assert mine[token].logprob == pytest.approx(logprob.logprob, abs=2e-4)
