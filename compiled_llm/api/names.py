@@ -205,8 +205,10 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """The names of ``known`` that ``name`` may stand for, at most three, best first; none where nothing is near.
 
     Names are compared word by word (``bucket_size`` is near to ``token_bucket_sizes``, too) and without their
-    separators (``topk``).
+    separators (``topk``). A single letter is near to nothing.
     """
+    if len(name) < 2:
+        return []
     name = name[:_LONGEST]
     distances = sorted((_distance(name, other), place, other) for place, other in enumerate(dict.fromkeys(known)))
     close = [(distance, other) for distance, _, other in distances if distance <= _FARTHEST]

@@ -13,7 +13,7 @@ from compiled_llm.system.gpu_packages import check_triton
 
 ROOT = Path(__file__).parents[2]
 # Programs and commands that look at code for GPUs, with the arguments that they require.
-PROGRAMS = (("gpu_step_tables.py",), ("gpu_code.py", "--output", "code"))
+PROGRAMS = (("gpu_step_tables.py",),)
 COMMANDS = ("report gpu-step", "tune attention", "tune linear --kind int8")
 
 
