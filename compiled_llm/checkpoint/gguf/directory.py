@@ -1,12 +1,16 @@
 """A GGUF file as a directory in the layout of the hub: small files made of its header, and links to the file itself.
 
 The directory lies in the cache, and is made once for a file; its name has a digest of the file's place, size and time.
+Those that no start used for a month are deleted.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 
 _INDEX = "gguf.json"  # names in the hub's layout -> places in the files
+_UNUSED_SECONDS = 30 * 24 * 3600
 _FORMAT = 1  # of the directory: another one is made where this changes
 
 
@@ -44,9 +49,12 @@ def directory_of(path: Path) -> Path:
     identity = json.dumps([_FORMAT, str(first.resolve()), status.st_size, status.st_mtime_ns, _own_code()])
     parent = cache_directory() / "gguf"
     directory = parent / f"{first.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if parent.is_dir():
+        check_trusted(parent)
     if not directory.is_dir():
         make_directory(parent)
         check_trusted(parent)
+        _delete_unused(parent)
         with tempfile.TemporaryDirectory(dir=parent) as made:
             _write(Path(made) / "model", read_header(first))
             try:
@@ -54,7 +62,16 @@ def directory_of(path: Path) -> Path:
             except OSError:
                 if not directory.is_dir():  # else another process was faster
                     raise
+    with contextlib.suppress(OSError):  # a read-only disk
+        os.utime(directory)
     return directory
+
+
+def _delete_unused(parent: Path) -> None:
+    """Delete what no start used for a month."""
+    for other in parent.iterdir():
+        if other.stat().st_mtime < time.time() - _UNUSED_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _first(directory: Path) -> Path:
