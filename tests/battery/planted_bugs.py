@@ -496,8 +496,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         positions are off by one
             StepBuffers.fill: starts - (ends - counts) => starts - (ends - counts) + 1
         logits are taken from the first token of a request
-            StepBuffers._fill_logits_rows: fields['logits_indices'][:num_rows] = indices
-                => fields['logits_indices'][:num_rows] = ends - counts
+            StepBuffers.fill: self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
+                => self._fill_logits_rows(fields, output, store, rows, ends - counts, seq_lens)
         query_start_loc leaves out its padding
             StepBuffers._pad: fields['query_start_loc'][num_requests + 1:] = num_tokens =>
         rows of the step before stay in the padding
@@ -506,8 +506,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             StepBuffers._fill_logits_rows: store.parameters[field.name][row_owners]
                 => store.parameters[field.name][row_owners if field.name != 'seed' else row_owners[0]]
         a row's random numbers depend on its chunk
-            StepBuffers._fill_logits_rows: fields['position'][:num_rows] = next_positions
-                => fields['position'][:num_rows] = counts
+            StepBuffers.fill: self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
+                => self._fill_logits_rows(fields, output, store, rows, ends - 1, counts)
         logits of drafts are those of the last token
             StepBuffers._fill_logits_rows: indices[places] - distances => indices[places]
         random numbers of drafts are those of the last token
