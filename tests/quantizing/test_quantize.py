@@ -119,7 +119,7 @@ def test_an_engine_of_the_written_checkpoint_has_the_perplexity_that_was_measure
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     """What the script measures before it writes, in float32, is what an engine computes from the files."""
-    found = run(tmp_path, *words, "--eval-max-tokens", "512")
+    found = run(tmp_path, *words)
     tokenizer, ids = Tokenizer(DEMO_MODEL), []
     for text in held_out_texts().values():
         document = tokenizer.encode(text)
