@@ -48,12 +48,12 @@ def test_the_cache_is_quantised_and_mostly_right(expected: dict[str, list[list[i
 
 @pytest.mark.battery
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_compiled_in_chunks_of_16_with_preemptions(kv_cache_dtype: str, expected: dict[str, list[list[int]]]) -> None:
-    with engine(kv_cache_dtype, **COMPILED_SIZES, max_num_batched_tokens=16, num_kv_blocks=16 + 4) as small:
+def test_compiled_in_chunks_of_32_with_preemptions(kv_cache_dtype: str, expected: dict[str, list[list[int]]]) -> None:
+    with engine(kv_cache_dtype, **COMPILED_SIZES, max_num_batched_tokens=32, num_kv_blocks=16 + 1) as small:
         alone = [tokens_of(small, [prompt])[0] for prompt in PROMPTS]
         assert small.stats().num_preemptions == 0
         assert tokens_of(small) == alone
-        assert small.stats().num_preemptions > 2
+        assert small.stats().num_preemptions > 0
         assert alone == expected[kv_cache_dtype]
         report = small.compile_report()
         assert (report.graphs, report.graph_breaks, report.recompiles) == (5, 0, 0)
