@@ -12,6 +12,7 @@ import numpy as np
 
 from compiled_llm.checkpoint.gguf.header import Header
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
+from compiled_llm.models.files import open_file
 
 Fields = dict[str, Any]
 
@@ -67,7 +68,7 @@ class Metadata:
         place = self.header.tensors[tensor]
         if place.kind != "F32" or len(place.shape) != 1:
             raise CheckpointError(f"{place.path}: {tensor} must be a row of F32, found {place.kind} {place.shape}")
-        with open(place.path, "rb") as file:
+        with open_file(place.path) as file:
             return np.fromfile(file, "<f4", place.shape[0], offset=place.offset).tolist()
 
 
@@ -303,13 +304,6 @@ def _glm4_moe(metadata: Metadata) -> Fields:
 
 def _smollm3(metadata: Metadata) -> Fields:
     return {"no_rope_layer_interval": 4}
-
-
-def _gpt2(metadata: Metadata) -> Fields:
-    sizes = {"n_positions": "context_length", "n_embd": "embedding_length", "n_layer": "block_count"}
-    sizes |= {"n_head": "attention.head_count", "n_inner": "feed_forward_length"}
-    sizes["layer_norm_epsilon"] = "attention.layer_norm_epsilon"
-    return {field: metadata.need(key) for field, key in sizes.items()}
 
 
 def _phi3(metadata: Metadata) -> Fields:

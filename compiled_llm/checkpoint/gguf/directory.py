@@ -11,23 +11,25 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from compiled_llm.checkpoint.gguf.architectures import config_of
 from compiled_llm.checkpoint.gguf.header import Header, read_header
-from compiled_llm.checkpoint.gguf.names import Place, as_json, from_json, places
+from compiled_llm.checkpoint.gguf.names import Place, places
 from compiled_llm.checkpoint.gguf.tokenizer import end_of_text_ids, read_vocabulary, tokenizer_config, tokenizer_json
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, listed
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.files import MAX_JSON_BYTES, read_json
-from compiled_llm.models.quantized.ggml import BLOCKS, EXPERT, PLAIN
+from compiled_llm.models.quantized.ggml import BLOCKS, EXPERT
 from compiled_llm.models.registry import family_of
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 
-_INDEX = "gguf.json"  # names in the hub's layout -> places in the files
+_INDEX = "gguf.json"  # names in the hub's layout -> places in the files, as ``_as_json`` writes them
 _UNUSED_SECONDS = 30 * 24 * 3600
+_LONGEST = 80  # characters of a file's name in that of its directory
 _FORMAT = 1  # of the directory: another one is made where this changes
 
 
@@ -47,8 +49,8 @@ def directory_of(path: Path) -> Path:
     first = path if path.is_file() else _first(path)
     status = first.stat()
     identity = json.dumps([_FORMAT, str(first.resolve()), status.st_size, status.st_mtime_ns, _own_code()])
-    parent = cache_directory() / "gguf"
-    directory = parent / f"{first.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    parent = _parent()
+    directory = parent / f"{first.stem[:_LONGEST]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if parent.is_dir():
         check_trusted(parent)
     if not directory.is_dir():
@@ -56,7 +58,13 @@ def directory_of(path: Path) -> Path:
         check_trusted(parent)
         _delete_unused(parent)
         with tempfile.TemporaryDirectory(dir=parent) as made:
-            _write(Path(made) / "model", read_header(first))
+            header = read_header(first)
+            try:
+                _write(Path(made) / "model", header)
+            except CheckpointError:
+                raise
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{first}: its metadata describe no model that can be read: {error}") from error
             try:
                 os.rename(Path(made) / "model", directory)
             except OSError:
@@ -67,18 +75,21 @@ def directory_of(path: Path) -> Path:
     return directory
 
 
+def _parent() -> Path:
+    return cache_directory() / "gguf"
+
+
 def _delete_unused(parent: Path) -> None:
     """Delete what no start used for a month."""
     for other in parent.iterdir():
-        if other.stat().st_mtime < time.time() - _UNUSED_SECONDS:
-            shutil.rmtree(other, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process was faster
+            if other.stat().st_mtime < time.time() - _UNUSED_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _first(directory: Path) -> Path:
     files = sorted(directory.glob("*.gguf"))
-    first = [
-        file for file in files if (file.name.endswith(".gguf") and "-of-" not in file.name) or "-00001-of-" in file.name
-    ]
+    first = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
     if len(first) != 1:
         raise CheckpointError(
             f"{directory}: holds {len(first)} models: {listed(one.name for one in first)}. Give one of the files"
@@ -98,10 +109,11 @@ def _write(directory: Path, header: Header) -> None:
     description = family_of(made).describe(made)
     found, left = places(header, architecture, made, description.stored)
     missing = [name for name, part in description.stored.items() if part.required and name not in found]
-    if missing or left:
-        problems = [
-            f"{what}: {listed(names)}" for what, names in (("lacks", missing), ("holds besides", left)) if names
-        ]
+    stored = {name: _stored(header, name, place) for name, place in found.items()}
+    wrong = [name for name, place in found.items() if not _fits(header, place, found)]
+    if missing or left or wrong:
+        kinds_of_problem = (("lacks", missing), ("holds besides", left), ("has in another size", wrong))
+        problems = [f"{what}: {listed(names)}" for what, names in kinds_of_problem if names]
         raise CheckpointError(
             f"{header.paths[0]}: is not the {architecture.name} that its metadata say: it {'; '.join(problems)}"
         )
@@ -112,7 +124,7 @@ def _write(directory: Path, header: Header) -> None:
         (directory / path.name).symlink_to(path.resolve())
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"eos_token_id": end_of_text_ids(vocabulary)})
-    _write_json(directory / _INDEX, {name: as_json(place) for name, place in found.items()})
+    _write_json(directory / _INDEX, {name: _as_json(one) for name, one in stored.items()})
     if vocabulary is not None:
         _write_json(directory / "tokenizer_config.json", tokenizer_config(vocabulary))
         (directory / "tokenizer.json").write_text(tokenizer_json(vocabulary))
@@ -136,28 +148,39 @@ def _kinds(header: Header, found: dict[str, Place]) -> dict[str, list[str]]:
 
 
 def has_index(directory: Path) -> bool:
-    return (directory / _INDEX).exists()
+    """Whether ``directory_of`` made it: no other place is believed to say where tensors lie."""
+    return directory.parent == _parent() and (directory / _INDEX).exists()
 
 
 def locate_gguf(directory: Path) -> dict[str, StoredTensor]:
-    """Name in the hub's layout -> place of every tensor, for a directory that ``directory_of`` made.
-
-    Raises:
-        ValueError: the file is no longer what it was.
-    """
-    header = read_header(next(iter(sorted(directory.glob("*.gguf")))))
+    """Name in the hub's layout -> place of every tensor, for a directory that ``directory_of`` made."""
     index = read_json(directory / _INDEX, MAX_JSON_BYTES)
-    return {name: _stored(header, name, from_json(given)) for name, given in index.items()}
+    return {
+        name: StoredTensor(name, directory / file, dtype, tuple(shape), offset, heads, plus)
+        for name, (file, dtype, shape, offset, heads, plus) in index.items()
+    }
+
+
+def _as_json(one: StoredTensor) -> list[Any]:
+    return [one.path.name, one.dtype, one.shape, one.offset, one.heads, one.plus]
 
 
 def _stored(header: Header, name: str, place: Place) -> StoredTensor:
     held = header.tensors[place.tensor]
-    dtypes = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
-    assert held.kind in PLAIN or held.kind in BLOCKS
-    shape = place.shape
+    dtype, shape = held.kind, place.shape
     if held.kind in BLOCKS:
         block = BLOCKS[held.kind]
-        shape = (*held.shape[:-1], held.shape[-1] // block.size * block.nbytes)
-        shape = shape if place.part is None else shape[1:]
-    one = StoredTensor(name, held.path, dtypes.get(held.kind, "U8"), shape, held.offset, place.heads, place.plus)
+        rows = held.shape if place.part is None else held.shape[1:]
+        dtype, shape = "U8", (*rows[:-1], rows[-1] // block.size * block.nbytes)
+    one = StoredTensor(name, held.path, dtype, shape, held.offset, place.heads, place.plus)
     return one if place.part is None else one._replace(offset=held.offset + place.part * one.nbytes)
+
+
+def _fits(header: Header, place: Place, found: Mapping[str, Place]) -> bool:
+    """Whether the tensor has the size that the config implies, dimensions of 1 apart; and a matrix for each expert."""
+    held = header.tensors[place.tensor].shape
+    if place.part is not None:
+        if len(held) != 3 or held[0] != sum(other.tensor == place.tensor for other in found.values()):
+            return False
+        held = held[1:]
+    return [size for size in held if size != 1] == [size for size in place.shape if size != 1]

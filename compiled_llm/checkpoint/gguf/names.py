@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from compiled_llm.checkpoint.gguf.architectures import Architecture
 from compiled_llm.checkpoint.gguf.header import Header
@@ -71,12 +71,3 @@ def _is_unused(name: str, num_layers: int) -> bool:
     """Whether it is read with the config, or belongs to a layer that guesses the token after the next."""
     layer = re.match(r"blk\.(\d+)\.", name)
     return name.endswith(_UNUSED) or (layer is not None and int(layer[1]) >= num_layers)
-
-
-def as_json(place: Place) -> list[Any]:
-    return list(place)
-
-
-def from_json(given: list[Any]) -> Place:
-    tensor, part, shape, heads, plus = given
-    return Place(tensor, part, tuple(shape), heads, plus)

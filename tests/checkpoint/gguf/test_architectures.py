@@ -52,3 +52,32 @@ def test_what_does_not_fit_the_architecture_is_named(tmp_path: Path) -> None:
     del metadata["qwen3.block_count"]
     with pytest.raises(CheckpointError, match=r"lack qwen3\.block_count"):
         model_directory(str(write(tmp_path / "c.gguf", "qwen3", metadata, held)))
+
+
+def test_a_tensor_of_another_size_is_named(tmp_path: Path) -> None:
+    """Else the bytes of the tensors behind it would be read."""
+    metadata, held = metadata_of("qwen3moe"), tensors_of("qwen3moe")
+    for name, changed in (
+        ("blk.1.attn_norm.weight", held["blk.1.attn_norm.weight"][:-1]),
+        ("blk.0.ffn_up_exps.weight", held["blk.0.ffn_up_exps.weight"][:2]),
+        ("blk.0.ffn_gate_exps.weight", torch.cat([held["blk.0.ffn_gate_exps.weight"]] * 2)),
+    ):
+        path = write(tmp_path / f"{name}.gguf", "qwen3moe", metadata, held | {name: changed})
+        with pytest.raises(CheckpointError, match=r"has in another size: model\.layers\.[01]\."):
+            model_directory(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("qwen3.block_count", "two"),
+        ("qwen3.attention.head_count", [4, 4]),
+        ("qwen3.attention.head_count", 0),
+        ("qwen3.rope.freq_base", "x"),
+        ("tokenizer.ggml.eos_token_id", "x"),
+    ],
+)
+def test_metadata_that_no_model_has(key: str, value: object, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", "qwen3", metadata_of("qwen3") | {key: value}, tensors_of("qwen3"))
+    with pytest.raises(CheckpointError, match=r"model\.gguf: "):
+        model_directory(str(path))

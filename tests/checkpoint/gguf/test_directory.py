@@ -1,12 +1,13 @@
 """The directory that stands for a GGUF file: made once for it, and found again."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
-from compiled_llm.checkpoint.gguf.directory import directory_of, is_gguf
+from compiled_llm.checkpoint.gguf.directory import directory_of, has_index, is_gguf
 from compiled_llm.checkpoint.model_files import model_directory
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
 from tests.checkpoint.gguf.writing import MODELS, metadata_of, tensors_of, write
@@ -46,3 +47,17 @@ def test_a_directory_of_files(file: Path) -> None:
         model_directory(str(file.parent))
     (file.parent / "config.json").write_text("{}")
     assert not is_gguf(file.parent), "it is a checkpoint of the hub's layout"
+
+
+def test_an_index_in_a_directory_of_others_is_not_believed(file: Path) -> None:
+    own = directory_of(file)
+    assert has_index(own)
+    theirs = file.parent / "theirs"
+    shutil.copytree(own, theirs, symlinks=True)
+    assert not has_index(theirs)
+
+
+def test_a_long_name(file: Path) -> None:
+    long = file.with_name("m" * 250 + ".gguf")
+    file.rename(long)
+    assert (directory_of(long) / long.name).resolve() == long
