@@ -87,6 +87,7 @@ PARTS = {
         for what, flags in (("", "--seconds 0.05 --limit 50"), ("-around", _AROUND))
     },
     "probe-attention": Part(55, f"{_BENCH} attention --device cuda {_PROBE} --json {{json}}", 14),
+    "gpt-fast": Part(40, f"{_BENCH} gpt-fast --checkout .gpt-fast --json {{json}}", 18),
     **{
         f"start{what}": Part(seconds, f"{_START} --shape {shape} {flags} --seconds {seconds - 10} --json {{json}}")
         for what, seconds, shape, flags in (

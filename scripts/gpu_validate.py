@@ -39,10 +39,11 @@ Parts, short ones that decide what is worth doing first:
 - ``quantised``: linear layers on quantised weights against the reference, every format; ``quantised-speed``: each kind,
   of layers and of experts, checked, and timed beside bfloat16.
 - ``kernels``: attention, also over latents, against the reference at real sizes.
+- ``gpt-fast``: a token of its Llama-3-8B, if it is named and ``.gpt-fast`` is a checkout of it.
 - ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,
   files to commit. Name ``code`` after them, and the archive has them too.
 
-Parts from ``smoke`` to ``probe-attention`` begin together: they load and compile side by side, as far as cores and GPU
+Parts from ``smoke`` to ``gpt-fast`` begin together: they load and compile side by side, as far as cores and GPU
 memory go, and then measure one after the other (``bench/program_turns.py``). All others run one by one.
 
 Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
@@ -179,7 +180,7 @@ def unpack(archive: Path, output: Path) -> None:
 
 def main() -> int:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
-    parts = [name for name in PARTS if not name.startswith("tune")]
+    parts = [name for name in PARTS if not name.startswith(("tune", "gpt-fast"))]
     parser.add_argument(
         "--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all that need not be named)"
     )

@@ -1,5 +1,7 @@
 """What each benchmark refuses, before anything is loaded: exit status 2, the reason on stderr, nothing on stdout."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -101,6 +103,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--device cuda --size 16x64x4x2", "--kind must be quantised"),
         ("--around", "--around needs --device cuda"),
     ],
+    "gpt-fast": [("--checkout /", "--checkout must be a folder with gpt-fast's model.py")],
     "": [("", "one of latency, throughput"), ("latncy", "did you mean 'latency'?")],
 }
 CASES = [(name, words, said) for name, cases in REFUSED.items() for words, said in cases]
@@ -125,9 +128,12 @@ def test_bad_arguments_exit_with_2(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
-@pytest.mark.parametrize("words", ["kernels", "attention --device cuda", "products --device cuda"])
-def test_no_gpu_is_no_traceback(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    assert main(["bench", *words.split()]) == 2
+@pytest.mark.parametrize(
+    "words", ["kernels", "attention --device cuda", "products --device cuda", "gpt-fast --checkout DIR"]
+)
+def test_no_gpu_is_no_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str) -> None:
+    (tmp_path / "model.py").touch()
+    assert main(["bench", *words.replace("DIR", str(tmp_path)).split()]) == 2
     assert "no CUDA GPU" in capsys.readouterr().err
 
 

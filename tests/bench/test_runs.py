@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from compiled_llm.bench import (
+    gpt_fast,
     harness,
     hf,
     host,
@@ -358,6 +359,43 @@ def test_two_checkouts_start_in_turns(run: Run, monkeypatch: pytest.MonkeyPatch,
         "16",
     ]
     assert "this: cold and warm starts give OTHER TOKENS" in out
+
+
+def test_gpt_fast(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model with the interface of gpt-fast's."""
+    (tmp_path / "model.py").write_text("""
+import torch
+
+class Transformer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = torch.nn.Embedding(32, 8)
+        self.output = torch.nn.Linear(8, 32, bias=False)
+        self.seen = []
+
+    @classmethod
+    def from_name(cls, name):
+        assert name == "tiny"
+        return cls()
+
+    def setup_caches(self, max_batch_size, max_seq_length):
+        self.register_buffer("keys", torch.zeros(max_batch_size, max_seq_length, 8, dtype=torch.bfloat16))
+
+    def forward(self, tokens, positions):
+        assert self.keys.abs().sum() > 0
+        self.seen.append(int(positions[0]))
+        return self.output(self.tok_embeddings(tokens) + self.keys[:, positions])
+""")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    models, load = [], gpt_fast.load
+    monkeypatch.setattr(gpt_fast, "load", lambda args: models.append(load(args)) or models[0])
+    words = ("--shape", "tiny", "--device", "cpu", "--eager", "--context", "6", "--tokens", "3")
+    result, _ = run(gpt_fast, "--checkout", tmp_path, *words)
+    assert models[0].seen == 7 * [6, 7, 8]
+    assert len(result["token_ms_of_each"]) == 5
+    assert result["weights_gb_per_s"] == pytest.approx(32 * 8 * 2 / result["token_ms"] / 1e6)
+    monkeypatch.delitem(sys.modules, "model")
 
 
 @pytest.mark.battery
