@@ -37,6 +37,9 @@ class ModelConfig:
     published: str = dataclasses.field(
         default="", kw_only=True
     )  # quantization_config of a checkpoint's linear layers, JSON
+    gguf_layout: str = dataclasses.field(
+        default="", kw_only=True
+    )  # GGUF's name of the architecture, where its files cut tensors in another way than the hub's
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

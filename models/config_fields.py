@@ -26,6 +26,7 @@ from compiled_llm.models.registry import SUPPORTED
 
 # Read here, or of no effect: transformers' class is not asked about them.
 _LEFT_OUT = {"architectures", "dtype", "model_type", "quantization_config", "torch_dtype", "transformers_version"}
+_LEFT_OUT |= {"gguf_layout"}
 
 
 def class_parameters(config_class: type) -> dict[str, Any]:
@@ -127,6 +128,7 @@ _NO_EFFECT = {
     "embedding_dropout",
     "eos_token_id",  # likewise
     "expand",  # what the size of Nemotron-H's Mamba might be, and is not
+    "gguf_layout",  # read by itself
     "hidden_dropout",
     "id2label",
     "initializer_range",

@@ -128,6 +128,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         dtype=stated_dtype(config, _default_dtype(model, published)),
         eos_token_ids=eos_token_ids(config, generation or {}, sizes["vocab_size"]),
         published=published,
+        gguf_layout=str(config.get("gguf_layout", "")),
         **own,
     )
 

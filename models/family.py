@@ -109,7 +109,7 @@ class _ShapeReader:
 
     def kept(self, wanted: WantedCodes) -> WeightFormat:
         """As checkpoints in this dtype usually have it: none is read."""
-        return wanted.scheme.kept(usual_dtypes(_stored(wanted), self.dtype))
+        return wanted.scheme.kept(usual_dtypes(_stored(wanted), self.dtype), self.dtype)
 
     def quantized(self, wanted: WantedCodes, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         scheme, stack = wanted.scheme, wanted.stack

@@ -4,7 +4,6 @@ Windows in every second layer; each query head has a sink, the score of one more
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -45,13 +44,16 @@ def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
         config.num_experts_per_tok,
     )
     experts = f"{name}.mlp.experts"
-    stacked = functools.partial(source.stacked_experts, top_k=top_k)
-    return MoeWeights(
-        router=source.linear(StoredLinear(f"{name}.mlp.router", num_experts, d, bias=True)),
-        gate_up=stacked(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, in_turn=2),
-        down=stacked(f"{experts}.down_proj", num_experts, d, inner),
-        used=source.used_experts(),
-    )
+    if config.gguf_layout:
+        each = [f"{experts}.{e}" for e in range(num_experts)]
+        gates = [[StoredLinear(f"{e}.{x}_proj", inner, d, bias=True) for x in ("gate", "up")] for e in each]
+        gate_up = source.experts(gates, top_k)
+        down = source.experts([[StoredLinear(f"{e}.down_proj", d, inner, bias=True)] for e in each], top_k)
+    else:
+        gate_up = source.stacked_experts(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, top_k, in_turn=2)
+        down = source.stacked_experts(f"{experts}.down_proj", num_experts, d, inner, top_k)
+    router = source.linear(StoredLinear(f"{name}.mlp.router", num_experts, d, bias=True))
+    return MoeWeights(router, gate_up, down, source.used_experts())
 
 
 def take_layer(config: Any, source: Source, name: str) -> LayerWeights:
@@ -91,5 +93,5 @@ FAMILY = Family(
     forward,
     llama.head,
     requires=llama.FAMILY.requires,
-    quantizations=("mxfp4",),
+    quantizations=("mxfp4", "gguf"),
 )

@@ -63,6 +63,8 @@ class GraniteHybridConfig(GraniteConfig):
 
 def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeights | MoeWeights:
     """The MLP that all tokens use, of the layer whose tensors' names begin with ``name``, and its experts."""
+    if config.gguf_layout:
+        return _take_separate_mlp(config, source, f"{name}.mlp", f"{name}.block_sparse_moe.router.layer")
     d, inner = config.hidden_size, config.shared_intermediate_size
     gate_up = source.linear(StoredLinear(f"{name}.shared_mlp.input_linear", 2 * inner, d))
     shared = MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.shared_mlp.output_linear", d, inner)))
@@ -87,6 +89,22 @@ def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeigh
         used=source.used_experts(),
         shared=Shared(shared, source.ones(1) * config.residual_multiplier),
     )
+
+
+def _take_separate_mlp(
+    config: GraniteHybridConfig, source: Source, name: str, router: str
+) -> MlpWeights | MoeWeights:
+    """As ``take_mlp``, of GGUF files, which have gate and up in a tensor each."""
+    d, inner, shared = config.hidden_size, config.shared_intermediate_size, name
+    if config.num_local_experts:
+        shared = f"{name}.shared_expert"
+    gate_up = source.linear(*(StoredLinear(f"{shared}.{x}_proj", inner, d) for x in ("gate", "up")))
+    mlp = MlpWeights(gate_up, source.linear(StoredLinear(f"{shared}.down_proj", d, inner)))
+    if not config.num_local_experts:
+        return mlp
+    count, top_k = config.num_local_experts, config.num_experts_per_tok
+    routed = source.mixture(router, f"{name}.experts", config, count, top_k, config.intermediate_size)
+    return routed._replace(shared=Shared(mlp, source.ones(1) * config.residual_multiplier))
 
 
 def take_layer(config: GraniteHybridConfig, source: Source, name: str) -> LayerWeights:

@@ -72,9 +72,29 @@ TakeProjections = Callable[[Any, Source, str], Linear]
 
 def take_projections(config: Qwen35Config, source: Source, name: str) -> Linear:
     """``DeltaNetWeights.qkv`` of the layer whose tensors' names begin with ``name``."""
-    heads = config.linear_num_value_heads
+    heads, d = config.linear_num_value_heads, config.hidden_size
     sizes = {"qkv": config.convolved_size, "z": config.value_size, "b": heads, "a": heads}
-    return source.linear(*(StoredLinear(f"{name}.in_proj_{x}", size, config.hidden_size) for x, size in sizes.items()))
+    orders = {x: by_key_head(config, 2 * config.key_size if x == "qkv" else 0) for x in sizes}
+    return source.linear(
+        *(StoredLinear(f"{name}.in_proj_{x}", size, d, arrange=orders[x]) for x, size in sizes.items())
+    )
+
+
+def by_key_head(config: Qwen35Config, before: int = 0) -> Callable[[Tensor], Tensor] | None:
+    """What puts the rows of value heads behind one another that have the same key head. None: they lie so.
+
+    GGUF files of Qwen3.5 have the first value head of each key head, then the second of each. ``before``: rows of
+    something else, which are in front.
+    """
+    key_heads = config.linear_num_key_heads
+    if not config.gguf_layout.startswith("qwen35") or config.linear_num_value_heads == key_heads:
+        return None
+
+    def arranged(rows: Tensor) -> Tensor:
+        values = rows[before:].unflatten(0, (-1, key_heads, (len(rows) - before) // config.linear_num_value_heads))
+        return torch.cat([rows[:before], values.transpose(0, 1).flatten(0, 2)])
+
+    return arranged
 
 
 def take_delta_net(
@@ -82,13 +102,22 @@ def take_delta_net(
 ) -> DeltaNetWeights:
     """The weights of Gated DeltaNet whose tensors' names begin with ``name``."""
     heads, channels, width = config.linear_num_value_heads, config.convolved_size, config.linear_conv_kernel_dim
+    in_order = by_key_head(config)
+    convolution = source.tensor(f"{name}.conv1d.weight", (channels, 1, width)).view(channels, width)
+    A_log, dt_bias = (source.tensor(f"{name}.{x}", (heads,), dtype=torch.float32) for x in ("A_log", "dt_bias"))
+    if in_order is not None:
+        of_channels = by_key_head(config, 2 * config.key_size)
+        assert of_channels is not None
+        convolution, A_log, dt_bias = of_channels(convolution), in_order(A_log), in_order(dt_bias)
     return DeltaNetWeights(
         qkv=take_projections(config, source, name),
-        o=source.linear(StoredLinear(f"{name}.out_proj", config.hidden_size, config.value_size)),
-        convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, width)).view(channels, width),
+        o=source.linear(
+            StoredLinear(f"{name}.out_proj", config.hidden_size, config.value_size, arrange_inputs=in_order)
+        ),
+        convolution=convolution,
         norm=source.norm(f"{name}.norm", config.linear_value_head_dim),
-        A_log=source.tensor(f"{name}.A_log", (heads,), dtype=torch.float32),
-        dt_bias=source.tensor(f"{name}.dt_bias", (heads,), dtype=torch.float32),
+        A_log=A_log,
+        dt_bias=dt_bias,
     )
 
 

@@ -48,18 +48,15 @@ def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Line
         parts = rows.unflatten(0, (key_heads, -1)).split(sizes, dim=1)
         return torch.cat([part.flatten(0, 1) for part in parts])
 
-    sizes = {"qkvz": (dk, dk, values, values), "ba": (group, group)}
-    return source.linear(
-        *(
-            StoredLinear(
-                f"{name}.in_proj_{x}",
-                key_heads * sum(each),
-                config.hidden_size,
-                arrange=functools.partial(apart, sizes=each),
-            )
-            for x, each in sizes.items()
-        )
-    )
+    def together(part: str, *sizes: int) -> StoredLinear:
+        outputs, arrange = key_heads * sum(sizes), functools.partial(apart, sizes=sizes)
+        return StoredLinear(f"{name}.in_proj_{part}", outputs, config.hidden_size, arrange=arrange)
+
+    first = [together("qkvz", dk, dk, values, values)]
+    if config.gguf_layout:
+        of_parts = {"qkv": config.convolved_size, "z": config.value_size}
+        first = [StoredLinear(f"{name}.in_proj_{x}", size, config.hidden_size) for x, size in of_parts.items()]
+    return source.linear(*first, together("ba", group, group))
 
 
 def take_shared(config: Qwen3NextConfig, source: Source, name: str) -> Shared:

@@ -16,7 +16,7 @@ from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, Put, PutQuantized, StoredLinear
-from compiled_llm.models.linears.published import in_order_of
+from compiled_llm.models.linears.published import in_columns, in_order_of
 from compiled_llm.models.quantized.mxfp4 import StackedMxfp4
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Stack, Wanted, WantedCodes
@@ -219,9 +219,9 @@ class Source:
         parts = [[StoredLinear(f"{name}.{e}", out_features, in_features, bias)] for e in range(num_experts)]
         return self._linears.take_experts(_StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
 
-    def heads(self, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+    def heads(self, parts: Sequence[StoredLinear], num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
         """Layers of single heads, see ``LinearKind.take_heads``."""
-        return self._linears.take_heads(_PartsTake(self, [part]), part, num_heads, first)
+        return self._linears.take_heads(_PartsTake(self, parts), parts, num_heads, first)
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
@@ -286,11 +286,13 @@ class _PartsTake:
         if tensor.is_meta:
             return tensor.new_empty(shape)
         tensor = tensor.t().contiguous() if transposed else tensor
+        if part.arrange_inputs is not None and len(shape) == 2:
+            tensor = part.arrange_inputs(tensor.t()).t().contiguous()
         return tensor if part.arrange is None else part.arrange(tensor)
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
         """Those that are to be changed are read as a whole first, one at a time."""
-        changed = {name for name in shapes if self._parts[name].transposed or self._parts[name].arrange is not None}
+        changed = {name for name in shapes if _is_changed(self._parts[name])}
         if not changed:
             self._source.rows(shapes, put, self.dtype)
             return
@@ -313,12 +315,20 @@ class _PartsTake:
         """Rows that are to be changed in order are decoded as a whole first."""
         if part.transposed:
             raise ValueError(f"quantised weights are not read for {part.name}, which checkpoints keep transposed")
-        if part.arrange is None or self.device.type == "meta":
+        if self.device.type == "meta":
+            return self._source.quantized(part, scheme, put)
+        if part.arrange_inputs is not None:
+            put = in_columns(put, part.arrange_inputs(torch.arange(part.in_features)), scheme.form.group_size)
+        if part.arrange is None:
             return self._source.quantized(part, scheme, put)
         pieces: list[tuple[int, QuantizedRows]] = []
         besides = self._source.quantized(part, scheme, lambda first, rows: pieces.append((first, rows)))
         put(0, in_order_of(pieces, part.arrange(torch.arange(part.out_features))))
         return besides
+
+
+def _is_changed(part: StoredLinear) -> bool:
+    return part.transposed or part.arrange is not None or part.arrange_inputs is not None
 
 
 class _StackedTake:

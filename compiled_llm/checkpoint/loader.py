@@ -111,7 +111,7 @@ class RandomReader:
                 start += num_rows
 
     def kept(self, wanted: WantedCodes) -> WeightFormat:
-        return wanted.scheme.kept(usual_dtypes(wanted.stored(), self.dtype))
+        return wanted.scheme.kept(usual_dtypes(wanted.stored(), self.dtype), self.dtype)
 
     def quantized(self, wanted: WantedCodes, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         _, scheme, out_features, in_features, stack = wanted

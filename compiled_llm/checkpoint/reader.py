@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from compiled_llm.checkpoint.stored_tensors import DTYPES, CheckpointError, StoredTensor
+from compiled_llm.checkpoint.stored_tensors import CHANGES, DTYPES, CheckpointError, StoredTensor
 from compiled_llm.models.files import open_file
 from compiled_llm.models.linears.protocol import Put, PutQuantized
 from compiled_llm.models.reader import Wanted, WantedCodes
@@ -101,7 +101,7 @@ class CheckpointReader:
         """``Reader.kept``, by the dtypes that the files have."""
         names = {which: wanted.stored_name(which) for which in wanted.stored()}
         found = {which: DTYPES[self._stored[of].dtype] for which, of in names.items() if of in self._stored}
-        return wanted.scheme.kept(found)
+        return wanted.scheme.kept(found, self.dtype)
 
     def quantized(self, wanted: WantedCodes, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """``Reader.quantized``, a piece a thread. Raises what ``tensor`` raises."""
@@ -145,7 +145,7 @@ class CheckpointReader:
         content = self._buffer(num_rows * row_bytes)
         stored.read_into(content.numpy(), piece.first * row_bytes, self._file(stored))
         original = content.view(DTYPES[stored.dtype]).view(num_rows, -1)
-        return original + stored.plus if stored.plus else original
+        return CHANGES[stored.change](original) if stored.change else original
 
     def _buffer(self, size: int) -> Tensor:
         """Memory of this thread's own, used for every piece that it reads."""

@@ -7,7 +7,7 @@ parsed once, and a tensor is read from its place in the file, into memory of its
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ from compiled_llm.ops.user_warnings import warn
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 DTYPES |= {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn}
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "less_one": lambda x: x - 1,
+    "log_of_negative": lambda x: torch.log(-x),
+}
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 16 << 20  # 100 times what a file of 1,000 tensors has
 _MAX_TENSORS = 100_000
@@ -39,7 +43,7 @@ class StoredTensor(NamedTuple):
         offset: of its first byte in the file; its elements follow in row-major order.
         heads: where it is not 0, the rows are so many heads, and in the file the two rows of a head that rotary
             embeddings turn together are neighbours. They are read as the hub's layout has them, half a head apart.
-        plus: is added to the elements as they are read.
+        change: what is made of the elements as they are read, a name of ``CHANGES``; "": nothing.
     """
 
     name: str
@@ -48,7 +52,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     heads: int = 0
-    plus: float = 0.0
+    change: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,8 @@
 """Talk with a model in the terminal.
 
     compiled-llm chat
-    compiled-llm chat --model DIR --system "Answer in one sentence."
+    compiled-llm chat MODEL.gguf
+    compiled-llm chat DIR --system "Answer in one sentence."
     printf 'Hello\\n/stats\\n' | compiled-llm chat
 
 A line is a message; one that begins with ``/`` is a command (``/help`` lists them). Ctrl-C ends the answer, Ctrl-D
@@ -48,6 +49,7 @@ _WITHOUT_TEMPLATE = (
 
 def parser(program: str) -> FlagParser:
     parser = FlagParser(prog=program, description="Talk with a model in the terminal. /help there lists its commands.")
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="what to talk with, as after --model")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
     add_sampling_arguments(parser, _WITHOUT, max_tokens="a quarter of the context", temperature="the model's, or 0.7")
     add_engine_arguments(parser)
@@ -67,6 +69,10 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
 
 def _chat(args: argparse.Namespace, stdout: GuardedStream) -> int:
+    if args.model_name is not None:
+        if args.model is not None:
+            raise ValueError(f"--model must be left out where MODEL is given, given {args.model!r:.200}")
+        args.model = args.model_name
     config = engine_config(args)
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
     from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer

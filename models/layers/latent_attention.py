@@ -86,7 +86,10 @@ def take_latent_attention(
         q_up = source.linear(
             StoredLinear(f"{name}.q_b_proj", n * (key + turned), sizes.q_lora_rank, arrange=of_queries)
         )
-    up_k, up_v = source.heads(StoredLinear(f"{name}.kv_b_proj", n * (key + value), latent), n, key)
+    up = [StoredLinear(f"{name}.kv_b_proj", n * (key + value), latent)]
+    if config.gguf_layout:
+        up = [StoredLinear(f"{name}.k_b_proj", n * latent, key), StoredLinear(f"{name}.v_b_proj", n * value, latent)]
+    up_k, up_v = source.heads(up, n, key)
     return LatentAttentionWeights(
         qkv=qkv,
         q_norm=q_norm,

@@ -62,8 +62,10 @@ class Exact(NamedTuple):
         return DenseExperts.take(take, experts, top_k)
 
     @staticmethod
-    def take_heads(take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
-        to_inputs, to_outputs = take_split(take, part, num_heads, first)
+    def take_heads(
+        take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
+    ) -> tuple[DenseHeads, DenseHeads]:
+        to_inputs, to_outputs = take_split(take, parts, num_heads, first)
         return DenseHeads(to_inputs), DenseHeads(to_outputs)
 
     @staticmethod

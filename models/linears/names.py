@@ -37,6 +37,8 @@ class Names:
         self.parts.extend(part for parts in experts for part in parts)
         return DenseExperts.take(take, experts, top_k)
 
-    def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
+    def take_heads(
+        self, take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
+    ) -> tuple[DenseHeads, DenseHeads]:
         """Not noted: they are never rounded at load."""
-        return Dense.take_heads(take, part, num_heads, first)
+        return Dense.take_heads(take, parts, num_heads, first)

@@ -61,8 +61,10 @@ class Packed(NamedTuple):
         return PackedExperts.take(take, experts, top_k)
 
     @staticmethod
-    def take_heads(take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[PackedHeads, PackedHeads]:
-        to_inputs, to_outputs = take_split(take, part, num_heads, first)
+    def take_heads(
+        take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
+    ) -> tuple[PackedHeads, PackedHeads]:
+        to_inputs, to_outputs = take_split(take, parts, num_heads, first)
         return PackedHeads.of(to_inputs), PackedHeads.of(to_outputs)
 
     @staticmethod

@@ -23,10 +23,12 @@ def take_bias(take: Take, parts: Sequence[StoredLinear]) -> Tensor | None:
     return bias if bias.is_meta else torch.cat(taken, out=bias)
 
 
-def take_split(take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[Tensor, Tensor]:
-    """The weight of ``part``, of each head the first rows, transposed, and the others.
+def take_split(take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int) -> tuple[Tensor, Tensor]:
+    """The weight of the only part, of each head the first rows, transposed, and the others; or of two parts these.
 
     A head's rows are side by side. Returns ``[N, K, first]`` and ``[N, rows of a head - first, K]``.
     """
-    weight = take(f"{part.name}.weight", (part.out_features, part.in_features)).unflatten(0, (num_heads, -1))
-    return weight[:, :first].transpose(1, 2).contiguous(), weight[:, first:].contiguous()
+    weights = [take(name, shape).unflatten(0, (num_heads, -1)) for name, shape in weight_shapes(parts).items()]
+    if len(weights) == 2:
+        return weights[0], weights[1]
+    return weights[0][:, :first].transpose(1, 2).contiguous(), weights[0][:, first:].contiguous()

@@ -20,6 +20,7 @@ class StoredLinear(NamedTuple):
         also: another name: of a head that the embedding is as well.
         arrange: rows of the checkpoint's weight (elements of its bias) -> the same in the order that the model takes
             the layer's outputs in. None: they are in it.
+        arrange_inputs: the same of the weight's columns, given as rows.
     """
 
     name: str
@@ -30,6 +31,7 @@ class StoredLinear(NamedTuple):
     arrange: Callable[[Tensor], Tensor] | None = None
     role: str = "layer"
     also: str = ""
+    arrange_inputs: Callable[[Tensor], Tensor] | None = None
 
 
 PutQuantized = Callable[[int, QuantizedRows], None]
@@ -156,11 +158,14 @@ class LinearKind(Protocol):
     def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> GroupedLinear:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
 
-    def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
-        """The weight of ``part``, which has rows for each of ``num_heads`` heads, as two layers of single heads.
+    def take_heads(
+        self, take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
+    ) -> tuple[HeadLinear, HeadLinear]:
+        """The weight of the only part, which has rows for each of ``num_heads`` heads, as two layers of single heads.
 
-        The ``first`` rows of a head go the other way, from outputs to inputs; the others as they are. Both are always
-        in the model's dtype: a head's rows are few, and what they are transposed from is quantised along its inputs.
+        The ``first`` rows of a head go the other way, from outputs to inputs; the others as they are. Of two parts, as
+        GGUF files have them, the first is so transposed already. Both layers are always in the model's dtype: a head's
+        rows are few, and what they are transposed from is quantised along its inputs.
         """
 
     def bytes_while_taking(self, nbytes: int) -> int:

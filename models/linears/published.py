@@ -125,8 +125,10 @@ class Published:
         biases = take_biases(take, experts)
         return QuantizedExperts(weight, biases, computed, len(experts), out_features, in_features, top_k)
 
-    def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
-        return self.plain.take_heads(self._decoded(take, [part]), part, num_heads, first)
+    def take_heads(
+        self, take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
+    ) -> tuple[HeadLinear, HeadLinear]:
+        return self.plain.take_heads(self._decoded(take, parts), parts, num_heads, first)
 
 
 class _Decoded(NamedTuple):
@@ -195,3 +197,21 @@ def in_order_of(rows: Sequence[tuple[int, QuantizedRows]], order: Tensor) -> Qua
     scales = torch.cat([piece.scales for piece in pieces])[order]
     zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
     return QuantizedRows(codes, scales, torch.cat(zeros)[order] if zeros else None)
+
+
+def in_columns(put: PutQuantized, order: Tensor, group_size: int) -> PutQuantized:
+    """``put`` of rows whose columns are in ``order`` ``[K]``, which moves whole groups.
+
+    Raises:
+        ValueError: it does not.
+    """
+    groups = order[::group_size] // group_size if group_size else order[:1]
+    whole = (groups[:, None] * group_size + torch.arange(group_size)).flatten()
+    if not torch.equal(whole, order):
+        raise ValueError(f"groups of {group_size} inputs must lie within a head each: load another file of this model")
+
+    def put_in_order(first: int, rows: QuantizedRows) -> None:
+        zeros = None if rows.zeros is None else rows.zeros[:, groups]
+        put(first, QuantizedRows(rows.codes[:, order], rows.scales[:, groups], zeros))
+
+    return put_in_order

@@ -136,5 +136,7 @@ class Quantizing:
         biases = take_biases(take, experts)
         return QuantizedExperts(weight, biases, scheme, len(experts), out_features, in_features, top_k)
 
-    def take_heads(self, take: Take, part: StoredLinear, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
-        return self.plain.take_heads(take, part, num_heads, first)
+    def take_heads(
+        self, take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
+    ) -> tuple[HeadLinear, HeadLinear]:
+        return self.plain.take_heads(take, parts, num_heads, first)

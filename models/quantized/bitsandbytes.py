@@ -54,7 +54,7 @@ class Nf4:
             found["weight.nested_quant_map"] = StoredPart(((256,),), _FLOAT32)
         return found
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
         return self.form
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -48,7 +48,7 @@ class _Rows:
     def in_pieces(self) -> str | None:
         return self.weight
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
         return self.form._replace(scale_dtype=DTYPE_NAMES[dtypes[self.scale]])
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -84,8 +84,8 @@ class EightBits(_Rows):
 
     zero_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
-        form = super().kept(dtypes)
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
+        form = super().kept(dtypes, model)
         return form._replace(zero_dtype=DTYPE_NAMES[dtypes[self.zero]]) if form.zeros else form
 
     def stored(self, out_features: int, in_features: int) -> dict[str, StoredPart]:
@@ -182,7 +182,7 @@ class Fp4(_Rows):
     divides: bool = False
     input_scale: str = "input_global_scale"
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
         return self.form  # products of two scales, or powers of two
 
     def stored(self, out_features: int, in_features: int) -> dict[str, StoredPart]:

@@ -205,7 +205,7 @@ class Ggml:
             raise ValueError(f"in_features must be a multiple of {block.size} for {self.kind}, found {in_features}")
         return {"weight": StoredPart(((out_features, in_features // block.size * block.nbytes),), (torch.uint8,))}
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
         return self.form
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -76,7 +76,7 @@ class Transposed:
             found["g_idx"] = StoredPart(((in_features,),), (torch.int32, torch.int64), required=self.ordered)
         return found
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
         # Zero points of 8 bits are up to 128 with the 1 that "gptq" takes off: bfloat16 holds whole numbers up to 256.
         zero_dtype = "bfloat16" if self.form.bits == 8 and self.offset else "int8"
         return self.form._replace(scale_dtype=DTYPE_NAMES[dtypes["scales"]], zero_dtype=zero_dtype)

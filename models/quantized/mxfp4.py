@@ -45,7 +45,7 @@ class StackedMxfp4:
             "scales": StoredPart((groups,), (torch.uint8,)),
         }
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
         return self.form
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -64,7 +64,7 @@ class Scheme(Protocol):
             ValueError: layers of this size cannot be kept so.
         """
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
         """``form``, its scales and zero points in the fewest bytes that are exact where a layer's tensors are such."""
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -54,7 +54,7 @@ class PlainInt4:
             "_weight_zero_point": StoredPart(groups, FLOATS),
         }
 
-    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
         # Zero points are quotients here.
         return self.form._replace(scale_dtype=DTYPE_NAMES[dtypes["_weight_scale"]], zero_dtype="float32")
 

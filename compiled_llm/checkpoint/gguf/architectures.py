@@ -34,6 +34,8 @@ _EXPERTS |= {"expert_feed_forward_length": "moe_intermediate_size"}
 _ROUTED = _EXPERTS | {"expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts"}
 _ROUTED |= {"leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor"}
 _ROUTED |= {"expert_weights_norm": "norm_topk_prob"}
+_SHARED = _EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 
 class Metadata:
@@ -84,6 +86,7 @@ class Architecture:
         plus_one: whether norms are stored with 1 added.
         partial: whether rotary embeddings may turn a part of a head.
         fixed_bias: whether queries, keys and values always have biases, or as another field says.
+        is_cut: whether files cut tensors in another way than the hub's, as ``ModelConfig.gguf_layout`` says.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Architecture:
     plus_one: bool = False
     partial: bool = False
     fixed_bias: bool = False
+    is_cut: bool = False
 
 
 def config_of(header: Header) -> tuple[Architecture, Fields]:
@@ -124,6 +128,8 @@ def config_of(header: Header) -> tuple[Architecture, Fields]:
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config["rope_parameters"] = _rope(metadata, found)
     config |= _token_ids(header) | _attention(metadata, found)
+    if found.is_cut:
+        config["gguf_layout"] = metadata.architecture
     return found, config | found.more(metadata)
 
 
@@ -195,8 +201,7 @@ def _mlp_bias(metadata: Metadata) -> Fields:
 
 def _llama(metadata: Metadata) -> Architecture:
     if metadata.get("expert_count"):
-        fields = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-        return Architecture("MixtralForCausalLM", {**fields, **_HEAD}, in_pairs=True, fixed_bias=True)
+        return Architecture("MixtralForCausalLM", {**_LOCAL_EXPERTS, **_HEAD}, in_pairs=True, fixed_bias=True)
     return Architecture("LlamaForCausalLM", _HEAD, _mlp_bias, in_pairs=True)
 
 
@@ -292,14 +297,154 @@ def _lfm2_moe(metadata: Metadata) -> Fields:
 
 
 def _glm4_moe(metadata: Metadata) -> Fields:
-    """Layers that guess the token after the next follow the others, and are counted with them."""
-    count = metadata.need("block_count") - metadata.get("nextn_predict_layers", 0)
     return {
-        "num_hidden_layers": count,
+        "num_hidden_layers": _layers(metadata),
         "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
         "n_group": metadata.get("expert_group_count", 1),
         "topk_group": metadata.get("expert_group_used_count", 1),
     }
+
+
+def _layers(metadata: Metadata) -> int:
+    """Without those that guess the token after the next, which follow the others."""
+    return metadata.need("block_count") - metadata.get("nextn_predict_layers", 0)
+
+
+def _gpt_oss(metadata: Metadata) -> Fields:
+    rope = _rope(metadata, Architecture(""))
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False
+    return {"rope_parameters": rope, "layer_types": _layer_types(metadata, 2)}
+
+
+def _deepseek2(metadata: Metadata) -> Architecture:
+    is_cut = metadata.has("blk.0.attn_k_b.weight")
+    fields = {**_ROUTED, "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"}
+    fields |= {"rope.dimension_count": "qk_rope_head_dim"}
+    if _has_any(metadata, ".exp_probs_b.bias"):
+        return Architecture("DeepseekV3ForCausalLM", fields, _latent, fixed_bias=True, is_cut=is_cut)
+    return Architecture("DeepseekV2ForCausalLM", fields, _deepseek_v2, fixed_bias=True, is_cut=is_cut)
+
+
+def _latent(metadata: Metadata) -> Fields:
+    """Older files give the sizes of heads under the usual names, newer ones those of what is cached."""
+    turned, heads = metadata.need("rope.dimension_count"), metadata.need("attention.head_count")
+    key = metadata.get("attention.key_length_mla") or metadata.need("attention.key_length")
+    rope = _rope(metadata, Architecture(""))
+    if rope["rope_type"] == "yarn" and (slope := metadata.get("rope.scaling.yarn_log_multiplier")):
+        slope = round(slope * 10, 6)
+        rope |= {"mscale": slope, "mscale_all_dim": slope}
+    return {
+        "num_hidden_layers": _layers(metadata),
+        "num_key_value_heads": heads,
+        "head_dim": turned,
+        "qk_nope_head_dim": key - turned,
+        "v_head_dim": metadata.get("attention.value_length_mla") or metadata.need("attention.value_length"),
+        "q_lora_rank": metadata.get("attention.q_lora_rank"),
+        "attention_bias": metadata.has("blk.0.attn_kv_a_mqa.bias"),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
+        "n_group": metadata.get("expert_group_count", 1),
+        "topk_group": metadata.get("expert_group_used_count", 1),
+        "rope_parameters": rope,
+    }
+
+
+def _deepseek_v2(metadata: Metadata) -> Fields:
+    is_grouped = metadata.get("expert_group_count", 1) > 1
+    return _latent(metadata) | {"topk_method": "group_limited_greedy" if is_grouped else "greedy"}
+
+
+def _qwen35(metadata: Metadata) -> Fields:
+    count, heads = _layers(metadata), metadata.need("ssm.time_step_rank")
+    period = metadata.get("full_attention_interval", 4)
+    recurrent = metadata.get("attention.recurrent_layers", [(i + 1) % period != 0 for i in range(count)])
+    return {
+        "num_hidden_layers": count,
+        "head_dim": metadata.need("attention.key_length"),
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurrent[:count]],
+        "linear_conv_kernel_dim": metadata.need("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.need("ssm.state_size"),
+        "linear_num_key_heads": metadata.need("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": metadata.need("ssm.inner_size") // heads,
+    }
+
+
+def _qwen3_next(metadata: Metadata) -> Architecture:
+    """Older files have the projections of queries, keys, values and gates in one tensor, as the hub."""
+    is_cut = not any(name.endswith(".ssm_in.weight") for name in metadata.header.tensors)
+    return Architecture("Qwen3NextForCausalLM", _SHARED, _qwen3_next_more, plus_one=True, partial=True, is_cut=is_cut)
+
+
+def _qwen3_next_more(metadata: Metadata) -> Fields:
+    return _qwen35(metadata) | _qwen3_moe(metadata)
+
+
+def _mamba(metadata: Metadata) -> dict[str, int]:
+    """Sizes by the names that Granite's configs have for them, after ``mamba_``."""
+    heads, inner = metadata.need("ssm.time_step_rank"), metadata.need("ssm.inner_size")
+    return {
+        "n_heads": heads,
+        "d_head": inner // heads,
+        "n_groups": metadata.need("ssm.group_count"),
+        "d_state": metadata.need("ssm.state_size"),
+        "d_conv": metadata.need("ssm.conv_kernel"),
+    }
+
+
+def _has_any(metadata: Metadata, end: str) -> bool:
+    return any(name.endswith(end) for name in metadata.header.tensors)
+
+
+def _granite_hybrid(metadata: Metadata) -> Fields:
+    heads = metadata.need("attention.head_count_kv")
+    shared = metadata.get("expert_shared_feed_forward_length") or metadata.need("feed_forward_length")
+    return _granite(metadata) | {
+        **{f"mamba_{name}": size for name, size in _mamba(metadata).items()},
+        "mamba_expand": metadata.need("ssm.inner_size") // metadata.need("embedding_length"),
+        "mamba_conv_bias": _has_any(metadata, ".ssm_conv1d.bias"),
+        "mamba_proj_bias": _has_any(metadata, ".ssm_in.bias"),
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
+        "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", False) else "nope",
+        "shared_intermediate_size": shared,
+        "num_local_experts": metadata.get("expert_count", 0),
+        "num_experts_per_tok": metadata.get("expert_used_count", 0),
+    }
+
+
+def _nemotron_h(metadata: Metadata) -> Fields:
+    """A block is one of attention, an MLP or experts, and Mamba-2, as its sizes say."""
+    heads, inner, sizes = metadata.need("attention.head_count_kv"), metadata.need("feed_forward_length"), _mamba(metadata)
+    of_mlp = "moe" if metadata.get("expert_count") else "mlp"
+    kinds = ["full_attention" if kv else of_mlp if size else "linear_attention" for kv, size in zip(heads, inner, strict=True)]
+    fields: Fields = {
+        "layers_block_type": kinds[: _layers(metadata)],
+        "num_hidden_layers": _layers(metadata),
+        "head_dim": metadata.need("attention.key_length"),
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(inner),
+        "mamba_num_heads": sizes["n_heads"],
+        "mamba_head_dim": sizes["d_head"],
+        "n_groups": sizes["n_groups"],
+        "ssm_state_size": sizes["d_state"],
+        "conv_kernel": sizes["d_conv"],
+        "use_bias": _has_any(metadata, ".ssm_in.bias"),
+        "use_conv_bias": _has_any(metadata, ".ssm_conv1d.bias"),
+        "mlp_bias": _has_any(metadata, ".ffn_up.bias"),
+        "layer_norm_epsilon": metadata.get("attention.layer_norm_rms_epsilon")
+        or metadata.need("attention.layer_norm_epsilon"),
+        "rope_parameters": None,
+    }
+    if of_mlp == "moe":
+        shared = metadata.need("expert_shared_feed_forward_length")
+        fields |= {"moe_shared_expert_intermediate_size": shared, "n_group": metadata.get("expert_group_count", 1)}
+        fields |= {"moe_latent_size": metadata.get("moe_latent_size"), "topk_group": metadata.get("expert_group_used_count", 1)}
+    return fields
+
+
+def _gpt2(metadata: Metadata) -> Fields:
+    return {"rope_parameters": None, "layer_norm_epsilon": metadata.need("attention.layer_norm_epsilon")}
 
 
 def _smollm3(metadata: Metadata) -> Fields:
@@ -323,20 +468,41 @@ def _starcoder2(metadata: Metadata) -> Fields:
     }
 
 
+_NEMOTRON_H = Architecture(
+    "NemotronHForCausalLM",
+    _ROUTED,
+    _nemotron_h,
+    in_pairs=True,
+    fixed_bias=True,
+)
+
 ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
+    "deepseek2": _deepseek2,
     "gemma2": Architecture("Gemma2ForCausalLM", {**_HEAD, **_WINDOW}, _gemma2, plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", {**_HEAD, **_WINDOW}, _gemma3, plus_one=True),
     "glm4moe": Architecture("Glm4MoeForCausalLM", {**_HEAD, **_ROUTED}, _glm4_moe, partial=True),
     "glm4": Architecture("Glm4ForCausalLM", _HEAD, partial=True),
+    "gpt-oss": Architecture("GptOssForCausalLM", {**_LOCAL_EXPERTS, **_HEAD, **_WINDOW}, _gpt_oss, is_cut=True),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel", {"feed_forward_length": "n_inner"}, _gpt2, fixed_bias=True, is_cut=True
+    ),
     "granite": Architecture("GraniteForCausalLM", {}, _granite, in_pairs=True),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM", {}, _granite_hybrid, in_pairs=True, is_cut=True
+    ),
     "lfm2": Architecture("Lfm2ForCausalLM", _NORM_EPS, _lfm2, fixed_bias=True),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", {**_NORM_EPS, **_EXPERTS}, _lfm2_moe, fixed_bias=True),
     "llama": _llama,
     "mistral3": _mistral3,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "olmo2": _olmo2,
     "phi3": Architecture("Phi3ForCausalLM", _WINDOW, _phi3, partial=True),
     "qwen2": Architecture("Qwen2ForCausalLM", fixed_bias=True),
     "qwen3": Architecture("Qwen3ForCausalLM", _HEAD),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", {}, _qwen35, plus_one=True, partial=True, is_cut=True),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _SHARED, _qwen35, plus_one=True, partial=True, is_cut=True),
+    "qwen3next": _qwen3_next,
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_HEAD, **_EXPERTS}, _qwen3_moe),
     "seed_oss": Architecture("SeedOssForCausalLM", _HEAD, _seed_oss),
     "smollm3": Architecture("SmolLM3ForCausalLM", _HEAD, _smollm3, in_pairs=True),

@@ -7,22 +7,23 @@ Those that no start used for a month are deleted.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from compiled_llm.checkpoint.gguf.architectures import config_of
-from compiled_llm.checkpoint.gguf.header import Header, read_header
+from compiled_llm.checkpoint.gguf.header import Header, TensorPlace, read_header, tensor_bytes
 from compiled_llm.checkpoint.gguf.names import Place, places
 from compiled_llm.checkpoint.gguf.tokenizer import end_of_text_ids, read_vocabulary, tokenizer_config, tokenizer_json
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, listed
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.files import MAX_JSON_BYTES, read_json
-from compiled_llm.models.quantized.ggml import BLOCKS, EXPERT
+from compiled_llm.models.quantized.ggml import BLOCKS, EXPERT, PLAIN
 from compiled_llm.models.registry import family_of
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
@@ -30,7 +31,7 @@ from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 _INDEX = "gguf.json"  # names in the hub's layout -> places in the files, as ``_as_json`` writes them
 _UNUSED_SECONDS = 30 * 24 * 3600
 _LONGEST = 80  # characters of a file's name in that of its directory
-_FORMAT = 1  # of the directory: another one is made where this changes
+_FORMAT = 2  # of the directory: another one is made where this changes
 
 
 def is_gguf(path: Path) -> bool:
@@ -110,7 +111,10 @@ def _write(directory: Path, header: Header) -> None:
     found, left = places(header, architecture, made, description.stored)
     missing = [name for name, part in description.stored.items() if part.required and name not in found]
     stored = {name: _stored(header, name, place) for name, place in found.items()}
-    wrong = [name for name, place in found.items() if not _fits(header, place, found)]
+    beside: dict[str, list[Place]] = {}
+    for place in found.values():
+        beside.setdefault(place.tensor, []).append(place)
+    wrong = [name for name, one in found.items() if not _fits(header.tensors[one.tensor], one, beside[one.tensor])]
     if missing or left or wrong:
         kinds_of_problem = (("lacks", missing), ("holds besides", left), ("has in another size", wrong))
         problems = [f"{what}: {listed(names)}" for what, names in kinds_of_problem if names]
@@ -156,31 +160,33 @@ def locate_gguf(directory: Path) -> dict[str, StoredTensor]:
     """Name in the hub's layout -> place of every tensor, for a directory that ``directory_of`` made."""
     index = read_json(directory / _INDEX, MAX_JSON_BYTES)
     return {
-        name: StoredTensor(name, directory / file, dtype, tuple(shape), offset, heads, plus)
-        for name, (file, dtype, shape, offset, heads, plus) in index.items()
+        name: StoredTensor(name, directory / file, dtype, tuple(shape), offset, heads, change)
+        for name, (file, dtype, shape, offset, heads, change) in index.items()
     }
 
 
 def _as_json(one: StoredTensor) -> list[Any]:
-    return [one.path.name, one.dtype, one.shape, one.offset, one.heads, one.plus]
+    return [one.path.name, one.dtype, one.shape, one.offset, one.heads, one.change]
 
 
 def _stored(header: Header, name: str, place: Place) -> StoredTensor:
     held = header.tensors[place.tensor]
-    dtype, shape = held.kind, place.shape
+    elements = (place.part or 0) * math.prod(held.shape[1:]) + place.first * math.prod(place.shape[1:])
+    dtype, shape, offset = held.kind, place.shape, held.offset + tensor_bytes(held.kind, (elements,))
     if held.kind in BLOCKS:
-        block = BLOCKS[held.kind]
-        rows = held.shape if place.part is None else held.shape[1:]
-        dtype, shape = "U8", (*rows[:-1], rows[-1] // block.size * block.nbytes)
-    one = StoredTensor(name, held.path, dtype, shape, held.offset, place.heads, place.plus)
-    return one if place.part is None else one._replace(offset=held.offset + place.part * one.nbytes)
+        dtype, shape = "U8", (*shape[:-1], tensor_bytes(held.kind, shape[-1:]))
+    return StoredTensor(name, held.path, dtype, shape, offset, place.heads, place.change)
 
 
-def _fits(header: Header, place: Place, found: Mapping[str, Place]) -> bool:
-    """Whether the tensor has the size that the config implies, dimensions of 1 apart; and a matrix for each expert."""
-    held = header.tensors[place.tensor].shape
-    if place.part is not None:
-        if len(held) != 3 or held[0] != sum(other.tensor == place.tensor for other in found.values()):
-            return False
-        held = held[1:]
-    return [size for size in held if size != 1] == [size for size in place.shape if size != 1]
+def _fits(held: TensorPlace, place: Place, beside: Sequence[Place]) -> bool:
+    """Whether ``held`` has the size that the config implies of ``place`` and all that is in it, ``beside``.
+
+    It has a matrix for each expert; dimensions of 1 are of no account.
+    """
+    shape = held.shape if place.part is None else held.shape[1:]
+    if place.part is not None and held.shape[0] != len({other.part for other in beside}):
+        return False
+    rows = sum(math.prod(other.shape[:-1] or other.shape) for other in beside if other.part == place.part)
+    if len(place.shape) == 1:
+        return held.kind in PLAIN and math.prod(shape) == rows
+    return (math.prod(shape[:-1]), shape[-1]) == (rows, place.shape[-1])

@@ -1,6 +1,7 @@
 """Names of tensors: the hub's, as families ask for them, and GGUF's, with what a file changed in them."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,9 +14,14 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # Parts of names that the library's table has otherwise.
 _SPELT = {
     "e_score_correction_bias": "e_score_correction.bias",
-    "dt_bias": "dt.bias",
+    "dt_bias": "dt_proj.bias",
     ".expert_bias": ".expert_bias.bias",
 }
+# Of Nemotron-H's experts the table has the names that llama.cpp's converter gives them.
+_OF_EXPERTS = re.compile(r"backbone\.(layers\.\d+)\.mixer\.experts\.")
+# Tensors that newer files have in one, one below the other.
+_FUSED = {"ffn_gate_exps": "ffn_gate_up_exps", "ffn_up_exps": "ffn_gate_up_exps"}
+_FUSED |= dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn_qkv")
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
 
 
@@ -26,15 +32,17 @@ class Place(NamedTuple):
         tensor: its name there.
         part: which matrix of a tensor of several, one for each expert; None: the whole.
         shape: that it has in the hub's layout.
+        first: its first row, where the tensor holds others before it.
         heads: rows of each of so many heads lie in pairs; 0: in order.
-        plus: what has to be added to its elements.
+        change: what is made of its elements, as ``StoredTensor`` has it.
     """
 
     tensor: str
     part: int | None
     shape: tuple[int, ...]
+    first: int = 0
     heads: int = 0
-    plus: float = 0.0
+    change: str = ""
 
 
 def places(
@@ -48,23 +56,38 @@ def places(
     assert isinstance(kind, MODEL_ARCH)
     table = get_tensor_name_map(kind, config.num_layers)
     found: dict[str, Place] = {}
+    rows: Counter[tuple[str, int | None]] = Counter()  # of a tensor that have their place
     for name, part in wanted.items():
         expert = _EXPERT.search(name)
         plain = name if expert is None else name.replace(expert[0], ".experts.")
         for own, usual in _SPELT.items():
             plain = plain.replace(own, usual)
+        plain = _OF_EXPERTS.sub(r"model.\1.mlp.experts.", plain)
         suffixes = (".weight", ".bias")
-        tensor = table.get_name(plain, suffixes) or table.get_name(plain.removeprefix("model."), suffixes)
-        if tensor not in header.tensors:
+        usual = table.get_name(plain, suffixes) or table.get_name(plain.removeprefix("model."), suffixes)
+        tensor = _held(usual, header)
+        if tensor is None:
             continue
-        place = Place(tensor, int(expert[1]) if expert else None, part.shapes[0])
-        if architecture.in_pairs and (which := re.search(r"\.attn_([qk])\.", tensor)):
+        number, shape = int(expert[1]) if expert else None, part.shapes[0]
+        place = Place(tensor, number, shape, rows[tensor, number])
+        rows[tensor, number] += shape[0]
+        if architecture.in_pairs and usual is not None and (which := re.search(r"\.attn_([qk])\.", usual)):
             place = place._replace(heads=config.num_heads if which[1] == "q" else config.num_kv_heads)
-        if architecture.plus_one and tensor.endswith("norm.weight"):
-            place = place._replace(plus=-1.0)
-        found[name] = place
+        if architecture.plus_one and tensor.endswith("norm.weight") and not tensor.endswith(".ssm_norm.weight"):
+            place = place._replace(change="less_one")
+        found[name] = place._replace(change="log_of_negative") if name.endswith(".A_log") else place
     used = {place.tensor for place in found.values()}
-    return found, [name for name in header.tensors if name not in used and not _is_unused(name, config.num_layers)]
+    unused = [name for name in header.tensors if name not in used and not _is_unused(name, config.num_layers)]
+    return found, unused
+
+
+def _held(name: str | None, header: Header) -> str | None:
+    """The tensor of a file that ``name`` means: itself, with an end that tables leave out, or what holds it."""
+    if name is None:
+        return None
+    layer, _, what = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
+    fused = name.replace(f"{layer}.{what}", f"{layer}.{_FUSED.get(what, what)}")
+    return next((one for one in (name, f"{name}.weight", fused) if one in header.tensors), None)
 
 
 def _is_unused(name: str, num_layers: int) -> bool:

@@ -50,13 +50,25 @@ def check(layers: tuple[Linear, Linear], weight: Tensor) -> None:
 def test_both_halves(kind: LinearKind, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(PART.out_features, INPUTS).to(dtype)
-    check(kind.take_heads(TensorTake({f"{NAME}.weight": weight}), PART, HEADS, FIRST), weight)
+    check(kind.take_heads(TensorTake({f"{NAME}.weight": weight}), [PART], HEADS, FIRST), weight)
+
+
+def test_halves_of_a_tensor_each() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(PART.out_features, INPUTS)
+    by_head = weight.view(HEADS, -1, INPUTS)
+    held = {
+        "k.weight": by_head[:, :FIRST].transpose(1, 2).reshape(HEADS * INPUTS, FIRST),
+        "v.weight": by_head[:, FIRST:].reshape(HEADS * OTHERS, INPUTS),
+    }
+    parts = [StoredLinear("k", HEADS * INPUTS, FIRST), StoredLinear("v", HEADS * OTHERS, INPUTS)]
+    check(Packed.take_heads(TensorTake(held), parts, HEADS, FIRST), weight)
 
 
 def test_they_are_not_rounded_at_load() -> None:
     weight = torch.randn(PART.out_features, INPUTS)
     kind = Quantizing(Packed, torch.float32, SCHEMES["int4"])
-    layers = kind.take_heads(TensorTake({f"{NAME}.weight": weight}), PART, HEADS, FIRST)
+    layers = kind.take_heads(TensorTake({f"{NAME}.weight": weight}), [PART], HEADS, FIRST)
     assert all(isinstance(layer, PackedHeads) for layer in layers)
     check(layers, weight)
 
@@ -81,6 +93,6 @@ def test_a_quantised_checkpoint_is_decoded() -> None:
     fields = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     plan = read_quantization({"quantization_config": fields})
     assert plan is not None
-    layers = Published(Dense, plan).take_heads(QuantizedTake({f"{NAME}.weight": weight}), PART, HEADS, FIRST)
+    layers = Published(Dense, plan).take_heads(QuantizedTake({f"{NAME}.weight": weight}), [PART], HEADS, FIRST)
     assert all(isinstance(layer, DenseHeads) for layer in layers)
     check(layers, weight)

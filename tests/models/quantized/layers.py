@@ -29,7 +29,7 @@ def decoded(scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int
             assert tuple(tensors[name].shape) in part.shapes, (name, tensors[name].shape, part.shapes)
             assert tensors[name].dtype in part.dtypes, (name, tensors[name].dtype)
     used = {name: tensor for name, tensor in tensors.items() if stored[name].used}
-    form = scheme.kept({name: tensor.dtype for name, tensor in tensors.items()})
+    form = scheme.kept({name: tensor.dtype for name, tensor in tensors.items()}, torch.float32)
     scales = [tensor.dtype for name, tensor in tensors.items() if "scale" in name and "input" not in name]
     assert scheme.form.element == "fp4" or form.scale_dtype == DTYPE_NAMES[scales[0]]
     weight = empty_quantized(form, *shape, torch.device("cpu"))
