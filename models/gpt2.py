@@ -39,7 +39,9 @@ def _take_layer(config: GPT2Config, source: Source, name: str) -> LayerWeights:
     d, intermediate, transposed = config.hidden_size, config.intermediate_size, not config.gguf_layout
 
     def linear(part: str, out_features: int, in_features: int) -> Linear:
-        return source.linear(StoredLinear(f"{name}.{part}", out_features, in_features, bias=True, transposed=transposed))
+        return source.linear(
+            StoredLinear(f"{name}.{part}", out_features, in_features, bias=True, transposed=transposed)
+        )
 
     return LayerWeights(
         input_norm=source.layer_norm(f"{name}.ln_1", d),

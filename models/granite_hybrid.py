@@ -91,9 +91,7 @@ def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeigh
     )
 
 
-def _take_separate_mlp(
-    config: GraniteHybridConfig, source: Source, name: str, router: str
-) -> MlpWeights | MoeWeights:
+def _take_separate_mlp(config: GraniteHybridConfig, source: Source, name: str, router: str) -> MlpWeights | MoeWeights:
     """As ``take_mlp``, of GGUF files, which have gate and up in a tensor each."""
     d, inner, shared = config.hidden_size, config.shared_intermediate_size, name
     if config.num_local_experts:

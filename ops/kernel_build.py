@@ -119,6 +119,11 @@ def quantize_rows_library() -> Library:
     return Library("quantize_rows_cpu", ROOT / "linear" / "quantize_rows_cpu.cpp")
 
 
+def decode_blocks_library() -> Library:
+    """What reads the blocks of GGUF files (``linear/decode_blocks.py``)."""
+    return Library("decode_blocks_cpu", ROOT / "linear" / "decode_blocks_cpu.cpp")
+
+
 def features_library() -> Library:
     """What tells which sets a CPU has."""
     return Library("features", ROOT / "cpu" / "features.cpp")
@@ -138,6 +143,7 @@ def shipped() -> Iterator[Library]:
     yield features_library()
     yield pack_library()
     yield quantize_rows_library()
+    yield decode_blocks_library()
     for op in (*OPS, "limits_cpu"):
         yield op_library(op)
     for op in OPS:

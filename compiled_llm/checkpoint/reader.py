@@ -55,6 +55,7 @@ class CheckpointReader:
         )
 
     def __enter__(self) -> Self:
+        torch.set_num_threads(1)  # here too: after each operation the others spin for a while, on cores that read
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.quantized import fields
-from compiled_llm.models.quantized.scheme import Scheme, StoredPart, checked_scales, power_of_two_scales
+from compiled_llm.models.quantized.scheme import Scheme, StoredPart, power_of_two_scales
+from compiled_llm.ops.linear.decode_blocks import decode_blocks
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
 
@@ -180,6 +181,7 @@ BLOCKS = {
 """Kinds of blocks."""
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the name of an expert's layer; ``kinds`` has "*" for the number."""
+_MOST = 65504.0  # of scales and least values: what float16 holds
 _WITH_LEAST = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
 
 
@@ -206,26 +208,47 @@ class Ggml:
         return {"weight": StoredPart(((out_features, in_features // block.size * block.nbytes),), (torch.uint8,))}
 
     def kept(self, dtypes: Mapping[str, torch.dtype], model: torch.dtype) -> WeightFormat:
-        return self.form
+        """In float16 where the model has 16 bits: the scales of a file, or within 2^-12 of a product of two.
+
+        That is less than what rounds to bfloat16 otherwise, a weight or what is multiplied with it.
+        """
+        if model == torch.float32 or self.form.element == "fp4":
+            return self.form
+        return self.form._replace(scale_dtype="float16", zero_dtype="float16")
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return None
 
     def decode(self, tensors: Mapping[str, Tensor], first: int, count: int) -> QuantizedRows:
         block = BLOCKS[self.kind]
-        decoded = block.decode(tensors["weight"].unflatten(1, (-1, block.nbytes)))
+        blocks = tensors["weight"].unflatten(1, (-1, block.nbytes))
+        found = decode_blocks(self.kind, block.size, blocks, self.form, _MOST)
+        return found if found is not None else self._decoded(block.decode(blocks))
+
+    def _decoded(self, decoded: Decoded) -> QuantizedRows:
+        block = BLOCKS[self.kind]
         codes = decoded.codes.flatten(1).view(torch.int8)
-        scales = checked_scales(decoded.scales.flatten(1), "scales")
+        scales = _checked(decoded.scales)
         if decoded.least is None:
             return QuantizedRows(codes, scales)
         # A group without a scale is its least value alone.
-        least = checked_scales(decoded.least.flatten(1), "least values")
+        least = _checked(decoded.least)
         is_flat = scales == 0
         zeros = torch.where(is_flat, 1.0, least / scales)
         scales = torch.where(is_flat, least, scales)
         codes = torch.where(is_flat.repeat_interleave(block.group, 1), 0, codes)
         shift = 8 if block.element == "int4" else 0
         return QuantizedRows(codes - shift, scales, zeros - shift)
+
+
+def _checked(values: Tensor) -> Tensor:
+    """``[n, G]``."""
+    values = values.flatten(1)
+    if not (values.abs() <= _MOST).all():
+        raise ValueError(
+            f"scales and least values must be numbers up to {_MOST:g}, as they are not: the file is damaged"
+        )
+    return values
 
 
 def dequantized(blocks: Tensor, kind: str) -> Tensor:

@@ -5,16 +5,10 @@
 #include <cstring>
 #include <vector>
 
+#include "every_cpu.h"
 #include "pack_words.h"
 
 namespace {
-
-#if defined(__x86_64__)
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
-#define INLINE inline __attribute__((always_inline))
 
 INLINE float widened(float x) { return x; }
 INLINE float widened(uint16_t bfloat16) { return __builtin_bit_cast(float, uint32_t{bfloat16} << 16); }

@@ -22,6 +22,7 @@ def empty_quantized(
 
 def pack_quantized_rows(weight: QuantizedWeight, start: int, rows: QuantizedRows, form: WeightFormat) -> None:
     """Write ``rows``, the rows of one matrix from ``start`` on, into ``weight``."""
+    rows = quantized_weight.as_kept(rows, form)
     if weight.codes.device.type == "cuda":
         quantized_weight_gpu.pack_quantized_rows_gpu(weight, start, rows, form)
     else:

@@ -36,6 +36,7 @@ NF4_VALUES = (
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
     *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+_MOST_ZERO = 2.0**15  # codes are lost beside a larger zero point, which float16 does not hold
 SCALE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ZERO_DTYPES = {"int8": torch.int8, **SCALE_DTYPES}
 DTYPE_NAMES = {dtype: name for name, dtype in ZERO_DTYPES.items()}
@@ -209,6 +210,24 @@ def _fp4_values() -> Tensor:
     return torch.cat([magnitudes, -magnitudes])
 
 
+def as_kept(rows: QuantizedRows, form: WeightFormat) -> QuantizedRows:
+    """``rows`` with scales that ``form`` can keep, and zero points that leave codes around 0 their values.
+
+    A group whose scale would vanish beside its zero point, or whose zero point would be too large, becomes one value.
+    """
+    dtype = SCALE_DTYPES[form.scale_dtype]
+    if rows.zeros is None or dtype == torch.float32 or form.zero_dtype == "int8":
+        return rows
+    scales, subtracted = rows.scales.to(dtype).float(), rows.zeros * rows.scales
+    is_flat = subtracted.abs() > _MOST_ZERO * scales.abs()
+    codes = rows.codes
+    if is_flat.any():
+        size = form.group_size or codes.shape[1]
+        codes = codes.masked_fill(is_flat.repeat_interleave(size, 1)[:, : codes.shape[1]], 0)
+    zeros = torch.where(is_flat, 1.0, subtracted / torch.where(scales == 0, 1.0, scales))
+    return QuantizedRows(codes, torch.where(is_flat, subtracted, scales), zeros)
+
+
 # -- Packed for CPUs
 
 
@@ -240,15 +259,14 @@ def pack_quantized_rows(weight: QuantizedWeight, start: int, rows: QuantizedRows
     Several threads may do so at once, each with rows of its own.
     """
     codes = rows.codes
-    words = weight.codes.shape[1]
-    inputs = 32 // form.bits
-    if missing := words * inputs - codes.shape[1]:
+    if missing := weight.codes.shape[1] * 32 // form.bits - codes.shape[1]:
         codes = torch.nn.functional.pad(codes, (0, missing))
     if form.element == "int4":
         codes = codes + 8
-    bits = codes.view(torch.uint8).view(len(codes), words, inputs // 4, 4)
-    packed = bits[:, :, 0] if form.bits == 8 else bits[:, :, 0] | bits[:, :, 1] << 4
-    pack_words(weight.codes.view(torch.int32)[..., 0], start, packed.contiguous().view(torch.int32)[:, :, 0])
+    packed = codes.contiguous().view(torch.int32)
+    if form.bits == 4:  # no code of four bits reaches the byte beside it
+        packed = packed[:, ::2] | packed[:, 1::2] << 4
+    pack_words(weight.codes.view(torch.int32)[..., 0], start, packed.contiguous())
     pack_words(weight.scales, start, rows.scales.to(weight.scales.dtype).contiguous())
     if weight.zeros is not None:
         assert rows.zeros is not None, "a format with zero points"

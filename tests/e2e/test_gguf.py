@@ -13,13 +13,16 @@ from tests.checkpoint.gguf.writing import MODELS, metadata_of, tensors_of, write
 
 FIRST = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q8_0", "attn_output": "Q5_1", "ffn_gate": "Q5_0"}
 FIRST |= {"ffn_up": "F16", "ffn_down": "BF16", "ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q4_0", "ffn_down_exps": "Q8_0"}
-FIRST |= {"token_embd": "Q8_0", "output": "Q4_1"}
+FIRST |= {"token_embd": "Q8_0", "output": "Q4_1", "attn_k_b": "Q8_0", "attn_v_b": "Q5_0", "ssm_out": "Q4_1"}
 LATER = FIRST | {"attn_q": "Q8_0", "attn_k": "Q8_0", "ffn_gate": "Q4_1", "ffn_up": "Q4_1"}
+LATER |= {f"ffn_{x}_exps": "MXFP4" for x in ("gate", "up", "down")}
 PROMPTS = [{"prompt_token_ids": [5 * n + i for i in range(n)]} for n in (1, 3, 17)]
 SIZES = {"bucket_sizes": (4,), "token_bucket_sizes": (32,), "num_kv_blocks": 32, "max_model_len": 64}
 
 
 def kind_of(name: str) -> str:
+    if name.endswith(".bias"):
+        return "F32"
     return (LATER if name.startswith("blk.1.") else FIRST).get(name.split(".")[-2], "F32")
 
 
@@ -30,7 +33,9 @@ def rounded(name: str, tensor: Tensor) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(tensor.numpy(), kind), kind))
 
 
-@pytest.mark.parametrize("name", ["llama in blocks", "qwen3moe in blocks"])
+@pytest.mark.parametrize(
+    "name", ["llama in blocks", "qwen3moe in blocks", "deepseek2 in blocks", "qwen35 in blocks", "gpt-oss"]
+)
 def test_answers_are_those_of_the_values(name: str, tmp_path: Path) -> None:
     held, metadata = tensors_of(name), metadata_of(name)
     blocks = write(tmp_path / "blocks.gguf", MODELS[name][0], metadata, held, kind_of)

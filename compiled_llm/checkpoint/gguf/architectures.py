@@ -86,6 +86,7 @@ class Architecture:
         plus_one: whether norms are stored with 1 added.
         partial: whether rotary embeddings may turn a part of a head.
         fixed_bias: whether queries, keys and values always have biases, or as another field says.
+        unknown: fields that its class does not have.
         is_cut: whether files cut tensors in another way than the hub's, as ``ModelConfig.gguf_layout`` says.
     """
 
@@ -96,6 +97,7 @@ class Architecture:
     plus_one: bool = False
     partial: bool = False
     fixed_bias: bool = False
+    unknown: tuple[str, ...] = ()
     is_cut: bool = False
 
 
@@ -130,7 +132,8 @@ def config_of(header: Header) -> tuple[Architecture, Fields]:
     config |= _token_ids(header) | _attention(metadata, found)
     if found.is_cut:
         config["gguf_layout"] = metadata.architecture
-    return found, config | found.more(metadata)
+    config |= found.more(metadata)
+    return found, {field: value for field, value in config.items() if field not in found.unknown}
 
 
 def _attention(metadata: Metadata, architecture: Architecture) -> Fields:
@@ -205,10 +208,14 @@ def _llama(metadata: Metadata) -> Architecture:
     return Architecture("LlamaForCausalLM", _HEAD, _mlp_bias, in_pairs=True)
 
 
-def _granite(metadata: Metadata) -> Fields:
+def _scales(metadata: Metadata) -> Fields:
     scales = {"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}
     scales |= {"attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"}
-    return {field: metadata.need(key) for key, field in scales.items()} | _mlp_bias(metadata)
+    return {field: metadata.need(key) for key, field in scales.items()}
+
+
+def _granite(metadata: Metadata) -> Fields:
+    return _scales(metadata) | _mlp_bias(metadata)
 
 
 def _gemma_scale(metadata: Metadata, layers_of_largest: int) -> Fields:
@@ -399,7 +406,7 @@ def _has_any(metadata: Metadata, end: str) -> bool:
 def _granite_hybrid(metadata: Metadata) -> Fields:
     heads = metadata.need("attention.head_count_kv")
     shared = metadata.get("expert_shared_feed_forward_length") or metadata.need("feed_forward_length")
-    return _granite(metadata) | {
+    return _scales(metadata) | {
         **{f"mamba_{name}": size for name, size in _mamba(metadata).items()},
         "mamba_expand": metadata.need("ssm.inner_size") // metadata.need("embedding_length"),
         "mamba_conv_bias": _has_any(metadata, ".ssm_conv1d.bias"),
@@ -415,12 +422,18 @@ def _granite_hybrid(metadata: Metadata) -> Fields:
 
 def _nemotron_h(metadata: Metadata) -> Fields:
     """A block is one of attention, an MLP or experts, and Mamba-2, as its sizes say."""
-    heads, inner, sizes = metadata.need("attention.head_count_kv"), metadata.need("feed_forward_length"), _mamba(metadata)
+    heads, inner, sizes = (
+        metadata.need("attention.head_count_kv"),
+        metadata.need("feed_forward_length"),
+        _mamba(metadata),
+    )
     of_mlp = "moe" if metadata.get("expert_count") else "mlp"
-    kinds = ["full_attention" if kv else of_mlp if size else "linear_attention" for kv, size in zip(heads, inner, strict=True)]
+    kinds = [
+        "full_attention" if kv else of_mlp if size else "linear_attention"
+        for kv, size in zip(heads, inner, strict=True)
+    ]
     fields: Fields = {
         "layers_block_type": kinds[: _layers(metadata)],
-        "num_hidden_layers": _layers(metadata),
         "head_dim": metadata.need("attention.key_length"),
         "num_key_value_heads": max(heads),
         "intermediate_size": max(inner),
@@ -439,7 +452,10 @@ def _nemotron_h(metadata: Metadata) -> Fields:
     if of_mlp == "moe":
         shared = metadata.need("expert_shared_feed_forward_length")
         fields |= {"moe_shared_expert_intermediate_size": shared, "n_group": metadata.get("expert_group_count", 1)}
-        fields |= {"moe_latent_size": metadata.get("moe_latent_size"), "topk_group": metadata.get("expert_group_used_count", 1)}
+        fields |= {
+            "moe_latent_size": metadata.get("moe_latent_size"),
+            "topk_group": metadata.get("expert_group_used_count", 1),
+        }
     return fields
 
 
@@ -474,6 +490,7 @@ _NEMOTRON_H = Architecture(
     _nemotron_h,
     in_pairs=True,
     fixed_bias=True,
+    unknown=("num_hidden_layers",),
 )
 
 ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
@@ -483,13 +500,9 @@ ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
     "glm4moe": Architecture("Glm4MoeForCausalLM", {**_HEAD, **_ROUTED}, _glm4_moe, partial=True),
     "glm4": Architecture("Glm4ForCausalLM", _HEAD, partial=True),
     "gpt-oss": Architecture("GptOssForCausalLM", {**_LOCAL_EXPERTS, **_HEAD, **_WINDOW}, _gpt_oss, is_cut=True),
-    "gpt2": Architecture(
-        "GPT2LMHeadModel", {"feed_forward_length": "n_inner"}, _gpt2, fixed_bias=True, is_cut=True
-    ),
+    "gpt2": Architecture("GPT2LMHeadModel", {"feed_forward_length": "n_inner"}, _gpt2, fixed_bias=True, is_cut=True),
     "granite": Architecture("GraniteForCausalLM", {}, _granite, in_pairs=True),
-    "granitehybrid": Architecture(
-        "GraniteMoeHybridForCausalLM", {}, _granite_hybrid, in_pairs=True, is_cut=True
-    ),
+    "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", {}, _granite_hybrid, in_pairs=True, is_cut=True),
     "lfm2": Architecture("Lfm2ForCausalLM", _NORM_EPS, _lfm2, fixed_bias=True),
     "lfm2moe": Architecture("Lfm2MoeForCausalLM", {**_NORM_EPS, **_EXPERTS}, _lfm2_moe, fixed_bias=True),
     "llama": _llama,
@@ -501,7 +514,15 @@ ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {
     "qwen2": Architecture("Qwen2ForCausalLM", fixed_bias=True),
     "qwen3": Architecture("Qwen3ForCausalLM", _HEAD),
     "qwen35": Architecture("Qwen3_5ForCausalLM", {}, _qwen35, plus_one=True, partial=True, is_cut=True),
-    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", _SHARED, _qwen35, plus_one=True, partial=True, is_cut=True),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        _SHARED,
+        _qwen35,
+        plus_one=True,
+        partial=True,
+        unknown=("intermediate_size",),
+        is_cut=True,
+    ),
     "qwen3next": _qwen3_next,
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", {**_HEAD, **_EXPERTS}, _qwen3_moe),
     "seed_oss": Architecture("SeedOssForCausalLM", _HEAD, _seed_oss),

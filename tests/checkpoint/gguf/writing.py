@@ -13,6 +13,7 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from tests.checkpoint.gguf.cutting import changed, cut, fused
 from tests.families import strengthened
 
 _SIZES = {"num_hidden_layers": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "vocab_size": 307}
@@ -24,6 +25,36 @@ _LONG = [1.0 + i / 4 for i in range(16)]
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 64}
 _BASE = {"rope_type": "default", "rope_theta": 5e4}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8}
+_YARN |= {"beta_fast": 4.0, "beta_slow": 0.5}
+_SAID_OF_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 8}
+_SAID_OF_YARN |= {"rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 0.5}
+_ROUTED = {"n_routed_experts": 4, **_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_SAID_OF_ROUTED = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 1}
+_SAID_OF_ROUTED |= {"expert_feed_forward_length": 48, "leading_dense_block_count": 1}
+_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "q_lora_rank": None}
+_LATENT |= {"num_key_value_heads": 4}
+_SAID_OF_LATENT = {"attention.kv_lora_rank": 32, "rope.dimension_count": 8, "attention.head_count_kv": 1}
+_SAID_OF_LATENT |= {"attention.key_length": 40, "attention.value_length": 32}
+_SAID_OF_LATENT |= {"attention.key_length_mla": 24, "attention.value_length_mla": 20}
+_DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "head_dim": 32}
+_DELTA_NET |= {"linear_value_head_dim": 32, "linear_conv_kernel_dim": 3, "full_attention_interval": 2}
+_DELTA_NET |= {"rope_parameters": {**_BASE, "partial_rotary_factor": 0.25}}
+_SAID_OF_DELTA_NET = {"ssm.conv_kernel": 3, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4}
+_SAID_OF_DELTA_NET |= {"ssm.inner_size": 128, "full_attention_interval": 2, "rope.dimension_count": 8}
+_SHARED = {"num_experts": 3, **_EXPERTS, "shared_expert_intermediate_size": 40}
+_SAID_OF_SHARED = {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 48}
+_SAID_OF_SHARED |= {"expert_shared_feed_forward_length": 40}
+_SAID_OF_MAMBA = {"ssm.conv_kernel": 3, "ssm.state_size": 24, "ssm.group_count": 2, "ssm.time_step_rank": 14}
+_SAID_OF_MAMBA |= {"ssm.inner_size": 224}
+_GRANITE_HYBRID = {"mamba_n_heads": 14, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
+_GRANITE_HYBRID |= {"mamba_d_conv": 3, "mamba_expand": 2, "shared_intermediate_size": 72}
+_GRANITE_HYBRID |= {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "nope"}
+_SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "attention_multiplier": 0.5}
+_SCALES |= {"logits_scaling": 8.0}
+_SAID_OF_SCALES = {"embedding_scale": 12.0, "residual_scale": 0.25, "attention.scale": 0.5, "logit_scale": 8.0}
+_NEMOTRON_H = {"mamba_num_heads": 14, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24, "conv_kernel": 3}
+_NEMOTRON_H |= {"head_dim": 24, "layer_norm_epsilon": 1e-4}
 
 # Name -> (architecture of the file, transformers' class, its config, keys of metadata beside the usual ones).
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -96,10 +127,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "granite",
         "GraniteForCausalLM",
         {
-            **{"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "attention_multiplier": 0.5},
-            "logits_scaling": 8.0,
+            **_SCALES,
         },
-        {"embedding_scale": 12.0, "residual_scale": 0.25, "attention.scale": 0.5, "logit_scale": 8.0},
+        _SAID_OF_SCALES,
     ),
     "olmo2": ("olmo2", "Olmo2ForCausalLM", {}, {}),
     "olmo3": (
@@ -122,17 +152,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "Ministral3ForCausalLM",
         {
             "head_dim": 24,
-            "rope_parameters": {
-                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8},
-                **{"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0},
-                "llama_4_scaling_beta": 0.5,
-            },
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
         },
-        {
-            **{"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 8},
-            **{"rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 0.5},
-            **{"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.5},
-        },
+        {**_SAID_OF_YARN, "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.5},
     ),
     "lfm2": (
         "lfm2",
@@ -156,17 +178,124 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "glm4moe",
         "Glm4MoeForCausalLM",
         {
-            **{"head_dim": 28, "n_routed_experts": 4, **_EXPERTS, "n_shared_experts": 1, "first_k_dense_replace": 1},
+            **{"head_dim": 28, **_ROUTED},
             **{"routed_scaling_factor": 1.5, "rope_parameters": {**_BASE, "partial_rotary_factor": 0.5}},
         },
         {
-            **{"rope.dimension_count": 14, "expert_count": 4, "expert_used_count": 2, "expert_shared_count": 1},
-            **{"expert_feed_forward_length": 48, "leading_dense_block_count": 1, "expert_weights_scale": 1.5},
+            **{"rope.dimension_count": 14, **_SAID_OF_ROUTED, "expert_weights_scale": 1.5},
             **{"expert_weights_norm": True, "expert_group_count": 1, "expert_group_used_count": 1},
         },
     ),
     "seed_oss": ("seed_oss", "SeedOssForCausalLM", {"head_dim": 24, "attention_bias": True}, {}),
+    "gpt-oss": (
+        "gpt-oss",
+        "GptOssForCausalLM",
+        {
+            **{"head_dim": 32, "hidden_size": 128, "num_local_experts": 3, "num_experts_per_tok": 2},
+            **{"sliding_window": 7, "rope_parameters": {**_YARN, "truncate": False}},
+        },
+        {"expert_count": 3, "expert_used_count": 2, "attention.sliding_window": 7, **_SAID_OF_YARN},
+    ),
+    "deepseek2": (
+        "deepseek2",
+        "DeepseekV2ForCausalLM",
+        {
+            **_ROUTED,
+            **_LATENT,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+        {**_SAID_OF_ROUTED, **_SAID_OF_LATENT, **_SAID_OF_YARN, "rope.scaling.yarn_log_multiplier": 0.07},
+    ),
+    "deepseek2 in blocks": (
+        "deepseek2",
+        "DeepseekV2ForCausalLM",
+        {
+            **{**_ROUTED, **_LATENT, "hidden_size": 128, "qk_nope_head_dim": 32, "v_head_dim": 32},
+            "moe_intermediate_size": 64,
+        },
+        {
+            **{**_SAID_OF_ROUTED, **_SAID_OF_LATENT, "attention.key_length_mla": 40},
+            **{"attention.value_length_mla": 32, "expert_feed_forward_length": 64},
+        },
+    ),
+    "deepseek2 as older files have it": (
+        "deepseek2",
+        "DeepseekV3ForCausalLM",
+        {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "q_lora_rank": 24, "routed_scaling_factor": 1.5},
+        {
+            **{**_SAID_OF_ROUTED, "attention.kv_lora_rank": 32, "attention.q_lora_rank": 24},
+            **{"rope.dimension_count": 8, "attention.key_length": 24, "attention.value_length": 20},
+            **{"expert_weights_norm": True, "expert_weights_scale": 1.5, "expert_group_count": 2},
+            "expert_group_used_count": 1,
+        },
+    ),
+    "qwen3next": (
+        "qwen3next",
+        "Qwen3NextForCausalLM",
+        {**_DELTA_NET, **_SHARED, "norm_topk_prob": True},
+        {**_SAID_OF_DELTA_NET, **_SAID_OF_SHARED},
+    ),
+    "qwen35": ("qwen35", "Qwen3_5ForCausalLM", _DELTA_NET, _SAID_OF_DELTA_NET),
+    "qwen35 in blocks": ("qwen35", "Qwen3_5ForCausalLM", {**_DELTA_NET, "hidden_size": 128}, _SAID_OF_DELTA_NET),
+    "qwen35moe": (
+        "qwen35moe",
+        "Qwen3_5MoeForCausalLM",
+        {**_DELTA_NET, **_SHARED},
+        {**_SAID_OF_DELTA_NET, **_SAID_OF_SHARED},
+    ),
+    "granitehybrid": (
+        "granitehybrid",
+        "GraniteMoeHybridForCausalLM",
+        {**_GRANITE_HYBRID, **_SCALES, "num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 72},
+        {
+            **_SAID_OF_MAMBA,
+            **_SAID_OF_SCALES,
+            "attention.head_count_kv": [0, 2],
+            "feed_forward_length": 72,
+            "rope.scaling.finetuned": False,
+        },
+    ),
+    "granitehybrid with experts": (
+        "granitehybrid",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{**_GRANITE_HYBRID, **_SCALES, "num_local_experts": 3, "num_experts_per_tok": 2},
+            **{"mamba_conv_bias": False, "mamba_proj_bias": True},
+        },
+        {
+            **{**_SAID_OF_MAMBA, **_SAID_OF_SCALES, "attention.head_count_kv": [0, 2], "expert_count": 3},
+            **{"expert_used_count": 2, "expert_shared_feed_forward_length": 72},
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        {**_NEMOTRON_H, "layers_block_type": ["linear_attention", "mlp", "full_attention"], "use_bias": True},
+        {
+            **{**_SAID_OF_MAMBA, "block_count": 3, "attention.head_count_kv": [0, 0, 2]},
+            "feed_forward_length": [0, 160, 0],
+        },
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h_moe",
+        "NemotronHForCausalLM",
+        {
+            **{**_NEMOTRON_H, **_EXPERTS, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 56},
+            **{"layers_block_type": ["linear_attention", "moe", "full_attention"], "use_conv_bias": False},
+            **{"moe_latent_size": 40, "routed_scaling_factor": 1.5, "intermediate_size": 48},
+        },
+        {
+            **{**_SAID_OF_MAMBA, "block_count": 3, "attention.head_count_kv": [0, 0, 2]},
+            **{"feed_forward_length": [0, 48, 0], "expert_count": 4, "expert_used_count": 2},
+            **{"expert_feed_forward_length": 48, "expert_shared_feed_forward_length": 56, "moe_latent_size": 40},
+            **{"expert_weights_norm": True, "expert_weights_scale": 1.5, "expert_shared_count": 1},
+        },
+    ),
+    "gpt2": ("gpt2", "GPT2LMHeadModel", {"n_inner": 160, "layer_norm_epsilon": 1e-4}, {}),
+    "llama fused": ("llama", "LlamaForCausalLM", {"head_dim": 32}, {}),
 }
+
+OLD, FUSED = "deepseek2 as older files have it", ("llama fused", "qwen35moe")
 
 # Parts of the hub's names -> GGUF's.
 _NAMES = {
@@ -212,6 +341,59 @@ _NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.": "ssm_",
+    "mamba.": "ssm_",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.experts.up_proj": "ffn_up_exps",
+    "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.": "ssm_",
+    "ssm_A_log": "ssm_a",
+    "ssm_D": "ssm_d",
+    "ssm_dt_bias": "ssm_dt.bias",
+    "ssm_in_proj": "ssm_in",
+    "ssm_out_proj": "ssm_out",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
+    "norm": "attn_norm",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "transformer.h.": "blk.",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
 }
 _USUAL = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 _BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
@@ -227,6 +409,7 @@ _NORMS: dict[str, dict[str, str]] = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
 }
+_NORMS |= dict.fromkeys(("gpt-oss", "qwen3next", "qwen35", "qwen35moe"), _NORMS["seed_oss"])
 
 
 @functools.cache
@@ -254,19 +437,19 @@ def metadata_of(name: str) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None),
     }
-    if hasattr(config, "rms_norm_eps") or hasattr(config, "norm_eps"):
-        found["attention.layer_norm_rms_epsilon"] = getattr(config, "rms_norm_eps", None) or config.norm_eps
-    else:
-        found["attention.layer_norm_epsilon"] = config.norm_epsilon
+    kinds = {"rms_norm_eps": "rms_", "norm_eps": "rms_", "layer_norm_epsilon": "", "norm_epsilon": ""}
+    epsilon = next(field for field in kinds if hasattr(config, field))
+    found[f"attention.layer_norm_{kinds[epsilon]}epsilon"] = getattr(config, epsilon)
     if "head_dim" in own:
         found["attention.key_length"] = own["head_dim"]
-    rope = config.rope_parameters
-    found["rope.freq_base"] = rope.get("full_attention", rope)["rope_theta"]
-    return {f"{architecture}.{key}": value for key, value in {**found, **more}.items()}
+    if rope := getattr(config, "rope_parameters", None):
+        found["rope.freq_base"] = rope.get("full_attention", rope)["rope_theta"]
+    found = {**{key: value for key, value in found.items() if value is not None}, **more}
+    return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
 def tensors_of(name: str) -> dict[str, Tensor]:
@@ -276,9 +459,10 @@ def tensors_of(name: str) -> dict[str, Tensor]:
     state = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight" or not _is_tied(model)}
     found: dict[str, Tensor] = {}
     for key, value in state.items():
-        for part, tensor in _taken_apart(key, value).items():
-            found[_gguf_name(architecture, part)] = _changed(architecture, model.config, part, tensor)
-    rope = model.config.rope_parameters
+        for part, tensor in cut(architecture, model.config, key, value, name == OLD).items():
+            found[_gguf_name(architecture, part)] = changed(architecture, model.config, part, tensor)
+    found = fused(found) if name in FUSED else found
+    rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _divisors(rope, model.config.hidden_size // model.config.num_attention_heads)
     if rope.get("rope_type") == "longrope":
@@ -291,28 +475,11 @@ def _is_tied(model: transformers.PreTrainedModel) -> bool:
     return bool(model.config.tie_word_embeddings)
 
 
-def _taken_apart(key: str, value: Tensor) -> Mapping[str, Tensor]:
-    """transformers keeps gates and up projections of all experts in one tensor."""
-    if key.endswith("experts.gate_up_proj"):
-        gate, up = value.chunk(2, 1)
-        return {key.replace("gate_up_proj", f"{which}_proj.weight"): x for which, x in (("gate", gate), ("up", up))}
-    return {f"{key}.weight" if key.endswith("experts.down_proj") else key: value}
-
-
 def _gguf_name(architecture: str, key: str) -> str:
     for part, name in {**_NORMS.get(architecture, _USUAL), **_NAMES}.items():
-        key = re.sub(rf"(^|(?<=\.)){re.escape(part)}(?=\.(weight|bias)|[0-9]|$)", name, key)
+        behind = "" if part.endswith(".") else r"(?=\.(weight|bias)|$)"
+        key = re.sub(rf"(^|(?<=\.)){re.escape(part)}{behind}", name, key)
     return key
-
-
-def _changed(architecture: str, config: Any, key: str, value: Tensor) -> Tensor:
-    which = re.search(r"\.([qk])_proj\.", key)
-    if architecture in ("llama", "granite", "smollm3", "mistral3") and which:
-        heads = config.num_attention_heads if which[1] == "q" else config.num_key_value_heads
-        return value.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(value.shape)
-    if architecture in ("gemma2", "gemma3") and key.endswith("norm.weight"):
-        return value + 1
-    return value.squeeze(1) if key.endswith("conv.conv.weight") else value
 
 
 def _divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor:

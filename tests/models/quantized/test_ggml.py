@@ -6,7 +6,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from compiled_llm.models.quantized import ggml
 from compiled_llm.models.quantized.ggml import BLOCKS, PLAIN, Ggml, dequantized, read_ggml
+from compiled_llm.ops.linear.quantized_layouts import empty_quantized, pack_quantized_rows, unpack_quantized_rows
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat, as_kept, dequantize
 
 # Where a block has its float16 scales, of the kinds that the library does not write.
 SCALES_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
@@ -40,6 +43,45 @@ def test_values_are_the_librarys(kind: str) -> None:
     torch.testing.assert_close(dequantized(torch.from_numpy(held), kind), expected, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_torch_decodes_as_the_library_in_cpp(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"weight": torch.from_numpy(rows(kind))}
+    tensors["weight"].view(3, -1, BLOCKS[kind].nbytes)[1, 0, :4] = 0  # of Q4_1 and others a group without a scale
+    found = Ggml(kind).decode(tensors, 0, 3)
+    monkeypatch.setattr(ggml, "decode_blocks", lambda *arguments: None)
+    for ours, expected in zip(found, Ggml(kind).decode(tensors, 0, 3), strict=True):
+        assert (ours is None and expected is None) or torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_1", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5])
+def test_a_model_of_16_bits_keeps_scales_in_float16(kind: str, size: float) -> None:
+    """Values are as near as bfloat16's, also where scales are float16's smallest numbers."""
+    held = rows(kind)
+    for at in SCALES_AT.get(kind, (0,)):
+        blocks = held.reshape(3, -1, BLOCKS[kind].nbytes)
+        scales = np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)
+        blocks[..., at : at + 2] = (scales * size).astype(np.float16).view(np.uint8)
+    scheme = Ggml(kind)
+    form = scheme.kept({"weight": torch.uint8}, torch.bfloat16)
+    assert scheme.kept({"weight": torch.uint8}, torch.float32) == scheme.form
+    decoded = scheme.decode({"weight": torch.from_numpy(held)}, 0, 3)
+    weight = empty_quantized(form, 3, 512, torch.device("cpu"))
+    pack_quantized_rows(weight, 0, decoded, form)
+    kept = dequantize(unpack_quantized_rows(weight, torch.arange(3), form, 512), form)
+    expected = dequantize(decoded, scheme.form)
+    groups = expected.view(3, -1, form.group_size).abs().amax(2, keepdim=True).expand(-1, -1, form.group_size)
+    assert ((kept - expected).abs() <= groups.reshape(3, -1) * 2**-9 + 31 * 2**-25).all()
+
+
+def test_codes_that_vanish_beside_their_zero_point() -> None:
+    form = WeightFormat("int4", 16, zeros=True, scale_dtype="float16", zero_dtype="float16")
+    codes, scales = torch.arange(-8, 8).to(torch.int8).repeat(1, 2), torch.tensor([[1e-9, 0.5]])
+    kept = as_kept(QuantizedRows(codes, scales, torch.tensor([[-3e8, 7.0]])), form)
+    assert torch.allclose(dequantize(kept, form)[:, :16], torch.tensor(0.3))
+    assert torch.equal(kept.codes[:, 16:], codes[:, 16:])
+
+
 def test_a_group_without_a_scale_is_its_least_value() -> None:
     held = gguf.quants.quantize(np.full((1, 32), 0.75, np.float32), Kind.Q4_1)
     assert dequantized(torch.from_numpy(held), "Q4_1").eq(0.75).all()
@@ -48,7 +90,7 @@ def test_a_group_without_a_scale_is_its_least_value() -> None:
 def test_a_scale_that_is_not_finite_is_refused() -> None:
     held = rows("Q8_0")
     held[1, :2] = np.array([np.inf], np.float16).view(np.uint8)
-    with pytest.raises(ValueError, match="scales must hold finite numbers"):
+    with pytest.raises(ValueError, match="scales and least values must be numbers up to 65504"):
         dequantized(torch.from_numpy(held), "Q8_0")
 
 
