@@ -233,12 +233,10 @@ class Ggml:
             return QuantizedRows(codes, scales)
         # A group without a scale is its least value alone.
         least = _checked(decoded.least)
-        is_flat = scales == 0
-        zeros = torch.where(is_flat, 1.0, least / scales)
-        scales = torch.where(is_flat, least, scales)
-        codes = torch.where(is_flat.repeat_interleave(block.group, 1), 0, codes)
-        shift = 8 if block.element == "int4" else 0
-        return QuantizedRows(codes - shift, scales, zeros - shift)
+        is_flat, shift = scales == 0, 8 if block.element == "int4" else 0
+        zeros = torch.where(is_flat, 1.0, least / scales - shift)
+        codes = (codes - shift).masked_fill(is_flat.repeat_interleave(block.group, 1), 0)
+        return QuantizedRows(codes, torch.where(is_flat, least, scales), zeros)
 
 
 def _checked(values: Tensor) -> Tensor:

@@ -167,9 +167,9 @@ INLINE bool decode_all(const uint8_t* blocks, int64_t count, float most, int8_t*
       if constexpr (K::LEAST) {
         int8_t* const own = codes + g * K::GROUP;
         const bool flat = scales[g] == 0;  // such a group is its least value alone
-        *zeros++ = (flat ? 1 : least[g] / scales[g]) - K::LESS;
+        *zeros++ = flat ? 1 : least[g] / scales[g] - K::LESS;
         if (flat) scales[g] = least[g];
-        for (int i = 0; i < K::GROUP; ++i) own[i] = static_cast<int8_t>((flat ? 0 : own[i]) - K::LESS);
+        for (int i = 0; i < K::GROUP; ++i) own[i] = static_cast<int8_t>(flat ? 0 : own[i] - K::LESS);
       }
     }
   }
