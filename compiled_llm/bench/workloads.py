@@ -1,4 +1,4 @@
-"""The requests that the benchmarks share: the workloads W1 to W5, random tokens of fixed lengths."""
+"""The requests that the benchmarks share: the workloads W1 to W6, random tokens of fixed lengths."""
 
 import contextlib
 import json
@@ -69,12 +69,18 @@ def batch(vocab_size: int, seed: int, *, count: int = 32, input_len: int = 64, o
     return [WorkloadRequest(random_tokens(rng, vocab_size, input_len), output_len) for _ in range(count)]
 
 
+def middle_prompt(vocab_size: int, seed: int) -> Requests:
+    """W6: as W4, of 1024 tokens."""
+    return one_stream(vocab_size, seed, input_len=1024, output_len=1)
+
+
 WORKLOADS: dict[str, Callable[[int, int], Requests]] = {
     "W1": one_stream,
     "W2": mixed,
     "W3": shared_prefix,
     "W4": long_prompt,
     "W5": batch,
+    "W6": middle_prompt,
 }
 
 

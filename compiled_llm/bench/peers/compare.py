@@ -1,18 +1,20 @@
 """The same requests through this engine and through peers in environments of their own; prints the ratios.
 
     compiled-llm bench peers --vllm-python VENV/bin/python --openvino-python VENV/bin/python --transformers
+    compiled-llm bench peers --model MODEL.gguf --llama-python VENV/bin/python --workloads W1 W6
 
-docs/peers.md describes how to make the environments. All engines read the same checkpoint, by default random bfloat16
-weights of Qwen3-0.6B's shape; outputs are greedy and of exact length. Each engine is a process that loads the model
-once and is stopped (SIGSTOP) while another one is measured; when it goes on, it runs a short request that is not
-measured. They take turns in each workload of each round, so that a change of the machine's speed affects all. In each
-round all token ids are shifted: lengths stay the same, and no prefix cache can hold a prompt already.
+docs/peers.md describes how to make the environments. A GGUF file is read as it is. Else all engines read the same
+checkpoint, by default random bfloat16 weights of Qwen3-0.6B's shape; outputs are greedy and of exact length. Each
+engine is a process that loads the model once and is stopped (SIGSTOP) while another one is measured; when it goes on,
+it runs a short request that is not measured. They take turns in each workload of each round, so that a change of the
+machine's speed affects all. In each round all token ids are shifted: lengths stay the same, and no prefix cache can
+hold a prompt already.
 
 W1: one stream, 128 tokens in, 128 out. W2: 32 requests at once, 32..512 in, 32..128 out. W3: 16 requests at once, 512
 shared and 32 own tokens in, 32 out. W4: 2048 in, 1 out. W5: 32 requests at once, 64 in, 64 out. Decode is what comes
-when all requests have their first token. A ratio above 1 means that this engine is faster: it is the median of the
-ratios within a round. A share of the limit is the time that decode would take at the machine's limits, for the bytes
-and operations that this engine's report counts, over the time that it took.
+when all requests have their first token. W6: 1024 in, 1 out. A ratio above 1 means that this engine is faster: it is
+the median of the ratios within a round. A share of the limit is the time that decode would take at the machine's
+limits, for the bytes and operations that this engine's report counts, over the time that it took.
 
 Where a figure is more than 20% off the median of its engine's rounds, something disturbed them: that round of the
 workload is set aside and run again, for all engines, up to ``--more-rounds`` times. The last line is JSON, with what
@@ -41,6 +43,7 @@ from compiled_llm.bench.peers.engines import add_peer_arguments, check_threads, 
 from compiled_llm.bench.peers.precisions import precision
 from compiled_llm.bench.peers.processes import Peer, PeerFailed, Worker, transformers_generate
 from compiled_llm.bench.workloads import WORKLOADS, Requests, WorkloadRequest, one_stream
+from compiled_llm.checkpoint.model_files import model_directory
 from compiled_llm.checkpoint.shapes import add_model_arguments
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
@@ -62,6 +65,7 @@ METRICS = {
     "W3 wall s": Metric("W3", False, lambda sent, got: got["seconds"]),
     "W4 prefill tok/s": Metric("W4", True, lambda sent, got: len(sent[0].prompt_token_ids) / got["ttft"][0]),
     "W5 decode tok/s": Metric("W5", True, lambda sent, got: got["decode_tokens"] / got["decode_seconds"]),
+    "W6 TTFT s": Metric("W6", False, lambda sent, got: got["ttft"][0]),
 }
 OURS = ("engine", "engine-weights")
 WARMUP_OUTPUT_LEN = 8
@@ -280,7 +284,7 @@ def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="The same requests through this engine and through peers.")
     add_model_arguments(made)
     made.add_argument(
-        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W", help="(default: all five)"
+        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W", help="(default: all)"
     )
     made.add_argument("--repeats", type=int, default=5, help="rounds (default: 5)")
     more = "times that a workload is run again where its rounds differ by more than 20%% (default: 3)"
@@ -311,8 +315,18 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     check_threads(args)
+    if is_file(args):
+        others = {"--vllm-python": args.vllm_python, "--openvino-python": args.openvino_python}
+        others |= {"--transformers": args.transformers, "--check": args.check, "--precision": args.precision != "bf16"}
+        if given := [flag for flag, value in others.items() if value]:
+            raise ValueError(f"{', '.join(given)} must be left out where --model is a .gguf file")
     if args.json is not None and not args.json.parent.is_dir():
         raise ValueError(f"--json {args.json}: its directory is not there")
+
+
+def is_file(args: argparse.Namespace) -> bool:
+    """Whether the model is a GGUF file, which this engine and llama.cpp read as it is."""
+    return args.model is not None and args.model.endswith(".gguf")
 
 
 def compare(args: argparse.Namespace, workdir: Path) -> int:
@@ -320,12 +334,17 @@ def compare(args: argparse.Namespace, workdir: Path) -> int:
     checkpoint = Path(args.model) if args.model else workdir / args.shape
     if not args.model:
         checkpoints.write_checkpoint(args.shape, checkpoint)
-    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    directory = model_directory(args.model) if is_file(args) else checkpoint
+    vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
     rounds = Rounds(args.workloads, vocab_size, args.seed, workdir, args.timeout)
-    of = precision(args.precision, args.group_size)
+    of = precision("file" if is_file(args) else args.precision, args.group_size)
     limits = machine_limits.measured(torch.device("cpu"), torch.bfloat16)  # before any engine takes memory
     result: dict[str, Any] = {"benchmark": "peers", "model": args.model or args.shape, "dtype": "bfloat16"}
-    result |= {"precision": args.precision, "threads": args.threads, "limits": dataclasses.asdict(limits)}
+    result |= {
+        "precision": "file" if is_file(args) else args.precision,
+        "threads": args.threads,
+        "limits": dataclasses.asdict(limits),
+    }
     result["machine"] = hardware.describe(torch.device("cpu"))
     try:
         start_all(rounds, args, checkpoint, workdir, of)

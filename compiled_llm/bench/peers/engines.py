@@ -61,9 +61,11 @@ def start_all(engines: Engines, args: argparse.Namespace, checkpoint: Path, work
         engines.start(peers.engine(checkpoint, options | args.engine_args, args.threads, name))
     end = "" if of.bits == 16 else f"-int{of.bits}" + (f"-g{of.group_size}" if of.group_size else "")
     if args.llama_python:
-        file = workdir / f"{checkpoint.name}-{'-'.join(of.gguf)}.gguf"
+        file = checkpoint
         try:
-            checkpoints.write_gguf(args.llama_python, checkpoint, file, *of.gguf)
+            if checkpoint.suffix != ".gguf":
+                file = workdir / f"{checkpoint.name}-{'-'.join(of.gguf)}.gguf"
+                checkpoints.write_gguf(args.llama_python, checkpoint, file, *of.gguf)
             engines.start(peers.llama(args.llama_python, file, args.llama_args, args.threads))
         except ConversionFailed as error:
             engines.fail("llama.cpp", error)

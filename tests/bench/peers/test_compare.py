@@ -18,6 +18,7 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.models.registry import family
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
+from tests.checkpoint.gguf.writing import metadata_of, tensors_of, write
 
 # Replaces the Python of a peer: answers as a worker does, at the speed of its options.
 FAKE = """#!{python}
@@ -198,6 +199,7 @@ def test_figures() -> None:
         "W3 wall s": 4.0,
         "W4 prefill tok/s": 100 / 0.5,
         "W5 decode tok/s": 7 / 3.5,
+        "W6 TTFT s": 0.5,
     }
 
 
@@ -286,6 +288,22 @@ def test_all_get_the_same_requests_in_turns(
     shares = result["decode"]["W1"]["share_of_limit"]
     assert shares["engine"] == pytest.approx(rate * least)
     assert shares["vllm"] == pytest.approx(rate * least * 2 / 3)
+
+
+@pytest.mark.usefixtures("fakes_only")
+def test_a_gguf_file_is_read_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "model.gguf", "qwen3", metadata_of("qwen3"), tensors_of("qwen3"))
+    monkeypatch.setattr(checkpoints, "write_gguf", None)
+    flags = ["--model", str(file), "--workloads", "W6"]
+    assert compare.main("bench peers", [*flags, "--repeats", "1", "--llama-python", str(fake)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["precision"] == "file"
+    assert list(result["engines"]) == ["engine", "llama.cpp"]
+    with pytest.raises(SystemExit, match="2"):
+        compare.main("bench peers", [*flags, "--transformers", "--precision", "int8"])
+    assert "--transformers, --precision must be left out where --model is a .gguf file" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fakes_only")
