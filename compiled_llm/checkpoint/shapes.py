@@ -228,7 +228,7 @@ SHAPES: dict[str, dict[str, Any]] = {name: {"dtype": "bfloat16", **config} for n
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """``--model DIR``, a checkpoint, or ``--shape NAME``, random weights of a known shape."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--model", metavar="DIR", help="a checkpoint's directory or hub id")
+    group.add_argument("--model", metavar="DIR", help="a checkpoint's directory, GGUF file or hub id")
     group.add_argument(
         "--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights, bfloat16 (default: qwen3-0.6b)"
     )

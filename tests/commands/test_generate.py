@@ -84,7 +84,7 @@ def test_bad_arguments_are_told_in_three_lines(
     assert out == ""
 
 
-@pytest.mark.parametrize("command", [["generate", "a"], ["chat"]])
+@pytest.mark.parametrize("command", [["generate", "a", "--model"], ["chat", "--model"], ["chat"]])
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
     for name in ("config.json", "model.safetensors"):
         shutil.copy(DEMO_MODEL / name, tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        main([*command, "--model", str(tmp_path)])
+        main([*command, str(tmp_path)])
     assert "the model has no tokenizer, and a " in capsys.readouterr().err
 
 

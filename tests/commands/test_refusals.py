@@ -58,6 +58,7 @@ REFUSED = {
     f"{QUANTIZE} rtn --kind int8_w8a8 --zeros": "given zeros",
     f"{QUANTIZE} awq --kind int4 --alpha 0.5": "alpha must be",
     f"{QUANTIZE} rtn --kind int8 --skip layers.0 gate_up": "given 'gate_up', which no layer has",
+    "chat a --model b": "--model must be left out where MODEL is given, given 'b'",
     "tokenize": "TEXT must be one argument",
     "tokenize a --file b": "TEXT must be left out with --file",
     f"tokenize --file {NOWHERE}": "--file must be a text in UTF-8",

@@ -79,7 +79,7 @@ def options_of(script: str) -> set[str]:
 
 def check_pip(words: list[str]) -> None:
     """``pip install REQUIREMENT...``: each is well-formed; of this project, only extras that it has."""
-    assert words[1] in ("install", "uninstall"), words
+    assert words[1] in ("install", "uninstall", "download"), words
     arguments = words[2:]
     while arguments:
         word = arguments.pop(0)
@@ -88,7 +88,7 @@ def check_pip(words: list[str]) -> None:
             arguments.pop(0)
             continue
         if word.startswith("-"):
-            assert word in ("-e", "-y"), f"{word} of {words}"
+            assert word in ("-e", "-y", "--no-deps"), f"{word} of {words}"
             continue
         requirement = Requirement(re.sub(r"^\.", "compiled-llm", word))
         if requirement.name == PROJECT["project"]["name"]:
@@ -134,7 +134,9 @@ NOT_RUN = (
         parse_command,
     ),
     NotRun(_PYTHON + r"[\d.]* -m venv \S+", "a directory of its own is made by CI (.ci/run)", check_nothing),
-    NotRun(r"(\S*/)?pip (un)?install .+", "needs the network; CI installs the project (.ci/run)", check_pip),
+    NotRun(r"(\S*/)?pip ((un)?install|download) .+", "needs the network; CI installs the project (.ci/run)", check_pip),
+    NotRun(r"unzip -j \S+\.whl .+", "what pip would download", check_nothing),
+    NotRun(_COMMAND + r" chat \S+\.gguf", "needs that file; tests/e2e/test_gguf.py reads smaller ones", parse_command),
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
     NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
