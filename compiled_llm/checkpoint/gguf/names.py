@@ -60,8 +60,8 @@ def places(
     for name, part in wanted.items():
         expert = _EXPERT.search(name)
         plain = name if expert is None else name.replace(expert[0], ".experts.")
-        for own, usual in _SPELT.items():
-            plain = plain.replace(own, usual)
+        for own, spelt in _SPELT.items():
+            plain = plain.replace(own, spelt)
         plain = _OF_EXPERTS.sub(r"model.\1.mlp.experts.", plain)
         suffixes = (".weight", ".bias")
         usual = table.get_name(plain, suffixes) or table.get_name(plain.removeprefix("model."), suffixes)
