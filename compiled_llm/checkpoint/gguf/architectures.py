@@ -65,6 +65,10 @@ class Metadata:
     def has(self, tensor: str) -> bool:
         return tensor in self.header.tensors
 
+    def has_any(self, end: str) -> bool:
+        """Whether the name of a tensor ends so."""
+        return any(name.endswith(end) for name in self.header.tensors)
+
     def values(self, tensor: str) -> list[float]:
         """The numbers of a small tensor of float32."""
         place = self.header.tensors[tensor]
@@ -300,7 +304,7 @@ def _lfm2(metadata: Metadata) -> Fields:
 def _lfm2_moe(metadata: Metadata) -> Fields:
     own = {"num_dense_layers": metadata.need("leading_dense_block_count"), "norm_topk_prob": True}
     dense = {key: value for key, value in _lfm2(metadata).items() if key != "block_auto_adjust_ff_dim"}
-    return {**dense, **own, "use_expert_bias": any(".exp_probs_b" in name for name in metadata.header.tensors)}
+    return {**dense, **own, "use_expert_bias": metadata.has_any(".exp_probs_b.bias")}
 
 
 def _glm4_moe(metadata: Metadata) -> Fields:
@@ -328,7 +332,7 @@ def _deepseek2(metadata: Metadata) -> Architecture:
     is_cut = metadata.has("blk.0.attn_k_b.weight")
     fields = {**_ROUTED, "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank"}
     fields |= {"rope.dimension_count": "qk_rope_head_dim"}
-    if _has_any(metadata, ".exp_probs_b.bias"):
+    if metadata.has_any(".exp_probs_b.bias"):
         return Architecture("DeepseekV3ForCausalLM", fields, _latent, fixed_bias=True, is_cut=is_cut)
     return Architecture("DeepseekV2ForCausalLM", fields, _deepseek_v2, fixed_bias=True, is_cut=is_cut)
 
@@ -379,7 +383,7 @@ def _qwen35(metadata: Metadata) -> Fields:
 
 def _qwen3_next(metadata: Metadata) -> Architecture:
     """Older files have the projections of queries, keys, values and gates in one tensor, as the hub."""
-    is_cut = not any(name.endswith(".ssm_in.weight") for name in metadata.header.tensors)
+    is_cut = not metadata.has_any(".ssm_in.weight")
     return Architecture("Qwen3NextForCausalLM", _SHARED, _qwen3_next_more, plus_one=True, partial=True, is_cut=is_cut)
 
 
@@ -399,18 +403,14 @@ def _mamba(metadata: Metadata) -> dict[str, int]:
     }
 
 
-def _has_any(metadata: Metadata, end: str) -> bool:
-    return any(name.endswith(end) for name in metadata.header.tensors)
-
-
 def _granite_hybrid(metadata: Metadata) -> Fields:
     heads = metadata.need("attention.head_count_kv")
     shared = metadata.get("expert_shared_feed_forward_length") or metadata.need("feed_forward_length")
     return _scales(metadata) | {
         **{f"mamba_{name}": size for name, size in _mamba(metadata).items()},
         "mamba_expand": metadata.need("ssm.inner_size") // metadata.need("embedding_length"),
-        "mamba_conv_bias": _has_any(metadata, ".ssm_conv1d.bias"),
-        "mamba_proj_bias": _has_any(metadata, ".ssm_in.bias"),
+        "mamba_conv_bias": metadata.has_any(".ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has_any(".ssm_in.bias"),
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "linear_attention" for count in heads],
         "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned", False) else "nope",
@@ -422,12 +422,8 @@ def _granite_hybrid(metadata: Metadata) -> Fields:
 
 def _nemotron_h(metadata: Metadata) -> Fields:
     """A block is one of attention, an MLP or experts, and Mamba-2, as its sizes say."""
-    heads, inner, sizes = (
-        metadata.need("attention.head_count_kv"),
-        metadata.need("feed_forward_length"),
-        _mamba(metadata),
-    )
-    of_mlp = "moe" if metadata.get("expert_count") else "mlp"
+    heads, inner = metadata.need("attention.head_count_kv"), metadata.need("feed_forward_length")
+    sizes, of_mlp = _mamba(metadata), "moe" if metadata.get("expert_count") else "mlp"
     kinds = [
         "full_attention" if kv else of_mlp if size else "linear_attention"
         for kv, size in zip(heads, inner, strict=True)
@@ -442,18 +438,18 @@ def _nemotron_h(metadata: Metadata) -> Fields:
         "n_groups": sizes["n_groups"],
         "ssm_state_size": sizes["d_state"],
         "conv_kernel": sizes["d_conv"],
-        "use_bias": _has_any(metadata, ".ssm_in.bias"),
-        "use_conv_bias": _has_any(metadata, ".ssm_conv1d.bias"),
-        "mlp_bias": _has_any(metadata, ".ffn_up.bias"),
+        "use_bias": metadata.has_any(".ssm_in.bias"),
+        "use_conv_bias": metadata.has_any(".ssm_conv1d.bias"),
+        "mlp_bias": metadata.has_any(".ffn_up.bias"),
         "layer_norm_epsilon": metadata.get("attention.layer_norm_rms_epsilon")
         or metadata.need("attention.layer_norm_epsilon"),
         "rope_parameters": None,
     }
     if of_mlp == "moe":
-        shared = metadata.need("expert_shared_feed_forward_length")
-        fields |= {"moe_shared_expert_intermediate_size": shared, "n_group": metadata.get("expert_group_count", 1)}
         fields |= {
+            "moe_shared_expert_intermediate_size": metadata.need("expert_shared_feed_forward_length"),
             "moe_latent_size": metadata.get("moe_latent_size"),
+            "n_group": metadata.get("expert_group_count", 1),
             "topk_group": metadata.get("expert_group_used_count", 1),
         }
     return fields

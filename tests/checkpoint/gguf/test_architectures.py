@@ -68,17 +68,47 @@ def test_a_tensor_of_another_size_is_named(tmp_path: Path) -> None:
             model_directory(str(path))
 
 
+def test_a_fused_tensor_of_another_size_is_named(tmp_path: Path) -> None:
+    for name, changed in (("qwen35moe", "blk.0.ffn_gate_up_exps.weight"), ("llama fused", "blk.1.attn_qkv.weight")):
+        held = tensors_of(name)
+        path = tmp_path / f"{changed}.gguf"
+        write(path, MODELS[name][0], metadata_of(name), held | {changed: held[changed][..., :-4, :]})
+        with pytest.raises(CheckpointError, match=r"has in another size: model\.layers\.[01]\."):
+            model_directory(str(path))
+
+
+def test_a_state_that_cannot_decay_is_refused(tmp_path: Path) -> None:
+    """The logarithm of what is kept as a negative number."""
+    held = tensors_of("qwen35")
+    path = write(tmp_path / "model.gguf", "qwen35", metadata_of("qwen35"), held | {"blk.0.ssm_a": -held["blk.0.ssm_a"]})
+    directory = model_directory(str(path))
+    with pytest.raises(CheckpointError, match=r"A_log holds NaN or infinite values: the file is damaged"):
+        load_weights(directory, read_config(directory), torch.float32, CPU)
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("name", "key", "value"),
     [
-        ("qwen3.block_count", "two"),
-        ("qwen3.attention.head_count", [4, 4]),
-        ("qwen3.attention.head_count", 0),
-        ("qwen3.rope.freq_base", "x"),
-        ("tokenizer.ggml.eos_token_id", "x"),
+        ("qwen3", "block_count", "two"),
+        ("qwen3", "attention.head_count", [4, 4]),
+        ("qwen3", "attention.head_count", 0),
+        ("qwen3", "rope.freq_base", "x"),
+        ("qwen35", "ssm.time_step_rank", 0),
+        ("qwen35", "ssm.inner_size", 96),
+        ("nemotron_h", "feed_forward_length", [0, 160]),
+        ("granitehybrid", "attention.head_count_kv", 2),
+        ("deepseek2", "attention.key_length_mla", 8),
+        ("gpt-oss", "expert_count", 4),
     ],
 )
-def test_metadata_that_no_model_has(key: str, value: object, tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", "qwen3", metadata_of("qwen3") | {key: value}, tensors_of("qwen3"))
+def test_metadata_that_no_model_has(name: str, key: str, value: object, tmp_path: Path) -> None:
+    metadata = metadata_of(name) | {f"{name}.{key}": value}
+    path = write(tmp_path / "model.gguf", name, metadata, tensors_of(name))
     with pytest.raises(CheckpointError, match=r"model\.gguf: "):
         model_directory(str(path))
+
+
+def test_an_end_of_text_token_that_is_no_number(tmp_path: Path) -> None:
+    metadata = metadata_of("qwen3") | {"tokenizer.ggml.eos_token_id": "x"}
+    with pytest.raises(CheckpointError, match=r"model\.gguf: "):
+        model_directory(str(write(tmp_path / "model.gguf", "qwen3", metadata, tensors_of("qwen3"))))
