@@ -18,15 +18,18 @@ from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedEx
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized, quantize_into
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
+_INT4 = WeightFormat("int4", 32, zeros=True, scale_dtype="bfloat16", zero_dtype="bfloat16")
 SCHEMES = {
     "int8": Scheme(WeightFormat("int8")),
-    "int8_w8a8": Scheme(WeightFormat("int8"), "int8"),
-    "int4": Scheme(WeightFormat("int4", 32, scale_dtype="bfloat16")),
-    "int4_w4a8": Scheme(WeightFormat("int4", 32, scale_dtype="bfloat16"), "int8"),
+    "int8_w8a8": Scheme(WeightFormat("int8", 128, scale_dtype="bfloat16"), "int8_groups"),
+    "int4": Scheme(_INT4),
+    "int4_w4a8": Scheme(_INT4, "int8_groups"),
     "fp8": Scheme(WeightFormat("fp8")),
     "mxfp4": Scheme(WeightFormat("fp4", 32, scale_dtype="bfloat16")),
 }
 """What the engine argument ``quantization`` names."""
+HEADS = SCHEMES | {"int8_w8a8": Scheme(WeightFormat("int8", 32, scale_dtype="bfloat16"), "int8_groups")}
+"""The same for the head, whose outputs are the logits: no later layer makes up for what its inputs lose."""
 
 # Layers that choose experts: small, and the choice is sensitive.
 _ROUTERS = ("*.gate", "*.router", "*.router.proj", "*.shared_expert_gate")

@@ -40,10 +40,12 @@ class Problem(NamedTuple):
     bias: Tensor
     form: WeightFormat
 
-    def args(self, x: Tensor | None = None, *, with_bias: bool = True, x_scale: Tensor | None = None) -> tuple:
+    def args(
+        self, x: Tensor | None = None, *, with_bias: bool = True, x_scale: Tensor | None = None, by_groups: bool = False
+    ) -> tuple:
         bias = self.bias if with_bias else None
         return (
-            (self.x if x is None else x), *self.weight, bias, x_scale,
+            (self.x if x is None else x), *self.weight, bias, x_scale, by_groups,
             self.form.element, self.form.group_size, len(self.rows.codes),
         )  # fmt: skip
 
@@ -131,7 +133,7 @@ def test_ops(form: WeightFormat) -> None:
 def test_grouped_ops(form: WeightFormat) -> None:
     cases, weight, bias = experts(form, 4, 50, 65)
     rows, starts = torch.arange(29, -1, -1, dtype=torch.int32), starts_of([3, 0, 20, 5])
-    args = (cases[0].x, *weight, bias, None, rows, starts, form.element, form.group_size, 50)
+    args = (cases[0].x, *weight, bias, None, rows, starts, False, form.element, form.group_size, 50)
     torch.library.opcheck(torch.ops.compiled_llm.grouped_quantized_linear_a8.default, (*args[:6], rows[:28], *args[7:]))
     out = ops.grouped_quantized_linear_a8(*args)
     for e, case in enumerate(cases):
@@ -242,7 +244,7 @@ def test_experts_have_the_bits_of_single_layers(isa: str, form: WeightFormat) ->
         starts = starts_of(counts) + 2
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            args = (x, *weight, bias, None, rows, starts, form.element, form.group_size, 50)
+            args = (x, *weight, bias, None, rows, starts, False, form.element, form.group_size, 50)
             out = run(isa, args, "grouped_quantized_linear_a8")
             gathered = run(isa, (x[rows], *args[1:6], None, *args[7:]), "grouped_quantized_linear_a8")
             for e, case in enumerate(cases):
@@ -254,7 +256,10 @@ def test_experts_have_the_bits_of_single_layers(isa: str, form: WeightFormat) ->
 
 def test_refuses_wrong_inputs() -> None:
     case = problem(FORMATS[5], 4, 50, 64)
-    names = ("x", "codes", "scales", "zeros", "bias", "x_scale", "element", "group_size", "out_features")
+    names = (
+        *("x", "codes", "scales", "zeros", "bias", "x_scale", "by_groups"),
+        *("element", "group_size", "out_features"),
+    )
     args = dict(zip(names, case.args(), strict=True))
     wrong = [
         ({"x": case.x.double()}, "x must be bfloat16, float32 or float16"),
@@ -273,6 +278,7 @@ def test_refuses_wrong_inputs() -> None:
         ({"bias": case.bias[:49]}, "bias must be"),
         ({"bias": case.bias.float()}, "bias must be"),
         ({"x_scale": torch.ones(2)}, "x_scale must be"),
+        ({"x_scale": torch.ones(1), "by_groups": True}, "by_groups must be False with x_scale or without groups"),
     ]
     for changes, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -288,7 +294,7 @@ def test_refuses_wrong_inputs() -> None:
     weight = [torch.stack([part, part]) for part in case.weight if part is not None]
     for (x, rows, begins), kind, message in grouped:
         with pytest.raises(kind, match=message):
-            ops.grouped_quantized_linear_a8(x, *weight, None, None, rows, begins, "int4", 32, 50)
+            ops.grouped_quantized_linear_a8(x, *weight, None, None, rows, begins, False, "int4", 32, 50)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
