@@ -110,10 +110,9 @@ def quantize_activations(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Ten
 def quantize_activations_by_groups(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """``xq`` ``[T, K]`` int8 and ``sx`` ``[T, G]`` float32, each group quantised as a row of its own."""
     rows, in_features = x.shape
-    size = group_size or in_features
-    groups = F.pad(x, (0, -in_features % size)).view(-1, size)
-    codes, scales = quantize_activations(groups, None)
-    return codes.view(rows, -1)[:, :in_features], scales.view(rows, -1)
+    groups = F.pad(x, (0, -in_features % group_size)).unflatten(1, (-1, group_size))
+    codes, scales = quantize_activations(groups.flatten(0, 1), None)
+    return codes.view(rows, groups.shape[1] * group_size)[:, :in_features], scales.view(rows, groups.shape[1])
 
 
 def quantized_linear_a8_reference(

@@ -104,6 +104,32 @@ def test_static_codes_beside_those_of_compressed_tensors() -> None:
     assert ((ours.int() - theirs.int()).abs() <= 1).all()
 
 
+def by_groups(case: Problem) -> list[tuple]:
+    """Arguments where each group of a row has a scale of its own, with large inputs and a group of zeros; or none."""
+    if not case.form.group_size:
+        return []
+    x = case.x.clone()
+    x[:, ::37] *= 100
+    x[1:2, : case.form.group_size] = 0
+    return [case.args(x, by_groups=True), case.args(x, with_bias=False, by_groups=True)]
+
+
+def test_a_group_s_scale_is_its_own() -> None:
+    """An input that is 100 times as large costs the others of its group their precision, and no others."""
+    form = WeightFormat("int8", 32, scale_dtype="bfloat16")
+    case = problem(form, 16, 40, 256, torch.float32)
+    case.x[:, 5] *= 100
+    exact = case.x.double() @ weights.dequantize(case.rows, form).double().T + case.bias.double()
+
+    def error(args: tuple) -> float:
+        return float((ops.quantized_linear_a8(*args) - exact).norm())
+
+    assert error(case.args(by_groups=True)) < 0.5 * error(case.args())
+    codes, scales = a8.quantize_activations_by_groups(case.x, 32)
+    off = (codes.view(16, 8, 32) * scales[:, :, None] - case.x.view(16, 8, 32)).abs().amax((0, 2))
+    assert (off[1:] < 0.02).all()
+
+
 def starts_of(counts: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
 
@@ -152,7 +178,7 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(isa: str, form: W
     torch.set_num_threads(1)
     for dtype, (t, n, k) in itertools.product(DTYPES, [(0, 20, 40), (1, 1, 1), (3, 50, 331), (17, 40, 140)]):
         case = problem(form, t, n, k, dtype)
-        for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.02]))):
+        for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.02])), *by_groups(case)):
             assert torch.equal(run(isa, args), a8.quantized_linear_a8_reference(*args))
 
 
@@ -164,7 +190,8 @@ def test_blocks_of_rows_have_the_bits_of_the_other_sets(isa: str, form: WeightFo
     torch.set_num_threads(1)
     for t, n, k in [(8, 16, 24), (15, 33, 331), (16, 32, 64), (35, 50, 2177), (70, 17, 1024)]:
         case = problem(form, t, n, k)
-        assert torch.equal(run(isa, case.args()), run("portable", case.args())), (t, n, k)
+        for args in (case.args(), *by_groups(case)):
+            assert torch.equal(run(isa, args), run("portable", args)), (t, n, k)
 
 
 @pytest.mark.parametrize("element", ["int8", "int4"])
@@ -219,6 +246,8 @@ def test_rows_that_are_not_finite(isa: str, x_scale: Tensor | None) -> None:
     clean = run(isa, case.args(x_scale=x_scale))
     x = case.x.clone()
     x[3, 32], x[5, 0], x[7, 1] = float("inf"), float("nan"), float("-inf")
+    if x_scale is None:
+        assert run(isa, case.args(x, by_groups=True))[[3, 5, 7]].isnan().all()
     actual, others = run(isa, case.args(x, x_scale=x_scale)), [0, 1, 2, 4, 6, 8]
     assert actual[[3, 5, 7]].isnan().all()
     assert torch.equal(actual[others], clean[others])
