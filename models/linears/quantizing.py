@@ -15,6 +15,7 @@ from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
+from compiled_llm.models.linears.rounding import RowErrors, row_errors
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized, quantize_into
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
@@ -71,6 +72,7 @@ class Quantizing:
         skip: patterns of names of layers that stay in the model's dtype; ``*`` stands for anything. A pattern may be
             any part of a name between dots: ``layers.1`` stands for all linear layers of that layer. ``check_skip``
             has checked them.
+        errors: what rounding changed, of the layers that have been taken but for heads and embeddings.
     """
 
     plain: LinearKind
@@ -79,6 +81,7 @@ class Quantizing:
     head: Scheme | None = None
     embedding: Scheme | None = None
     skip: tuple[str, ...] = ()
+    errors: list[RowErrors] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
         return self.plain.serves(device, dtype)
@@ -110,6 +113,8 @@ class Quantizing:
 
         def put(start: int, rows: Tensor) -> None:
             quantize_into(weight, start, rows, form)
+            if parts[0].role == "layer":
+                self.errors.append(row_errors(parts[0].name, weight, start, rows, form))
 
         take.rows(weight_shapes(parts), put)
         return Quantized(weight, take_bias(take, parts), scheme, out_features, in_features, str(take.dtype)[6:])
@@ -134,6 +139,7 @@ class Quantizing:
         def put(start: int, rows: Tensor) -> None:
             expert, row = divmod(start, out_features)
             quantize_into(weight.expert(expert), row, rows, form)
+            self.errors.append(row_errors(experts[expert][0].name, weight.expert(expert), row, rows, form))
 
         take.rows({name: shape for parts in experts for name, shape in weight_shapes(parts).items()}, put)
         biases = take_biases(take, experts)
