@@ -53,8 +53,8 @@ class EngineConfig:
         quantization_skip: names of layers that stay in the model's dtype, such as ``model.layers.0`` or ``down_proj``;
             ``*`` stands for anything. Routers of experts always do.
         quantization_head: with ``quantization``: how the head is rounded, which makes the logits, and the embedding
-            where the two are one; "auto": in int8 where the layers are in 4 bits or fp8, else as the layers; "none": not
-            at all.
+            where the two are one; "auto": in 8 bits where the layers are in 4 or in fp8, else as the layers; "none":
+            not at all.
         quantization_embedding: with ``quantization``: how an embedding is rounded that is not the head as well, of
             which a step reads single rows; "none": not at all.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.

@@ -150,7 +150,7 @@ def experts(form: WeightFormat, count: int, n: int, k: int) -> tuple[list[Proble
 @pytest.mark.parametrize("form", FORMATS[1::3], ids=str)
 def test_ops(form: WeightFormat) -> None:
     case = problem(form, 5, 50, 65)
-    for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.01]))):
+    for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.01])), *by_groups(case)):
         torch.library.opcheck(torch.ops.compiled_llm.quantized_linear_a8.default, args)
         assert torch.equal(ops.quantized_linear_a8(*args), a8.quantized_linear_a8_reference(*args))
 
