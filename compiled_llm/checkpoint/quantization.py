@@ -1,7 +1,6 @@
 """Which kind of linear layer the engine's arguments for quantised weights ask for."""
 
 import json
-from collections.abc import Mapping
 
 import torch
 
@@ -12,7 +11,7 @@ from compiled_llm.models.linears.names import Names
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantized import Scheme
-from compiled_llm.models.linears.quantizing import HEADS, SCHEMES, Quantizing, check_skip
+from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_skip
 from compiled_llm.models.quantized.plan import read_quantization
 from compiled_llm.models.registry import family_of
 
@@ -30,7 +29,7 @@ def quantizing(config: EngineConfig, plain: LinearKind, dtype: torch.dtype) -> L
         head = _HEADS.get(config.quantization, config.quantization)
     size = config.quantization_group_size
     embedding = _scheme(config.quantization_embedding, size)
-    return Quantizing(plain, dtype, layers, _scheme(head, size, HEADS), embedding, config.quantization_skip)
+    return Quantizing(plain, dtype, layers, _scheme(head, size), embedding, config.quantization_skip)
 
 
 def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:
@@ -52,10 +51,10 @@ def published(config: ModelConfig, plain: LinearKind) -> LinearKind:
     return plain if plan is None else Published(plain, plan)
 
 
-def _scheme(name: str, group_size: int | None, schemes: Mapping[str, Scheme] = SCHEMES) -> Scheme | None:
+def _scheme(name: str, group_size: int | None) -> Scheme | None:
     if name == "none":
         return None
-    scheme = schemes[name]
+    scheme = SCHEMES[name]
     if group_size is None or scheme.form.element != "int4":
         return scheme
     return scheme._replace(form=scheme.form._replace(group_size=group_size))

@@ -29,8 +29,10 @@ SCHEMES = {
     "mxfp4": Scheme(WeightFormat("fp4", 32, scale_dtype="bfloat16")),
 }
 """What the engine argument ``quantization`` names."""
-HEADS = SCHEMES | {"int8_w8a8": Scheme(WeightFormat("int8", 32, scale_dtype="bfloat16"), "int8_groups")}
-"""The same for the head, whose outputs are the logits: no later layer makes up for what its inputs lose."""
+_FINER = Scheme(WeightFormat("int8", 32, scale_dtype="bfloat16"), "int8_groups")
+"""In the place of "int8_w8a8" for the head and for what makes queries, keys and values: their inputs have the largest
+outliers of trained models, and no group of more inputs keeps the others precise."""
+_OF_ATTENTION = ("*.q_proj", "*.k_proj", "*.v_proj", "*.qkv_proj", "*.query_key_value", "*.c_attn")
 
 # Layers that choose experts: small, and the choice is sensitive.
 _ROUTERS = ("*.gate", "*.router", "*.router.proj", "*.shared_expert_gate")
@@ -98,7 +100,10 @@ class Quantizing:
         chosen = of_role.get(part.role, self.layers)
         if chosen is None or any(fnmatchcase(part.name, pattern) for pattern in _ROUTERS):
             return None
-        return None if any(names(pattern, part) for pattern in self.skip) else chosen
+        if any(names(pattern, part) for pattern in self.skip):
+            return None
+        is_finer = part.role == "head" or any(fnmatchcase(part.name, pattern) for pattern in _OF_ATTENTION)
+        return _FINER if is_finer and chosen == SCHEMES["int8_w8a8"] else chosen
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         schemes = {self.scheme(part) for part in parts}

@@ -68,6 +68,16 @@ def test_what_stays_in_the_model_s_dtype():
     assert not is_quantized("model.embed_tokens", "embedding")
 
 
+def test_inputs_with_large_outliers_have_smaller_groups():
+    kind = quantizing("int8_w8a8", head=SCHEMES["int8_w8a8"])
+    sizes = {
+        name: kind.scheme(StoredLinear(name, 8, 256, role=role)).form.group_size
+        for name, role in [("l.q_proj", "layer"), ("l.c_attn", "layer"), ("l.down_proj", "layer"), ("lm_head", "head")]
+    }
+    assert sizes == {"l.q_proj": 32, "l.c_attn": 32, "l.down_proj": 128, "lm_head": 32}
+    assert quantizing("int8").scheme(StoredLinear("l.q_proj", 8, 256)) == SCHEMES["int8"]
+
+
 @pytest.mark.parametrize("pattern", ["layers.1", "q_proj", "lm_head", "embed_tokens", "*.mlp", "experts.0", "*"])
 def test_patterns_that_name_a_layer(pattern):
     check_skip([pattern], PARTS)
