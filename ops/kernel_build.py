@@ -39,7 +39,10 @@ OPS = (*_BASES, *_BYTES, "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """What one call of the compiler makes of ``source``. ``torch``: whether it calls functions of torch."""
+    """What one call of the compiler makes of ``source``.
+
+    ``defines``: further flags. ``torch``: whether it calls functions of torch.
+    """
 
     name: str
     source: Path
@@ -116,7 +119,8 @@ def pack_library() -> Library:
 
 def quantize_rows_library() -> Library:
     """What rounds weights as they are loaded (``linear/quantize_rows.py``)."""
-    return Library("quantize_rows_cpu", ROOT / "linear" / "quantize_rows_cpu.cpp")
+    as_torch_rounds = ("-ffp-contract=off",)  # a product, then a sum
+    return Library("quantize_rows_cpu", ROOT / "linear" / "quantize_rows_cpu.cpp", as_torch_rounds)
 
 
 def decode_blocks_library() -> Library:

@@ -45,15 +45,16 @@ class EngineConfig:
         model_impl: whose code computes the model: "native", a file of this engine for its family; "transformers",
             transformers' own modelling code with this engine's attention and linear layers, see docs/models.md; "auto":
             the first where there is one, else the second.
-        quantization: round weights of linear layers at load: "int8" (a scale for each output), "int4" (a scale for each
-            group of inputs), "fp8" (e4m3, a scale for each output) or "mxfp4" (a power of two for each 32 inputs), with
-            activations in the model's dtype; "int8_w8a8" and "int4_w4a8" round activations to int8 too, a token at a
-            time, which is faster. None: the checkpoint's. See docs/quantization.md.
+        quantization: round weights of linear layers at load: "int8" (a scale for each output), "int4" (a scale and a
+            zero point for each group of inputs), "fp8" (e4m3, a scale for each output) or "mxfp4" (a power of two for
+            each 32 inputs), with activations in the model's dtype; "int8_w8a8" and "int4_w4a8" round activations to
+            int8 too, a group of a token's at a time, which is faster. None: the checkpoint's. See docs/quantization.md.
         quantization_group_size: inputs with one scale in "int4" and "int4_w4a8": 32, 64 or 128. None: 32.
         quantization_skip: names of layers that stay in the model's dtype, such as ``model.layers.0`` or ``down_proj``;
             ``*`` stands for anything. Routers of experts always do.
         quantization_head: with ``quantization``: how the head is rounded, which makes the logits, and the embedding
-            where the two are one; "auto": in 8 bits where the layers are in 4, else as the layers; "none": not at all.
+            where the two are one; "auto": in 8 bits where the layers are in 4 or in fp8, else as the layers; "none":
+            not at all.
         quantization_embedding: with ``quantization``: how an embedding is rounded that is not the head as well, of
             which a step reads single rows; "none": not at all.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.

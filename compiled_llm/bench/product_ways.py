@@ -28,7 +28,11 @@ from compiled_llm.models.weights import linears
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import empty_packed, pack_weight, packed_linear
 from compiled_llm.ops.linear.quantized_linear import quantized_linear
-from compiled_llm.ops.linear.quantized_linear_a8 import quantize_activations, quantized_linear_a8
+from compiled_llm.ops.linear.quantized_linear_a8 import (
+    quantize_activations,
+    quantize_activations_by_groups,
+    quantized_linear_a8,
+)
 from compiled_llm.ops.linear.quantized_tiles import INT_MM_ROWS, Choice, takes_int_mm
 from compiled_llm.ops.linear.quantized_tiles import Layer as TileLayer
 from compiled_llm.ops.linear.quantized_weight import (
@@ -125,7 +129,9 @@ def routed(tokens: int, layer: Layer, device: str) -> Route:
     return rows, starts.int()
 
 
-def right(layer: Layer, x: Tensor, plain: Tensor, route: Route | None, activations: str = "") -> Tensor:
+def right(
+    layer: Layer, x: Tensor, plain: Tensor, route: Route | None, activations: str = "", group_size: int = 0
+) -> Tensor:  # fmt: skip
     """Outputs of the first rows in plain torch, float32, for weights ``plain`` ``[N, K]`` or ``[E, N, K]``."""
     if route is None:
         x, matrices = x[:CHECKED_ROWS], plain
@@ -137,6 +143,9 @@ def right(layer: Layer, x: Tensor, plain: Tensor, route: Route | None, activatio
     if activations == "int8":
         codes, scales = quantize_activations(x, None)
         x = codes * scales[:, None]
+    if activations == "int8_groups":
+        codes, scales = quantize_activations_by_groups(x, group_size)
+        x = codes * scales.repeat_interleave(group_size, 1)[:, : x.shape[1]]
     if route is None:
         return F.linear(x.float(), matrices.float())
     return torch.einsum("tk,tnk->tn", x.float(), matrices.float())
@@ -249,7 +258,7 @@ def quantized_case(layer: Layer, kind: str, tokens: int, args: argparse.Namespac
         "linear": linear,
     }
     if (device == "cuda" or interprets()) and not routes:
-        tile = TileLayer(*form[:3], scheme.activations == "int8", 2, layer.outputs, layer.inputs)
+        tile = TileLayer(*form[:3], scheme.int8_activations, 2, layer.outputs, layer.inputs)
         if takes_int_mm(tile) and tokens > INT_MM_ROWS:
             library = op_of(layer, kind, x, Choice(tokens, "int_mm"))
             ways["int_mm"] = lambda copy: library(copies[copy % num], None)
@@ -258,14 +267,17 @@ def quantized_case(layer: Layer, kind: str, tokens: int, args: argparse.Namespac
     read = int((routes[0][1].diff() > 0).sum()) if routes else 1  # matrices
     nbytes = dict.fromkeys(ways, read * form.nbytes(layer.outputs, layer.inputs))
     nbytes["linear"] = read * layer.outputs * layer.inputs * dtype.itemsize
-    want = right(layer, x, exactly, routes[0] if routes else None, scheme.activations or "")
+    want = right(layer, x, exactly, routes[0] if routes else None, scheme.activations or "", form.group_size)
     return Case(ways, nbytes, want, layer.flops(tokens), max(num, num_plain))
 
 
 def op_of(layer: Layer, kind: str, x: Tensor, choice: Choice | None = None) -> Callable[..., Tensor]:
     """The launch of a layer on quantised weights; ``choice`` is of a GPU's product, None: the engine's own."""
-    (element, group, *_), a8 = SCHEMES[kind].form, SCHEMES[kind].activations == "int8"
-    of, before = (element, group, layer.outputs), (None, None) if a8 else (None,)  # bias, x_scale
+    (element, group, *_), a8 = SCHEMES[kind].form, SCHEMES[kind].int8_activations
+    of: tuple = (element, group, layer.outputs)
+    before = (None, None) if a8 else (None,)  # bias, x_scale
+    if a8:
+        of = SCHEMES[kind].by_groups, *of
     if not x.is_cuda and not interprets():
         cpu: Callable[..., Tensor] = quantized_linear_a8 if a8 else quantized_linear
         return lambda weight, route: cpu(x, *weight, *before, *of)

@@ -15,7 +15,8 @@ from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_sk
 from compiled_llm.models.quantized.plan import read_quantization
 from compiled_llm.models.registry import family_of
 
-_HEADS = {"int4": "int8", "mxfp4": "int8", "int4_w4a8": "int8_w8a8"}  # of layers in 4 bits, unless asked for
+# Of layers in 4 bits and fp8, unless asked for.
+_HEADS = {"int4": "int8", "mxfp4": "int8", "int4_w4a8": "int8_w8a8", "fp8": "int8"}
 
 
 def quantizing(config: EngineConfig, plain: LinearKind, dtype: torch.dtype) -> LinearKind:

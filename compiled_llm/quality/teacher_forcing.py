@@ -31,6 +31,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
 from compiled_llm.models.layers.attention import for_queries
+from compiled_llm.models.linears.rounding import Rounding, rounding_of
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.attention import kv_quant
@@ -54,6 +55,7 @@ class Model(NamedTuple):
     weights: Any
     dtype: torch.dtype
     device: torch.device
+    rounding: Rounding | None = None  # of weights that were rounded at load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,8 @@ def load_model(engine_config: EngineConfig) -> Model:
     config, device = read_config(directory), resolve_device(engine_config.device)
     dtype = getattr(torch, config.dtype if engine_config.dtype == "auto" else engine_config.dtype)
     linears = linears_of(engine_config, config, device, dtype)
-    return Model(config, loader.load_weights(directory, config, dtype, device, linears), dtype, device)
+    weights = loader.load_weights(directory, config, dtype, device, linears)
+    return Model(config, weights, dtype, device, rounding_of(linears))
 
 
 def worth_keeping(kl_alone: Mapping[L, float]) -> list[L]:

@@ -6,6 +6,7 @@ The text is teacher-forced (``teacher_forcing.py``): once with the model as it i
 - for each decoder layer, and for the head and the embedding where they are quantised, with that one alone quantised:
   the KL divergence that it causes, and the error of its output. The output of a decoder layer is the hidden state after
   it, that of the head are the logits. The KV cache is in the model's dtype then;
+- of weights that are rounded at load, how far they are from the checkpoint's, and the layer where that is the most;
 - bytes of the weights: of all tensors as they are kept, and of linear layers without padding;
 - the speed of one stream, tokens a second of a prompt and of a decode, by engines that take turns.
 
@@ -31,6 +32,7 @@ from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
+from compiled_llm.models.linears.rounding import Rounding
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linear_layers, tensors
 from compiled_llm.quality.teacher_forcing import (
@@ -148,6 +150,8 @@ def quality(
     if not parts:
         raise ValueError(f"{title}: no layer is quantised")
     result: dict[str, Any] = {**sizes_of(other.weights), **summary(compare(own, other, dtypes, windows, chunk, title))}
+    if other.rounding is not None:
+        result["weight_rounding"] = other.rounding._asdict()
     if not each_layer:
         return result
     alone: dict[str, dict[str, float]] = {}
@@ -283,6 +287,8 @@ def _row_of(name: str, found: dict[str, Any], own_bytes: int) -> dict[str, Any]:
     row = {"weights": name, "perplexity": f"{found['perplexity_quantised']:.4f}"}
     row |= {"change": f"{found['perplexity_change']:+.3%}", "KL mean": found["kl_mean"], "KL p99": found["kl_p99"]}
     row |= {"top-1 the same": f"{found['top1_agreement']:.2%}", "bytes": f"{found['weight_bytes'] / own_bytes:.1%}"}
+    if "weight_rounding" in found:
+        row |= {"weights change by": str(Rounding(**found["weight_rounding"]))}
     if "speed" in found:
         rates = found["speed"]
         row |= {f"{what}, tokens/s": f"{rates[what]['quantised']:.0f}" for what in ("prefill", "decode")}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat, dequantize, quantize, round_to_codes
+from compiled_llm.ops.linear.searched_scales import quantize_searched
 from compiled_llm.quantizing import METHODS, scaling
 from compiled_llm.quantizing.folding import Fold, linear_at
 from compiled_llm.quantizing.gptq import best_scales, gptq
@@ -136,13 +137,13 @@ def quantize_layer(weight: Tensor, seen: InputStatistics | None, of: Settings) -
     """``[N, K]`` float32, rounded as the method does; to nearest where ``can_calibrate`` is false."""
     form = of.scheme.form
     if seen is None or not of.can_calibrate(seen):
-        return quantize(weight, form)
+        return quantize_searched(weight, form)
     if "gptq" in of.method:
         scales, zeros = best_scales(weight, seen.hessian, form)
         return gptq(weight, seen.hessian, form, scales, zeros, of.act_order)
     if of.method == "awq":
         return round_to_codes(weight, *best_scales(weight, seen.hessian, form), form)
-    return quantize(weight, form)
+    return quantize_searched(weight, form)
 
 
 def layer_errors(

@@ -14,6 +14,7 @@ from compiled_llm.ops.linear.quantized_weight import (
     group_scales,
     round_to_codes,
 )
+from compiled_llm.ops.linear.searched_scales import quantize_searched, scale_candidates
 
 _SHRINKS = tuple(1 - 0.05 * step for step in range(11))
 _DAMPING = 0.01  # of H's mean diagonal, as in the paper
@@ -24,7 +25,8 @@ def best_scales(weight: Tensor, hessian: Tensor, form: WeightFormat) -> tuple[Te
     """For each group the scale, of 11 between the whole and half of its range, with the least output error.
 
     That error is of the group's own inputs, as in AWQ's search for clipping (Lin et al., 2023, section 3.2). Where a
-    row is one group, scales come from ``group_scales``: clipping single weights of a whole row seldom helps.
+    row is one group, scales come from ``quantize_searched``: clipping single weights of a whole row seldom helps. Those
+    of fp4 are the powers of two that it tries.
 
     Args:
         weight: ``[N, K]`` float32; K a multiple of the group size.
@@ -33,14 +35,17 @@ def best_scales(weight: Tensor, hessian: Tensor, form: WeightFormat) -> tuple[Te
     Returns:
         Scales and zeros ``[N, G]``.
     """
-    scales, zeros = group_scales(weight, form)
     if not form.group_size:
-        return scales, zeros
+        return quantize_searched(weight, form)[1:]
+    scales, zeros = group_scales(weight, form)
     size, groups = form.group_size, form.num_groups(weight.shape[1])
     inner = torch.stack([hessian[g * size : (g + 1) * size, g * size : (g + 1) * size] for g in range(groups)]).float()
     least = torch.full_like(scales, torch.inf)
-    for shrink in _SHRINKS:
-        tried, tried_zeros = group_scales(weight, form, shrink)
+    if form.element == "fp4":
+        candidates = [(tried, zeros) for tried in scale_candidates(scales, form)]
+    else:
+        candidates = [group_scales(weight, form, shrink) for shrink in _SHRINKS]
+    for tried, tried_zeros in candidates:
         rounded = dequantize(round_to_codes(weight, tried, tried_zeros, form), form)
         errors = (rounded - weight).view(len(weight), groups, size).transpose(0, 1)  # [G, N, size]
         loss = ((errors @ inner) * errors).sum(2).T

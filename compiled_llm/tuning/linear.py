@@ -31,11 +31,12 @@ WEIGHT_BYTES = 256 << 20  # weights of one measurement: more than any GPU's L2 c
 
 
 class Job(NamedTuple):
-    """A layer, and how its weights are kept."""
+    """A layer, how its weights are kept, and whether each group of a row of activations has a scale of its own."""
 
     kind: str
     layer: Layer
     form: WeightFormat
+    by_groups: bool = False
 
 
 def candidates(layer: Layer, below: int, rows: int, start: Choice, gpu: Gpu) -> list[Choice]:
@@ -87,7 +88,9 @@ class Case:
         from compiled_llm.ops.moe import triton_quantized_grouped
 
         layer, weight = self.job.layer, self.copies[copy]
-        constants = layer.element, layer.group_size, layer.out_features
+        constants: tuple = layer.element, layer.group_size, layer.out_features
+        if layer.int8_activations:
+            constants = self.job.by_groups, *constants
         scale = (None,) if layer.int8_activations else ()
         if not layer.experts:
             a8: Any = triton_quantized_a8.quantized_linear_a8
@@ -156,10 +159,11 @@ def job_of(kind: str, sizes: tuple[int, int], experts: int, group_size: int | No
         sizes: outputs, inputs.
         group_size: of int4; None: the kind's own.
     """
-    form, activations = SCHEMES[kind]
+    scheme = SCHEMES[kind]
+    form = scheme.form
     if group_size and kind.startswith("int4"):
         form = form._replace(group_size=group_size)
-    return Job(kind, Layer(*form[:3], activations == "int8", 2, *sizes, experts), form)
+    return Job(kind, Layer(*form[:3], scheme.int8_activations, 2, *sizes, experts), form, scheme.by_groups)
 
 
 def tune_files(

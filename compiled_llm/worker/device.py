@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.rounding import ROUGH, rounding_of
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.system.gpu_packages import check_triton
 from compiled_llm.system.progress import StartProgress
@@ -50,6 +52,17 @@ def say_cost_of_dtype(progress: StartProgress, device: torch.device, dtype: torc
         progress.line(
             f"{name} takes twice the bytes of bfloat16, and leaves the GPU's matrix units for 16 bits unused (products "
             "on an H200: 25 TFLOP/s, up to 796 in bfloat16). Give dtype='bfloat16' unless you need float32"
+        )
+
+
+def say_cost_of_rounding(progress: StartProgress, linears: LinearKind, asked: str | None) -> None:
+    """A line for users if weights are roughly rounded. ``asked``: the engine argument ``quantization``."""
+    rounding = rounding_of(linears)
+    if rounding is not None and rounding.error >= ROUGH:
+        progress.line(
+            f"quantization={asked!r} rounds this model's weights roughly: they change by {rounding}. `compiled-llm "
+            "report weights` says what that costs; nearer are quantization='int8', a checkpoint that was calibrated on "
+            "a text (`compiled-llm quantize --method gptq`), and layers left with quantization_skip"
         )
 
 

@@ -47,6 +47,7 @@ from compiled_llm.worker.device import (
     device_context,
     resolve_device,
     say_cost_of_dtype,
+    say_cost_of_rounding,
     use_device,
     use_threads,
 )
@@ -402,6 +403,7 @@ class ModelRunner(Worker):
                 weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.advance)
             else:
                 weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.advance)
+        say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started

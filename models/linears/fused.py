@@ -47,9 +47,9 @@ def surrounded(x: Tensor, linear: Dense | Exact | Quantized, around: Surrounding
         return exact_linear(x, dense.weight, dense.bias, around)
     form = linear.scheme.form
     constants = form.element, form.group_size, linear.out_features
-    if linear.scheme.activations == "int8":
-        scale = linear.input_scale
-        return fused_quantized_linear_a8(x, *linear.weight, linear.bias, scale, *constants, around=around)
+    if linear.scheme.int8_activations:
+        given = linear.input_scale, linear.scheme.by_groups
+        return fused_quantized_linear_a8(x, *linear.weight, linear.bias, *given, *constants, around=around)
     return fused_quantized_linear(x, *linear.weight, linear.bias, *constants, around=around)
 
 

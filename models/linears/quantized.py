@@ -21,7 +21,8 @@ class Scheme(NamedTuple):
 
     Attributes:
         form: how its weights are kept.
-        activations: "model": they stay in the model's dtype; "int8": each row is quantised on its own.
+        activations: "model": they stay in the model's dtype; "int8": each row is quantised on its own; "int8_groups":
+            each group of a row.
     """
 
     form: WeightFormat
@@ -29,7 +30,16 @@ class Scheme(NamedTuple):
 
     @property
     def cpu_op(self) -> str:
-        return "quantized_linear_a8_cpu" if self.activations == "int8" else "quantized_linear_cpu"
+        return "quantized_linear_a8_cpu" if self.int8_activations else "quantized_linear_cpu"
+
+    @property
+    def int8_activations(self) -> bool:
+        return self.activations != "model"
+
+    @property
+    def by_groups(self) -> bool:
+        """``by_groups`` of ``ops.quantized_linear_a8``."""
+        return self.activations == "int8_groups"
 
 
 class Quantized(NamedTuple):
@@ -58,11 +68,10 @@ class Quantized(NamedTuple):
         if self.order is not None:
             x = x[:, self.order]
         form, weight = self.scheme.form, self.weight
-        if self.scheme.activations == "int8":
-            return quantized_linear_a8(
-                x, *weight, self.bias, self.input_scale, form.element, form.group_size, self.out_features
-            )
-        return quantized_linear(x, *weight, self.bias, form.element, form.group_size, self.out_features)
+        constants = form.element, form.group_size, self.out_features
+        if self.scheme.int8_activations:
+            return quantized_linear_a8(x, *weight, self.bias, self.input_scale, self.scheme.by_groups, *constants)
+        return quantized_linear(x, *weight, self.bias, *constants)
 
     def rows(self, ids: Tensor) -> Tensor:
         assert self.order is None, "embeddings have no order of inputs"
@@ -94,13 +103,14 @@ class QuantizedExperts(NamedTuple):
     def arguments(self, tokens: Tensor, starts: Tensor) -> tuple[Any, ...]:
         """``experts`` of ``ops.gated_quantized_experts`` and ``ops.summed_quantized_experts``."""
         form = self.scheme.form.element, self.scheme.form.group_size, self.out_features
-        return *self.weight, self.bias, tokens, starts, *form, self.scheme.activations == "int8"
+        return *self.weight, self.bias, tokens, starts, *form, self.scheme.activations
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
-        (element, group_size, *_), of = self.scheme.form, self.out_features
-        if self.scheme.activations == "int8":
-            return grouped_quantized_linear_a8(x, *self.weight, self.bias, None, rows, starts, element, group_size, of)
-        return grouped_quantized_linear(x, *self.weight, self.bias, rows, starts, element, group_size, of)
+        form = self.scheme.form.element, self.scheme.form.group_size, self.out_features
+        if self.scheme.int8_activations:
+            by_groups = self.scheme.by_groups
+            return grouped_quantized_linear_a8(x, *self.weight, self.bias, None, rows, starts, by_groups, *form)
+        return grouped_quantized_linear(x, *self.weight, self.bias, rows, starts, *form)
 
 
 class Joined(NamedTuple):

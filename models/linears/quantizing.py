@@ -15,18 +15,24 @@ from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
+from compiled_llm.models.linears.rounding import RowErrors, row_errors
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized, quantize_into
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
+_INT4 = WeightFormat("int4", 32, zeros=True, scale_dtype="bfloat16", zero_dtype="bfloat16")
 SCHEMES = {
     "int8": Scheme(WeightFormat("int8")),
-    "int8_w8a8": Scheme(WeightFormat("int8"), "int8"),
-    "int4": Scheme(WeightFormat("int4", 32, scale_dtype="bfloat16")),
-    "int4_w4a8": Scheme(WeightFormat("int4", 32, scale_dtype="bfloat16"), "int8"),
+    "int8_w8a8": Scheme(WeightFormat("int8", 128, scale_dtype="bfloat16"), "int8_groups"),
+    "int4": Scheme(_INT4),
+    "int4_w4a8": Scheme(_INT4, "int8_groups"),
     "fp8": Scheme(WeightFormat("fp8")),
     "mxfp4": Scheme(WeightFormat("fp4", 32, scale_dtype="bfloat16")),
 }
 """What the engine argument ``quantization`` names."""
+_FINER = Scheme(WeightFormat("int8", 32, scale_dtype="bfloat16"), "int8_groups")
+"""In the place of "int8_w8a8" for the head and for what makes queries, keys and values: their inputs have the largest
+outliers of trained models, and no group of more inputs keeps the others precise."""
+_OF_ATTENTION = ("*.q_proj", "*.k_proj", "*.v_proj", "*.qkv_proj", "*.query_key_value", "*.c_attn")
 
 # Layers that choose experts: small, and the choice is sensitive.
 _ROUTERS = ("*.gate", "*.router", "*.router.proj", "*.shared_expert_gate")
@@ -68,6 +74,7 @@ class Quantizing:
         skip: patterns of names of layers that stay in the model's dtype; ``*`` stands for anything. A pattern may be
             any part of a name between dots: ``layers.1`` stands for all linear layers of that layer. ``check_skip``
             has checked them.
+        errors: what rounding changed, of the layers that have been taken but for heads and embeddings.
     """
 
     plain: LinearKind
@@ -76,6 +83,7 @@ class Quantizing:
     head: Scheme | None = None
     embedding: Scheme | None = None
     skip: tuple[str, ...] = ()
+    errors: list[RowErrors] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
         return self.plain.serves(device, dtype)
@@ -92,7 +100,10 @@ class Quantizing:
         chosen = of_role.get(part.role, self.layers)
         if chosen is None or any(fnmatchcase(part.name, pattern) for pattern in _ROUTERS):
             return None
-        return None if any(names(pattern, part) for pattern in self.skip) else chosen
+        if any(names(pattern, part) for pattern in self.skip):
+            return None
+        is_finer = part.role == "head" or any(fnmatchcase(part.name, pattern) for pattern in _OF_ATTENTION)
+        return _FINER if is_finer and chosen == SCHEMES["int8_w8a8"] else chosen
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         schemes = {self.scheme(part) for part in parts}
@@ -107,6 +118,8 @@ class Quantizing:
 
         def put(start: int, rows: Tensor) -> None:
             quantize_into(weight, start, rows, form)
+            if parts[0].role == "layer":
+                self.errors.append(row_errors(parts[0].name, weight, start, rows, form))
 
         take.rows(weight_shapes(parts), put)
         return Quantized(weight, take_bias(take, parts), scheme, out_features, in_features, str(take.dtype)[6:])
@@ -131,6 +144,7 @@ class Quantizing:
         def put(start: int, rows: Tensor) -> None:
             expert, row = divmod(start, out_features)
             quantize_into(weight.expert(expert), row, rows, form)
+            self.errors.append(row_errors(experts[expert][0].name, weight.expert(expert), row, rows, form))
 
         take.rows({name: shape for parts in experts for name, shape in weight_shapes(parts).items()}, put)
         biases = take_biases(take, experts)

@@ -37,6 +37,8 @@ T argument(StableIValue value) {
     std::string text(characters, length);
     succeeded(torch_delete_string(handle));
     return text;
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return (value & 0xff) != 0;
   } else {
     static_assert(std::is_same_v<T, int64_t> || std::is_same_v<T, double>);
     return __builtin_bit_cast(T, value);

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from compiled_llm.ops.linear import quantize_rows, quantized_weight, quantized_weight_gpu
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, QuantizedWeight, WeightFormat
+from compiled_llm.ops.linear.searched_scales import quantize_searched
 
 
 def empty_quantized(
@@ -30,9 +31,9 @@ def pack_quantized_rows(weight: QuantizedWeight, start: int, rows: QuantizedRows
 
 
 def quantize_into(weight: QuantizedWeight, start: int, rows: Tensor, form: WeightFormat) -> None:
-    """Round ``rows`` ``[n, K]`` to the nearest codes, and write these into ``weight`` from row ``start`` on."""
+    """Round ``rows`` ``[n, K]`` under searched scales, and write the codes into ``weight`` from row ``start`` on."""
     if weight.codes.device.type == "cuda":
-        quantized_weight_gpu.pack_quantized_rows_gpu(weight, start, quantized_weight.quantize(rows, form), form)
+        quantized_weight_gpu.pack_quantized_rows_gpu(weight, start, quantize_searched(rows, form), form)
     else:
         quantize_rows.quantize_into(weight, start, rows, form)
 

@@ -104,7 +104,7 @@ def grouped_quantized_linear_reference(
 
 def by_experts(
     reference: Callable[..., Tensor], x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None,
-    bias: Tensor | None, shared: tuple, rows: Tensor | None, starts: Tensor, form: tuple[str, int, int],
+    bias: Tensor | None, shared: tuple, rows: Tensor | None, starts: Tensor, form: tuple[Any, ...],
 ) -> Tensor:  # fmt: skip
     """``reference`` of an expert at a time, for the rows that are its own. Rows that belong to no expert are 0."""
     x = x if rows is None else x[rows]
@@ -126,10 +126,9 @@ def rows_fake(x: Tensor, *args) -> Tensor:
     return x.new_empty(x.shape[0], args[-1])
 
 
-def grouped_rows_fake(x: Tensor, *args) -> Tensor:
-    """The fake of the op for experts, which ends with rows, starts and what ``FORM`` has."""
-    rows = args[-5]
-    return x.new_empty((x if rows is None else rows).shape[0], args[-1])
+def grouped_rows_fake(x: Tensor, *args, rows: int = 4) -> Tensor:
+    """The fake of the op for experts; ``rows``: the place of these among ``args``."""
+    return x.new_empty((x if args[rows] is None else args[rows]).shape[0], args[-1])
 
 
 def fused_rows_fake(x: Tensor, *args) -> Tensor:

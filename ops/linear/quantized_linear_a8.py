@@ -4,12 +4,16 @@
     xq[t, k] = round(x[t, k] / sx[t])                     from -127 to 127, halves to even
     y[t, n] = bias[n] + sx[t] * sum over g of  scale[n, g] * sum over k in g of  (code[n, k] - zero[n, g]) * xq[t, k]
 
+``by_groups``: each group of a row of x has its own sx[t, g], so that one large input makes the codes of its own group
+coarse and no others.
+
 The sums over k of ``code * xq`` and of ``xq`` are exact integers. The rest is float32 in one order, so every
 instruction set gives the same bits, and a row's are the same in any batch. For a row of x:
 
     total = 0
-    for each group: total = fma(fma(-zero, sum of xq, sum of code * xq), scale, total)
-    y = fma(total, sx, bias), rounded to the dtype of x
+    for each group: part = fma(-zero, sum of xq, sum of code * xq)
+                    total = fma(part, scale, total)               by groups: fma(part * sx, scale, total)
+    y = fma(total, sx, bias), rounded to the dtype of x           by groups: total + bias
 
 compressed-tensors calibrates a static x_scale as absmax / 127.5 and has codes down to -128. Ours end at -127. Within
 the calibrated range they are as near, since its end, -127.5, lies between two codes; what lies beyond is clipped by
@@ -19,14 +23,18 @@ A row with a NaN or an infinity is NaN. A row of zeros, or of numbers so small t
 ``quantized_weight.py`` has the layout of the weights. T rows, K in_features, N out_features, E experts.
 """
 
+import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.linear.quantized_linear import (
-    FORM,
+    FORM as FORM_OF_WEIGHT,
+)
+from compiled_llm.ops.linear.quantized_linear import (
     WEIGHT,
     by_experts,
     fused_rows_fake,
@@ -36,10 +44,12 @@ from compiled_llm.ops.linear.quantized_linear import (
 from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedWeight, WeightFormat, unpack_quantized_rows
 from compiled_llm.ops.linear.surroundings import SCHEMA, Surroundings, surrounded
 
+FORM = f"bool by_groups, {FORM_OF_WEIGHT}"
+
 
 def quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    element: str, group_size: int, out_features: int,
+    by_groups: bool, element: str, group_size: int, out_features: int,
 ) -> Tensor:  # fmt: skip
     """``x @ W.T + bias``, with integer products of quantised rows of ``x`` and the codes of ``W``.
 
@@ -47,7 +57,8 @@ def quantized_linear_a8(
         x: ``[T, K]`` bfloat16, float32 or float16; rows may be strided, the last stride is 1.
         codes, scales, zeros: ``W`` as ``pack_quantized_rows`` packs it.
         bias: ``[N]`` in the dtype of ``x``, or None.
-        x_scale: ``[1]`` float32, for all rows; or None: each row's own.
+        x_scale: ``[1]`` float32, for all rows; or None: each row's own, or that of each group of a row.
+        by_groups: whether each group of a row of ``x`` has a scale of its own; not with ``x_scale`` or without groups.
         element: "int8" or "int4".
         group_size: inputs of an output that share a scale; 0: all.
         out_features: N.
@@ -56,13 +67,13 @@ def quantized_linear_a8(
         ``[T, N]`` in the dtype of ``x``, contiguous.
     """
     return torch.ops.compiled_llm.quantized_linear_a8(
-        x, codes, scales, zeros, bias, x_scale, element, group_size, out_features
+        x, codes, scales, zeros, bias, x_scale, by_groups, element, group_size, out_features
     )
 
 
 def grouped_quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
+    rows: Tensor | None, starts: Tensor, by_groups: bool, element: str, group_size: int, out_features: int,
 ) -> Tensor:  # fmt: skip
     """``quantized_linear_a8`` of experts, each with rows of its own.
 
@@ -70,7 +81,7 @@ def grouped_quantized_linear_a8(
     ``grouped_linear``: rows that belong to no expert are not written.
     """
     return torch.ops.compiled_llm.grouped_quantized_linear_a8(
-        x, codes, scales, zeros, bias, x_scale, rows, starts, element, group_size, out_features
+        x, codes, scales, zeros, bias, x_scale, rows, starts, by_groups, element, group_size, out_features
     )
 
 
@@ -96,16 +107,25 @@ def quantize_activations(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Ten
     return codes, torch.where(finite, scale, torch.full_like(scale, torch.nan))
 
 
+def quantize_activations_by_groups(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """``xq`` ``[T, K]`` int8 and ``sx`` ``[T, G]`` float32, each group quantised as a row of its own."""
+    rows, in_features = x.shape
+    groups = F.pad(x, (0, -in_features % group_size)).unflatten(1, (-1, group_size))
+    codes, scales = quantize_activations(groups.flatten(0, 1), None)
+    return codes.view(rows, groups.shape[1] * group_size)[:, :in_features], scales.view(rows, groups.shape[1])
+
+
 def quantized_linear_a8_reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    element: str, group_size: int, out_features: int,
+    by_groups: bool, element: str, group_size: int, out_features: int,
 ) -> Tensor:  # fmt: skip
     """The op in plain torch. Sums and the steps of float32 are computed in float64 and then rounded."""
     form = WeightFormat(element, group_size, zeros is not None, DTYPE_NAMES[scales.dtype])
     in_features = x.shape[1]
     ids = torch.arange(out_features, device=codes.device)
     rows = unpack_quantized_rows(QuantizedWeight(codes, scales, zeros), ids, form, in_features)
-    xq, sx = quantize_activations(x, x_scale)
+    assert not by_groups or x_scale is None, "a scale of all activations"
+    xq, sx = quantize_activations_by_groups(x, group_size) if by_groups else quantize_activations(x, x_scale)
     size, total = group_size or in_features, torch.zeros(len(x), out_features, device=x.device)
     for g in range(form.num_groups(in_features)):
         inputs = slice(g * size, (g + 1) * size)
@@ -113,8 +133,11 @@ def quantized_linear_a8_reference(
         products = (part @ rows.codes[:, inputs].double().T).float()
         if rows.zeros is not None:
             products = _fma(-rows.zeros[:, g], part.sum(1, keepdim=True).float(), products)
+        if by_groups:
+            products = products * sx[:, g : g + 1]
         total = _fma(products, rows.scales[:, g], total)
-    return _fma(total, sx[:, None], torch.zeros_like(total) if bias is None else bias.float()).to(x.dtype)
+    added = torch.zeros_like(total) if bias is None else bias.float()
+    return (total + added if by_groups else _fma(total, sx[:, None], added)).to(x.dtype)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -124,10 +147,10 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 def grouped_quantized_linear_a8_reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
+    rows: Tensor | None, starts: Tensor, by_groups: bool, element: str, group_size: int, out_features: int,
 ) -> Tensor:  # fmt: skip
     """The op in plain torch."""
-    form = element, group_size, out_features
+    form = by_groups, element, group_size, out_features
     return by_experts(quantized_linear_a8_reference, x, codes, scales, zeros, bias, (x_scale,), rows, starts, form)
 
 
@@ -146,7 +169,7 @@ define_op(
 define_op(
     f"grouped_quantized_linear_a8({WEIGHT}, Tensor? x_scale, Tensor? rows, Tensor starts, {FORM}) -> Tensor",
     reference=grouped_quantized_linear_a8_reference,
-    fake=grouped_rows_fake,
+    fake=functools.partial(grouped_rows_fake, rows=5),
     cpu="quantized_linear_a8_cpu",
     gpu=on_gpu("moe.triton_quantized_grouped:grouped_quantized_linear_a8"),
 )

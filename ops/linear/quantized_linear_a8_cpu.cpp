@@ -29,6 +29,7 @@ constexpr int64_t LONGEST_GROUP = 1 << 17;   // inputs whose sum of products fit
 struct Arguments {
   const Tensor &x, &codes, &scales;
   const std::optional<Tensor>&zeros, &bias, &x_scale;
+  bool by_groups;
   const std::string& element;
   int64_t group_size, N;
 
@@ -84,6 +85,9 @@ void check(const char* op, const Arguments& of, std::optional<int64_t> experts) 
               of.bias->dtype());
   CHECK_VALUE(!of.x_scale || (of.x_scale->sizes() == Shape{1} && of.x_scale->dtype() == kFloat), op,
               ": x_scale must be [1] of float32, got ", of.x_scale->sizes(), " of ", of.x_scale->dtype());
+  CHECK_VALUE(!of.by_groups || (!of.x_scale && of.group_size > 0), op,
+              ": by_groups must be False with x_scale or without groups, got group_size=", of.group_size, " and ",
+              of.x_scale ? "an" : "no", " x_scale");
   for (const Tensor* tensor : {&x, &of.codes, &of.scales, of.zeros ? &*of.zeros : &x, of.bias ? &*of.bias : &x,
                                of.x_scale ? &*of.x_scale : &x})
     CHECK_VALUE(tensor->is_cpu(), op, ": all tensors must be on the CPU, got one on ", tensor->place());
@@ -99,7 +103,7 @@ void with_dtype(Dtype dtype, const Work& work) {
 
 // Rows of x, as they are or as `index` names them, quantised. `memory` keeps them.
 struct Quantized {
-  Tensor codes, starts, inputs, scales;
+  Tensor codes, starts, inputs, scales, of_groups;
   Rows8 rows;
 
   Quantized(const Arguments& of, const int32_t* index, int64_t first, int64_t end) {
@@ -109,7 +113,9 @@ struct Quantized {
     starts = empty({count, groups}, kInt);
     inputs = empty({count, groups}, kFloat);
     scales = empty({count}, kFloat);
-    rows = {codes.data<int8_t>(), stride, starts.data<int32_t>(), inputs.data<float>(), scales.data<float>(), groups};
+    of_groups = empty({of.by_groups ? count : 0, groups}, kFloat);
+    rows = {codes.data<int8_t>(), stride, starts.data<int32_t>(), inputs.data<float>(), scales.data<float>(),
+            of.by_groups ? of_groups.data<float>() : nullptr, groups};
     const Quantize how = {K, of.group(), of.x_scale ? of.x_scale->data<float>() : nullptr,
                           of.element == "int4" ? 8 : chosen().offset};
     with_dtype(of.x.dtype(), [&]<class T>(const KernelsOf8<T>& kernels) {
@@ -235,9 +241,9 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
 
 Tensor quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales,
                            const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
-                           const std::optional<Tensor>& x_scale,
+                           const std::optional<Tensor>& x_scale, bool by_groups,
                            const std::string& element, int64_t group_size, int64_t out_features) {
-  const Arguments of = {x, codes, scales, zeros, bias, x_scale, element, group_size, out_features};
+  const Arguments of = {x, codes, scales, zeros, bias, x_scale, by_groups, element, group_size, out_features};
   check("quantized_linear_a8", of, std::nullopt);
   Tensor out = empty({x.size(0), out_features}, x.dtype());
   multiply(of, {0, x.size(0)}, nullptr, 0, out);
@@ -247,10 +253,10 @@ Tensor quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& s
 Tensor grouped_quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales,
                                    const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
                                    const std::optional<Tensor>& x_scale, const std::optional<Tensor>& rows,
-                                   const Tensor& starts, const std::string& element, int64_t group_size,
-                                   int64_t out_features) {
+                                   const Tensor& starts, bool by_groups, const std::string& element,
+                                   int64_t group_size, int64_t out_features) {
   constexpr auto* op = "grouped_quantized_linear_a8";
-  const Arguments of = {x, codes, scales, zeros, bias, x_scale, element, group_size, out_features};
+  const Arguments of = {x, codes, scales, zeros, bias, x_scale, by_groups, element, group_size, out_features};
   const int64_t experts = codes.dim() == 5 ? codes.size(0) : 0;
   check(op, of, experts);
   CHECK_VALUE(!rows || (rows->dim() == 1 && rows->is_contiguous() && rows->dtype() == kInt && rows->is_cpu()), op,

@@ -90,21 +90,33 @@ INLINE void multiply_quads(const int8_t* x, int64_t x_stride, const uint8_t* w, 
 }
 
 // Adds the sums of group `g` to the totals of `rows` rows from `row` on.
-template <int C>
-INLINE void add_group(const Block8& work, int64_t row, int64_t rows, int64_t g, const int32_t* sums) {
+template <int C, bool ZEROS, bool BY_GROUPS>
+INLINE void add_group_of(const Block8& work, int64_t row, int64_t rows, int64_t g, const int32_t* sums) {
   const int64_t groups = work.x.groups;
+  const float* const inputs = work.x.inputs + row * groups + g;
+  const float* const of_groups = work.x.of_groups + (BY_GROUPS ? row * groups + g : 0);
   for (int c = 0; c < C; ++c) {
     const Vec scale = load(work.scales + (c * groups + g) * TILE);
-    const Vec zero = work.zeros == nullptr ? Vec{} : load(work.zeros + (c * groups + g) * TILE);
-    for (int64_t i = 0; i < rows; ++i) {
+    const Vec zero = ZEROS ? load(work.zeros + (c * groups + g) * TILE) : Vec{};
+    float* total = work.totals + (row * C + c) * TILE;
+    for (int64_t i = 0; i < rows; ++i, total += C * TILE) {
       IntVec whole;
       std::memcpy(&whole, sums + (i * C + c) * TILE, sizeof(whole));
       Vec sum = convert(whole);
-      if (work.zeros != nullptr) sum = fma(-zero, broadcast(work.x.inputs[(row + i) * groups + g]), sum);
-      float* total = work.totals + ((row + i) * C + c) * TILE;
+      if constexpr (ZEROS) sum = fma(-zero, broadcast(inputs[i * groups]), sum);
+      if constexpr (BY_GROUPS) sum *= broadcast(of_groups[i * groups]);
       store(total, fma(sum, scale, g == 0 ? Vec{} : load(total)));
     }
   }
+}
+
+template <int C>
+INLINE void add_group(const Block8& work, int64_t row, int64_t rows, int64_t g, const int32_t* sums) {
+  const bool by_groups = work.x.of_groups != nullptr;
+  if (work.zeros != nullptr && by_groups) add_group_of<C, true, true>(work, row, rows, g, sums);
+  else if (work.zeros != nullptr) add_group_of<C, true, false>(work, row, rows, g, sums);
+  else if (by_groups) add_group_of<C, false, true>(work, row, rows, g, sums);
+  else add_group_of<C, false, false>(work, row, rows, g, sums);
 }
 
 // `count` groups from g on, of which `quads` quads are taken, from quad `skip` of each on.

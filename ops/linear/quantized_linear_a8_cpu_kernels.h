@@ -122,6 +122,7 @@ TARGET void multiply(const Work8& work) {
         Vec sum = convert(whole);
         if (work.zeros != nullptr)
           sum = fma(-load(work.zeros + (c * groups + g) * TILE), broadcast(work.x.inputs[m * groups + g]), sum);
+        if (work.x.of_groups != nullptr) sum *= broadcast(work.x.of_groups[m * groups + g]);
         float* total = work.totals + (m * C + c) * TILE;
         store(total, fma(sum, scale, load(total)));
       }
@@ -129,33 +130,44 @@ TARGET void multiply(const Work8& work) {
   }
 }
 
+// Quantises `count` numbers by one scale, which it returns: theirs, or the given one.
 template <class T>
-TARGET void quantize(const T* x, const Quantize& how, const Rows8& to) {
+INLINE float quantize_together(const T* x, int64_t count, const float* given, int8_t* to) {
   // Numbers that are not finite are those of the largest bits.
   IntVec most = {};
-  for (int64_t k = 0; k < how.K; k += kLanes) {
-    const IntVec size = bits(load_floats(x + k, how.K - k)) & 0x7fffffff;
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const IntVec size = bits(load_floats(x + k, count - k)) & 0x7fffffff;
     most = size > most ? size : most;
   }
   int32_t largest = 0;
   for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
   const bool finite = largest < 0x7f800000;
-  const float scale = how.x_scale != nullptr ? *how.x_scale : __builtin_bit_cast(float, largest) / 127.f;
-  to.scales[0] = finite ? scale : __builtin_nanf("");
-  const int64_t padded = (how.K + 7) / 8 * 8;
-  std::memset(to.codes + how.K / kLanes * kLanes, 0, padded - how.K / kLanes * kLanes);
+  const float scale = given != nullptr ? *given : __builtin_bit_cast(float, largest) / 127.f;
   if (!finite || !(scale > 0)) {
-    std::memset(to.codes, 0, padded);
+    std::memset(to, 0, count);
+    return finite ? scale : __builtin_nanf("");
+  }
+  const Vec divisor = broadcast(scale), limit = broadcast(127.f);
+  const Vec magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  for (int64_t k = 0; k < count; k += kLanes) {
+    Vec codes = load_floats(x + k, count - k) / divisor;
+    codes = codes > limit ? limit : codes;
+    codes = codes < -limit ? -limit : codes;
+    const Codes bytes = __builtin_convertvector(bits(codes + magic) - bits(magic), Codes);
+    std::memcpy(to + k, &bytes, std::min(kLanes, count - k));
+  }
+  return scale;
+}
+
+template <class T>
+TARGET void quantize(const T* x, const Quantize& how, const Rows8& to) {
+  std::memset(to.codes + how.K, 0, (how.K + 7) / 8 * 8 - how.K);
+  if (to.of_groups == nullptr) {
+    to.scales[0] = quantize_together(x, how.K, how.x_scale, to.codes);
   } else {
-    const Vec divisor = broadcast(scale), limit = broadcast(127.f);
-    const Vec magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-    for (int64_t k = 0; k < how.K; k += kLanes) {
-      Vec codes = load_floats(x + k, how.K - k) / divisor;
-      codes = codes > limit ? limit : codes;
-      codes = codes < -limit ? -limit : codes;
-      const Codes bytes = __builtin_convertvector(bits(codes + magic) - bits(magic), Codes);
-      std::memcpy(to.codes + k, &bytes, std::min(kLanes, how.K - k));
-    }
+    to.scales[0] = 1;
+    for (int64_t g = 0, k = 0; k < how.K; ++g, k += how.group)
+      to.of_groups[g] = quantize_together(x + k, std::min(how.group, how.K - k), nullptr, to.codes + k);
   }
   for (int64_t g = 0; g < to.groups; ++g) {
     int32_t sum = 0;

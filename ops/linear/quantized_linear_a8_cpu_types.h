@@ -20,10 +20,12 @@ struct Rows8 {
   int32_t* starts;  // [rows, groups] what the sum of a group starts at, for codes that are kept with an offset
   float* inputs;    // [rows, groups] sums of the codes of a group; for zero points
   float* scales;    // [rows]
+  float* of_groups;  // [rows, groups] where each group has a scale of its own, and `scales` are 1; or null
   int64_t groups;
 
   Rows8 from(int64_t row) const {
-    return {codes + row * stride, stride, starts + row * groups, inputs + row * groups, scales + row, groups};
+    return {codes + row * stride, stride, starts + row * groups, inputs + row * groups, scales + row,
+            of_groups == nullptr ? nullptr : of_groups + row * groups, groups};
   }
 };
 

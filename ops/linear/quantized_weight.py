@@ -151,18 +151,17 @@ def group_scales(rows: Tensor, form: WeightFormat, shrink: float = 1.0) -> tuple
     if form.zeros:
         steps = float(2**form.bits - 1)
         low, high = values.amin(2).clamp(max=0) * shrink, values.amax(2).clamp(min=0) * shrink
-        scales = _kept((high - low) / steps, form)
+        scales = kept_scales((high - low) / steps, form)
         least = -(2 ** (form.bits - 1))
         return scales, torch.round(least - low / scales).clamp(least, -least - 1)
-    largest = values.abs().amax(2) * shrink
-    if form.element == "fp4":
-        return torch.exp2((torch.frexp(largest)[1] - 1 - 2).clamp(-126, 127).float()), None
-    return scales_of(largest, form), None
+    return scales_of(values.abs().amax(2) * shrink, form), None
 
 
 def scales_of(largest: Tensor, form: WeightFormat) -> Tensor:
-    """The scales of groups whose largest absolute values are ``largest``, float32; not those of fp4."""
-    return _kept(largest / LARGEST[form.element], form)
+    """The scales of groups whose largest absolute values are ``largest``, float32."""
+    if form.element == "fp4":
+        return torch.exp2((torch.frexp(largest)[1] - 1 - 2).clamp(-126, 127).float())
+    return kept_scales(largest / LARGEST[form.element], form)
 
 
 def round_to_codes(rows: Tensor, scales: Tensor, zeros: Tensor | None, form: WeightFormat) -> QuantizedRows:
@@ -179,7 +178,7 @@ def _grouped(rows: Tensor, form: WeightFormat) -> Tensor:
     return torch.nn.functional.pad(rows.float(), (0, groups * size - in_features)).view(count, groups, size)
 
 
-def _kept(scales: Tensor, form: WeightFormat) -> Tensor:
+def kept_scales(scales: Tensor, form: WeightFormat) -> Tensor:
     """Scales as they will be kept, none of them 0."""
     kept = scales.to(SCALE_DTYPES[form.scale_dtype]).float()
     return torch.where(kept > 0, kept, torch.ones_like(kept))

@@ -25,15 +25,17 @@ def load_columns(tensor, offsets, inside):
 
 
 @triton.jit
-def scaled(sums, acc, scale, zero, of_x):
+def scaled(sums, acc, scale, zero, of_x, x_scale=None):
     """``acc`` and the integer ``sums`` ``[N, M]`` of a group: ``fma(fma(-zero, of_x, sums), scale, acc)``.
 
-    ``of_x``: the sums of xq, ``[M]`` int32.
+    ``of_x``: the sums of xq, ``[M]`` int32. ``x_scale``: of the group of each row of x, ``[M]``.
     """
     found = sums.to(tl.float32)
     if zero is not None:
         of_x = tl.broadcast_to(of_x.to(tl.float32)[None, :], acc.shape)
         found = tl.fma(tl.broadcast_to(-zero[:, None], acc.shape), of_x, found)
+    if x_scale is not None:
+        found = found * tl.broadcast_to(x_scale[None, :], acc.shape)
     return tl.fma(found, tl.broadcast_to(scale[:, None], acc.shape), acc)
 
 

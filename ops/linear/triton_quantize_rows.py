@@ -29,6 +29,13 @@ def codes_of(values, scale):
 
 
 @triton.jit
+def scales_of_parts(values):
+    """Of each row of ``values`` ``[M, K]`` float32."""
+    bad = values != values
+    return scale_of(tl.max(tl.where(bad, 0.0, tl.abs(values)), 1), tl.max(bad.to(tl.int32), 1))
+
+
+@triton.jit
 def _loaded(x, norm, inverse, k, IN: tl.constexpr):
     """Elements of one row from ``k`` on, after their norm, float32."""
     inner = tl.arange(0, CHUNK)
@@ -43,9 +50,9 @@ def _loaded(x, norm, inverse, k, IN: tl.constexpr):
 @triton.jit
 def quantize_rows_kernel(
     x, x_scale, norm, codes, scales, sums, x_stride, eps,
-    GROUP: tl.constexpr, IN: tl.constexpr, PADDED: tl.constexpr,
+    GROUP: tl.constexpr, IN: tl.constexpr, PADDED: tl.constexpr, BY_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """A program a row. A row with NaN gets the scale NaN."""
+    """A program a row. A row with NaN, or its group of inputs, gets the scale NaN."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     inner = tl.arange(0, CHUNK)
@@ -58,7 +65,10 @@ def quantize_rows_kernel(
             few = tl.load(x + k + places, mask=places < IN - k, other=0.0).to(tl.float32)
             squares += few * few
         inverse = inverse_root(sum_of_places(squares[None, :]), eps, IN)
-    if x_scale is None:
+    scale = ones
+    if BY_GROUPS:
+        pass  # see below: those of a chunk's groups, with its codes
+    elif x_scale is None:
         most = tl.zeros([CHUNK], tl.float32)
         bad = tl.zeros([CHUNK], tl.int32)
         for k in range(0, IN, CHUNK):
@@ -68,10 +78,18 @@ def quantize_rows_kernel(
         scale = scale_of(ones * tl.max(most, 0), tl.max(bad, 0))
     else:
         scale = ones * tl.load(x_scale)
-    tl.store(scales + row + inner, scale, mask=inner == 0)
+    if not BY_GROUPS:
+        tl.store(scales + row + inner, scale, mask=inner == 0)
     total = tl.zeros([CHUNK], tl.int32)
     for k in range(0, PADDED, CHUNK):
-        code = codes_of(_loaded(x, norm, inverse, k, IN), scale)
+        part = _loaded(x, norm, inverse, k, IN)
+        if BY_GROUPS:
+            of_group, in_row = k // GROUP + tl.arange(0, CHUNK // GROUP), (IN + GROUP - 1) // GROUP
+            grouped = tl.reshape(part, [CHUNK // GROUP, GROUP])
+            of_groups = scales_of_parts(grouped)
+            tl.store(scales + row * in_row + of_group, of_groups, mask=of_group < in_row)
+            scale = tl.reshape(tl.broadcast_to(of_groups[:, None], grouped.shape), [CHUNK])
+        code = codes_of(part, scale)
         tl.store(codes + row * PADDED + k + inner, code.to(tl.int8), mask=inner < PADDED - k)
         if sums is not None:
             if GROUP == 0:
@@ -86,23 +104,25 @@ def quantize_rows_kernel(
 
 
 def quantize_rows(
-    x: Tensor, x_scale: Tensor | None, group_size: int, with_sums: bool, norm: Tensor | None = None, eps: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, x_scale: Tensor | None, group_size: int, with_sums: bool, norm: Tensor | None = None, eps: float = 0.0,
+    *, by_groups: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Rows ``[T, K]``, after their norm if any, to int8, symmetric, a row at a time; or by the one scale ``x_scale``.
 
     Returns:
-        Codes ``[T, P]``, K rounded up to 128, zeros past K; scales ``[T]`` float32; sums of codes ``[T, G]`` int32.
+        Codes ``[T, P]``, K rounded up to 128, zeros past K; scales ``[T]`` float32, ``by_groups`` ``[T, G]``; sums of
+        codes ``[T, G]`` int32.
     """
     rows, in_features = x.shape
     padded = -(-in_features // _PADDING) * _PADDING
     groups = -(-in_features // group_size) if group_size else 1
     codes = x.new_empty(rows, padded, dtype=torch.int8)
-    scales = x.new_empty(rows, dtype=torch.float32)
+    scales = x.new_empty((rows, groups) if by_groups else (rows,), dtype=torch.float32)
     sums = x.new_empty(rows, groups, dtype=torch.int32) if with_sums else None
     with torch.cuda.device_of(x):
         quantize_rows_kernel[(rows,)](
             x, x_scale, norm, codes, scales, sums, x.stride(0) if rows > 1 else in_features, eps,
-            GROUP=group_size, IN=in_features, PADDED=padded, num_warps=4, enable_fp_fusion=False,
+            GROUP=group_size, IN=in_features, PADDED=padded, BY_GROUPS=by_groups, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales, sums
 
@@ -135,3 +155,11 @@ def codes_of_rows(x_rows, inside_rows, scales, norm, inverse, places, IN: tl.con
     y = tl.load(x_rows[:, None] + places[None, :], mask=inside_rows[:, None] & (places < IN)[None, :], other=0.0)
     y = normed(y, inverse, norm, places, IN).to(tl.float32)
     return codes_of(y, tl.broadcast_to(scales[:, None], y.shape)).to(tl.int8)
+
+
+@triton.jit
+def group_scales_of_rows(x_rows, inside_rows, norm, inverse, group, GROUP: tl.constexpr, IN: tl.constexpr):
+    """Of a group of inputs of these rows, ``[BLOCK_M]``: those of ``quantize_rows_kernel``."""
+    places = group * GROUP + tl.arange(0, GROUP)
+    y = tl.load(x_rows[:, None] + places[None, :], mask=inside_rows[:, None] & (places < IN)[None, :], other=0.0)
+    return scales_of_parts(normed(y, inverse, norm, places, IN).to(tl.float32))

@@ -24,7 +24,12 @@ from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns, scale_sums, scaled
 from compiled_llm.ops.linear.triton_linear import INTERPRET
-from compiled_llm.ops.linear.triton_quantize_rows import codes_of_rows, quantize_rows, scales_of_rows
+from compiled_llm.ops.linear.triton_quantize_rows import (
+    codes_of_rows,
+    group_scales_of_rows,
+    quantize_rows,
+    scales_of_rows,
+)
 from compiled_llm.ops.linear.triton_quantized import aligned, check, choice_for
 from compiled_llm.ops.linear.triton_surroundings import columns_of, inverse_rms_of_rows, outputs_of, store_outputs
 from compiled_llm.ops.programmatic_launch import launch_options
@@ -67,16 +72,31 @@ def _x_codes(x_rows, inside_rows, x_scales, norm, inverse, places, IN: tl.conste
 
 
 @triton.jit
+def _group_scales(
+    x_rows, inside_rows, x_scales, of_groups, rows, norm, inverse, group, GROUP: tl.constexpr, IN: tl.constexpr,
+    COUNT: tl.constexpr, BY_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """sx of a group, ``[M]``: ``by_groups`` from memory or of x itself; else ``x_scales``, which may be None."""
+    if not BY_GROUPS:
+        return x_scales
+    elif of_groups is None:
+        return group_scales_of_rows(x_rows, inside_rows, norm, inverse, group, GROUP, IN)
+    else:
+        return tl.load(of_groups + rows * COUNT + group, mask=inside_rows & (rows * 0 + group < COUNT), other=0.0)
+
+
+@triton.jit
 def tile_sums(
     x, x_sums, rows, inside_rows, codes, scales, zeros, columns,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, X_STRIDE,
     ROW_BYTES: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    x_scales=None, norm=None, inverse=None,
+    x_scales=None, norm=None, inverse=None, of_groups=None, BY_GROUPS: tl.constexpr = False,
 ):  # fmt: skip
     """``W x.T`` of a tile, but for the scales of x: ``[BLOCK_N, BLOCK_M]`` float32. ``rows`` are those of x.
 
     ``x`` has codes, and ``x_sums`` their sums; or, with ``x_scales`` ``[M]``, numbers that are quantised here, after
-    their norm if there is one.
+    their norm if there is one. BY_GROUPS: each group has scales of its own, which are multiplied here; those of codes
+    are in ``of_groups``.
     """
     HALVES: tl.constexpr = 2 if ELEMENT == "int4" else 1
     COUNT: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -92,7 +112,12 @@ def tile_sums(
         packed = tl.load(code_tile + place, mask=inside[:, None], other=0)
         lower = packed & 15 if HALVES == 2 else packed
         sums = whole if GROUP == 0 else tl.zeros_like(whole)
-        xq = _x_codes(x_rows, inside_rows, x_scales, norm, inverse, k + inner, IN)
+        sx = x_scales
+        if GROUP > 0:
+            sx = _group_scales(
+                x_rows, inside_rows, x_scales, of_groups, rows, norm, inverse, k // GROUP, GROUP, IN, COUNT, BY_GROUPS
+            )  # fmt: skip
+        xq = _x_codes(x_rows, inside_rows, None if x_scales is None else sx, norm, inverse, k + inner, IN)
         if zeros is not None and x_scales is not None:
             made = tl.sum(xq.to(tl.int32), 1) + (made if GROUP == 0 else 0)
         sums = _part_sums(sums, xq, lower, ELEMENT)
@@ -101,11 +126,16 @@ def tile_sums(
                 scale = load_columns(scales, k // GROUP * OUT + columns, inside)
                 zero = load_columns(zeros, k // GROUP * OUT + columns, inside)
                 of_x = _sums_of_x(made, x_sums, zeros, k // GROUP, rows, inside_rows, COUNT)
-                acc = scaled(sums, acc, scale, zero, of_x)
+                acc = scaled(sums, acc, scale, zero, of_x, sx if BY_GROUPS else None)
                 sums = tl.zeros_like(whole)
                 made = tl.zeros_like(made)
             k += PART
-            xq = _x_codes(x_rows, inside_rows, x_scales, norm, inverse, k + inner, IN)
+            if GROUP == PART:
+                sx = _group_scales(
+                    x_rows, inside_rows, x_scales, of_groups, rows, norm, inverse, k // GROUP, GROUP, IN, COUNT,
+                    BY_GROUPS,
+                )  # fmt: skip
+            xq = _x_codes(x_rows, inside_rows, None if x_scales is None else sx, norm, inverse, k + inner, IN)
             if zeros is not None and x_scales is not None:
                 made += tl.sum(xq.to(tl.int32), 1)
             sums = _part_sums(sums, xq, packed >> 4, ELEMENT)
@@ -117,7 +147,8 @@ def tile_sums(
             scale = load_columns(scales, k // GROUP * OUT + columns, own)
             zero = load_columns(zeros, k // GROUP * OUT + columns, own)
             own_rows = inside_rows & (tl.zeros_like(rows) + start < IN)
-            acc = scaled(sums, acc, scale, zero, _sums_of_x(made, x_sums, zeros, k // GROUP, rows, own_rows, COUNT))
+            of_x = _sums_of_x(made, x_sums, zeros, k // GROUP, rows, own_rows, COUNT)
+            acc = scaled(sums, acc, scale, zero, of_x, sx if BY_GROUPS else None)
     if GROUP == 0:
         scale = load_columns(scales, columns, inside)
         zero = load_columns(zeros, columns, inside)
@@ -131,7 +162,8 @@ def quantized_linear_a8_kernel(
     beside_stride, residual_stride, eps,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_GROUPS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
@@ -146,21 +178,24 @@ def quantized_linear_a8_kernel(
         prefetch_rows(codes + tl.minimum(columns, WIDE - 1).to(tl.int64) * ROW_BYTES, ROW_BYTES, BLOCK_N)
         wait_for_launches_before()
     inside_rows = rows < num_rows
+    of_rows = tl.full([BLOCK_M], 1.0, tl.float32)  # the scales of groups are multiplied with these
     if x_scales is not None:
-        of_rows = tl.load(x_scales + rows, mask=inside_rows, other=0.0)
+        if not BY_GROUPS:
+            of_rows = tl.load(x_scales + rows, mask=inside_rows, other=0.0)
         acc = tile_sums(
             x, x_sums, rows, inside_rows, codes, scales, zeros, columns, ELEMENT, GROUP, WIDE, IN, x_stride, ROW_BYTES,
-            PART, BLOCK_M, BLOCK_N,
+            PART, BLOCK_M, BLOCK_N, of_groups=x_scales, BY_GROUPS=BY_GROUPS,
         )  # fmt: skip
     else:
         x_rows = x + rows * x_stride
         inverse = None
         if norm is not None:
             inverse = inverse_rms_of_rows(x_rows, inside_rows, eps, IN, BLOCK_M)
-        of_rows = scales_of_rows(x_rows, inside_rows, x_scale, norm, inverse, IN, BLOCK_M)
+        if not BY_GROUPS:
+            of_rows = scales_of_rows(x_rows, inside_rows, x_scale, norm, inverse, IN, BLOCK_M)
         acc = tile_sums(
             x, None, rows, inside_rows, codes, scales, zeros, columns, ELEMENT, GROUP, WIDE, IN, x_stride, ROW_BYTES,
-            PART, BLOCK_M, BLOCK_N, of_rows, norm, inverse,
+            PART, BLOCK_M, BLOCK_N, of_rows, norm, inverse, BY_GROUPS=BY_GROUPS,
         )  # fmt: skip
     acc = finished(acc, of_rows, load_columns(bias, columns, columns < WIDE))
     store_outputs(
@@ -171,7 +206,7 @@ def quantized_linear_a8_kernel(
 
 def quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    element: str, group_size: int, out_features: int, *surroundings: Any, choice: Choice | None = None,
+    by_groups: bool, element: str, group_size: int, out_features: int, *surroundings: Any, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter), with or without surroundings.
 
@@ -184,7 +219,7 @@ def quantized_linear_a8(
     """
     name = "quantized_linear_a8"
     check(name, x, codes, scales, zeros, bias, element, group_size, out_features)
-    check_a8(name, x, x_scale, element)
+    check_a8(name, x, x_scale, by_groups, element, group_size)
     x = aligned(x)
     rows, in_features = x.shape
     around = Surroundings(*surroundings)
@@ -195,7 +230,7 @@ def quantized_linear_a8(
     choice = choice or choice_for(rows, x, zeros is not None, element, group_size, out_features, int8_activations=True)
     x_scales, x_sums, x_stride = None, None, x.stride(0) if rows > 1 else in_features
     if rows > FEW_ROWS:
-        x, x_scales, x_sums = quantize_rows(x, x_scale, group_size, zeros is not None, norm, eps)
+        x, x_scales, x_sums = quantize_rows(x, x_scale, group_size, zeros is not None, norm, eps, by_groups=by_groups)
         x_scale, norm, x_stride = None, None, x.shape[1]
     if choice.implementation == "int_mm" and not around.follow:
         sums = int_mm(x[:, : codes.shape[1]], codes.view(torch.int8).t())  # past K all codes are 0
@@ -209,16 +244,23 @@ def quantized_linear_a8(
             *strides, eps,
             ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
-            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
+            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n, BY_GROUPS=by_groups,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **launch_options(rows),
         )  # fmt: skip
     return out
 
 
-def check_a8(name: str, x: Tensor, x_scale: Tensor | None, element: str) -> None:
+def check_a8(
+    name: str, x: Tensor, x_scale: Tensor | None, by_groups: bool, element: str, group_size: int
+) -> None:  # fmt: skip
     """``ValueError`` where activations cannot be quantised so."""
     if element not in ("int8", "int4"):
         raise ValueError(f"{name}: element must be int8 or int4, got {element!r} of {sorted(BITS)}")
+    if by_groups and (x_scale is not None or not group_size):
+        raise ValueError(
+            f"{name}: by_groups must be False with x_scale or without groups, got group_size={group_size} and "
+            f"{'an' if x_scale is not None else 'no'} x_scale"
+        )
     if x_scale is not None and (x_scale.numel(), x_scale.dtype, x_scale.device) != (1, torch.float32, x.device):
         raise ValueError(
             f"{name}: x_scale must be one element of torch.float32 on {x.device}, got {list(x_scale.shape)} of "

@@ -25,7 +25,7 @@ def gated_quantized_experts(
     Args:
         x: ``[T, K]`` bfloat16 or float16.
         experts: codes, scales, zeros, bias, tokens (``rows`` of that op), starts, element, group_size, out_features and
-            whether activations are int8.
+            how activations are kept, as ``models/linears/quantized.py`` calls it.
         activation, alpha, limit: those of ``grouped_gated_linear``.
 
     Returns:
@@ -53,18 +53,18 @@ def summed_quantized_experts(
 
 
 def _product(x: Tensor, weight: tuple, rows: Tensor | None, starts: Tensor, *form_and_kind: Any) -> Tensor:
-    element, group_size, out_features, int8_activations = form_and_kind
+    element, group_size, out_features, activations = form_and_kind
     codes, scales, zeros, bias = weight
-    own = codes, scales, zeros, bias
-    if int8_activations:
-        return grouped_quantized_linear_a8(x, *own, None, rows, starts, element, group_size, out_features)
-    return grouped_quantized_linear(x, *own, rows, starts, element, group_size, out_features)
+    own, form = (codes, scales, zeros, bias), (element, group_size, out_features)
+    if activations == "model":
+        return grouped_quantized_linear(x, *own, rows, starts, *form)
+    return grouped_quantized_linear_a8(x, *own, None, rows, starts, activations == "int8_groups", *form)
 
 
 def gated_quantized_experts_reference(x: Tensor, *args) -> Tensor:
     """The op by the single ops."""
-    *weight, tokens, starts, element, group_size, out_features, int8_activations, activation, alpha, limit = args
-    y = _product(x, tuple(weight), tokens, starts, element, group_size, out_features, int8_activations)
+    *weight, tokens, starts, element, group_size, out_features, activations, activation, alpha, limit = args
+    y = _product(x, tuple(weight), tokens, starts, element, group_size, out_features, activations)
     if activation == "clamped_swiglu":
         return clamped_swiglu_reference(y, alpha, limit)
     return gated_activation_reference(y, activation)
@@ -78,7 +78,7 @@ def summed_quantized_experts_reference(x: Tensor, *args) -> Tensor:
 
 _EXPERTS = (
     "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor tokens, Tensor starts, str element,"
-    " int group_size, int out_features, bool int8_activations"
+    " int group_size, int out_features, str activations"
 )
 define_op(
     f"gated_quantized_experts({_EXPERTS}, str activation, float alpha, float limit) -> Tensor",

@@ -51,7 +51,8 @@ def grouped_kernel(
     residual, out, counters, x_stride, num_tokens, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr, GROUPS: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
     IN: tl.constexpr, ROW_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT8_X: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, INT8_X: tl.constexpr, BY_GROUPS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
@@ -70,14 +71,19 @@ def grouped_kernel(
         if INT8_X:
             sources = _rows_of(rows, targets, inside)
             own_scales = None
-            if x_scales is None:
+            of_rows = tl.full([BLOCK_M], 1.0, tl.float32)  # the scales of groups are multiplied with these
+            if x_scales is None and BY_GROUPS:
+                own_scales = of_rows
+            elif x_scales is None:
                 own_scales = scales_of_rows(x + sources * x_stride, inside, x_scale, None, None, IN, BLOCK_M)
             acc = triton_quantized_a8.tile_sums(
                 x, x_sums, sources, inside, codes + expert * WIDE * ROW_BYTES,
                 _of_expert(scales, expert, GROUPS * WIDE), _of_expert(zeros, expert, GROUPS * WIDE), columns,
                 ELEMENT, GROUP, WIDE, IN, x_stride, ROW_BYTES, PART, BLOCK_M, BLOCK_N, own_scales,
+                of_groups=x_scales, BY_GROUPS=BY_GROUPS,
             )  # fmt: skip
-            of_rows = own_scales if x_scales is None else tl.load(x_scales + sources, mask=inside, other=0.0)
+            if not BY_GROUPS:
+                of_rows = own_scales if x_scales is None else tl.load(x_scales + sources, mask=inside, other=0.0)
             acc = finished(acc, of_rows, load_columns(_of_expert(bias, expert, WIDE), columns, columns < WIDE))
             bias_left = None
         else:
@@ -140,14 +146,13 @@ def grouped_quantized_linear(
         ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack.
     """
     form = element, group_size, out_features
-    return _multiplied(
-        x, (codes, scales, zeros, bias), None, rows, starts, form, choice, behind, int8_activations=False
-    )
+    weight = codes, scales, zeros, bias
+    return _multiplied(x, weight, None, rows, starts, form, choice, behind, activations="model")
 
 
 def grouped_quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
+    rows: Tensor | None, starts: Tensor, by_groups: bool, element: str, group_size: int, out_features: int,
     choice: Choice | None = None, behind: _Behind = _NOTHING,
 ) -> Tensor:  # fmt: skip
     """As ``grouped_quantized_linear``, of int8 activations.
@@ -155,12 +160,13 @@ def grouped_quantized_linear_a8(
     A token's row is quantised once, for all of its experts; where tiles have few rows, by each program that takes it.
     """
     weight, form = (codes, scales, zeros, bias), (element, group_size, out_features)
-    return _multiplied(x, weight, x_scale, rows, starts, form, choice, behind, int8_activations=True)
+    activations = "int8_groups" if by_groups else "int8"
+    return _multiplied(x, weight, x_scale, rows, starts, form, choice, behind, activations=activations)
 
 
 def gated_quantized_experts(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, tokens: Tensor, starts: Tensor,
-    element: str, group_size: int, out_features: int, int8_activations: bool, activation: str, alpha: float,
+    element: str, group_size: int, out_features: int, activations: str, activation: str, alpha: float,
     limit: float,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter).
@@ -175,12 +181,12 @@ def gated_quantized_experts(
         )
     weight, form = (codes, scales, zeros, bias), (element, group_size, out_features)
     behind = _Behind(activation, alpha, limit)
-    return _multiplied(x, weight, None, tokens, starts, form, None, behind, int8_activations=int8_activations)
+    return _multiplied(x, weight, None, tokens, starts, form, None, behind, activations=activations)
 
 
 def summed_quantized_experts(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, tokens: Tensor, starts: Tensor,
-    element: str, group_size: int, out_features: int, int8_activations: bool, *added: Any,
+    element: str, group_size: int, out_features: int, activations: str, *added: Any,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter).
 
@@ -194,19 +200,20 @@ def summed_quantized_experts(
             f"{list(x.shape)} of {x.dtype} with {len(tokens)} tokens"
         )
     check_sum(x, own.places, own.weights, own.beside, own.residual, out_features)
-    return _multiplied(x, weight, None, None, starts, form, None, _Behind(sum=own), int8_activations=int8_activations)
+    return _multiplied(x, weight, None, None, starts, form, None, _Behind(sum=own), activations=activations)
 
 
 def _multiplied(
     x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None], x_scale: Tensor | None, rows: Tensor | None,
-    starts: Tensor, form: tuple[str, int, int], choice: Choice | None, behind: _Behind, *, int8_activations: bool,
+    starts: Tensor, form: tuple[str, int, int], choice: Choice | None, behind: _Behind, *, activations: str,
 ) -> Tensor:  # fmt: skip
     """Check, quantise x if it is to be and no program does it for itself, and launch the kernel."""
+    int8_activations, by_groups = activations != "model", activations == "int8_groups"
     name = "grouped_quantized_linear" + "_a8" * int8_activations
     (codes, scales, zeros, _), (element, group_size, wide), own = weight, form, behind.sum
     _check(name, x, *weight, rows, starts, *form)
     if int8_activations:
-        triton_quantized_a8.check_a8(name, x, x_scale, element)
+        triton_quantized_a8.check_a8(name, x, x_scale, by_groups, element, group_size)
     y = x.new_empty((x if rows is None else rows).shape[0], wide // (2 if behind.activation else 1))
     out = y if own is None else x.new_empty(len(own.places), wide)
     if not y.numel():
@@ -220,7 +227,9 @@ def _multiplied(
     assert tile is not None, "experts are multiplied by Triton"
     x_scales, x_sums, x_stride = None, None, x.stride(0) if x.shape[0] > 1 else in_features
     if int8_activations and tile.m > triton_quantized_a8.FEW_ROWS:
-        x, x_scales, x_sums = triton_quantize_rows.quantize_rows(x, x_scale, group_size, zeros is not None)
+        x, x_scales, x_sums = triton_quantize_rows.quantize_rows(
+            x, x_scale, group_size, zeros is not None, by_groups=by_groups
+        )
         x_scale, x_stride = None, x.shape[1]
     num_m, tiles = min(len(y), len(y) // tile.m + experts), triton.cdiv(wide, tile.n)
     num_tokens, top_k = (0, 1) if own is None else own.places.shape
@@ -236,6 +245,7 @@ def _multiplied(
             ROW_BYTES=codes.shape[-1], ACTIVATION=behind.activation, TOP_K=top_k,
             BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(max(1, num_tokens))),
             PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n, INT8_X=int8_activations,
+            BY_GROUPS=by_groups,
             num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=x.itemsize == 4 and not int8_activations,
             **launch_options(len(x) if own is None else num_tokens),

@@ -165,6 +165,14 @@ ENGINE = Checks(
 )
 ABORTS = Checks(("tests/e2e/test_engine.py::test_a_stream_closed_early_aborts_its_request",), load_torch=True)
 SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
+ROUNDING = Checks(
+    (
+        "tests/ops/linear/test_searched_scales.py",
+        "tests/ops/linear/test_quantize_rows.py",
+        "tests/ops/linear/test_quantized_linear_a8.py::test_ops",
+    ),
+    load_torch=True,
+)
 QUANTISED = Checks(
     (
         "tests/ops/attention/test_kv_quant.py",
@@ -836,6 +844,26 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """
         the scale of a new key is not kept
             paged_attention_reference: scale[slots // block_size, :, slots % block_size] = new_scale =>
+        """,
+    ),
+    (
+        "ops.linear.searched_scales",
+        ROUNDING,
+        """
+        zero points are not fitted to the fitted scale
+            _fit: of_values / fitted.double() => of_values / scales.double()
+        ranges of fewer steps are not tried
+            _candidates: for steps in STEPS: ... => for steps in STEPS[:1]: ...
+        the last candidate is taken
+            _chosen: torch.where(error < least, scales, best) => scales
+        """,
+    ),
+    (
+        "ops.linear.quantized_linear_a8",
+        ROUNDING,
+        """
+        all groups have the first one's scale
+            quantized_linear_a8_reference: products * sx[:, g : g + 1] => products * sx[:, :1]
         """,
     ),
 )

@@ -87,7 +87,7 @@ def quantised(module: object, x: Tensor) -> Callable[[Tensor], Tensor]:
     given = [None if tensor is None else tensor.to(x.device) for tensor in weight]
     if module is triton_quantized:
         return lambda x: triton_quantized.quantized_linear(x, *given, None, "int4", 128, 256)
-    return lambda x: triton_quantized_a8.quantized_linear_a8(x, *given, None, None, "int4", 128, 256)
+    return lambda x: triton_quantized_a8.quantized_linear_a8(x, *given, None, None, False, "int4", 128, 256)
 
 
 def op_of(name: str, x: Tensor) -> Callable[[Tensor], Tensor]:

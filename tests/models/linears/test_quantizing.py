@@ -9,7 +9,9 @@ from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_skip
 from compiled_llm.models.weights import Source
-from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
+from compiled_llm.ops.linear.quantized_linear_a8 import quantize_activations_by_groups
+from compiled_llm.ops.linear.quantized_weight import dequantize
+from compiled_llm.ops.linear.searched_scales import quantize_searched
 
 CPU = torch.device("cpu")
 PARTS = [
@@ -27,17 +29,24 @@ def quantizing(name="int4", **options):
     return Quantizing(Dense, torch.float32, SCHEMES[name], **options)
 
 
+def as_given(x, scheme):
+    """What a layer multiplies."""
+    if scheme.activations == "model":
+        return x
+    size = scheme.form.group_size
+    codes, scales = quantize_activations_by_groups(x, size)
+    return codes * scales.repeat_interleave(size, 1)[:, : x.shape[1]]
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_layer_multiplies_with_its_rounded_weights(name):
     parts = [StoredLinear("a", 24, 96, bias=True), StoredLinear("b", 10, 96, bias=True)]
     plain, layer = source(Dense).linear(*parts), source(quantizing(name)).linear(*parts)
     scheme = SCHEMES[name]
-    rounded = dequantize(quantize(plain.weight, scheme.form), scheme.form)
+    rounded = dequantize(quantize_searched(plain.weight, scheme.form), scheme.form)
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
-    if scheme.activations == "int8":
-        scale = x.abs().amax(1, keepdim=True) / 127
-        x = torch.round(x / scale) * scale
-    torch.testing.assert_close(layer.apply(x), x @ rounded.T + plain.bias, atol=1e-4, rtol=1e-4)
+    given = as_given(x, scheme)
+    torch.testing.assert_close(layer.apply(x), given @ rounded.T + plain.bias, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layer.rows(torch.tensor([3, 33])), rounded[[3, 33]])
     assert layer.nbytes == scheme.form.nbytes(34, 96) + 34 * 4
     assert (layer.out_features, layer.in_features) == (34, 96)
@@ -57,6 +66,16 @@ def test_what_stays_in_the_model_s_dtype():
     assert not is_quantized("model.layers.0.mlp.gate"), "a router"
     assert not is_quantized("lm_head", "head")
     assert not is_quantized("model.embed_tokens", "embedding")
+
+
+def test_inputs_with_large_outliers_have_smaller_groups():
+    kind = quantizing("int8_w8a8", head=SCHEMES["int8_w8a8"])
+    sizes = {
+        name: kind.scheme(StoredLinear(name, 8, 256, role=role)).form.group_size
+        for name, role in [("l.q_proj", "layer"), ("l.c_attn", "layer"), ("l.down_proj", "layer"), ("lm_head", "head")]
+    }
+    assert sizes == {"l.q_proj": 32, "l.c_attn": 32, "l.down_proj": 128, "lm_head": 32}
+    assert quantizing("int8").scheme(StoredLinear("l.q_proj", 8, 256)) == SCHEMES["int8"]
 
 
 @pytest.mark.parametrize("pattern", ["layers.1", "q_proj", "lm_head", "embed_tokens", "*.mlp", "experts.0", "*"])
@@ -113,11 +132,8 @@ def test_experts(name):
     rows = torch.tensor([0, 3, 1, 2, 2], dtype=torch.int32)
     starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     form = SCHEMES[name].form
-    rounded = torch.stack([dequantize(quantize(own, form), form) for own in plain.weight])
-    given = x
-    if SCHEMES[name].activations == "int8":
-        scale = x.abs().amax(1, keepdim=True) / 127
-        given = torch.round(x / scale) * scale
+    rounded = torch.stack([dequantize(quantize_searched(own, form), form) for own in plain.weight])
+    given = as_given(x, SCHEMES[name])
     expected = Dense.take_experts(_Of(rounded), parts, 2).apply_to(given, rows, starts)
     torch.testing.assert_close(layer.apply_to(x, rows, starts), expected, atol=1e-4, rtol=1e-4)
     assert layer.nbytes == 3 * form.nbytes(16, 64)

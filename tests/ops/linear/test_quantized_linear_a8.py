@@ -40,10 +40,12 @@ class Problem(NamedTuple):
     bias: Tensor
     form: WeightFormat
 
-    def args(self, x: Tensor | None = None, *, with_bias: bool = True, x_scale: Tensor | None = None) -> tuple:
+    def args(
+        self, x: Tensor | None = None, *, with_bias: bool = True, x_scale: Tensor | None = None, by_groups: bool = False
+    ) -> tuple:
         bias = self.bias if with_bias else None
         return (
-            (self.x if x is None else x), *self.weight, bias, x_scale,
+            (self.x if x is None else x), *self.weight, bias, x_scale, by_groups,
             self.form.element, self.form.group_size, len(self.rows.codes),
         )  # fmt: skip
 
@@ -102,6 +104,32 @@ def test_static_codes_beside_those_of_compressed_tensors() -> None:
     assert ((ours.int() - theirs.int()).abs() <= 1).all()
 
 
+def by_groups(case: Problem) -> list[tuple]:
+    """Arguments where each group of a row has a scale of its own, with large inputs and a group of zeros; or none."""
+    if not case.form.group_size:
+        return []
+    x = case.x.clone()
+    x[:, ::37] *= 100
+    x[1:2, : case.form.group_size] = 0
+    return [case.args(x, by_groups=True), case.args(x, with_bias=False, by_groups=True)]
+
+
+def test_a_group_s_scale_is_its_own() -> None:
+    """An input that is 100 times as large costs the others of its group their precision, and no others."""
+    form = WeightFormat("int8", 32, scale_dtype="bfloat16")
+    case = problem(form, 16, 40, 256, torch.float32)
+    case.x[:, 5] *= 100
+    exact = case.x.double() @ weights.dequantize(case.rows, form).double().T + case.bias.double()
+
+    def error(args: tuple) -> float:
+        return float((ops.quantized_linear_a8(*args) - exact).norm())
+
+    assert error(case.args(by_groups=True)) < 0.5 * error(case.args())
+    codes, scales = a8.quantize_activations_by_groups(case.x, 32)
+    off = (codes.view(16, 8, 32) * scales[:, :, None] - case.x.view(16, 8, 32)).abs().amax((0, 2))
+    assert (off[1:] < 0.02).all()
+
+
 def starts_of(counts: list[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
 
@@ -122,7 +150,7 @@ def experts(form: WeightFormat, count: int, n: int, k: int) -> tuple[list[Proble
 @pytest.mark.parametrize("form", FORMATS[1::3], ids=str)
 def test_ops(form: WeightFormat) -> None:
     case = problem(form, 5, 50, 65)
-    for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.01]))):
+    for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.01])), *by_groups(case)):
         torch.library.opcheck(torch.ops.compiled_llm.quantized_linear_a8.default, args)
         assert torch.equal(ops.quantized_linear_a8(*args), a8.quantized_linear_a8_reference(*args))
 
@@ -131,7 +159,7 @@ def test_ops(form: WeightFormat) -> None:
 def test_grouped_ops(form: WeightFormat) -> None:
     cases, weight, bias = experts(form, 4, 50, 65)
     rows, starts = torch.arange(29, -1, -1, dtype=torch.int32), starts_of([3, 0, 20, 5])
-    args = (cases[0].x, *weight, bias, None, rows, starts, form.element, form.group_size, 50)
+    args = (cases[0].x, *weight, bias, None, rows, starts, False, form.element, form.group_size, 50)
     torch.library.opcheck(torch.ops.compiled_llm.grouped_quantized_linear_a8.default, (*args[:6], rows[:28], *args[7:]))
     out = ops.grouped_quantized_linear_a8(*args)
     for e, case in enumerate(cases):
@@ -150,7 +178,7 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(isa: str, form: W
     torch.set_num_threads(1)
     for dtype, (t, n, k) in itertools.product(DTYPES, [(0, 20, 40), (1, 1, 1), (3, 50, 331), (17, 40, 140)]):
         case = problem(form, t, n, k, dtype)
-        for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.02]))):
+        for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.02])), *by_groups(case)):
             assert torch.equal(run(isa, args), a8.quantized_linear_a8_reference(*args))
 
 
@@ -162,7 +190,8 @@ def test_blocks_of_rows_have_the_bits_of_the_other_sets(isa: str, form: WeightFo
     torch.set_num_threads(1)
     for t, n, k in [(8, 16, 24), (15, 33, 331), (16, 32, 64), (35, 50, 2177), (70, 17, 1024)]:
         case = problem(form, t, n, k)
-        assert torch.equal(run(isa, case.args()), run("portable", case.args())), (t, n, k)
+        for args in (case.args(), *by_groups(case)):
+            assert torch.equal(run(isa, args), run("portable", args)), (t, n, k)
 
 
 @pytest.mark.parametrize("element", ["int8", "int4"])
@@ -217,6 +246,8 @@ def test_rows_that_are_not_finite(isa: str, x_scale: Tensor | None) -> None:
     clean = run(isa, case.args(x_scale=x_scale))
     x = case.x.clone()
     x[3, 32], x[5, 0], x[7, 1] = float("inf"), float("nan"), float("-inf")
+    if x_scale is None:
+        assert run(isa, case.args(x, by_groups=True))[[3, 5, 7]].isnan().all()
     actual, others = run(isa, case.args(x, x_scale=x_scale)), [0, 1, 2, 4, 6, 8]
     assert actual[[3, 5, 7]].isnan().all()
     assert torch.equal(actual[others], clean[others])
@@ -242,7 +273,7 @@ def test_experts_have_the_bits_of_single_layers(isa: str, form: WeightFormat) ->
         starts = starts_of(counts) + 2
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            args = (x, *weight, bias, None, rows, starts, form.element, form.group_size, 50)
+            args = (x, *weight, bias, None, rows, starts, False, form.element, form.group_size, 50)
             out = run(isa, args, "grouped_quantized_linear_a8")
             gathered = run(isa, (x[rows], *args[1:6], None, *args[7:]), "grouped_quantized_linear_a8")
             for e, case in enumerate(cases):
@@ -254,7 +285,10 @@ def test_experts_have_the_bits_of_single_layers(isa: str, form: WeightFormat) ->
 
 def test_refuses_wrong_inputs() -> None:
     case = problem(FORMATS[5], 4, 50, 64)
-    names = ("x", "codes", "scales", "zeros", "bias", "x_scale", "element", "group_size", "out_features")
+    names = (
+        *("x", "codes", "scales", "zeros", "bias", "x_scale", "by_groups"),
+        *("element", "group_size", "out_features"),
+    )
     args = dict(zip(names, case.args(), strict=True))
     wrong = [
         ({"x": case.x.double()}, "x must be bfloat16, float32 or float16"),
@@ -273,6 +307,7 @@ def test_refuses_wrong_inputs() -> None:
         ({"bias": case.bias[:49]}, "bias must be"),
         ({"bias": case.bias.float()}, "bias must be"),
         ({"x_scale": torch.ones(2)}, "x_scale must be"),
+        ({"x_scale": torch.ones(1), "by_groups": True}, "by_groups must be False with x_scale or without groups"),
     ]
     for changes, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -288,7 +323,7 @@ def test_refuses_wrong_inputs() -> None:
     weight = [torch.stack([part, part]) for part in case.weight if part is not None]
     for (x, rows, begins), kind, message in grouped:
         with pytest.raises(kind, match=message):
-            ops.grouped_quantized_linear_a8(x, *weight, None, None, rows, begins, "int4", 32, 50)
+            ops.grouped_quantized_linear_a8(x, *weight, None, None, rows, begins, False, "int4", 32, 50)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

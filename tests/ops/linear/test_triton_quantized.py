@@ -17,12 +17,15 @@ from compiled_llm.ops.linear import (
     triton_quantized,
     triton_quantized_a8,
 )
+from compiled_llm.ops.linear.quantized_linear_a8 import quantized_linear_a8_reference
 from compiled_llm.ops.linear.quantized_tiles import Choice, Layer, Tile
 from compiled_llm.ops.linear.quantized_weight import (
     QuantizedRows,
     QuantizedWeight,
     WeightFormat,
     dequantize,
+    empty_quantized,
+    pack_quantized_rows,
     quantize,
 )
 from compiled_llm.ops.linear.quantized_weight_gpu import (
@@ -31,6 +34,7 @@ from compiled_llm.ops.linear.quantized_weight_gpu import (
     unpack_quantized_rows_gpu,
 )
 from compiled_llm.ops.moe import triton_quantized_grouped
+from compiled_llm.ops.rowwise.reference import rms_norm_reference
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import PROGRAM_MEMORY, empty, integers
 
@@ -50,6 +54,12 @@ FORMATS = [
     WeightFormat("int4", 64, True),
 ]
 A8_FORMATS = [form for form in FORMATS if form.element.startswith("int")]
+BY_GROUPS = [
+    WeightFormat("int8", 128, False, "bfloat16"),
+    WeightFormat("int4", 32, True),
+    WeightFormat("int4", 64, True),
+]
+"""Forms of which the tests of launches take activations by groups too."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SHAPES = ((33, 257), (7, 448))  # outputs and inputs: with pieces of blocks, and without
@@ -120,6 +130,31 @@ def agrees_with_the_reference(form: WeightFormat, dtype: torch.dtype, device: st
         torch.testing.assert_close(got, want.to(dtype), atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+def groups_agree_with_the_reference_of_a8(form: WeightFormat, dtype: torch.dtype, device: str = "cpu") -> None:
+    """By groups of inputs: to the bit as the op on CPUs, in one launch and in two, with and without a norm."""
+    for outputs, inputs in SHAPES:
+        weight, _ = packed(form, outputs, inputs)
+        x, bias = activations(11, inputs, outputs, dtype)
+        x[2], x[:, 5] = 0, x[:, 5] * 100
+        norm = torch.linspace(0.5, 2, inputs).to(dtype)
+        on_cpu = empty_quantized(form, outputs, inputs, torch.device("cpu"))
+        ids = torch.arange(outputs)
+        pack_quantized_rows(on_cpu, 0, unpack_quantized_rows_gpu(weight, ids, form, inputs), form)
+        constants = True, form.element, form.group_size, outputs
+        want = quantized_linear_a8_reference(x, *on_cpu, bias, None, *constants)
+        given = [None if t is None else t.to(device) for t in (*weight, bias, None)]
+        for part in (slice(0, 11), slice(1, 4)):  # rows quantised before, and by each program
+            got = triton_quantized_a8.quantized_linear_a8(x[part].to(device), *given, *constants)
+            assert torch.equal(got.cpu(), want[part])
+        normed = rms_norm_reference(x, norm, 1e-6)
+        wanted = quantized_linear_a8_reference(normed, *on_cpu, bias, None, *constants)
+        for part in (slice(0, 11), slice(1, 4)):
+            got = triton_quantized_a8.quantized_linear_a8(
+                x[part].to(device), *given, *constants, norm.to(device), 1e-6
+            )  # fmt: skip
+            torch.testing.assert_close(got.cpu(), wanted[part], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def agrees_with_the_reference_of_a8(form: WeightFormat, dtype: torch.dtype, device: str = "cpu") -> None:
     for (outputs, inputs), static in itertools.product(SHAPES, (False, True)):
         weight, plain = packed(form, outputs, inputs)
@@ -127,7 +162,7 @@ def agrees_with_the_reference_of_a8(form: WeightFormat, dtype: torch.dtype, devi
         x[2] = 0
         x_scale = torch.tensor([0.02]) if static else None
         given = [None if t is None else t.to(device) for t in (x, *weight, bias, x_scale)]
-        got = triton_quantized_a8.quantized_linear_a8(*given, form.element, form.group_size, outputs).cpu()
+        got = triton_quantized_a8.quantized_linear_a8(*given, False, form.element, form.group_size, outputs).cpu()
         want = rounded(x, x_scale) @ plain.double().T + bias.double()
         torch.testing.assert_close(got, want.to(dtype), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         x[1, 3] = float("nan")
@@ -153,8 +188,8 @@ def a_row_has_the_same_bits_in_every_tile(form: WeightFormat, dtype: torch.dtype
                 own = triton_quantized.quantized_linear(x[part], *weight, bias, *constants)
                 assert torch.equal(own, plain[-1][part])
             if form in A8_FORMATS:
-                a8.append(triton_quantized_a8.quantized_linear_a8(x, *weight, bias, None, *constants))
-                own = triton_quantized_a8.quantized_linear_a8(x[5:6], *weight, bias, None, *constants)
+                a8.append(triton_quantized_a8.quantized_linear_a8(x, *weight, bias, None, False, *constants))
+                own = triton_quantized_a8.quantized_linear_a8(x[5:6], *weight, bias, None, False, *constants)
                 assert torch.equal(own, a8[-1][5:6])
     for found in (plain, a8):
         assert all(torch.equal(found[0], other) for other in found[1:])
@@ -171,14 +206,15 @@ def experts_have_the_bits_of_single_layers(form: WeightFormat) -> None:
         got = triton_quantized_grouped.grouped_quantized_linear(x, *weight, bias, rows, starts, *constants)
         a8 = None
         if form in A8_FORMATS:
-            given = x, *weight, bias, None, rows, starts, *constants
+            by_groups = form.group_size > 0
+            given = x, *weight, bias, None, rows, starts, by_groups, *constants
             a8 = triton_quantized_grouped.grouped_quantized_linear_a8(*given)
         for expert, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
             own = *(None if t is None else t[expert] for t in weight), bias[expert]
             alone = triton_quantized.quantized_linear(x[rows[first:end]], *own, *constants)
             assert torch.equal(got[first:end], alone)
             if a8 is not None:
-                alone = triton_quantized_a8.quantized_linear_a8(x[rows[first:end]], *own, None, *constants)
+                alone = triton_quantized_a8.quantized_linear_a8(x[rows[first:end]], *own, None, by_groups, *constants)
                 assert torch.equal(a8[first:end], alone)
 
 
@@ -192,7 +228,7 @@ def int_mm_has_the_bits_of_triton(form: WeightFormat, dtype: torch.dtype, device
     layer = Layer(*form[:3], True, dtype.itemsize, outputs, inputs)
     choices = Choice(16, "triton", Tile(16, 32, 4, 2)), Choice(2048, "int_mm")
     for x_scale, own_bias in ((None, given[3]), (torch.tensor([0.02], device=device), None)):
-        arguments = *given[:3], own_bias, x_scale, form.element, form.group_size, outputs
+        arguments = *given[:3], own_bias, x_scale, False, form.element, form.group_size, outputs
         expected = triton_quantized_a8.quantized_linear_a8(x.to(device), *arguments)
         with (
             mock.patch.object(quantized_tiles, "load", return_value={layer: choices}),
@@ -210,6 +246,11 @@ INTERPRETED = {
     **{f"float32-{named(f)}": functools.partial(agrees_with_the_reference, f, torch.float32) for f in FORMATS[1::2]},
     **{f"float16-{named(f)}": functools.partial(agrees_with_the_reference, f, torch.float16) for f in FORMATS[::3]},
     **{f"a8-{named(f)}": functools.partial(agrees_with_the_reference_of_a8, f, BF16) for f in A8_FORMATS},
+    **{
+        f"groups-{named(f)}": functools.partial(groups_agree_with_the_reference_of_a8, f, BF16)
+        for f in A8_FORMATS
+        if f.group_size
+    },
     "a8-float32": functools.partial(agrees_with_the_reference_of_a8, FORMATS[8], torch.float32),
     **{
         f"tiles-{named(FORMATS[f])}": functools.partial(a_row_has_the_same_bits_in_every_tile, FORMATS[f], BF16)
@@ -237,24 +278,27 @@ def launches(
     weight, x = empty_quantized_gpu(form, 6144, 4096, META), empty(rows, 4096)
     op = triton_quantized_a8.quantized_linear_a8 if a8 else triton_quantized.quantized_linear
     with ahead_of_time.recorded(capability, *MODULES) as recorded:
-        op(x, *weight, bias, *((None,) if a8 else ()), form.element, form.group_size, 6144)
+        op(x, *weight, bias, *((None, form in BY_GROUPS) if a8 else ()), form.element, form.group_size, 6144)
     return recorded
 
 
 def of_experts(form: WeightFormat, a8: bool, tokens: int, capability: tuple[int, int]) -> list[ahead_of_time.Launch]:
     """In the sizes of Qwen3-30B-A3B: 128 experts, of which a token uses 8."""
     weight, x = empty_quantized_gpu(form, 1536, 2048, META, 128), empty(tokens, 2048)
-    constants = integers(tokens * 8), integers(129), form.element, form.group_size, 1536
+    routes, constants = (integers(tokens * 8), integers(129)), (form.element, form.group_size, 1536)
     with ahead_of_time.recorded(capability, *MODULES) as recorded:
         if a8:
-            triton_quantized_grouped.grouped_quantized_linear_a8(x, *weight, None, None, *constants)
+            triton_quantized_grouped.grouped_quantized_linear_a8(
+                x, *weight, None, None, *routes, form in BY_GROUPS, *constants
+            )
         else:
-            triton_quantized_grouped.grouped_quantized_linear(x, *weight, None, *constants)
+            triton_quantized_grouped.grouped_quantized_linear(x, *weight, None, *routes, *constants)
     return recorded[-1:]
 
 
 # Each element, each size of a group, and each kernel once.
 SOME = [
+    (launches, BY_GROUPS[0], True, 1), (launches, BY_GROUPS[1], True, 64),
     (launches, WeightFormat("int8"), False, 1), (launches, WeightFormat("fp8", 128), False, 1),
     (launches, WeightFormat("int4", 128), True, 1), (of_experts, WeightFormat("fp4", 32), False, 1),
     (of_experts, WeightFormat("int8"), True, 1), (of_experts, WeightFormat("int4", 32), False, 1),
@@ -335,9 +379,11 @@ def test_refuses_by_name(given: tuple, message: str) -> None:
 def test_activations_of_int8_are_for_integers() -> None:
     weight, _ = packed(WeightFormat("fp8"), 8, 128)
     with pytest.raises(ValueError, match="element must be int8 or int4, got 'fp8'"):
-        triton_quantized_a8.quantized_linear_a8(X, *weight, None, None, "fp8", 0, 8)
+        triton_quantized_a8.quantized_linear_a8(X, *weight, None, None, False, "fp8", 0, 8)
     with pytest.raises(ValueError, match=r"x_scale must be one element of torch.float32"):
-        triton_quantized_a8.quantized_linear_a8(X, C, S, Z, None, X[0], "int4", 64, 8)
+        triton_quantized_a8.quantized_linear_a8(X, C, S, Z, None, X[0], False, "int4", 64, 8)
+    with pytest.raises(ValueError, match="by_groups must be False with x_scale or without groups"):
+        triton_quantized_a8.quantized_linear_a8(X, C, S, Z, None, X[0, :1], True, "int4", 64, 8)
 
 
 def test_starts_of_other_experts_are_refused() -> None:
@@ -357,6 +403,8 @@ def test_on_a_gpu(form: WeightFormat) -> None:
         agrees_with_the_reference(form, dtype, "cuda")
     if form in A8_FORMATS:
         agrees_with_the_reference_of_a8(form, torch.bfloat16, "cuda")
+    if form in A8_FORMATS and form.group_size:
+        groups_agree_with_the_reference_of_a8(form, torch.bfloat16, "cuda")
     if form in FORMATS[:2]:
         int_mm_has_the_bits_of_triton(form, torch.bfloat16, "cuda")
 
@@ -364,6 +412,7 @@ def test_on_a_gpu(form: WeightFormat) -> None:
 ORDINARY = [
     "reference-int8-0-False", "reference-int8-32-True", "reference-int4-32-True", "reference-fp8-128-False",
     "reference-fp4-32-False", "a8-int8-0-False", "a8-int4-64-True", "a8-float32", "int_mm-int8-0-True",
+    "groups-int8-128-False", "groups-int4-32-True", "groups-int4-128-True",
     "experts-int4-64-False",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

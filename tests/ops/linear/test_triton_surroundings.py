@@ -70,7 +70,7 @@ def layer_of(kind: str, outputs: int, inputs: int, bias: bool, device: str = "cp
     constants = form.element, form.group_size, outputs
     if kind.endswith("-a8"):
         return lambda x, *around: triton_quantized_a8.quantized_linear_a8(
-            x, *codes, columns, None, *constants, *around
+            x, *codes, columns, None, False, *constants, *around
         )  # fmt: skip
     return lambda x, *around: triton_quantized.quantized_linear(x, *codes, columns, *constants, *around)
 
@@ -170,7 +170,7 @@ def launches(capability: tuple[int, int], kind: str, name: str, rows: int) -> li
         weight = empty_quantized_gpu(form, outputs, inputs, torch.device("meta"))
         constants = form.element, form.group_size, outputs
         if kind.endswith("-a8"):
-            triton_quantized_a8.quantized_linear_a8(x, *weight, None, None, *constants, *given)
+            triton_quantized_a8.quantized_linear_a8(x, *weight, None, None, False, *constants, *given)
         else:
             triton_quantized.quantized_linear(x, *weight, None, *constants, *given)
     return recorded
@@ -204,7 +204,7 @@ def test_the_ops_are_registered_as_torch_expects(a8: bool) -> None:
     packed = quantized_layouts.empty_quantized(form, 12, 32, torch.device("cpu"))
     quantized_layouts.quantize_into(packed, 0, drawn(12, 32, seed=1), form)
     x, norm, residual = drawn(3, 32, seed=2).bfloat16(), drawn(32, seed=3).bfloat16(), drawn(3, 6, seed=4).bfloat16()
-    weights = *packed, None, *((None,) if a8 else ()), "int8", 0, 12
+    weights = *packed, None, *((None, False) if a8 else ()), "int8", 0, 12
     around = Surroundings(norm, EPS, "silu", residual)
     name = "fused_quantized_linear_a8" if a8 else "fused_quantized_linear"
     op, public = getattr(torch.ops.compiled_llm, name), getattr(registered, name)

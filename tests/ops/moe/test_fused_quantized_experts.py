@@ -31,7 +31,12 @@ FORMS = {
     "fp8-128": WeightFormat("fp8", 128),
     "mxfp4": WeightFormat("fp4", 32, scale_dtype="bfloat16"),
 }
-KINDS = (*((name, False) for name in FORMS), *((name, True) for name in FORMS if name.startswith("int")))
+KINDS = (
+    *((name, "model") for name in FORMS),
+    *((name, "int8") for name in FORMS if name.startswith("int")),
+    *((name, "int8_groups") for name in FORMS if name.startswith("int") and FORMS[name].group_size),
+)
+"""Forms, and how activations are kept."""
 IN_TWO_LAUNCHES = Choice(INT8[1].m, "triton", INT8[1])  # rows are quantised before
 
 
@@ -47,23 +52,28 @@ def routing(tokens: int, real: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weights, places, rows, starts
 
 
-def product(name: str, a8: bool, x: Tensor, weight: tuple, rows: Tensor | None, starts: Tensor, outputs: int) -> Tensor:
+def product(
+    name: str, activations: str, x: Tensor, weight: tuple, rows: Tensor | None, starts: Tensor, outputs: int
+) -> Tensor:
     form = FORMS[name].element, FORMS[name].group_size, outputs
-    if a8:
-        return grouped.grouped_quantized_linear_a8(x, *weight, None, rows, starts, *form, choice=IN_TWO_LAUNCHES)
+    if activations != "model":
+        by_groups = activations == "int8_groups"
+        return grouped.grouped_quantized_linear_a8(
+            x, *weight, None, rows, starts, by_groups, *form, choice=IN_TWO_LAUNCHES
+        )  # fmt: skip
     return grouped.grouped_quantized_linear(x, *weight, rows, starts, *form)
 
 
-def gates_have_the_bits_of_single_ops(name: str, a8: bool, activation: str) -> None:
+def gates_have_the_bits_of_single_ops(name: str, activations: str, activation: str) -> None:
     outputs = 2 * 21
     codes, _ = packed(FORMS[name], outputs, INPUTS, EXPERTS)
     weight = *codes, drawn(EXPERTS, outputs, seed=2).bfloat16()
     for tokens in (1, 9):
         _, _, rows, starts = routing(tokens, tokens)
         x = drawn(tokens, INPUTS, seed=3).bfloat16()
-        form = FORMS[name].element, FORMS[name].group_size, outputs, a8
+        form = FORMS[name].element, FORMS[name].group_size, outputs, activations
         got = grouped.gated_quantized_experts(x, *weight, rows, starts, *form, activation, 1.7, 0.9)
-        y = product(name, a8, x, weight, rows, starts, outputs)
+        y = product(name, activations, x, weight, rows, starts, outputs)
         if activation == "clamped_swiglu":
             want = triton_rowwise.clamped_swiglu(y, 1.7, 0.9)
         else:
@@ -72,7 +82,7 @@ def gates_have_the_bits_of_single_ops(name: str, a8: bool, activation: str) -> N
         assert torch.equal(got, want)
 
 
-def sums_have_the_bits_of_single_ops(name: str, a8: bool) -> None:
+def sums_have_the_bits_of_single_ops(name: str, activations: str) -> None:
     """With padding, of which all is zero but what is added; counters are zero again."""
     outputs, counters = 37, torch.zeros(4096, dtype=torch.int32)
     codes, _ = packed(FORMS[name], outputs, INPUTS, EXPERTS)
@@ -81,24 +91,26 @@ def sums_have_the_bits_of_single_ops(name: str, a8: bool) -> None:
         weights, places, rows, starts = routing(tokens, real)
         x = drawn(tokens * TOP_K, INPUTS, seed=3).bfloat16()
         beside, residual = (drawn(tokens, outputs, seed=seed).bfloat16() for seed in (4, 5))
-        form = FORMS[name].element, FORMS[name].group_size, outputs, a8
+        form = FORMS[name].element, FORMS[name].group_size, outputs, activations
         got = grouped.summed_quantized_experts(
             x, *weight, rows, starts, *form, places, weights, beside, residual, counters
         )  # fmt: skip
-        y = product(name, a8, x, weight, None, starts, outputs)
+        y = product(name, activations, x, weight, None, starts, outputs)
         assert torch.equal(got, triton_routing.weighted_sum(y, places, weights, beside, residual))
         assert not counters.any()
 
 
 INTERPRETED = {
     **{
-        f"gate-{name}{'-a8' * a8}": functools.partial(gates_have_the_bits_of_single_ops, name, a8, "silu")
-        for name, a8 in KINDS
+        f"gate-{name}-{kept}": functools.partial(gates_have_the_bits_of_single_ops, name, kept, "silu")
+        for name, kept in KINDS
     },
-    "gate-mxfp4-clamped": functools.partial(gates_have_the_bits_of_single_ops, "mxfp4", False, "clamped_swiglu"),
+    "gate-mxfp4-clamped": functools.partial(
+        gates_have_the_bits_of_single_ops, "mxfp4", "model", "clamped_swiglu"
+    ),
     **{
-        f"sum-{name}{'-a8' * a8}": functools.partial(sums_have_the_bits_of_single_ops, name, a8)
-        for name, a8 in KINDS
+        f"sum-{name}-{kept}": functools.partial(sums_have_the_bits_of_single_ops, name, kept)
+        for name, kept in KINDS
     },
 }  # fmt: skip
 
@@ -121,19 +133,21 @@ CASES = [
     for capability in ((8, 0), (9, 0), (10, 0))
     if capability[0] != 8 or not kind[0].startswith("fp8")
 ]
-SOME = [("qwen3-gate", "int4-128", True, 32, (9, 0)), ("gpt-oss-down", "mxfp4", False, 8, (9, 0))]
+SOME = [("qwen3-gate", "int4-128", "int8", 32, (9, 0)), ("gpt-oss-down", "mxfp4", "model", 8, (9, 0))]
 
 
 @pytest.mark.parametrize(
-    ("layer", "name", "a8", "tokens", "capability"),
+    ("layer", "name", "activations", "tokens", "capability"),
     [pytest.param(*case, marks=() if case in SOME else pytest.mark.battery) for case in CASES],
     ids=str,
 )
-def test_compiles_without_spills(layer: str, name: str, a8: bool, tokens: int, capability: tuple[int, int]) -> None:
+def test_compiles_without_spills(
+    layer: str, name: str, activations: str, tokens: int, capability: tuple[int, int]
+) -> None:
     outputs, inputs, experts, top_k, activation = LAYERS[layer]
     weight = empty_quantized_gpu(FORMS[name], outputs, inputs, torch.device("meta"), experts)
     rows, starts = integers(tokens * top_k), integers(experts + 1)
-    form = FORMS[name].element, FORMS[name].group_size, outputs, a8
+    form = FORMS[name].element, FORMS[name].group_size, outputs, activations
     with ahead_of_time.recorded(capability, grouped, triton_quantize_rows) as recorded:
         if activation:
             x = empty(tokens, inputs)
@@ -143,22 +157,22 @@ def test_compiles_without_spills(layer: str, name: str, a8: bool, tokens: int, c
             counters = empty(tokens, outputs), integers(2**17)
             grouped.summed_quantized_experts(x, *weight, None, rows, starts, *form, *added, *counters)
     binary, registers = ahead_of_time.without_spills(recorded[-1], capability)
-    print(f"| {layer} {name} a8 {a8} {tokens} {capability} | {len(recorded)} | {registers} |")
+    print(f"| {layer} {name} {activations} {tokens} {capability} | {len(recorded)} | {registers} |")
     assert binary.metadata.shared <= PROGRAM_MEMORY[capability]
 
 
 # ---- registered, refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("a8", [False, True])
-def test_the_ops_are_registered_as_torch_expects(a8: bool) -> None:
-    form = FORMS["int8"]
+@pytest.mark.parametrize("activations", ["model", "int8", "int8_groups"])
+def test_the_ops_are_registered_as_torch_expects(activations: str) -> None:
+    form = WeightFormat("int8", 32)
     weight = quantized_layouts.empty_quantized(form, 12, 32, torch.device("cpu"), EXPERTS)
     plain = drawn(EXPERTS, 12, 32, seed=1)
     for expert in range(EXPERTS):
         quantized_layouts.pack_quantized_rows(weight.expert(expert), 0, quantize(plain[expert], form), form)
     weights, places, rows, starts = routing(3, 3)
-    experts = *weight, None, rows, starts, "int8", 0, 12, a8
+    experts = *weight, None, rows, starts, "int8", 32, 12, activations
     x, hidden = drawn(3, 32, seed=2).bfloat16(), drawn(6, 32, seed=3).bfloat16()
     ops, utils = torch.ops.compiled_llm, ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.gated_quantized_experts, (x, *experts, "silu", 0.0, 0.0), test_utils=utils)
@@ -176,7 +190,7 @@ def test_the_ops_are_registered_as_torch_expects(a8: bool) -> None:
 def test_refuses_by_name() -> None:
     form, (weights, places, rows, starts) = FORMS["int8"], routing(3, 3)
     weight = empty_quantized_gpu(form, 12, 64, torch.device("cpu"), EXPERTS)
-    experts, x = (*weight, None, rows, starts, "int8", 0, 12, False), torch.ones(3, 64, dtype=torch.bfloat16)
+    experts, x = (*weight, None, rows, starts, "int8", 0, 12, "model"), torch.ones(3, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="activation must be silu or"):
         grouped.gated_quantized_experts(x, *experts, "relu", 0.0, 0.0)
     counters = torch.zeros(2, dtype=torch.int32)
@@ -186,5 +200,8 @@ def test_refuses_by_name() -> None:
         grouped.summed_quantized_experts(x.repeat(2, 1), *experts, places, weights, None, None, counters)
 
 
-ORDINARY = ["gate-int8", "gate-mxfp4-clamped", "gate-int4-64-zeros-a8", "sum-fp8-128", "sum-int4-128-a8"]
+ORDINARY = [
+    "gate-int8-model", "gate-mxfp4-clamped", "gate-int4-64-zeros-int8", "gate-int4-64-zeros-int8_groups",
+    "sum-fp8-128-model", "sum-int4-128-int8", "sum-int4-32-int8_groups",
+]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)
