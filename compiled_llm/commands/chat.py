@@ -21,6 +21,7 @@ from compiled_llm.api.command_line import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
+    errors_end,
     sampling_arguments,
     sampling_params,
 )
@@ -50,7 +51,7 @@ def parser(program: str) -> FlagParser:
     parser = FlagParser(prog=program, description="Talk with a model in the terminal. /help there lists its commands.")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
     add_sampling_arguments(parser, _WITHOUT, max_tokens="a quarter of the context", temperature="the model's, or 0.7")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, wait_for_compile=False)
     return parser
 
 
@@ -61,17 +62,18 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         flags = parser(program)
         args = flags.parse_args(arguments)
         with flags.ending_errors():
-            return _chat(args, stdout)
+            return _chat(program, args, stdout)
 
     return run_program(program, run)
 
 
-def _chat(args: argparse.Namespace, stdout: GuardedStream) -> int:
+def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
     config = engine_config(args)
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
     from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
     from compiled_llm.engine.engine import CompiledEngine
     from compiled_llm.offline.serving import run_sampling
+    from compiled_llm.scheduling.worker import WorkerFailedError
     from compiled_llm.terminal.chat import Chat
     from compiled_llm.terminal.conversation import Conversation
 
@@ -86,7 +88,7 @@ def _chat(args: argparse.Namespace, stdout: GuardedStream) -> int:
         if isinstance(stdout.failure, BrokenPipeError):
             raise stdout.failure
 
-    with CompiledEngine.from_config(config) as engine:
+    with errors_end(program, (WorkerFailedError,), 1), CompiledEngine.from_config(config) as engine:
         if "max_tokens" not in given:
             sampling["max_tokens"] = max(1, engine.scheduler.request_capacity // 4)
         sampling = {name: value for name, value in sampling.items() if name not in _WITHOUT}

@@ -21,6 +21,7 @@ from compiled_llm.api.command_line import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
+    errors_end,
     sampling_arguments,
     sampling_params,
 )
@@ -37,7 +38,7 @@ def parser(program: str) -> FlagParser:
     parser.add_argument("text", nargs="*", metavar="TEXT", help="what to complete, in quotes, or - for standard input")
     parser.add_argument("--quiet", action="store_true", help="print the answer alone")
     add_sampling_arguments(parser, NOT_PRINTED, **DEFAULT_SAMPLING)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, wait_for_compile=False)
     return parser
 
 
@@ -62,6 +63,7 @@ def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> 
     from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
     from compiled_llm.engine.engine import CompiledEngine
     from compiled_llm.offline.serving import run_sampling
+    from compiled_llm.scheduling.worker import WorkerFailedError
     from compiled_llm.terminal.answer import Answer
 
     if not has_tokenizer(config, checkpoint_directory(config)):
@@ -74,7 +76,7 @@ def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> 
         stdout.flush()
 
     answer = Answer(write, params.n)
-    with CompiledEngine.from_config(config) as engine:
+    with errors_end(program, (WorkerFailedError,), 1), CompiledEngine.from_config(config) as engine:
         try:
             for output in engine.stream(text, params):
                 answer.take(output)
