@@ -4,6 +4,7 @@ The code of each function is handed over before a random step: so requests have 
 tokens from the other, in any mix, with chunks, hits, preemptions, grammars, log-probabilities and drafts.
 """
 
+import dataclasses
 import random
 import time
 from collections import Counter, deque
@@ -63,9 +64,9 @@ def serve(engine: CompiledEngine, work: Work, rng: random.Random, counts: Counte
     outputs: dict[str, RequestOutput] = {}
     coming, step = list(enumerate(work)), 0
     while coming or engine.has_unfinished_requests():
-        for index, (prompt, params) in coming[:2]:
+        for index, (prompt, params) in coming[:8]:
             engine.add_request(str(index), prompt, params)
-        del coming[:2]
+        del coming[:8]
         while steps and steps[0] <= step:
             assert engine.has_unfinished_requests(), "all requests have ended before the last function changed over"
             builds.finished.append(finished.popleft())
@@ -87,7 +88,7 @@ def test_bits_are_the_same_across_the_change_over(name: str, num_requests: int, 
     rng = random.Random(name)
     drafter = LastTokens(num_drafts) if num_drafts else None
     with CompiledEngine(**arguments, enforce_eager=True, drafter=drafter) as engine:
-        kinds = work_of(engine)
+        kinds = [(prompt, dataclasses.replace(params, max_tokens=64)) for prompt, params in work_of(engine)]
         work = [rng.choice(kinds) for _ in range(num_requests)]
         for index, (prompt, params) in enumerate(work):
             engine.add_request(str(index), prompt, params)
