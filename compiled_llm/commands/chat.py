@@ -27,6 +27,7 @@ from compiled_llm.api.command_line import (
 )
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import run_program
+from compiled_llm.system.quick_start import quick_start
 
 # Sampling parameters for outputs other than one answer that is printed.
 _WITHOUT = (
@@ -70,17 +71,19 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
     config = engine_config(args)
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
-    from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
-    from compiled_llm.engine.engine import CompiledEngine
-    from compiled_llm.offline.serving import run_sampling
-    from compiled_llm.scheduling.worker import WorkerFailedError
-    from compiled_llm.terminal.chat import Chat
-    from compiled_llm.terminal.conversation import Conversation
+    with quick_start():
+        from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
+        from compiled_llm.engine.engine import CompiledEngine
+        from compiled_llm.offline.serving import run_sampling
+        from compiled_llm.scheduling.worker import WorkerFailedError
+        from compiled_llm.terminal.chat import Chat
+        from compiled_llm.terminal.conversation import Conversation
 
-    if not has_tokenizer(config, checkpoint_directory(config)):
-        raise ValueError("the model has no tokenizer, and a chat needs one: give --tokenizer")
-    given = sampling_arguments(args)
-    sampling, _ = run_sampling(config, given)
+        if not has_tokenizer(config, checkpoint_directory(config)):
+            raise ValueError("the model has no tokenizer, and a chat needs one: give --tokenizer")
+        given = sampling_arguments(args)
+        sampling, _ = run_sampling(config, given)
+        started = CompiledEngine.from_config(config)
 
     def write(piece: str) -> None:
         stdout.write(piece)
@@ -88,7 +91,7 @@ def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
         if isinstance(stdout.failure, BrokenPipeError):
             raise stdout.failure
 
-    with errors_end(program, (WorkerFailedError,), 1), CompiledEngine.from_config(config) as engine:
+    with errors_end(program, (WorkerFailedError,), 1), started as engine:
         if "max_tokens" not in given:
             sampling["max_tokens"] = max(1, engine.scheduler.request_capacity // 4)
         sampling = {name: value for name, value in sampling.items() if name not in _WITHOUT}
