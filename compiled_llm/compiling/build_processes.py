@@ -123,7 +123,7 @@ class BuildProcess:
 
     def end(self) -> None:
         """End it, and the C++ compilers that it has started."""
-        if not self.has_ended:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
