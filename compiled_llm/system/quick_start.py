@@ -46,5 +46,5 @@ class _Later:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] in ("torch", "transformers"):
             with contextlib.suppress(ValueError):  # another thread was faster
-                sys.meta_path.remove(self)  # type: ignore[arg-type]
+                sys.meta_path.remove(self)
             importlib.import_module(_SHAPES)
