@@ -47,4 +47,4 @@ class _Later:
         if name.partition(".")[0] in ("torch", "transformers"):
             with contextlib.suppress(ValueError):  # another thread was faster
                 sys.meta_path.remove(self)
-            importlib.import_module(_SHAPES)
+            importlib.import_module("torch._meta_registrations")
