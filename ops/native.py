@@ -32,6 +32,7 @@ from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 from compiled_llm.ops.user_warnings import warn
 
 _HUGE_PAGE = 2 << 20
+_SMALL = 2**16  # bytes, below which memory of its own is too much for a tensor
 _SHIPPED = ROOT / "libraries"  # in a wheel
 
 
@@ -224,13 +225,16 @@ def _level() -> int | None:
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A zeroed CPU tensor in huge pages where the system has them: large ones stream up to 1.4 times as fast.
 
-    Memory is taken as it is first written, so a large tensor costs nothing before it is used.
+    Memory is taken as it is first written, so a large tensor costs nothing before it is used. Smaller ones than a huge
+    page cost nothing either: torch would write zeros on all its threads, and wait for those that other work holds.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < _SMALL or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    is_huge = size >= _HUGE_PAGE
+    memory = mmap.mmap(-1, size + _HUGE_PAGE * is_huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if is_huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
-    start = -buffer.data_ptr() % _HUGE_PAGE
+    start = -buffer.data_ptr() % _HUGE_PAGE if is_huge else 0
     return buffer[start : start + size].view(dtype).view(shape)

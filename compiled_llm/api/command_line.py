@@ -173,9 +173,9 @@ def errors_end(
         raise SystemExit(status) from error
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
-    """A flag for every engine argument, or for those of these ``names`` alone."""
-    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS, names=names)
+def add_engine_arguments(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
+    """A flag for every engine argument, or for those of these ``names`` alone. ``defaults``: other ones."""
+    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS, defaults, names=names)
     if isinstance(parser, FlagParser) and not names:
         parser._has_engine_arguments = True
 
@@ -241,7 +241,7 @@ def _add(
     title: str,
     cls: type,
     elsewhere: Mapping[str, str],
-    shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
     names: Sequence[str] = (),
     without: Collection[str] = (),
     **common: Any,
@@ -253,7 +253,7 @@ def _add(
     most_used = [name for name in names or _MOST_USED if name in fields]
     for name in dict.fromkeys([*most_used, *fields]):
         field = fields[name]
-        default = shown_defaults.get(field.name, field.default)
+        default = defaults.get(field.name, field.default)
         text = docs.get(field.name, "").replace("%", "%%")
         shown = ",".join(map(str, default)) or None if isinstance(default, tuple) else default
         if isinstance(default, tuple) and hints[field.name] == tuple[str, ...]:

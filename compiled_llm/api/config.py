@@ -101,6 +101,10 @@ class EngineConfig:
             refused.
         compile_workers: processes that compile side by side what is not kept on disk. None: one for each core, on a
             CPU if the model is deep enough that it pays; 0: the engine's own process, on a GPU at each start.
+        wait_for_compile: compile before anything is served. False, on a CPU: serve uncompiled at once, compile
+            meanwhile, and change over as graphs are ready, with no other token. A GPU waits all the same, and so does
+            an engine with ``logits_transforms``, with ``compile_workers=0`` or with torch's caches turned off, which
+            would have to compile in its own process.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.
@@ -161,6 +165,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     cuda_graphs: Literal["auto", "manual", "programmatic", "pinned", "trees"] = "auto"
     compile_workers: int | None = None
+    wait_for_compile: bool = True
     num_threads: int | None = None
     max_logprobs: int = 20
     max_queued_requests: int = 100_000

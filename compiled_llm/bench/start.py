@@ -7,7 +7,7 @@
 Each start is a process of its own. The first one of a checkout finds an empty cache directory and is the cold start;
 the others find what it left. ``--other`` measures another checkout too, the two in turns. A shape's weights are random,
 and are read from a checkpoint that is written first, so warm starts find them in memory; with ``--load-format dummy``
-they are made instead.
+they are made instead. With ``--no-wait-for-compile`` a request follows another until all graphs have taken over.
 
 On a machine that is lent for minutes, ``--seconds`` ends a start that is not ready by then, with all that it started.
 ``--folder`` keeps what each start said, its stacks when it was ended, and ``start.json`` after each start.
@@ -156,6 +156,7 @@ def table(starts: dict[str, dict[str, Any]]) -> str:
     rows: dict[str, list[Any]] = {stage: [start["seconds"][stage] for start in starts.values()] for stage in STAGES}
     names = {"total": "total", "processor time": "cpu", "that of its processes": "cpu of processes"}
     names |= {"graphs found": "hits", "graphs made": "misses", "load average": "load"}
+    names |= {name: name for name in ("tokens/s at first", "tokens/s compiled", "all compiled after")}
     rows |= {name: [start[key] for start in starts.values()] for name, key in names.items()}
     return tables.text_table(
         [{"seconds": name} | dict(zip(starts, values, strict=True)) for name, values in rows.items()]

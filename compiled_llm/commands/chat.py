@@ -22,11 +22,13 @@ from compiled_llm.api.command_line import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
+    errors_end,
     sampling_arguments,
     sampling_params,
 )
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import run_program
+from compiled_llm.system.quick_start import quick_start
 
 # Sampling parameters for outputs other than one answer that is printed.
 _WITHOUT = (
@@ -52,7 +54,7 @@ def parser(program: str) -> FlagParser:
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="what to talk with, as after --model")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
     add_sampling_arguments(parser, _WITHOUT, max_tokens="a quarter of the context", temperature="the model's, or 0.7")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, wait_for_compile=False)
     return parser
 
 
@@ -63,28 +65,31 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         flags = parser(program)
         args = flags.parse_args(arguments)
         with flags.ending_errors():
-            return _chat(args, stdout)
+            return _chat(program, args, stdout)
 
     return run_program(program, run)
 
 
-def _chat(args: argparse.Namespace, stdout: GuardedStream) -> int:
+def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
     if args.model_name is not None:
         if args.model is not None:
             raise ValueError(f"--model must be left out where MODEL is given, given {args.model!r:.200}")
         args.model = args.model_name
     config = engine_config(args)
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
-    from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
-    from compiled_llm.engine.engine import CompiledEngine
-    from compiled_llm.offline.serving import run_sampling
-    from compiled_llm.terminal.chat import Chat
-    from compiled_llm.terminal.conversation import Conversation
+    with quick_start():
+        from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
+        from compiled_llm.engine.engine import CompiledEngine
+        from compiled_llm.offline.serving import run_sampling
+        from compiled_llm.scheduling.worker import WorkerFailedError
+        from compiled_llm.terminal.chat import Chat
+        from compiled_llm.terminal.conversation import Conversation
 
-    if not has_tokenizer(config, checkpoint_directory(config)):
-        raise ValueError("the model has no tokenizer, and a chat needs one: give --tokenizer")
-    given = sampling_arguments(args)
-    sampling, _ = run_sampling(config, given)
+        if not has_tokenizer(config, checkpoint_directory(config)):
+            raise ValueError("the model has no tokenizer, and a chat needs one: give --tokenizer")
+        given = sampling_arguments(args)
+        sampling, _ = run_sampling(config, given)
+        started = CompiledEngine.from_config(config)
 
     def write(piece: str) -> None:
         stdout.write(piece)
@@ -92,7 +97,7 @@ def _chat(args: argparse.Namespace, stdout: GuardedStream) -> int:
         if isinstance(stdout.failure, BrokenPipeError):
             raise stdout.failure
 
-    with CompiledEngine.from_config(config) as engine:
+    with errors_end(program, (WorkerFailedError,), 1), started as engine:
         if "max_tokens" not in given:
             sampling["max_tokens"] = max(1, engine.scheduler.request_capacity // 4)
         sampling = {name: value for name, value in sampling.items() if name not in _WITHOUT}

@@ -52,6 +52,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.enforce_eager:
         raise ValueError("--enforce-eager compiles nothing: leave it out")
+    if not args.wait_for_compile:
+        raise ValueError("--no-wait-for-compile compiles only while requests are served: leave it out")
 
 
 def _compile(args: argparse.Namespace) -> dict[str, Any]:

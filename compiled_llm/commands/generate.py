@@ -21,12 +21,14 @@ from compiled_llm.api.command_line import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
+    errors_end,
     sampling_arguments,
     sampling_params,
 )
 from compiled_llm.offline.flags import DEFAULT_SAMPLING
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import BROKEN_PIPE_STATUS, run_program
+from compiled_llm.system.quick_start import quick_start
 
 # Sampling parameters for outputs other than the text that is printed here.
 NOT_PRINTED = ("logprobs", "prompt_logprobs", "detokenize", "output_kind")
@@ -37,7 +39,7 @@ def parser(program: str) -> FlagParser:
     parser.add_argument("text", nargs="*", metavar="TEXT", help="what to complete, in quotes, or - for standard input")
     parser.add_argument("--quiet", action="store_true", help="print the answer alone")
     add_sampling_arguments(parser, NOT_PRINTED, **DEFAULT_SAMPLING)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, wait_for_compile=False)
     return parser
 
 
@@ -58,23 +60,26 @@ def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> 
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
     if args.quiet and config.progress == "auto":
         config = dataclasses.replace(config, progress="off")
-    from compiled_llm.api.sampling_params import SamplingParams
-    from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
-    from compiled_llm.engine.engine import CompiledEngine
-    from compiled_llm.offline.serving import run_sampling
-    from compiled_llm.terminal.answer import Answer
+    with quick_start():
+        from compiled_llm.api.sampling_params import SamplingParams
+        from compiled_llm.checkpoint.model_files import checkpoint_directory, has_tokenizer
+        from compiled_llm.engine.engine import CompiledEngine
+        from compiled_llm.offline.serving import run_sampling
+        from compiled_llm.scheduling.worker import WorkerFailedError
+        from compiled_llm.terminal.answer import Answer
 
-    if not has_tokenizer(config, checkpoint_directory(config)):
-        raise ValueError("the model has no tokenizer, and a text needs one: give --tokenizer")
-    sampling, _ = run_sampling(config, sampling_arguments(args))
-    params = SamplingParams(**sampling, output_kind="delta")
+        if not has_tokenizer(config, checkpoint_directory(config)):
+            raise ValueError("the model has no tokenizer, and a text needs one: give --tokenizer")
+        sampling, _ = run_sampling(config, sampling_arguments(args))
+        params = SamplingParams(**sampling, output_kind="delta")
+        started = CompiledEngine.from_config(config)
 
     def write(piece: str) -> None:
         stdout.write(piece)
         stdout.flush()
 
     answer = Answer(write, params.n)
-    with CompiledEngine.from_config(config) as engine:
+    with errors_end(program, (WorkerFailedError,), 1), started as engine:
         try:
             for output in engine.stream(text, params):
                 answer.take(output)

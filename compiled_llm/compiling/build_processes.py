@@ -3,15 +3,17 @@
 Jobs go one way, compiled code the other.
 """
 
+import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -82,10 +84,12 @@ def receive(stream: IO[bytes]) -> Any:
 class BuildProcess:
     """One process. It imports the compiler at once, which takes seconds, and then waits for jobs.
 
-    ``target``: the GPU that it compiles for; None for this CPU.
+    Args:
+        target: the GPU that it compiles for; None for this CPU.
+        niceness: 0 to 19; a higher one leaves the cores to others that want them.
     """
 
-    def __init__(self, target: GpuTarget | None = None) -> None:
+    def __init__(self, target: GpuTarget | None = None, niceness: int = 0) -> None:
         self.started = time.monotonic()
         self._process = subprocess.Popen(
             [
@@ -98,16 +102,18 @@ class BuildProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=with_package(os.environ),
+            process_group=0,  # Ctrl-C on a terminal is for the program that asks
         )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
-    def build(self, job: Job) -> Built:
-        """What it makes of a job; waits for it."""
+    def build(self, job: Job, settings: Mapping[str, Any] | None = None) -> Built:
+        """What it makes of a job; waits for it. ``settings``: ``code_settings()`` of the code; None: as they are."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            send(self._process.stdin, (job, code_settings()))
+            send(self._process.stdin, (job, code_settings() if settings is None else settings))
             return receive(self._process.stdout)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, ValueError) as error:  # the last where another thread has ended it
             self.end()
             return Built(b"", {}, f"the process that compiled it ended: {error!r}")
 
@@ -116,18 +122,23 @@ class BuildProcess:
         return self._process.poll() is not None
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        """End it, and the C++ compilers that it has started."""
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what could not be sent
+                cast(IO[bytes], stream).close()
 
 
 class BuildProcesses:
     """Those of one start, which end with ``close``, or with this object where the start fails before.
 
-    ``target``: as of ``BuildProcess``.
+    ``target``, ``niceness``: as of ``BuildProcess``.
     """
 
-    def __init__(self, target: GpuTarget | None = None) -> None:
-        self._target = target
+    def __init__(self, target: GpuTarget | None = None, niceness: int = 0) -> None:
+        self._target, self._niceness = target, niceness
         self._all: list[BuildProcess] = []
         self._idle: list[BuildProcess] = []
         self._lock = threading.Lock()
@@ -142,21 +153,28 @@ class BuildProcesses:
         """For how many seconds each has run."""
         return [time.monotonic() - process.started for process in self._all]
 
-    def build(self, job: Job) -> Built:
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def build(self, job: Job, settings: Mapping[str, Any] | None = None) -> Built:
         """Give a job to one that is idle, or to a new one. May be called from several threads."""
         with self._lock:
+            if self.closed:
+                return Built(b"", {}, "the engine was closed")
             process = self._idle.pop() if self._idle else self._start()
-        built = process.build(job)
+        built = process.build(job, settings)
         if not process.has_ended:
             with self._lock:
                 self._idle.append(process)
         return built
 
     def close(self) -> None:
-        self._finalizer()
+        with self._lock:
+            self._finalizer()
 
     def _start(self) -> BuildProcess:
-        self._all.append(process := BuildProcess(self._target))
+        self._all.append(process := BuildProcess(self._target, self._niceness))
         return process
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from compiled_llm.compiling.argument_specs import ArgumentCheck, tensors_in
+from compiled_llm.compiling.background import Finished
 from compiled_llm.compiling.cache import CompileCache, Fields
 from compiled_llm.compiling.compiler import (
     compile_ahead,
@@ -36,6 +37,7 @@ class CompiledFunction:
     On a CPU the function is compiled ahead of time, and kept in ``cache`` if one is given; ``depends`` is then the part
     of its key that ``CompileCache.key_of`` asks for. For graphs captured by hand, code that ``cache`` holds is loaded;
     what it does not hold is compiled at the first call.
+    With ``is_awaited=False``, on a CPU, it runs uncompiled until ``take_over`` brings what was compiled meanwhile.
     Arguments are nested tuples (NamedTuples among them) of tensors, None and numbers.
     """
 
@@ -48,6 +50,7 @@ class CompiledFunction:
         graph_pool: GraphPool | None = None,
         cache: CompileCache | None = None,
         depends: Fields = MappingProxyType({}),
+        is_awaited: bool = True,
     ) -> None:
         self.name = name
         self.device = device
@@ -55,11 +58,11 @@ class CompiledFunction:
         self._call: Callable = self._copy
         self._captured = None if graph_pool is None else CapturedFunction(graph_pool)
         # Compiled ahead of the first call; or loaded from the cache, and compiled at the first call if it lacks them.
-        self._ahead = device.type == "cpu" and not enforce_eager and graph_pool is None
+        self._ahead = device.type == "cpu" and not enforce_eager and graph_pool is None and is_awaited
         self._loads = graph_pool is not None and not enforce_eager and cache is not None
-        if not (enforce_eager or self._ahead or self._loads):
+        if is_awaited and not (enforce_eager or self._ahead or self._loads):
             self._call = compile_at_first_call(self._copy, cuda_graphs=graph_pool is None)
-        self._eager = enforce_eager
+        self._eager, self._is_awaited = enforce_eager or not is_awaited, is_awaited
         self._cache, self._depends = cache, depends
         self._check: ArgumentCheck | None = None
         self._refused = 0
@@ -70,6 +73,9 @@ class CompiledFunction:
 
         ``make_args`` is called anew for each call: tensors that another graph returned live until the next step only.
         """
+        if not self._is_awaited:
+            self._report = GraphReport(self.name, 0, 0, 0, compile_seconds=0.0, cache="pending", cuda_graph_bytes=0)
+            return
         used, started = _used_bytes(self.device), time.perf_counter()
         if self._ahead:
             args = make_args()
@@ -96,6 +102,28 @@ class CompiledFunction:
             reason=reason,
             cpp_seconds=0.0 if outcome == "hit" else facts["cpp_seconds"],
         )
+
+    def take_over(self, finished: Finished, seconds: float) -> None:
+        """Run compiled code from the next call on. ``seconds``: after the engine was ready, for the report."""
+        assert finished.call is not None
+        self._call, self._check, self._eager = finished.call, ArgumentCheck(finished.job.args), False
+        self._report = GraphReport(
+            name=self.name,
+            graphs=finished.facts["graphs"],
+            graph_breaks=finished.facts["graph_breaks"],
+            recompiles=0,
+            compile_seconds=finished.seconds,
+            cache=finished.cache,
+            cuda_graph_bytes=0,
+            reason=finished.reason,
+            cpp_seconds=0.0 if finished.cache == "hit" else finished.facts["cpp_seconds"],
+            took_over=seconds,
+        )
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether ``take_over`` is still to come."""
+        return not self._is_awaited and self._eager
 
     def _compile_by_calls(self, make_args: Callable[[], tuple]) -> tuple[Fields, str]:
         """Facts about the code, and ``cache`` for the report."""
@@ -204,10 +232,10 @@ class CompiledFunction:
         return self._call_guarded(*args) if self._captured is None else self._captured(*args)
 
     def _call_guarded(self, *args: Any) -> Any:
-        if self._check is None:
+        if self._check is None and not self._eager:
             return self._call_with_guards(*args)
         with torch.inference_mode(False), torch.no_grad():
-            difference = self._check.difference(args)
+            difference = None if self._check is None else self._check.difference(args)
             if difference is None:
                 return self._call(*args)
         raise self._refusal(difference)

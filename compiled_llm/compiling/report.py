@@ -13,10 +13,13 @@ class GraphReport:
         recompiles: versions compiled since the warm-up ended, and calls refused because they asked for one.
         compile_seconds: wall time of the warm-up calls, and of recording CUDA graphs again.
         cpp_seconds: of these, how long a CPU's code waited for the C++ compiler when the rest was done.
-        cache: "hit" or "miss" of the code kept on disk, "off" where it was not asked, "eager" uncompiled.
+        cache: "hit" or "miss" of the code kept on disk, "off" where it was not asked, "eager" uncompiled, "pending"
+            uncompiled until the code is there.
         cuda_graph_bytes: device memory that warming up and recording took: CUDA graphs, the activations in them,
             kernels and their workspaces; 0 on a CPU. Other processes on the device can disturb it.
         reason: why the code on disk could not be used; empty where it was, or where torch's own cache was asked.
+        took_over: seconds after the start's end at which the code took the place of the uncompiled function; None
+            where it was there before the first step, or is not there yet.
     """
 
     name: str
@@ -28,6 +31,7 @@ class GraphReport:
     cuda_graph_bytes: int
     reason: str = ""
     cpp_seconds: float = 0.0
+    took_over: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,14 @@ class CompileReport:
         table = [titles, *map(_cells, self.reports)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
-        return "\n".join([*lines, *self._misses()])
+        return "\n".join([*lines, *self._misses(), *self.change_overs()])
+
+    def change_overs(self) -> list[str]:
+        """What became of functions that began uncompiled, in lines: which are compiled by now, and which are not."""
+        done = [f"{one.name} at {one.took_over:.1f} s" for one in self.reports if one.took_over is not None]
+        left = [report.name for report in self.reports if report.cache == "pending"]
+        lines = [f"compiled while the engine served: {', '.join(done)}"] if done else []
+        return lines + ([f"not compiled yet, so uncompiled: {', '.join(left)}"] if left else [])
 
     def _misses(self) -> list[str]:
         """Why something had to be compiled: a line for each reason."""

@@ -21,7 +21,7 @@ from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.state_pool import StatePool
 from compiled_llm.scheduling.window_pool import WindowPool
-from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts
+from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, WorkerFailedError
 from compiled_llm.text.tokenizer import Tokenizer
 
 _NONE: tuple[None, None] = None, None
@@ -171,6 +171,8 @@ class EngineCore:
                     return
             output, launched = self.launched.popleft()
             result = self.worker.collect(launched)
+        except WorkerFailedError:
+            raise
         except Exception as error:
             self._fail_steps(error)
             return

@@ -77,6 +77,10 @@ class StepResult:
     num_experts: int = 0
 
 
+class WorkerFailedError(RuntimeError):
+    """The worker can run no step any more, whatever the requests: ``launch`` or ``collect`` raises it each time."""
+
+
 class Worker(Protocol):
     """Runs the steps that a scheduler chooses."""
 

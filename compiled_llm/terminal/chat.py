@@ -110,6 +110,8 @@ class Chat:
         width = max(map(len, rows))
         for name, text in rows.items():
             print(f"{name:{width}}  {text}")
+        for line in conversation.engine.compile_report().change_overs():
+            print(line)
 
     def _save(self, argument: str) -> None:
         path = Path(argument).expanduser()

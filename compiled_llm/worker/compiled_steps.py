@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.compiling.background import BackgroundBuilds
 from compiled_llm.compiling.build_processes import BuildProcesses, Job
 from compiled_llm.compiling.cache import CompileCache, engine_cache
 from compiled_llm.compiling.costs import Cost
@@ -25,6 +27,7 @@ from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.worker import WorkerFailedError
 from compiled_llm.step.kv_cache import of_states, split_by_window
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
@@ -42,6 +45,7 @@ from compiled_llm.worker.step_buffers import StepBuffers
 _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
 # How long a graph takes to compile beside others: as long as this in seconds on some machine.
 _STEP_WEIGHT, _LAYER_WEIGHT, _SAMPLER_WEIGHT = 6.0, 0.5, 4.0
+_NICENESS = 10  # of processes that compile while requests are served: a tenth of a core that both want
 
 
 class CompiledSteps:
@@ -60,6 +64,7 @@ class CompiledSteps:
         last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
         hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
+        serves_before: whether steps run before all is compiled.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class CompiledSteps:
             uses_trees=self.uses_trees,
         )
         self.cache: CompileCache | None = None
+        self.serves_before = False
         self._config, self._transforms, self._dtype = config, transforms, dtype
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
@@ -112,6 +118,8 @@ class CompiledSteps:
         self._slot = 0  # of the tokens of the last step
         self._host_tokens: tuple[Tensor, Tensor] | None = None
         self._functions: dict[str, CompiledFunction] = {}
+        self._builds: BackgroundBuilds | None = None  # while functions are uncompiled that will not stay so
+        self._ready_time = 0.0
         self._last_report: CompileReport | None = None  # once closed
 
     @property
@@ -145,11 +153,16 @@ class CompiledSteps:
         """What compiling each function gave."""
         if self._last_report is not None:
             return self._last_report
-        functions = [*self._functions.values(), *self.sampling.functions()]
-        return CompileReport(tuple(function.report() for function in functions))
+        return CompileReport(tuple(function.report() for function in self._all_functions().values()))
+
+    def _all_functions(self) -> dict[str, CompiledFunction]:
+        return {**self._functions, **self.sampling.functions()}
 
     def close(self) -> None:
-        """Free weights, KV cache and graphs; ``report`` stays as it is then."""
+        """Free weights, KV cache and graphs; ``report`` stays as it is then. What is being compiled is given up."""
+        if self._builds is not None:
+            self._builds.close()
+            self._builds = None
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
@@ -169,6 +182,8 @@ class CompiledSteps:
     ) -> None:
         """Compile the steps of all buckets and what runs after them, and run each once on a step that is all padding.
 
+        Where nobody waits for that, nothing runs: functions are uncompiled until ``change_over`` finds them compiled.
+
         Args:
             cache_dtypes: of each layer's KV cache.
             num_workers: processes that compile at the same time; None: as many as pay.
@@ -176,10 +191,22 @@ class CompiledSteps:
             before_first_step: called once other processes have compiled; the ops need their kernels from then on.
         """
         keeps = not (enforce_eager or self.uses_trees) and keeps_compiled_code()
+        # Only where other processes can compile everything.
+        others_compile = keeps and self.device.type == "cpu" and self._graph_pool is None and num_workers != 0
+        self.serves_before = others_compile and not (self._transforms or self._config.wait_for_compile)
         target = gpu_target(self._graph_pool)
         self.cache = engine_cache(target) if keeps else None
         self._cache_dtypes = tuple(cache_dtypes)
         jobs = [] if enforce_eager else self.jobs()
+        if self.cache is not None and self.serves_before:
+            before_first_step()
+            with progress.stage("", {}) as stage:
+                self._warm_up(enforce_eager, stage, is_awaited=False)
+            # One core is left to requests. Where there is only one, processes of low priority get the rest of it.
+            workers = max(1, granted_cores() - 1) if num_workers is None else num_workers
+            self._ready_time = time.monotonic()
+            self._builds = BackgroundBuilds(self.cache, jobs, workers, BuildProcesses(niceness=_NICENESS))
+            return
         left: dict[str, Cost | None] = dict.fromkeys(job.name for job in jobs)  # what this process has to compile
         if self.cache is not None:
             processes = processes or BuildProcesses(target)
@@ -199,6 +226,27 @@ class CompiledSteps:
         with progress.stage(title, weights, seconds=seconds, foreseen=foreseen, is_long=bool(left)) as stage:
             self._warm_up(enforce_eager, stage)
 
+    def change_over(self) -> None:
+        """Let code that is there by now take the place of uncompiled functions; between two steps.
+
+        Raises:
+            WorkerFailedError: a function could not be compiled. From then on each call says so.
+        """
+        if self._builds is None or not self._builds.finished:
+            return
+        functions, finished = self._all_functions(), self._builds.finished
+        while finished:
+            name, error = finished[0].job.name, finished[0].error
+            if error:
+                raise WorkerFailedError(
+                    f"{name} could not be compiled: {error}. wait_for_compile=True compiles it before anything is "
+                    "served, enforce_eager=True serves without compiling"
+                )
+            functions[name].take_over(finished.popleft(), time.monotonic() - self._ready_time)
+        if not any(function.is_pending for function in functions.values()):
+            self._builds.close()
+            self._builds = None
+
     def uncompiled(self, cache_dtypes: Sequence[torch.dtype]) -> "CompiledSteps":
         """These steps without compiling, on the same weights and KV cache."""
         steps = CompiledSteps(
@@ -215,12 +263,12 @@ class CompiledSteps:
         steps.compile(cache_dtypes, enforce_eager=True, num_workers=None, progress=StartProgress("off"))
         return steps
 
-    def _warm_up(self, enforce_eager: bool, stage: Stage) -> None:
+    def _warm_up(self, enforce_eager: bool, stage: Stage, *, is_awaited: bool = True) -> None:
         def make(function: Callable, name: str, depends: Fields, keep: bool = True) -> CompiledFunction:
             stage.next(name)
             cache = self.cache if keep else None
             options: dict[str, Any] = {"graph_pool": self._graph_pool, "cache": cache, "depends": depends}
-            return CompiledFunction(function, name, self.device, enforce_eager, **options)
+            return CompiledFunction(function, name, self.device, enforce_eager, **options, is_awaited=is_awaited)
 
         for bucket in self._recording_order():
             name = self._name(bucket)
@@ -264,7 +312,7 @@ class CompiledSteps:
         """Free what graphs captured by hand hold, which ``record_again`` takes anew. Torch's own stay."""
         if self._graph_pool is None:
             return
-        for function in (*self._functions.values(), *self.sampling.functions()):
+        for function in self._all_functions().values():
             function.drop_graphs()
         self._graph_pool.renew()
 

@@ -24,6 +24,7 @@ from compiled_llm.worker.pool_sizes import PoolSizes
 # Blocks of the pool to compile on, the sink among them. Not fewer: a size of 1 would be compiled in as a constant.
 TRIAL_BLOCKS = 3
 
+_MARGIN = 1.5  # of what a step is estimated to take: uncompiled ones were seen to take 1.1 times as much
 _CUDA_ROUNDING = 2 << 20  # torch's allocator rounds each large tensor up to this
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -152,10 +153,13 @@ class StartMemory:
         """Weights and step buffers are there."""
         self._before_compiling = self._now()
 
-    def after_compiling(self, run_largest: Callable[[], object], *, keeps_graphs: bool) -> None:
-        """All buckets are compiled, and recorded on the trial pool. ``run_largest`` runs a step of each largest one.
+    def after_compiling(self, run_largest: Callable[[], object] | None, *, keeps_graphs: bool) -> None:
+        """All buckets are compiled, and recorded on the trial pool.
 
-        ``keeps_graphs``: whether the CUDA graphs on the trial pool stay when they are recorded on the real one.
+        Args:
+            run_largest: runs a step of each largest bucket; None on a start that has no time for it, whose activations
+                are estimated.
+            keeps_graphs: whether the CUDA graphs on the trial pool stay when they are recorded on the real one.
         """
         before, now = self._before_compiling, self._now()
         if self._on_gpu:
@@ -168,9 +172,10 @@ class StartMemory:
         self._compiled = max(0, now.outside_allocator - before.outside_allocator)
         if not self._on_gpu:
             self._start_peak = _peak_resident_bytes() or 0
-            measured = growth_while(run_largest)
+            measured = None if run_largest is None else growth_while(run_largest)
             self._activations_are_measured = measured is not None
-            self._activations = self._estimate if measured is None else measured
+            estimate = int(_MARGIN * self._estimate) if run_largest is None else self._estimate
+            self._activations = estimate if measured is None else measured
         self._free_for_pool = free_bytes(self._device) - self._set_aside - self._activations - self._host_reserve()
 
     def num_blocks(self, unmeasured: int = 0) -> int:

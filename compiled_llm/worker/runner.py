@@ -255,6 +255,7 @@ class ModelRunner(Worker):
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         preparing = time.perf_counter()
         steps, bucket = self.steps, choose_bucket(self.steps.buckets, output)
+        steps.change_over()
         rows, num_rows = steps.fill(bucket, output, self.rows)
         steps.sampling.admit(output.admissions, self.rows)
         if self._last_needs[0] is not rows or self._last_needs[1] != output.num_samples:
@@ -367,7 +368,10 @@ class ModelRunner(Worker):
         made, found = report.cache_count("miss") + report.cache_count("off"), report.cache_count("hit")
         graphs = [f"{made} graphs compiled" if made else "", f"{found} graphs from disk" if found else ""]
         compiled = " and ".join(filter(None, graphs)) or "nothing compiled (eager)"
-        took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
+        compiled += f" in {times.compile:.1f} s"
+        if pending := report.cache_count("pending"):
+            compiled = f"uncompiled until {pending} graphs are loaded or compiled"
+        took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled}"
         published = self.model_config.published
         weights = f"; checkpoint: {described(json.loads(published))}" if published else ""
         return f"{took}; model: {code_of(self.model_config)}{weights}; same results in any batch: {self.exact}"
@@ -448,7 +452,8 @@ class ModelRunner(Worker):
         """Give the KV pool the memory that compiling and the largest steps have left. Measures what it does."""
         with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
             self.swap_space.rehearse(self.steps.cache_groups())
-            memory.after_compiling(self.steps.run_largest, keeps_graphs=self.steps.uses_trees)
+            run_largest = None if self.steps.serves_before else self.steps.run_largest
+            memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees)
             self._record_on(asked := memory.num_blocks())
             if (num_blocks := memory.blocks_after_recording(asked)) < asked:
                 self._record_on(num_blocks)

@@ -96,7 +96,6 @@ class SamplingStage:
         self._rows_size = StepSizes.of(limits, device, uses_trees).sampled
         self._last_tokens, self._hidden = last_tokens, hidden
         self._transforms = transforms
-        self._max_logprobs = max_logprobs
         self._prompt_recipe = functools.partial(prompt_logprobs_function, model_config, max_logprobs)
         self._prompt_depends = graph_fields.of_head(model_config, limits, dtype, max_logprobs)
         self._depends = {
@@ -106,6 +105,11 @@ class SamplingStage:
                 "sample_changed": {"max_num_seqs": limits.max_num_seqs},
                 "logprobs": {"max_logprobs": max_logprobs},
             }.items()
+        }
+        self._recipes: dict[str, Callable[[], Callable]] = {
+            "sample": _sampler,
+            "sample_changed": functools.partial(processing_sampler_function, transforms),
+            "logprobs": functools.partial(logprobs_function, max_logprobs),
         }
         self._functions: dict[str, CompiledFunction] = {}
         # [max_num_seqs + 1, V] float32; the last row is for padding.
@@ -145,12 +149,12 @@ class SamplingStage:
         jobs: dict[str, Job] = {}
         for rows, sampling_input in sampling_inputs.items():
             marked = mark_first_size(logits(rows), self._rows_size)
-            for kind, (recipe, args) in self._of_rows(rows, marked, sampling_input).items():
+            for kind, args in self._of_rows(rows, marked, sampling_input).items():
                 if kind != "sample_changed" or not self._transforms:
                     name = self._name(kind, rows)
                     sizes = jobs[name].sizes if name in jobs else ()
                     sizes += ({self._rows_size.name: rows},) if self._rows_size else ()
-                    jobs[name] = Job(name, recipe, args, threads, weight, self._depends[kind], sizes)
+                    jobs[name] = Job(name, self._recipes[kind], args, threads, weight, self._depends[kind], sizes)
         arguments = self._prompt_arguments(weights)
         prompts = Job("prompt_logprobs", self._prompt_recipe, arguments, threads, weight, self._prompt_depends)
         return [*jobs.values(), prompts]
@@ -173,8 +177,8 @@ class SamplingStage:
             if name in self._functions:
                 self._functions[name].record_again(arguments)
                 continue
-            recipe = self._of_rows(rows, make_logits(), sampling_input)[kind][0]
-            function = make(recipe(), name, self._depends[kind], keep=kind != "sample_changed" or not self._transforms)
+            keep = kind != "sample_changed" or not self._transforms
+            function = make(self._recipes[kind](), name, self._depends[kind], keep=keep)
             function.warm_up(arguments)
             self._functions[name] = function
 
@@ -194,25 +198,17 @@ class SamplingStage:
         """On a GPU: record the CUDA graph of the log-probabilities of prompts again."""
         self._functions["prompt_logprobs"].record_again(lambda: self._prompt_arguments(weights))
 
-    def functions(self) -> list[CompiledFunction]:
-        """All of them, for reports."""
-        return list(self._functions.values())
+    def functions(self) -> dict[str, CompiledFunction]:
+        """All of them, by their names."""
+        return dict(self._functions)
 
-    def _of_rows(
-        self, rows: int, logits: Tensor, sampling_input: SamplingInput
-    ) -> dict[str, tuple[Callable[[], Callable], tuple]]:
-        """kind -> (what makes the function, its arguments)."""
+    def _of_rows(self, rows: int, logits: Tensor, sampling_input: SamplingInput) -> dict[str, tuple]:
+        """kind -> the function's arguments."""
         logits_input = self._logits_buffers[rows].logits_input
         return {
-            "sample": (_sampler, (logits, sampling_input, self._last_tokens)),
-            "sample_changed": (
-                functools.partial(processing_sampler_function, self._transforms),
-                (logits, sampling_input, logits_input, self._token_counts, self._last_tokens),
-            ),
-            "logprobs": (
-                functools.partial(logprobs_function, self._max_logprobs),
-                (logits, sampling_input, self._last_tokens),
-            ),
+            "sample": (logits, sampling_input, self._last_tokens),
+            "sample_changed": (logits, sampling_input, logits_input, self._token_counts, self._last_tokens),
+            "logprobs": (logits, sampling_input, self._last_tokens),
         }
 
     def _arguments_after(
@@ -230,8 +226,8 @@ class SamplingStage:
             logits = mark_first_size(make_logits(), self._rows_size)
             all_arguments = self._of_rows(rows, logits, sampling_input)
             if between is not None:
-                self._functions[self._name(between, rows)](*all_arguments[between][1])
-            return all_arguments[kind][1]
+                self._functions[self._name(between, rows)](*all_arguments[between])
+            return all_arguments[kind]
 
         return arguments
 
@@ -263,7 +259,7 @@ class SamplingStage:
         rows = bucket.num_rows
         if needs.changed_logits or needs.sampling:
             kind = "sample_changed" if needs.changed_logits else "sample"
-            self._functions[self._name(kind, rows)](*self._of_rows(rows, logits, sampling_input)[kind][1])
+            self._functions[self._name(kind, rows)](*self._of_rows(rows, logits, sampling_input)[kind])
         if not needs.logprobs:
             return None
         return self._functions[self._name("logprobs", rows)](logits, sampling_input, self._last_tokens)

@@ -20,7 +20,7 @@ from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts
+from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, WorkerFailedError
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.memory import MemoryLedger
@@ -41,8 +41,8 @@ class _Failure(NamedTuple):
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def error(self) -> Exception:
-        """A ``ValueError`` or ``RuntimeError`` as it was; for others a ``RuntimeError`` that names the kind."""
-        known = {"ValueError": ValueError, "RuntimeError": RuntimeError}.get(self.kind)
+        """One of the kinds that the engine tells apart, as it was; else a ``RuntimeError`` that names the kind."""
+        known = {kind.__name__: kind for kind in (ValueError, RuntimeError, WorkerFailedError)}.get(self.kind)
         error = RuntimeError(f"{self.kind}: {self.text}") if known is None else known(self.text)
         error.add_note(f"in the worker process:\n{self.trace}")
         return error

@@ -86,11 +86,14 @@ def test_processes_are_started_for_several_graphs_on_several_cores_only(monkeypa
         assert [useful_workers(jobs) for jobs in (0, 1, 5)] == expected
 
 
-def test_a_fork_leaves_the_processes_of_its_parent_alone() -> None:
+def test_a_fork_and_a_terminal_leave_the_processes_alone() -> None:
     """And does not wait for them."""
-    processes = BuildProcesses()
+    processes = BuildProcesses(niceness=10)
     processes.start(1)
     (process,) = processes._all
+    pid = process._process.pid
+    assert os.getpgid(pid) == pid, "Ctrl-C on a terminal ends it"
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 10
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

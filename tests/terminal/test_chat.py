@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from compiled_llm import CompiledEngine
+from compiled_llm.compiling.report import CompileReport, GraphReport
 from compiled_llm.terminal.chat import COMMANDS, Chat
 from compiled_llm.terminal.conversation import Conversation
 
@@ -60,6 +61,21 @@ not read
     assert notes.splitlines() == [
         "(cut at max_tokens=4: /set max_tokens 8, then /retry)",
         "(cut at max_tokens=3: /set max_tokens 6, then /retry)",
+    ]
+
+
+def test_stats_say_which_graphs_have_taken_over(
+    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def graph(name: str, cache: str, took_over: float | None) -> GraphReport:
+        return GraphReport(name, 1, 0, 0, 1.0, cache, 0, took_over=took_over)
+
+    report = CompileReport((graph("step", "miss", 12.34), graph("sample", "pending", None)))
+    monkeypatch.setattr(talk.engine, "compile_report", lambda: report)
+    assert run(talk, "/stats", monkeypatch) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "compiled while the engine served: step at 12.3 s",
+        "not compiled yet, so uncompiled: sample",
     ]
 
 

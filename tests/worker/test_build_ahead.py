@@ -27,10 +27,10 @@ class FakeProcess:
 
     ended: list["FakeProcess"]
 
-    def __init__(self, target: GpuTarget | None = None) -> None:
+    def __init__(self, target: GpuTarget | None, niceness: int) -> None:
         self.started, self.has_ended = 0.0, False
 
-    def build(self, job: Job) -> Built:
+    def build(self, job: Job, settings: Any) -> Built:
         self.has_ended = job.name == "fails"
         return Built(job.name.encode(), {"by": id(self)}, "")
 
@@ -67,6 +67,7 @@ def test_they_start_only_if_the_step_is_not_on_disk(tmp_path: Path, monkeypatch:
     assert len(FakeProcess.ended) == 2
     assert started(torch.device("cuda")) is None
     assert started(enforce_eager=True) == started(compile_workers=0) == started(compile_workers=1) == 0
+    assert started(wait_for_compile=False) == 0, "the first request has the cores"
     monkeypatch.setattr(build_ahead, "granted_cores", lambda: 1)
     assert started() == 0, "one core compiles in this process"
     monkeypatch.setattr(build_ahead, "granted_cores", lambda: 4)

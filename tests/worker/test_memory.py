@@ -125,6 +125,14 @@ def test_activations_are_estimated_where_the_system_does_not_tell(
         assert (row.how, row.bytes) == ("estimated", expected)
 
 
+def test_activations_are_estimated_with_a_margin_where_steps_begin_uncompiled() -> None:
+    with CompiledEngine(**SMALL, wait_for_compile=False) as engine:
+        row = next(row for row in engine.memory_report().rows if row.name == "activations")
+        runner = engine.own_runner
+        expected = memory.estimated_activations(engine.model_config, runner.limits, runner.dtype, runner.linears)
+        assert (row.how, row.bytes) == ("estimated", int(1.5 * expected))
+
+
 def test_activations_are_measured_as_growth_of_the_peak() -> None:
     # More than what malloc ever takes from pages that the process holds already.
     measured = memory.growth_while(lambda: torch.zeros(96 * MIB, dtype=torch.uint8).add_(1))

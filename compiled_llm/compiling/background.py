@@ -1,0 +1,122 @@
+"""Compiling while the engine serves: what the cache holds is loaded, and other processes compile the rest.
+
+Threads wait for both. What is finished lies in a queue, from which the engine takes it between two steps: so a step
+waits for nothing, and asks with no lock.
+"""
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from compiled_llm.compiling.build_processes import BuildProcesses, Built, Job
+from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.compiling.compiler import from_bytes
+from compiled_llm.compiling.keys import Fields, code_settings
+
+
+class Finished(NamedTuple):
+    """A job that has ended.
+
+    Attributes:
+        call: the compiled function; None where there is an ``error``.
+        facts: about the code.
+        cache: "hit" or "miss", and the ``reason``, as in ``GraphReport``.
+        seconds: what finding or compiling it took.
+        error: why it could not be compiled; empty if it was.
+    """
+
+    job: Job
+    call: Callable | None
+    facts: Fields
+    cache: str
+    reason: str
+    seconds: float
+    error: str = ""
+
+
+class BackgroundBuilds:
+    """Loads or compiles ``jobs``, in their order, from now on until all are ``finished`` or ``close``.
+
+    It is made where torch's settings are the engine's: they go into the code.
+
+    Args:
+        num_workers: processes that compile at the same time.
+        processes: none is started yet.
+
+    Attributes:
+        finished: what has ended, and was not taken yet.
+    """
+
+    def __init__(self, cache: CompileCache, jobs: Sequence[Job], num_workers: int, processes: BuildProcesses) -> None:
+        self.finished: deque[Finished] = deque()
+        # The threads know nothing of this object, so an engine that is dropped ends them as one that is closed.
+        arguments = cache, deque(jobs), num_workers, processes, code_settings(), self.finished
+        self._finalizer = weakref.finalize(self, processes.close)
+        threading.Thread(target=_find, args=arguments, name="graphs", daemon=True).start()
+
+    def close(self) -> None:
+        """End the processes, also in the middle of a job."""
+        self._finalizer()
+
+
+def _find(
+    cache: CompileCache,
+    jobs: deque[Job],
+    num_workers: int,
+    processes: BuildProcesses,
+    settings: Fields,
+    finished: deque[Finished],
+) -> None:
+    """Load what is on disk, and start the threads that have the rest compiled."""
+    missing: deque[tuple[Job, str]] = deque()
+    while jobs and not processes.closed:
+        job, started = jobs.popleft(), time.perf_counter()
+        found = _load(cache, job)
+        if isinstance(found, str):
+            missing.append((job, found))
+        else:
+            finished.append(Finished(job, *found, "hit", "", time.perf_counter() - started))
+    for number in range(min(num_workers, len(missing))):
+        arguments = cache, missing, processes, settings, finished
+        threading.Thread(target=_compile, args=arguments, name=f"graphs {number}", daemon=True).start()
+
+
+def _compile(
+    cache: CompileCache,
+    missing: deque[tuple[Job, str]],
+    processes: BuildProcesses,
+    settings: Fields,
+    finished: deque[Finished],
+) -> None:
+    """Take jobs until none is left, and have each compiled."""
+    while not processes.closed:
+        try:
+            job, reason = missing.popleft()
+        except IndexError:
+            return
+        started = time.perf_counter()
+        built = processes.build(job, settings)
+        found = built.error or _load(cache, job, built)
+        seconds = time.perf_counter() - started
+        if isinstance(found, str):
+            finished.append(Finished(job, None, {}, "miss", reason, seconds, found))
+        else:
+            finished.append(Finished(job, *found, "miss", reason, seconds))
+
+
+def _load(cache: CompileCache, job: Job, built: Built | None = None) -> tuple[Callable, Fields] | str:
+    """The compiled function and facts about it; or why there is none. ``built``: is stored before."""
+    try:
+        function = job.recipe()
+        key = cache.key_of(job.name, function, job.args, job.depends)
+        if built is not None:
+            cache.store(key, built.payload, built.facts)
+        found = cache.find(key)
+        return found if isinstance(found, str) else (from_bytes(found.payload, function), found.facts)
+    except (
+        Exception
+    ) as error:  # whatever it is: what was on disk is compiled anew, of what was built the next step says
+        return f"the code does not load: {type(error).__name__}: {error}"
