@@ -15,7 +15,7 @@ from compiled_llm.step.kv_cache import layer_dtypes
 from tests.battery.test_gguf_files import PACKAGES, file_of
 
 pytestmark = pytest.mark.battery
-NUM_TOKENS = 4096
+NUM_TOKENS = 2048
 # Most of the change in perplexity. SmolLM2's weights were Q4_1 and come back; Gemma's have more than 16 values a group.
 MOST = {
     "smollm2": {"int8": 0.005, "int8_w8a8": 0.012, "int4": 0.005, "int4_w4a8": 0.01, "fp8": 0.012},
