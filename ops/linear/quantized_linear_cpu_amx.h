@@ -1,0 +1,256 @@
+// Products of weights alone quantised on tile registers. A chunk of weights becomes bfloat16 once, scaled, and all rows of
+// a block are multiplied by it as those of packed_linear are (linear_cpu_amx.h): a row alone too, so that it has the bits
+// that it has among many.
+//
+// Of each output, with the largest scale of its groups, `norm`:
+//
+//   weight = bfloat16(float16((value(code) - zero) * scale * LARGEST / norm))      y = sum * norm / LARGEST + bias
+//
+// so where a row is one group, weights are exact: values of codes alone. Numbers of 16 bits are multiplied 32 at a time,
+// and float16 is the only kind that these CPUs multiply. Its products become bfloat16 by a shift: 3 bits of mantissa are cut
+// off, for which scales are a little larger, so that the errors are as often above as below; what has no more than 8 bits
+// stays exact. The exponent, whose bias is 112 less, is left as it is: weights are 2^-112 times what they are, so
+// activations are multiplied by 2^48, lest products are too small, and sums by what is left.
+
+#include <cmath>
+
+#include "linear_cpu_amx.h"
+
+namespace {
+namespace ISA {
+
+#if HALVES
+#define TARGET_HALVES \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512fp16,fma,f16c")))
+#else
+#define TARGET_HALVES TARGET
+#endif
+#define INLINE_HALVES inline __attribute__((always_inline)) TARGET_HALVES
+
+constexpr float LARGEST = 1 << 15;             // of the products in float16
+constexpr float X_FACTOR = 0x1p48f, SUM_FACTOR = 0x1p64f;  // 2^112 together
+constexpr float CUT_OFF = 1 + 0.00276f;        // 2^-8.5: half of what is cut off, on average
+constexpr int64_t FEW_PAIRS = 64, CHUNK = 128, LONG_CHUNK = 256, MANY_ROWS = 256;  // pairs of a chunk of weights
+
+// Vectors of 32 numbers of float16.
+#if HALVES
+INLINE_HALVES __m512i add_product(__m512i a, __m512i b, __m512i c) {  // a * b + c, rounded once
+  return _mm512_castph_si512(
+      _mm512_fmadd_ph(_mm512_castsi512_ph(a), _mm512_castsi512_ph(b), _mm512_castsi512_ph(c)));
+}
+INLINE_HALVES __m512i halves_of(__m512i integers) { return _mm512_castph_si512(_mm512_cvtepi16_ph(integers)); }
+#else
+// By their definition, for machines that have no such instructions.
+inline Half half_of(double x) {  // rounded once: what does not fit into a float makes its last bit 1
+  float nearest = static_cast<float>(x);
+  if (nearest != x && nearest == nearest) {
+    uint32_t raw = __builtin_bit_cast(uint32_t, nearest);
+    if (std::fabs(static_cast<double>(nearest)) > std::fabs(x)) --raw;
+    nearest = __builtin_bit_cast(float, raw | 1);
+  }
+  return Half(nearest);
+}
+TARGET inline __m512i add_product(__m512i a, __m512i b, __m512i c) {
+  Half x[32], y[32], z[32];
+  std::memcpy(x, &a, sizeof(x)), std::memcpy(y, &b, sizeof(y)), std::memcpy(z, &c, sizeof(z));
+  for (int i = 0; i < 32; ++i)
+    z[i] = half_of(static_cast<double>(static_cast<float>(x[i])) * static_cast<float>(y[i]) + static_cast<float>(z[i]));
+  std::memcpy(&c, z, sizeof(z));
+  return c;
+}
+TARGET inline __m512i halves_of(__m512i integers) {
+  int16_t from[32];
+  Half to[32];
+  std::memcpy(from, &integers, sizeof(from));
+  for (int i = 0; i < 32; ++i) to[i] = Half(static_cast<float>(from[i]));
+  std::memcpy(&integers, to, sizeof(to));
+  return integers;
+}
+#endif
+
+// 16 numbers in float16, each for both inputs of a pair.
+INLINE __m512i in_pairs(Vec x) {
+  const __m512i words = _mm512_cvtepu16_epi32(
+      _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  return _mm512_or_si512(words, _mm512_slli_epi32(words, 16));
+}
+
+// A word of codes is 4 bytes of each of 16 outputs: 2 pairs of inputs of 8 bits (0, 2) and (1, 3), or 4 of 4 bits
+// (0, 2), (4, 6), (1, 3), (5, 7). Each source turns a word into pairs of float16, UNIT times the values.
+struct TileFourBits {  // any, from a table
+  static constexpr int PAIRS = 4;
+  static constexpr float VALUES = 8, UNIT = 1;  // values are at most so large
+  __m512i table;  // twice the 16 values: bit 4 of an index is that of another code
+
+  INLINE_HALVES explicit TileFourBits(const Values& values) {
+    Half each[32];
+    for (int i = 0; i < 32; ++i) each[i] = Half(values.of[i % 16]);
+    std::memcpy(&table, each, sizeof(each));
+  }
+  INLINE_HALVES void pairs(__m512i codes, __m512i* to) const {
+    to[0] = _mm512_permutexvar_epi16(codes, table);
+    to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
+    to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
+    to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+  }
+  INLINE_HALVES static __m512i checked(__m512i weights, __m512i) { return weights; }
+};
+
+struct TileIntegers {  // of 8 bits
+  static constexpr int PAIRS = 2;
+  static constexpr float VALUES = 128, UNIT = 256;
+
+  INLINE_HALVES explicit TileIntegers(const Values&) {}
+  INLINE_HALVES void pairs(__m512i codes, __m512i* to) const {
+    to[0] = halves_of(_mm512_slli_epi16(codes, 8));
+    to[1] = halves_of(_mm512_and_si512(codes, _mm512_set1_epi16(-256)));
+  }
+  INLINE_HALVES static __m512i checked(__m512i weights, __m512i) { return weights; }
+};
+
+struct TileFloats {  // e4m3: the exponent's bias is 8 less than that of float16
+  static constexpr int PAIRS = 2;
+  static constexpr float VALUES = 512, UNIT = 1.f / 256;
+
+  INLINE_HALVES explicit TileFloats(const Values&) {}
+  INLINE_HALVES static __m512i half(__m512i high_bytes) {
+    return _mm512_and_si512(_mm512_srai_epi16(high_bytes, 1), _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+  }
+  INLINE_HALVES void pairs(__m512i codes, __m512i* to) const {
+    to[0] = half(_mm512_slli_epi16(codes, 8));
+    to[1] = half(codes);
+  }
+  // NaN where the code is one.
+  INLINE_HALVES static __m512i checked(__m512i weights, __m512i halves) {
+    const __m512i size = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
+    return _mm512_mask_mov_epi16(weights, _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x3f80)),
+                                 _mm512_set1_epi16(0x7fc0));
+  }
+};
+
+// The weights of one or two column tiles.
+template <class Source, int C>
+struct TileWeights {
+  const Block& work;
+  const Matrix& of = *work.of;
+  const Source source{*of.values};
+  const int64_t group = of.whole ? of.inputs : of.part;
+  Vec inverse[C];
+
+  TARGET_HALVES explicit TileWeights(const Block& work) : work(work) {
+    const Vec values = broadcast(Source::VALUES);
+    for (int c = 0; c < C; ++c) {
+      Vec norm = {};
+      for (int64_t g = 0; g < of.groups; ++g) {
+        const Vec size = size_of(scale_at(c, g));
+        const Vec with_zero = work.zeros == nullptr ? size : size * (values + size_of(zero_at(c, g))) / values;
+        norm = with_zero > norm ? with_zero : norm;
+      }
+      inverse[c] = norm > Vec{} ? broadcast(CUT_OFF * LARGEST / Source::VALUES) / norm : Vec{};
+      store(work.factors + c * TILE, norm * broadcast(Source::VALUES / LARGEST * SUM_FACTOR));
+    }
+  }
+
+  INLINE_HALVES static Vec size_of(Vec x) { return floats(bits(x) & 0x7fffffff); }
+  INLINE_HALVES Vec scale_at(int c, int64_t g) const {
+    return load_scales(work.scales, (c * of.groups + g) * TILE, of.scale_type);
+  }
+  INLINE_HALVES Vec zero_at(int c, int64_t g) const {
+    return load_zeros(work.zeros, (c * of.groups + g) * TILE, of.zero_type);
+  }
+
+  // Pairs [pair, pair + count) of tile c, which are whole words of codes; zeros after the last.
+  TARGET_HALVES void decode(int c, int64_t pair, int64_t count, uint32_t* to) const {
+    const int64_t words_of_group = group / (2 * Source::PAIRS), all = of.inputs / (2 * Source::PAIRS);
+    const int64_t first = pair / Source::PAIRS, end = std::min(first + count / Source::PAIRS, all);
+    const uint8_t* const codes = work.codes + c * of.tile_bytes();
+    const uint8_t* const later = work.later + c * of.tile_bytes();
+    for (int64_t word = first, g = first / words_of_group; word < end; ++g) {
+      const Vec scale = scale_at(c, g) * inverse[c];
+      const __m512i ratio = in_pairs(scale * broadcast(1 / Source::UNIT));
+      const __m512i offset = work.zeros == nullptr ? _mm512_setzero_si512() : in_pairs(-(scale * zero_at(c, g)));
+      for (const int64_t until = std::min(end, (g + 1) * words_of_group); word < until; ++word, to += Source::PAIRS * TILE) {
+        __m512i halves[Source::PAIRS];
+        source.pairs(_mm512_loadu_si512(codes + word * 64), halves);
+        __builtin_prefetch(later + word * 64, 0, 2);
+#pragma GCC unroll 4
+        for (int j = 0; j < Source::PAIRS; ++j) {
+          const __m512i product = add_product(halves[j], ratio, offset);
+          const __m512i weights =
+              _mm512_and_si512(_mm512_srai_epi16(product, 3), _mm512_set1_epi16(static_cast<int16_t>(0x8fff)));
+          _mm512_store_si512(to + j * TILE, Source::checked(weights, halves[j]));
+        }
+      }
+    }
+    std::memset(to, 0, (count - (end - first) * Source::PAIRS) * TILE * sizeof(uint32_t));
+  }
+};
+
+template <class Source, int C>
+TARGET_HALVES void multiply_columns(const Block& work) {
+  const TileWeights<Source, C> weights(work);
+  const int64_t all = (work.of->inputs / 2 + TILE - 1) / TILE * TILE;  // pairs
+  const int64_t chunk = work.rows <= TILE ? FEW_PAIRS : work.rows < MANY_ROWS ? CHUNK : LONG_CHUNK;
+  const auto nothing = [] {};
+  for (int64_t pair = 0, pairs; pair < all; pair += pairs) {
+    pairs = std::min(chunk, all - pair);
+    for (int c = 0; c < C; ++c) weights.decode(c, pair, pairs, work.decoded + c * pairs * TILE);
+    for (int64_t row = 0; row < work.rows; row += 2 * TILE) {
+      const uint32_t* const x = work.x + row * all;
+      float* const sums = work.sums + row * C * TILE;
+      const int64_t stride = pairs * TILE;
+      if (work.rows <= TILE)
+        multiply_tiles<TILES, false, 1, C>(x + pair, all, work.decoded, stride, pairs, sums, pair == 0, nothing);
+      else if (work.rows - row <= TILE)
+        multiply_tiles<TILES, true, 1, C>(x + pair * TILE, 0, work.decoded, stride, pairs, sums, pair == 0, nothing);
+      else
+        multiply_tiles<TILES, true, 2, C>(x + pair * 2 * TILE, 0, work.decoded, stride, pairs, sums, pair == 0, nothing);
+    }
+  }
+  for (int64_t row = 0; row < work.rows; ++row)
+    for (int c = 0; c < C; ++c)
+      store_as(work.out + row * work.out_stride + c * TILE,
+               load(work.sums + (row * C + c) * TILE) * load(work.factors + c * TILE) + load(work.bias + c * TILE),
+               work.count - c * TILE);
+}
+
+template <class Source>
+TARGET void multiply_block(const Block& work) {
+  if (work.columns == 2) multiply_columns<Source, 2>(work);
+  else multiply_columns<Source, 1>(work);
+}
+
+// `count` rows of a block as multiply_columns takes them, in the order in which codes are decoded, X_FACTOR times as large.
+// Up to 16 lie row by row; more in groups of 32, tile by tile.
+TARGET inline void pack_tiles(const Matrix& of, int64_t K, const BFloat16* const* rows, int64_t count, uint32_t* to) {
+  alignas(64) uint16_t order[32];
+  for (int i = 0; i < 32; ++i) order[i] = i / 8 * 8 + ORDER[of.word_inputs() == 8][i % 8];
+  const int64_t all = (of.inputs / 2 + TILE - 1) / TILE * TILE;
+  const bool row_by_row = count <= TILE;
+  const int64_t tiles = row_by_row ? 1 : (count + TILE - 1) / TILE;
+  const Vec factor = broadcast(X_FACTOR);
+  for (int64_t m = 0; m < (row_by_row ? count : tiles * TILE); ++m)
+    for (int64_t k = 0; k < 2 * all; k += 32) {
+      uint32_t* const at = row_by_row ? to + m * all + k / 2
+                                      : to + m / (2 * TILE) * 2 * TILE * all +
+                                            (k / 32 * std::min<int64_t>(2, tiles - m / (2 * TILE) * 2) * TILE + m % (2 * TILE)) * TILE;
+      const uint32_t inside = m >= count ? 0 : K - k >= 32 ? ~0u : K > k ? (1u << (K - k)) - 1 : 0;
+      const BFloat16* const row = m < count ? rows[m] + k : rows[0];
+      const __m512i pairs = _mm512_permutexvar_epi16(_mm512_load_si512(order), _mm512_maskz_loadu_epi16(inside, row));
+      const Vec even = reinterpret_cast<Vec>(_mm512_slli_epi32(pairs, 16)) * factor;
+      const Vec odd = reinterpret_cast<Vec>(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536))) * factor;
+      _mm512_storeu_si512(at, _mm512_or_si512(_mm512_srli_epi32(reinterpret_cast<__m512i>(even), 16),
+                                              _mm512_and_si512(reinterpret_cast<__m512i>(odd), _mm512_set1_epi32(-65536))));
+    }
+}
+
+inline KernelsOf bf16_kernels() {
+  static constexpr TileKernels tiles = {
+      [](int64_t rows) { TILES::begin(std::min(rows, TILE)); }, [] { TILES::end(); }, pack_tiles,
+      {multiply_block<TileIntegers>, multiply_block<TileFourBits>, multiply_block<TileFloats>,
+       multiply_block<TileFourBits>}, 2 * LONG_CHUNK * TILE};
+  return {.tiles = &tiles};
+}
+
+}  // namespace ISA
+}  // namespace
