@@ -68,7 +68,8 @@ struct HardwareTiles {
     unsigned a, b, c, d;
     constexpr unsigned AMX_BF16 = 1u << 22, AVX512_FP16 = 1u << 23, AMX_TILE = 1u << 24;
     constexpr unsigned ALL = AMX_BF16 | AVX512_FP16 | AMX_TILE;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & ALL) != ALL) return false;
+    constexpr unsigned AVX512_VBMI = 1u << 1;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & ALL) != ALL || !(c & AVX512_VBMI)) return false;
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     return __builtin_cpu_supports("avx512f") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
   }

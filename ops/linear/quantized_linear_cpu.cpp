@@ -33,6 +33,7 @@ namespace {
 constexpr int64_t WHOLE_PART = 128;       // inputs of a part where a row is one group
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // of a block of rows: half of L2
 constexpr int64_t TILED_BLOCK_BYTES = 5 << 18, TILED_ROWS = 32;  // of a block on tile registers, a multiple of these rows
+constexpr int64_t STREAM_BYTES = 1 << 17;  // of output: more is written past the caches
 constexpr int64_t GRAIN_FLOPS = 1 << 18;  // for less, waking a thread takes longer than the work
 
 float value_of(Element element, int code) {
@@ -216,6 +217,7 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
       kernels.pack(matrix, of.K, inputs.data(), blocks[b].rows, x.data<uint32_t>() + packed[b] * words);
     }
   });
+  const bool stream = rows.count * of.N * 2 > STREAM_BYTES && of.N % (2 * TILE) == 0;
   std::atomic<int64_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat), decoded = empty({kernels.decoded_words + 16}, kInt);
@@ -247,7 +249,10 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
              .bias = bias,
              .out = reinterpret_cast<BFloat16*>(out) + block.row * of.N + tile * TILE,
              .out_stride = of.N,
-             .later = of.codes_of(later)});
+             .stream = stream,
+             .later = of.codes_of(later),
+             .later_scales = of.scales_of(later),
+             .later_zeros = of.zeros_of(later)});
       }
       kernels.end();
     }

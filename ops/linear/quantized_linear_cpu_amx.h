@@ -21,7 +21,7 @@ namespace ISA {
 
 #if HALVES
 #define TARGET_HALVES \
-  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512fp16,fma,f16c")))
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,avx512fp16,fma,f16c")))
 #else
 #define TARGET_HALVES TARGET
 #endif
@@ -39,6 +39,12 @@ INLINE_HALVES __m512i add_product(__m512i a, __m512i b, __m512i c) {  // a * b +
       _mm512_fmadd_ph(_mm512_castsi512_ph(a), _mm512_castsi512_ph(b), _mm512_castsi512_ph(c)));
 }
 INLINE_HALVES __m512i halves_of(__m512i integers) { return _mm512_castph_si512(_mm512_cvtepi16_ph(integers)); }
+// Bits 4 I to 4 I + 3 of 16, in the lowest bits, with others above them. Not a shift: those wait for the same port as products
+// do while tiles are multiplied.
+template <int I>
+INLINE_HALVES __m512i lowered(__m512i codes) {
+  return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x3830282018100800 + 4 * I * 0x0101010101010101), codes);
+}
 #else
 // By their definition, for machines that have no such instructions.
 inline Half half_of(double x) {  // rounded once: what does not fit into a float makes its last bit 1
@@ -58,6 +64,8 @@ TARGET inline __m512i add_product(__m512i a, __m512i b, __m512i c) {
   std::memcpy(&c, z, sizeof(z));
   return c;
 }
+template <int I>
+INLINE __m512i lowered(__m512i codes) { return _mm512_srli_epi16(codes, 4 * I); }
 TARGET inline __m512i halves_of(__m512i integers) {
   int16_t from[32];
   Half to[32];
@@ -89,9 +97,9 @@ struct TileFourBits {  // any, from a table
   }
   INLINE_HALVES void pairs(__m512i codes, __m512i* to) const {
     to[0] = _mm512_permutexvar_epi16(codes, table);
-    to[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
-    to[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
-    to[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+    to[1] = _mm512_permutexvar_epi16(lowered<1>(codes), table);
+    to[2] = _mm512_permutexvar_epi16(lowered<2>(codes), table);
+    to[3] = _mm512_permutexvar_epi16(lowered<3>(codes), table);
   }
   INLINE_HALVES static __m512i checked(__m512i weights, __m512i) { return weights; }
 };
@@ -165,7 +173,11 @@ struct TileWeights {
     const int64_t first = pair / Source::PAIRS, end = std::min(first + count / Source::PAIRS, all);
     const uint8_t* const codes = work.codes + c * of.tile_bytes();
     const uint8_t* const later = work.later + c * of.tile_bytes();
+    const int64_t scale_bytes = TILE * bytes_of(of.scale_type), zero_bytes = TILE * bytes_of(of.zero_type);
+    const Source source = this->source;
     for (int64_t word = first, g = first / words_of_group; word < end; ++g) {
+      __builtin_prefetch(work.later_scales + (c * of.groups + g) * scale_bytes, 0, 2);
+      if (work.zeros != nullptr) __builtin_prefetch(work.later_zeros + (c * of.groups + g) * zero_bytes, 0, 2);
       const Vec scale = scale_at(c, g) * inverse[c];
       const __m512i ratio = in_pairs(scale * broadcast(1 / Source::UNIT));
       const __m512i offset = work.zeros == nullptr ? _mm512_setzero_si512() : in_pairs(-(scale * zero_at(c, g)));
@@ -186,32 +198,68 @@ struct TileWeights {
   }
 };
 
+// Up to 16 rows. Sums stay in tiles, and weights are multiplied as soon as they are decoded.
 template <class Source, int C>
-TARGET_HALVES void multiply_columns(const Block& work) {
-  const TileWeights<Source, C> weights(work);
-  const int64_t all = (work.of->inputs / 2 + TILE - 1) / TILE * TILE;  // pairs
-  const int64_t chunk = work.rows <= TILE ? FEW_PAIRS : work.rows < MANY_ROWS ? CHUNK : LONG_CHUNK;
+INLINE_HALVES void multiply_few(const Block& work, const TileWeights<Source, C>& weights, int64_t all) {
+  TILES tiles;
+  constexpr int64_t ROW = 64, SUMS_ROW = C * ROW;  // bytes
+  tiles.template zero<0>();
+  if constexpr (C > 1) tiles.template zero<1>();
+  for (int64_t pair = 0, pairs; pair < all; pair += pairs) {
+    pairs = std::min(FEW_PAIRS, all - pair);
+    for (int c = 0; c < C; ++c) weights.decode(c, pair, pairs, work.decoded + c * FEW_PAIRS * TILE);
+    for (int64_t p = 0; p < pairs; p += TILE) {
+      tiles.template load<4>(work.x + pair + p, all * sizeof(uint32_t));
+      tiles.template load<6>(work.decoded + p * TILE, ROW);
+      tiles.template multiply<0, 4, 6>();
+      if constexpr (C > 1) {
+        tiles.template load<7>(work.decoded + (FEW_PAIRS + p) * TILE, ROW);
+        tiles.template multiply<1, 4, 7>();
+      }
+    }
+  }
+  tiles.template store<0>(work.sums, SUMS_ROW);
+  if constexpr (C > 1) tiles.template store<1>(work.sums + TILE, SUMS_ROW);
+}
+
+template <class Source, int C>
+INLINE_HALVES void multiply_many(const Block& work, const TileWeights<Source, C>& weights, int64_t all) {
+  const int64_t chunk = work.rows < MANY_ROWS ? CHUNK : LONG_CHUNK;
   const auto nothing = [] {};
   for (int64_t pair = 0, pairs; pair < all; pair += pairs) {
     pairs = std::min(chunk, all - pair);
-    for (int c = 0; c < C; ++c) weights.decode(c, pair, pairs, work.decoded + c * pairs * TILE);
+    const int64_t stride = pairs * TILE;
+    for (int c = 0; c < C; ++c) weights.decode(c, pair, pairs, work.decoded + c * stride);
     for (int64_t row = 0; row < work.rows; row += 2 * TILE) {
       const uint32_t* const x = work.x + row * all;
       float* const sums = work.sums + row * C * TILE;
-      const int64_t stride = pairs * TILE;
-      if (work.rows <= TILE)
-        multiply_tiles<TILES, false, 1, C>(x + pair, all, work.decoded, stride, pairs, sums, pair == 0, nothing);
-      else if (work.rows - row <= TILE)
+      if (work.rows - row <= TILE)
         multiply_tiles<TILES, true, 1, C>(x + pair * TILE, 0, work.decoded, stride, pairs, sums, pair == 0, nothing);
       else
         multiply_tiles<TILES, true, 2, C>(x + pair * 2 * TILE, 0, work.decoded, stride, pairs, sums, pair == 0, nothing);
     }
   }
-  for (int64_t row = 0; row < work.rows; ++row)
-    for (int c = 0; c < C; ++c)
-      store_as(work.out + row * work.out_stride + c * TILE,
-               load(work.sums + (row * C + c) * TILE) * load(work.factors + c * TILE) + load(work.bias + c * TILE),
-               work.count - c * TILE);
+}
+
+template <class Source, int C>
+TARGET_HALVES void multiply_columns(const Block& work) {
+  const TileWeights<Source, C> weights(work);
+  const int64_t all = (work.of->inputs / 2 + TILE - 1) / TILE * TILE;  // pairs
+  if (work.rows <= TILE) multiply_few<Source, C>(work, weights, all);
+  else multiply_many<Source, C>(work, weights, all);
+  const auto y = [&](int64_t row, int64_t c) TARGET {
+    return load(work.sums + (row * C + c) * TILE) * load(work.factors + c * TILE) + load(work.bias + c * TILE);
+  };
+  for (int64_t row = 0; row < work.rows; ++row) {
+    BFloat16* const out = work.out + row * work.out_stride;
+    if (C == 2 && work.count >= 2 * TILE) {
+      const Vec line = to_bf16_pairs(y(row, 0), y(row, C - 1));
+      if (work.stream) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), reinterpret_cast<__m512i>(line));
+      else store(out, line);
+    } else {
+      for (int c = 0; c < C; ++c) store_as(out + c * TILE, y(row, c), work.count - c * TILE);
+    }
+  }
 }
 
 template <class Source>
@@ -246,7 +294,10 @@ TARGET inline void pack_tiles(const Matrix& of, int64_t K, const BFloat16* const
 
 inline KernelsOf bf16_kernels() {
   static constexpr TileKernels tiles = {
-      [](int64_t rows) { TILES::begin(std::min(rows, TILE)); }, [] { TILES::end(); }, pack_tiles,
+      [](int64_t rows) { TILES::begin(std::min(rows, TILE)); }, [] {
+        TILES::end();
+        _mm_sfence();  // outputs may have been written past the caches
+      }, pack_tiles,
       {multiply_block<TileIntegers>, multiply_block<TileFourBits>, multiply_block<TileFloats>,
        multiply_block<TileFourBits>}, 2 * LONG_CHUNK * TILE};
   return {.tiles = &tiles};

@@ -67,7 +67,9 @@ struct Block {
   const float* bias;  // [columns, TILE]
   BFloat16* out;
   int64_t out_stride;
-  const uint8_t* later;  // codes that are fetched meanwhile
+  bool stream;           // the output is too large for the caches
+  const uint8_t* later;  // codes that are fetched meanwhile, their scales and zeros
+  const char *later_scales, *later_zeros;
 };
 
 // Those of tile registers. A thread multiplies after `begin` and before `end`.
