@@ -30,7 +30,8 @@ namespace ISA {
 constexpr float LARGEST = 1 << 15;             // of the products in float16
 constexpr float X_FACTOR = 0x1p48f, SUM_FACTOR = 0x1p64f;  // 2^112 together
 constexpr float CUT_OFF = 1 + 0.00276f;        // 2^-8.5: half of what is cut off, on average
-constexpr int64_t FEW_PAIRS = 64, CHUNK = 128, LONG_CHUNK = 256, MANY_ROWS = 256;  // pairs of a chunk of weights
+constexpr int64_t FEW_PAIRS = 64, CHUNK = 128;  // pairs of a chunk of weights: 16 KiB of two tiles,
+constexpr int64_t MANY_ROWS = 256;                // and from so many rows on twice that
 
 // Vectors of 32 numbers of float16.
 #if HALVES
@@ -198,6 +199,24 @@ struct TileWeights {
   }
 };
 
+// Rounds the sums of some rows.
+template <int C>
+INLINE void finish_rows(const Block& work, int64_t first, int64_t end) {
+  const auto y = [&](int64_t row, int64_t c) TARGET __attribute__((always_inline)) {
+    return load(work.sums + (row * C + c) * TILE) * load(work.factors + c * TILE) + load(work.bias + c * TILE);
+  };
+  for (int64_t row = first; row < end; ++row) {
+    BFloat16* const out = work.out + row * work.out_stride;
+    if (C == 2 && work.count >= 2 * TILE) {
+      const Vec line = to_bf16_pairs(y(row, 0), y(row, C - 1));
+      if (work.stream) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), reinterpret_cast<__m512i>(line));
+      else store(out, line);
+    } else {
+      for (int c = 0; c < C; ++c) store_as(out + c * TILE, y(row, c), work.count - c * TILE);
+    }
+  }
+}
+
 // Up to 16 rows. Sums stay in tiles, and weights are multiplied as soon as they are decoded.
 template <class Source, int C>
 INLINE_HALVES void multiply_few(const Block& work, const TileWeights<Source, C>& weights, int64_t all) {
@@ -220,24 +239,62 @@ INLINE_HALVES void multiply_few(const Block& work, const TileWeights<Source, C>&
   }
   tiles.template store<0>(work.sums, SUMS_ROW);
   if constexpr (C > 1) tiles.template store<1>(work.sums + TILE, SUMS_ROW);
+  finish_rows<C>(work, 0, work.rows);
 }
+
+// What is done beside products, a part each time it is called: a chunk of weights is decoded, which is multiplied next, and
+// rows of sums are rounded that are complete.
+template <class Source, int C>
+struct Meanwhile {
+  static constexpr int64_t ROWS = 4;
+  const TileWeights<Source, C>& weights;
+  const int64_t pair, pairs, each;  // of the chunk; `each` tiles of 16 pairs at a time
+  uint32_t* const to;
+  int64_t done = 0, row = 0, rows_end = 0;
+
+  TARGET_HALVES void decode(int64_t count) {
+    for (const int64_t end = std::min(done + count, C * pairs / TILE); done < end; ++done) {
+      const int64_t c = done % C, first = done / C * TILE;
+      weights.decode(c, pair + first, TILE, to + (c * pairs + first) * TILE);
+    }
+  }
+  TARGET_HALVES void finish(int64_t count) {
+    const int64_t end = std::min(row + count, rows_end);
+    finish_rows<C>(weights.work, row, end);
+    row = end;
+  }
+  TARGET_HALVES void operator()() {
+    decode(each);
+    finish(ROWS);
+  }
+};
 
 template <class Source, int C>
 INLINE_HALVES void multiply_many(const Block& work, const TileWeights<Source, C>& weights, int64_t all) {
-  const int64_t chunk = work.rows < MANY_ROWS ? CHUNK : LONG_CHUNK;
-  const auto nothing = [] {};
-  for (int64_t pair = 0, pairs; pair < all; pair += pairs) {
-    pairs = std::min(chunk, all - pair);
-    const int64_t stride = pairs * TILE;
-    for (int c = 0; c < C; ++c) weights.decode(c, pair, pairs, work.decoded + c * stride);
+  const int64_t chunk = work.rows < MANY_ROWS ? CHUNK : 2 * CHUNK, groups = (work.rows + 2 * TILE - 1) / (2 * TILE);
+  const auto buffer = [&](int64_t pair) { return work.decoded + pair / chunk % 2 * C * chunk * TILE; };
+  const auto from = [&](int64_t pair) {
+    return Meanwhile<Source, C>{weights, pair, std::min(chunk, all - pair), (C + groups - 1) / groups, buffer(pair)};
+  };
+  from(0).decode(C * chunk);
+  for (int64_t pair = 0; pair < all; pair += chunk) {
+    const int64_t pairs = std::min(chunk, all - pair), stride = pairs * TILE;
+    const bool last = pair + chunk >= all;
+    Meanwhile<Source, C> meanwhile = from(std::min(pair + chunk, all));
     for (int64_t row = 0; row < work.rows; row += 2 * TILE) {
       const uint32_t* const x = work.x + row * all;
       float* const sums = work.sums + row * C * TILE;
       if (work.rows - row <= TILE)
-        multiply_tiles<TILES, true, 1, C>(x + pair * TILE, 0, work.decoded, stride, pairs, sums, pair == 0, nothing);
+        multiply_tiles<TILES, true, 1, C>(x + pair * TILE, 0, buffer(pair), stride, pairs, sums, pair == 0, meanwhile);
       else
-        multiply_tiles<TILES, true, 2, C>(x + pair * 2 * TILE, 0, work.decoded, stride, pairs, sums, pair == 0, nothing);
+        multiply_tiles<TILES, true, 2, C>(x + pair * 2 * TILE, 0, buffer(pair), stride, pairs, sums, pair == 0, meanwhile);
+      if (last) {
+        meanwhile.finish(2 * TILE);
+        meanwhile.rows_end = std::min(row + 2 * TILE, work.rows);
+      }
     }
+    meanwhile.decode(C * chunk);
+    meanwhile.finish(2 * TILE);
   }
 }
 
@@ -247,19 +304,6 @@ TARGET_HALVES void multiply_columns(const Block& work) {
   const int64_t all = (work.of->inputs / 2 + TILE - 1) / TILE * TILE;  // pairs
   if (work.rows <= TILE) multiply_few<Source, C>(work, weights, all);
   else multiply_many<Source, C>(work, weights, all);
-  const auto y = [&](int64_t row, int64_t c) TARGET {
-    return load(work.sums + (row * C + c) * TILE) * load(work.factors + c * TILE) + load(work.bias + c * TILE);
-  };
-  for (int64_t row = 0; row < work.rows; ++row) {
-    BFloat16* const out = work.out + row * work.out_stride;
-    if (C == 2 && work.count >= 2 * TILE) {
-      const Vec line = to_bf16_pairs(y(row, 0), y(row, C - 1));
-      if (work.stream) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), reinterpret_cast<__m512i>(line));
-      else store(out, line);
-    } else {
-      for (int c = 0; c < C; ++c) store_as(out + c * TILE, y(row, c), work.count - c * TILE);
-    }
-  }
 }
 
 template <class Source>
@@ -274,22 +318,25 @@ TARGET inline void pack_tiles(const Matrix& of, int64_t K, const BFloat16* const
   alignas(64) uint16_t order[32];
   for (int i = 0; i < 32; ++i) order[i] = i / 8 * 8 + ORDER[of.word_inputs() == 8][i % 8];
   const int64_t all = (of.inputs / 2 + TILE - 1) / TILE * TILE;
-  const bool row_by_row = count <= TILE;
-  const int64_t tiles = row_by_row ? 1 : (count + TILE - 1) / TILE;
-  const Vec factor = broadcast(X_FACTOR);
-  for (int64_t m = 0; m < (row_by_row ? count : tiles * TILE); ++m)
-    for (int64_t k = 0; k < 2 * all; k += 32) {
-      uint32_t* const at = row_by_row ? to + m * all + k / 2
-                                      : to + m / (2 * TILE) * 2 * TILE * all +
-                                            (k / 32 * std::min<int64_t>(2, tiles - m / (2 * TILE) * 2) * TILE + m % (2 * TILE)) * TILE;
-      const uint32_t inside = m >= count ? 0 : K - k >= 32 ? ~0u : K > k ? (1u << (K - k)) - 1 : 0;
-      const BFloat16* const row = m < count ? rows[m] + k : rows[0];
-      const __m512i pairs = _mm512_permutexvar_epi16(_mm512_load_si512(order), _mm512_maskz_loadu_epi16(inside, row));
-      const Vec even = reinterpret_cast<Vec>(_mm512_slli_epi32(pairs, 16)) * factor;
-      const Vec odd = reinterpret_cast<Vec>(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536))) * factor;
-      _mm512_storeu_si512(at, _mm512_or_si512(_mm512_srli_epi32(reinterpret_cast<__m512i>(even), 16),
-                                              _mm512_and_si512(reinterpret_cast<__m512i>(odd), _mm512_set1_epi32(-65536))));
-    }
+  const auto pack = [&](int64_t m, int64_t k, uint32_t* at) TARGET __attribute__((always_inline)) {
+    const uint32_t inside = m >= count ? 0 : K - k >= 32 ? ~0u : K > k ? (1u << (K - k)) - 1 : 0;
+    const __m512i pairs =
+        _mm512_permutexvar_epi16(_mm512_load_si512(order), _mm512_maskz_loadu_epi16(inside, rows[m < count ? m : 0] + k));
+    const Vec even = reinterpret_cast<Vec>(_mm512_slli_epi32(pairs, 16)) * broadcast(X_FACTOR);
+    const Vec odd = reinterpret_cast<Vec>(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536))) * broadcast(X_FACTOR);
+    _mm512_storeu_si512(at, _mm512_or_si512(_mm512_srli_epi32(reinterpret_cast<__m512i>(even), 16),
+                                            _mm512_and_si512(reinterpret_cast<__m512i>(odd), _mm512_set1_epi32(-65536))));
+  };
+  if (count <= TILE) {
+    for (int64_t m = 0; m < count; ++m)
+      for (int64_t p = 0; p < all; p += TILE) pack(m, 2 * p, to + m * all + p);
+    return;
+  }
+  for (int64_t first = 0; first < count; first += 2 * TILE) {
+    const int64_t group = count - first <= TILE ? TILE : 2 * TILE;
+    for (int64_t p = 0; p < all; p += TILE)
+      for (int64_t m = first; m < first + group; ++m, to += TILE) pack(m, 2 * p, to);
+  }
 }
 
 inline KernelsOf bf16_kernels() {
@@ -299,7 +346,7 @@ inline KernelsOf bf16_kernels() {
         _mm_sfence();  // outputs may have been written past the caches
       }, pack_tiles,
       {multiply_block<TileIntegers>, multiply_block<TileFourBits>, multiply_block<TileFloats>,
-       multiply_block<TileFourBits>}, 2 * LONG_CHUNK * TILE};
+       multiply_block<TileFourBits>}, 8 * CHUNK * TILE};
   return {.tiles = &tiles};
 }
 
