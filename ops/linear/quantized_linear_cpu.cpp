@@ -208,19 +208,22 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
   const int64_t pieces = threads == 1 ? 1 : std::max<int64_t>(1, PIECES * threads / blocks.size());
   const int64_t piece = ((of.tiles + pieces - 1) / pieces + 1) / 2 * 2, each = (of.tiles + piece - 1) / piece;
   fetch_first(of.codes_of(blocks[0].layer * of.tiles));
-  const Tensor x = empty({packed.back(), words}, kInt);
+  const bool with_sums = of.zeros != nullptr && matrix.scales_sums();
+  const Tensor x = empty({packed.back(), words}, kInt), x_sums = empty({with_sums ? packed.back() : 0, matrix.parts()}, kFloat);
   parallel_for(0, blocks.size(), 1 + (1 << 16) / (of.K * most), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       std::vector<const BFloat16*> inputs;
       for (int64_t m = 0; m < blocks[b].rows; ++m)
         inputs.push_back(rows.x->data<const BFloat16>() + rows.at(blocks[b].row + m) * rows.x->stride(0));
       kernels.pack(matrix, of.K, inputs.data(), blocks[b].rows, x.data<uint32_t>() + packed[b] * words);
+      if (with_sums)
+        sum_parts(inputs.data(), blocks[b].rows, of.K, matrix, x_sums.data<float>() + packed[b] * matrix.parts());
     }
   });
   const bool stream = rows.count * of.N * 2 > STREAM_BYTES && of.N % (2 * TILE) == 0;
   std::atomic<int64_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat), decoded = empty({kernels.decoded_words + 16}, kInt);
+    const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat), decoded = empty({std::max(kernels.decoded_words, matrix.part * TILE) + 16}, kInt);
     auto* const aligned = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(decoded.data<uint32_t>()) + 63) & ~63);
     const int64_t count = blocks.size() * each;
     for (int64_t next, i = free++; i < count; i = next) {
@@ -242,6 +245,7 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
              .columns = columns,
              .count = of.N - tile * TILE,
              .x = x.data<uint32_t>() + packed[i / each] * words,
+             .x_sums = x_sums.data<float>() + (with_sums ? packed[i / each] * matrix.parts() : 0),
              .rows = block.rows,
              .sums = sums.data<float>(),
              .factors = factors,

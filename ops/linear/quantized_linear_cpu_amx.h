@@ -312,9 +312,97 @@ TARGET void multiply_block(const Block& work) {
   else multiply_columns<Source, 1>(work);
 }
 
+// Codes of 4 bits in groups of whole tiles: they stay as they are, and each sum of a part is scaled, as
+// quantized_linear_cpu.cpp says. To scale every weight would take a row alone longer than memory does.
+template <int C>
+struct Parts {
+  const Block& work;
+  const Matrix& of = *work.of;
+  const __m512i table = _mm512_load_si512(of.values->pairs);  // twice the 16 values
+  const int64_t pairs = of.part / 2;
+
+  // Pairs [pair, pair + count) of tile c; zeros after the last.
+  TARGET_HALVES void decode(int c, int64_t pair, int64_t count, uint32_t* to) const {
+    const int64_t end = std::min((pair + count) / 4, of.inputs / 8);
+    const uint8_t* const codes = work.codes + c * of.tile_bytes();
+    const uint8_t* const later = work.later + c * of.tile_bytes();
+    const __m512i table = this->table;
+    for (int64_t word = pair / 4; word < end; ++word, to += 4 * TILE) {
+      const __m512i all = _mm512_loadu_si512(codes + word * 64);
+      __builtin_prefetch(later + word * 64, 0, 2);
+      _mm512_store_si512(to, _mm512_permutexvar_epi16(all, table));
+      _mm512_store_si512(to + TILE, _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 4), table));
+      _mm512_store_si512(to + 2 * TILE, _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 8), table));
+      _mm512_store_si512(to + 3 * TILE, _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 12), table));
+    }
+    std::memset(to, 0, (pair + count - 4 * end) * TILE * sizeof(uint32_t));
+  }
+
+  // Adds the sums of a part to the totals of `rows` rows.
+  INLINE void scale(int64_t part, const float* sums, int64_t row, int64_t rows) const {
+    const int64_t scale_bytes = TILE * bytes_of(of.scale_type), zero_bytes = TILE * bytes_of(of.zero_type);
+    for (int c = 0; c < C; ++c) {
+      const int64_t group = c * of.groups + (of.whole ? 0 : part);
+      const Vec scale = load_scales(work.scales, group * TILE, of.scale_type);
+      if (row == 0) __builtin_prefetch(work.later_scales + group * scale_bytes, 0, 2);
+      if (row == 0 && work.zeros != nullptr) __builtin_prefetch(work.later_zeros + group * zero_bytes, 0, 2);
+      const Vec zero = work.zeros == nullptr ? Vec{} : load_zeros(work.zeros, group * TILE, of.zero_type);
+      float* total = work.sums + (row * C + c) * TILE;
+      const float* const x_sums = work.x_sums + part * work.rows + row;
+      for (int64_t m = 0; m < rows; ++m, total += C * TILE) {
+        Vec sum = load(sums + (m * C + c) * TILE);
+        if (work.zeros != nullptr) sum -= zero * broadcast(x_sums[m]);
+        store(total, sum * scale + (part == 0 ? Vec{} : load(total)));
+      }
+    }
+  }
+
+  INLINE_HALVES void multiply(int64_t all) const {
+    alignas(64) float sums[2][2 * TILE * C * TILE];
+    const bool few = work.rows <= TILE;
+    const int64_t parts = of.parts(), together = few ? 1 : std::max<int64_t>(1, CHUNK / pairs);
+    const auto nothing = [] {};
+    for (int64_t first = 0; first < parts; first += together) {
+      const int64_t end = std::min(first + together, parts), begin = first * pairs;
+      const int64_t count = std::min(end * pairs, all) - begin, stride = count * TILE;
+      for (int c = 0; c < C; ++c) decode(c, begin, count, work.decoded + c * stride);
+      for (int64_t row = 0; row < work.rows; row += 2 * TILE) {
+        const uint32_t* const x = work.x + row * all;
+        const int64_t rows = std::min(2 * TILE, work.rows - row);
+        for (int64_t part = first; part <= end; ++part) {
+          if (part < end) {
+            const int64_t at = part * pairs, own = std::min(pairs, all - at);
+            const uint32_t* const w = work.decoded + (at - begin) * TILE;
+            float* const to = sums[part % 2];
+            if (few) multiply_tiles<TILES, false, 1, C>(x + at, all, w, stride, own, to, true, nothing);
+            else if (rows <= TILE)
+              multiply_tiles<TILES, true, 1, C>(x + at * TILE, 0, w, stride, own, to, true, nothing);
+            else multiply_tiles<TILES, true, 2, C>(x + at * 2 * TILE, 0, w, stride, own, to, true, nothing);
+          }
+          if (part > first) scale(part - 1, sums[(part - 1) % 2], row, rows);
+        }
+      }
+    }
+    for (int c = 0; c < C; ++c) store(work.factors + c * TILE, broadcast(1));
+    finish_rows<C>(work, 0, work.rows);
+  }
+};
+
+template <int C>
+TARGET_HALVES void multiply_parts(const Block& work) {
+  Parts<C>{work}.multiply((work.of->inputs / 2 + TILE - 1) / TILE * TILE);
+}
+
+TARGET inline void multiply_block_of_4_bits(const Block& work) {
+  if (!work.of->scales_sums()) return multiply_block<TileFourBits>(work);
+  if (work.columns == 2) multiply_parts<2>(work);
+  else multiply_parts<1>(work);
+}
+
 // `count` rows of a block as multiply_columns takes them, in the order in which codes are decoded, X_FACTOR times as large.
 // Up to 16 lie row by row; more in groups of 32, tile by tile.
 TARGET inline void pack_tiles(const Matrix& of, int64_t K, const BFloat16* const* rows, int64_t count, uint32_t* to) {
+  const Vec factor = broadcast(of.scales_sums() ? 1 : X_FACTOR);
   alignas(64) uint16_t order[32];
   for (int i = 0; i < 32; ++i) order[i] = i / 8 * 8 + ORDER[of.word_inputs() == 8][i % 8];
   const int64_t all = (of.inputs / 2 + TILE - 1) / TILE * TILE;
@@ -322,8 +410,8 @@ TARGET inline void pack_tiles(const Matrix& of, int64_t K, const BFloat16* const
     const uint32_t inside = m >= count ? 0 : K - k >= 32 ? ~0u : K > k ? (1u << (K - k)) - 1 : 0;
     const __m512i pairs =
         _mm512_permutexvar_epi16(_mm512_load_si512(order), _mm512_maskz_loadu_epi16(inside, rows[m < count ? m : 0] + k));
-    const Vec even = reinterpret_cast<Vec>(_mm512_slli_epi32(pairs, 16)) * broadcast(X_FACTOR);
-    const Vec odd = reinterpret_cast<Vec>(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536))) * broadcast(X_FACTOR);
+    const Vec even = reinterpret_cast<Vec>(_mm512_slli_epi32(pairs, 16)) * factor;
+    const Vec odd = reinterpret_cast<Vec>(_mm512_and_si512(pairs, _mm512_set1_epi32(-65536))) * factor;
     _mm512_storeu_si512(at, _mm512_or_si512(_mm512_srli_epi32(reinterpret_cast<__m512i>(even), 16),
                                             _mm512_and_si512(reinterpret_cast<__m512i>(odd), _mm512_set1_epi32(-65536))));
   };
@@ -345,8 +433,7 @@ inline KernelsOf bf16_kernels() {
         TILES::end();
         _mm_sfence();  // outputs may have been written past the caches
       }, pack_tiles,
-      {multiply_block<TileIntegers>, multiply_block<TileFourBits>, multiply_block<TileFloats>,
-       multiply_block<TileFourBits>}, 8 * CHUNK * TILE};
+      {multiply_block<TileIntegers>, multiply_block_of_4_bits, multiply_block<TileFloats>, multiply_block_of_4_bits}, 8 * CHUNK * TILE};
   return {.tiles = &tiles};
 }
 

@@ -35,6 +35,8 @@ struct Matrix {
   // Inputs of a word, 64 bytes: 4 bytes of each of 16 outputs.
   int64_t word_inputs() const { return element == Element::int4 || element == Element::fp4 ? 8 : 4; }
   int64_t tile_bytes() const { return inputs / word_inputs() * 64; }
+  // Whether tile registers multiply codes as they are.
+  bool scales_sums() const { return word_inputs() == 8 && part % 32 == 0; }
   int64_t parts() const { return (inputs + part - 1) / part; }
 };
 
@@ -60,6 +62,7 @@ struct Block {
   int64_t columns;    // tiles,
   int64_t count;      // and their outputs
   const uint32_t* x;  // of `pack`
+  const float* x_sums;  // [parts, rows]: of the inputs of each part, where `scales_sums` and there are zeros
   int64_t rows;
   float* sums;        // memory for [rows rounded up to 32, columns, TILE],
   float* factors;     // [columns, TILE],
