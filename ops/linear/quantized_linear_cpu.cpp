@@ -223,7 +223,7 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
   const bool stream = rows.count * of.N * 2 > STREAM_BYTES && of.N % (2 * TILE) == 0;
   std::atomic<int64_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat), decoded = empty({std::max(kernels.decoded_words, matrix.part * TILE) + 16}, kInt);
+    const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat), decoded = empty({std::max(kernels.decoded_words, 2 * matrix.part * TILE) + 16}, kInt);
     auto* const aligned = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(decoded.data<uint32_t>()) + 63) & ~63);
     const int64_t count = blocks.size() * each;
     for (int64_t next, i = free++; i < count; i = next) {

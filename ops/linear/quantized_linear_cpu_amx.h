@@ -335,7 +335,7 @@ struct Parts {
       _mm512_store_si512(to + 2 * TILE, _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 8), table));
       _mm512_store_si512(to + 3 * TILE, _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 12), table));
     }
-    std::memset(to, 0, (pair + count - 4 * end) * TILE * sizeof(uint32_t));
+    if (4 * end < pair + count) std::memset(to, 0, (pair + count - 4 * end) * TILE * sizeof(uint32_t));
   }
 
   // Adds the sums of a part to the totals of `rows` rows.
@@ -357,10 +357,55 @@ struct Parts {
     }
   }
 
-  INLINE_HALVES void multiply(int64_t all) const {
+  // A part's products with up to 16 rows, its sums in tiles 2 * PAIR and the next.
+  template <int PAIR>
+  INLINE void multiply_part(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t count) const {
+    TILES tiles;
+    tiles.template zero<2 * PAIR>();
+    if constexpr (C > 1) tiles.template zero<2 * PAIR + 1>();
+    for (int64_t p = 0; p < count; p += TILE, x += TILE, w += TILE * TILE) {
+      tiles.template load<4>(x, x_stride);
+      tiles.template load<6>(w, 64);
+      tiles.template multiply<2 * PAIR, 4, 6>();
+      if constexpr (C > 1) {
+        tiles.template load<7>(w + count * TILE, 64);
+        tiles.template multiply<2 * PAIR + 1, 4, 7>();
+      }
+    }
+  }
+  template <int PAIR>
+  INLINE void store_part(float* sums) const {
+    TILES tiles;
+    tiles.template store<2 * PAIR>(sums, C * 64);
+    if constexpr (C > 1) tiles.template store<2 * PAIR + 1>(sums + TILE, C * 64);
+  }
+
+  // Up to 16 rows. While a part is multiplied, the next one is decoded and the sums of the two before it are on their way.
+  INLINE_HALVES void multiply_few(int64_t all) const {
+    alignas(64) float sums[2][TILE * C * TILE];
+    const int64_t parts = of.parts(), room = 2 * pairs * TILE;
+    const auto own = [&](int64_t part) { return std::min(pairs, all - part * pairs); };
+    const auto decode_part = [&](int64_t part) TARGET_HALVES {
+      for (int c = 0; c < C; ++c)
+        decode(c, part * pairs, own(part), work.decoded + part % 2 * room + c * own(part) * TILE);
+    };
+    const auto take = [&]<int PAIR>(int64_t part, std::integral_constant<int, PAIR>) TARGET_HALVES __attribute__((always_inline)) {
+      if (part + 1 < parts) decode_part(part + 1);
+      if (part < parts)
+        multiply_part<PAIR>(work.x + part * pairs, all * sizeof(uint32_t), work.decoded + PAIR * room, own(part));
+      if (part > 1) scale(part - 2, sums[PAIR], 0, work.rows);
+      if (part > 0 && part <= parts) store_part<1 - PAIR>(sums[1 - PAIR]);
+    };
+    decode_part(0);
+    for (int64_t part = 0; part < parts + 2; part += 2) {
+      take(part, std::integral_constant<int, 0>());
+      if (part + 1 < parts + 2) take(part + 1, std::integral_constant<int, 1>());
+    }
+  }
+
+  INLINE_HALVES void multiply_many(int64_t all) const {
     alignas(64) float sums[2][2 * TILE * C * TILE];
-    const bool few = work.rows <= TILE;
-    const int64_t parts = of.parts(), together = few ? 1 : std::max<int64_t>(1, CHUNK / pairs);
+    const int64_t parts = of.parts(), together = std::max<int64_t>(1, CHUNK / pairs);
     const auto nothing = [] {};
     for (int64_t first = 0; first < parts; first += together) {
       const int64_t end = std::min(first + together, parts), begin = first * pairs;
@@ -374,23 +419,28 @@ struct Parts {
             const int64_t at = part * pairs, own = std::min(pairs, all - at);
             const uint32_t* const w = work.decoded + (at - begin) * TILE;
             float* const to = sums[part % 2];
-            if (few) multiply_tiles<TILES, false, 1, C>(x + at, all, w, stride, own, to, true, nothing);
-            else if (rows <= TILE)
-              multiply_tiles<TILES, true, 1, C>(x + at * TILE, 0, w, stride, own, to, true, nothing);
+            if (rows <= TILE) multiply_tiles<TILES, true, 1, C>(x + at * TILE, 0, w, stride, own, to, true, nothing);
             else multiply_tiles<TILES, true, 2, C>(x + at * 2 * TILE, 0, w, stride, own, to, true, nothing);
           }
           if (part > first) scale(part - 1, sums[(part - 1) % 2], row, rows);
         }
+        if (end == parts) finish_rows<C>(work, row, row + rows);
       }
     }
+  }
+
+  INLINE_HALVES void multiply() const {
+    const int64_t all = (of.inputs / 2 + TILE - 1) / TILE * TILE;  // pairs
     for (int c = 0; c < C; ++c) store(work.factors + c * TILE, broadcast(1));
+    if (work.rows > TILE) return multiply_many(all);
+    multiply_few(all);
     finish_rows<C>(work, 0, work.rows);
   }
 };
 
 template <int C>
 TARGET_HALVES void multiply_parts(const Block& work) {
-  Parts<C>{work}.multiply((work.of->inputs / 2 + TILE - 1) / TILE * TILE);
+  Parts<C>{work}.multiply();
 }
 
 TARGET inline void multiply_block_of_4_bits(const Block& work) {
