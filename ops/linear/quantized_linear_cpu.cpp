@@ -209,7 +209,7 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
   const int64_t piece = ((of.tiles + pieces - 1) / pieces + 1) / 2 * 2, each = (of.tiles + piece - 1) / piece;
   fetch_first(of.codes_of(blocks[0].layer * of.tiles));
   const bool with_sums = of.zeros != nullptr && matrix.scales_sums();
-  const Tensor x = empty({packed.back(), words}, kInt), x_sums = empty({with_sums ? packed.back() : 0, matrix.parts()}, kFloat);
+  const Tensor x = empty({packed.back(), words}, kInt), x_sums = empty({with_sums ? packed.back() + TILE : 0, matrix.parts()}, kFloat);
   parallel_for(0, blocks.size(), 1 + (1 << 16) / (of.K * most), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       std::vector<const BFloat16*> inputs;

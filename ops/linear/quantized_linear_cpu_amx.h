@@ -338,37 +338,49 @@ struct Parts {
     if (4 * end < pair + count) std::memset(to, 0, (pair + count - 4 * end) * TILE * sizeof(uint32_t));
   }
 
-  // Adds the sums of a part to the totals of `rows` rows.
-  INLINE void scale(int64_t part, const float* sums, int64_t row, int64_t rows) const {
-    const int64_t scale_bytes = TILE * bytes_of(of.scale_type), zero_bytes = TILE * bytes_of(of.zero_type);
+  // Adds the sums of a part to the totals of ROWS rows, or of `rows`. x_sums: of the first of them.
+  template <int ROWS>
+  INLINE void scale(int64_t part, const float* sums, const float* x_sums, int64_t rows, Vec (*totals)[C]) const {
     for (int c = 0; c < C; ++c) {
-      const int64_t group = c * of.groups + (of.whole ? 0 : part);
-      const Vec scale = load_scales(work.scales, group * TILE, of.scale_type);
-      if (row == 0) __builtin_prefetch(work.later_scales + group * scale_bytes, 0, 2);
-      if (row == 0 && work.zeros != nullptr) __builtin_prefetch(work.later_zeros + group * zero_bytes, 0, 2);
-      const Vec zero = work.zeros == nullptr ? Vec{} : load_zeros(work.zeros, group * TILE, of.zero_type);
-      float* total = work.sums + (row * C + c) * TILE;
-      const float* const x_sums = work.x_sums + part * work.rows + row;
-      for (int64_t m = 0; m < rows; ++m, total += C * TILE) {
+      const int64_t group = (c * of.groups + (of.whole ? 0 : part)) * TILE;
+      const Vec scale = load_scales(work.scales, group, of.scale_type);
+      const Vec zero = work.zeros == nullptr ? Vec{} : load_zeros(work.zeros, group, of.zero_type);
+      const auto add = [&](int64_t m) TARGET __attribute__((always_inline)) {
         Vec sum = load(sums + (m * C + c) * TILE);
-        if (work.zeros != nullptr) sum -= zero * broadcast(x_sums[m]);
-        store(total, sum * scale + (part == 0 ? Vec{} : load(total)));
+        if (work.zeros != nullptr) sum -= zero * broadcast(x_sums[part * work.rows + m]);
+        totals[m][c] += sum * scale;
+      };
+      if constexpr (ROWS > 0) {
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; ++m) add(m);
+      } else {
+        for (int64_t m = 0; m < rows; ++m) add(m);
       }
+    }
+  }
+
+  // Scales and zeros of a part of the tiles that come later.
+  INLINE void fetch(int64_t part) const {
+    for (int c = 0; c < C; ++c) {
+      const int64_t group = (c * of.groups + (of.whole ? 0 : part)) * TILE;
+      __builtin_prefetch(work.later_scales + group * bytes_of(of.scale_type), 0, 2);
+      if (work.zeros != nullptr) __builtin_prefetch(work.later_zeros + group * bytes_of(of.zero_type), 0, 2);
     }
   }
 
   // A part's products with up to 16 rows, its sums in tiles 2 * PAIR and the next.
   template <int PAIR>
-  INLINE void multiply_part(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t count) const {
+  INLINE void multiply_part(const uint32_t* x, int64_t x_stride, int64_t x_step, const uint32_t* w, int64_t w_stride,
+                            int64_t count) const {
     TILES tiles;
     tiles.template zero<2 * PAIR>();
     if constexpr (C > 1) tiles.template zero<2 * PAIR + 1>();
-    for (int64_t p = 0; p < count; p += TILE, x += TILE, w += TILE * TILE) {
+    for (int64_t p = 0; p < count; p += TILE, x += x_step, w += TILE * TILE) {
       tiles.template load<4>(x, x_stride);
       tiles.template load<6>(w, 64);
       tiles.template multiply<2 * PAIR, 4, 6>();
       if constexpr (C > 1) {
-        tiles.template load<7>(w + count * TILE, 64);
+        tiles.template load<7>(w + w_stride, 64);
         tiles.template multiply<2 * PAIR + 1, 4, 7>();
       }
     }
@@ -380,51 +392,70 @@ struct Parts {
     if constexpr (C > 1) tiles.template store<2 * PAIR + 1>(sums + TILE, C * 64);
   }
 
-  // Up to 16 rows. While a part is multiplied, the next one is decoded and the sums of the two before it are on their way.
-  INLINE_HALVES void multiply_few(int64_t all) const {
+  // Parts [first, end) of up to 16 rows. While one is multiplied, the sums of the two before it are on their way. x is at
+  // the first part, with `x_step` from tile to tile; weights_of(part) gives its weights and their stride.
+  template <int ROWS, class WeightsOf>
+  INLINE_HALVES void multiply_parts(int64_t first, int64_t end, const uint32_t* x, int64_t x_stride, int64_t x_step,
+                                    const WeightsOf& weights_of, const float* x_sums, int64_t rows,
+                                    Vec (*totals)[C]) const {
     alignas(64) float sums[2][TILE * C * TILE];
-    const int64_t parts = of.parts(), room = 2 * pairs * TILE;
-    const auto own = [&](int64_t part) { return std::min(pairs, all - part * pairs); };
-    const auto decode_part = [&](int64_t part) TARGET_HALVES {
-      for (int c = 0; c < C; ++c)
-        decode(c, part * pairs, own(part), work.decoded + part % 2 * room + c * own(part) * TILE);
+    const int64_t all = (of.inputs / 2 + TILE - 1) / TILE * TILE;
+    const auto take = [&]<int PAIR>(int64_t part, std::integral_constant<int, PAIR>)
+                          TARGET_HALVES __attribute__((always_inline)) {
+      if (part < end) {
+        const auto [w, w_stride] = weights_of(part);
+        multiply_part<PAIR>(x + (part - first) * pairs / TILE * x_step, x_stride, x_step, w, w_stride,
+                            std::min(pairs, all - part * pairs));
+      }
+      if (part > first + 1) scale<ROWS>(part - 2, sums[PAIR], x_sums, rows, totals);
+      if (part > first && part <= end) store_part<1 - PAIR>(sums[1 - PAIR]);
     };
-    const auto take = [&]<int PAIR>(int64_t part, std::integral_constant<int, PAIR>) TARGET_HALVES __attribute__((always_inline)) {
-      if (part + 1 < parts) decode_part(part + 1);
-      if (part < parts)
-        multiply_part<PAIR>(work.x + part * pairs, all * sizeof(uint32_t), work.decoded + PAIR * room, own(part));
-      if (part > 1) scale(part - 2, sums[PAIR], 0, work.rows);
-      if (part > 0 && part <= parts) store_part<1 - PAIR>(sums[1 - PAIR]);
-    };
-    decode_part(0);
-    for (int64_t part = 0; part < parts + 2; part += 2) {
+    for (int64_t part = first; part < end + 2; part += 2) {
       take(part, std::integral_constant<int, 0>());
-      if (part + 1 < parts + 2) take(part + 1, std::integral_constant<int, 1>());
+      if (part + 1 < end + 2) take(part + 1, std::integral_constant<int, 1>());
     }
   }
 
+  // Up to 16 rows: each part is decoded while the one before is multiplied.
+  template <int ROWS>
+  INLINE_HALVES void multiply_few(int64_t all) const {
+    const int64_t parts = of.parts(), room = 2 * pairs * TILE;
+    const auto decode_part = [&](int64_t part) TARGET_HALVES {
+      const int64_t own = std::min(pairs, all - part * pairs);
+      for (int c = 0; c < C; ++c) decode(c, part * pairs, own, work.decoded + part % 2 * room + c * own * TILE);
+      fetch(part);
+    };
+    Vec totals[TILE][C] = {};
+    decode_part(0);
+    multiply_parts<ROWS>(
+        0, parts, work.x, all * sizeof(uint32_t), TILE,
+        [&](int64_t part) TARGET_HALVES {
+          if (part + 1 < parts) decode_part(part + 1);
+          return std::pair(work.decoded + part % 2 * room, std::min(pairs, all - part * pairs) * TILE);
+        },
+        work.x_sums, work.rows, totals);
+    std::memcpy(work.sums, totals, sizeof(totals));
+  }
+
   INLINE_HALVES void multiply_many(int64_t all) const {
-    alignas(64) float sums[2][2 * TILE * C * TILE];
-    const int64_t parts = of.parts(), together = std::max<int64_t>(1, CHUNK / pairs);
-    const auto nothing = [] {};
+    const int64_t parts = of.parts(), together = std::max<int64_t>(1, 2 * CHUNK / pairs);
     for (int64_t first = 0; first < parts; first += together) {
       const int64_t end = std::min(first + together, parts), begin = first * pairs;
-      const int64_t count = std::min(end * pairs, all) - begin, stride = count * TILE;
-      for (int c = 0; c < C; ++c) decode(c, begin, count, work.decoded + c * stride);
-      for (int64_t row = 0; row < work.rows; row += 2 * TILE) {
-        const uint32_t* const x = work.x + row * all;
-        const int64_t rows = std::min(2 * TILE, work.rows - row);
-        for (int64_t part = first; part <= end; ++part) {
-          if (part < end) {
-            const int64_t at = part * pairs, own = std::min(pairs, all - at);
-            const uint32_t* const w = work.decoded + (at - begin) * TILE;
-            float* const to = sums[part % 2];
-            if (rows <= TILE) multiply_tiles<TILES, true, 1, C>(x + at * TILE, 0, w, stride, own, to, true, nothing);
-            else multiply_tiles<TILES, true, 2, C>(x + at * 2 * TILE, 0, w, stride, own, to, true, nothing);
-          }
-          if (part > first) scale(part - 1, sums[(part - 1) % 2], row, rows);
-        }
-        if (end == parts) finish_rows<C>(work, row, row + rows);
+      const int64_t count = std::min(end * pairs, all) - begin;
+      for (int c = 0; c < C; ++c) decode(c, begin, count, work.decoded + c * count * TILE);
+      for (int64_t part = first; part < end; ++part) fetch(part);
+      for (int64_t row = 0; row < work.rows; row += TILE) {
+        const int64_t group = row / (2 * TILE) * 2 * TILE, tiles = work.rows - group <= TILE ? 1 : 2;  // of the group
+        Vec totals[TILE][C] = {};
+        if (first > 0) std::memcpy(totals, work.sums + row * C * TILE, sizeof(totals));
+        multiply_parts<TILE>(
+            first, end, work.x + group * all + begin * tiles * TILE + (row - group) * TILE, 64, tiles * TILE * TILE,
+            [&](int64_t part) TARGET_HALVES {
+              return std::pair(work.decoded + (part - first) * pairs * TILE, count * TILE);
+            },
+            work.x_sums + row, TILE, totals);
+        std::memcpy(work.sums + row * C * TILE, totals, sizeof(totals));
+        if (end == parts) finish_rows<C>(work, row, std::min(row + TILE, work.rows));
       }
     }
   }
@@ -433,7 +464,8 @@ struct Parts {
     const int64_t all = (of.inputs / 2 + TILE - 1) / TILE * TILE;  // pairs
     for (int c = 0; c < C; ++c) store(work.factors + c * TILE, broadcast(1));
     if (work.rows > TILE) return multiply_many(all);
-    multiply_few(all);
+    if (work.rows == 1) multiply_few<1>(all);
+    else multiply_few<0>(all);
     finish_rows<C>(work, 0, work.rows);
   }
 };
