@@ -9,10 +9,14 @@
 // with the zero taken from the weights first.
 //
 // Products of pairs decode the codes in registers, again for every group of rows: the instructions for it fit beside
-// the products. For products in float32 a tile is decoded once for a block of rows.
+// the products. For products in float32 a tile is decoded once for a block of rows. Tile registers (AMX,
+// quantized_linear_cpu_amx.h) take codes of 4 bits as they are, decoded once for a block of rows, if groups have whole tiles
+// of 32 inputs; each part is a product of its own. Other weights become bfloat16 with their scales in them, and are multiplied
+// as those of packed_linear are.
 //
-// Batch invariance: the order of a sum is that of the inputs in both, for every number of rows, place and thread; so a
-// row has the same bits in any batch. CPUs with AMX use the kernels for AVX512-bf16: tiles would sum in another order.
+// Batch invariance: the order of a sum is that of the inputs in all of them, for every number of rows, place and thread; so a
+// row has the same bits in any batch. Tiles add up even and odd inputs of each 32 apart, so their bits are others than those
+// of AVX512-bf16, and a single row takes them too.
 
 #include <algorithm>
 #include <array>

@@ -1,8 +1,8 @@
-// Products of weights alone quantised on tile registers. A chunk of weights becomes bfloat16 once, scaled, and all rows of
-// a block are multiplied by it as those of packed_linear are (linear_cpu_amx.h): a row alone too, so that it has the bits
-// that it has among many.
+// Products of weights alone quantised on tile registers: a row alone too, so that it has the bits that it has among many.
 //
-// Of each output, with the largest scale of its groups, `norm`:
+// Codes of 4 bits whose groups are whole tiles of 32 inputs stay as they are: `Parts`, at the end of this file. All others
+// become bfloat16, scaled, a chunk at a time, which all rows of a block are multiplied by as by weights of packed_linear
+// (linear_cpu_amx.h). Of each output, with the largest scale of its groups, `norm`:
 //
 //   weight = bfloat16(float16((value(code) - zero) * scale * LARGEST / norm))      y = sum * norm / LARGEST + bias
 //
