@@ -30,7 +30,7 @@ namespace ISA {
 constexpr float LARGEST = 1 << 15;             // of the products in float16
 constexpr float X_FACTOR = 0x1p48f, SUM_FACTOR = 0x1p64f;  // 2^112 together
 constexpr float CUT_OFF = 1 + 0.00276f;        // 2^-8.5: half of what is cut off, on average
-constexpr int64_t FEW_PAIRS = 64, CHUNK = 128;  // pairs of a chunk of weights: 16 KiB of two tiles,
+constexpr int64_t FEW_PAIRS = 32, CHUNK = 128;  // pairs of a chunk of weights: 16 KiB of two tiles,
 constexpr int64_t MANY_ROWS = 256;                // and from so many rows on twice that
 
 // Vectors of 32 numbers of float16.
