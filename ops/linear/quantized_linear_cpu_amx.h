@@ -341,20 +341,24 @@ struct Parts {
   // Adds the sums of a part to the totals of ROWS rows, or of `rows`. x_sums: of the first of them.
   template <int ROWS>
   INLINE void scale(int64_t part, const float* sums, const float* x_sums, int64_t rows, Vec (*totals)[C]) const {
+    const auto add = [&](int c, Vec scale, const auto& less) TARGET __attribute__((always_inline)) {
+      if constexpr (ROWS > 0) {
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; ++m) totals[m][c] += less(m, load(sums + (m * C + c) * TILE)) * scale;
+      } else {
+        for (int64_t m = 0; m < rows; ++m) totals[m][c] += less(m, load(sums + (m * C + c) * TILE)) * scale;
+      }
+    };
+    const float* const own = x_sums + part * work.rows;
+#pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       const int64_t group = (c * of.groups + (of.whole ? 0 : part)) * TILE;
       const Vec scale = load_scales(work.scales, group, of.scale_type);
-      const Vec zero = work.zeros == nullptr ? Vec{} : load_zeros(work.zeros, group, of.zero_type);
-      const auto add = [&](int64_t m) TARGET __attribute__((always_inline)) {
-        Vec sum = load(sums + (m * C + c) * TILE);
-        if (work.zeros != nullptr) sum -= zero * broadcast(x_sums[part * work.rows + m]);
-        totals[m][c] += sum * scale;
-      };
-      if constexpr (ROWS > 0) {
-#pragma GCC unroll 16
-        for (int m = 0; m < ROWS; ++m) add(m);
+      if (work.zeros == nullptr) {
+        add(c, scale, [](int64_t, Vec sum) TARGET __attribute__((always_inline)) { return sum; });
       } else {
-        for (int64_t m = 0; m < rows; ++m) add(m);
+        const Vec zero = load_zeros(work.zeros, group, of.zero_type);
+        add(c, scale, [&](int64_t m, Vec sum) TARGET __attribute__((always_inline)) { return sum - zero * broadcast(own[m]); });
       }
     }
   }
