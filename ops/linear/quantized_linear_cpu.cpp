@@ -191,11 +191,12 @@ void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit,
   }
 }
 
-// Outputs of the units of all layers, on tile registers. A block's rows are packed by the thread that takes its first unit.
+// All of it on tile registers: rows are packed block by block, then threads take pieces of the columns of a block.
 void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& rows, const std::vector<int64_t>& starts,
                     char* out) {
   const Matrix& matrix = of.matrix;
-  const int64_t words = (matrix.inputs + 31) / 32 * 16, threads = std::min(num_threads(), rows.count * matrix.inputs * of.N / GRAIN_FLOPS + 1);
+  const int64_t words = (matrix.inputs + 31) / 32 * 16;
+  const int64_t threads = std::min(num_threads(), rows.count * matrix.inputs * of.N / GRAIN_FLOPS + 1);
   const int64_t limit = std::max<int64_t>(TILED_BLOCK_BYTES / 4 / words / TILED_ROWS, 1) * TILED_ROWS;
   std::vector<Unit> blocks;  // of rows of a layer, all of its tiles
   std::vector<int64_t> packed = {0};  // the first row of each, where it is packed
@@ -213,7 +214,9 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
   const int64_t piece = ((of.tiles + pieces - 1) / pieces + 1) / 2 * 2, each = (of.tiles + piece - 1) / piece;
   fetch_first(of.codes_of(blocks[0].layer * of.tiles));
   const bool with_sums = of.zeros != nullptr && matrix.scales_sums();
-  const Tensor x = empty({packed.back(), words}, kInt), x_sums = empty({with_sums ? packed.back() + TILE : 0, matrix.parts()}, kFloat);
+  const Tensor x = empty({packed.back(), words}, kInt);
+  // Sums of 16 rows are read, also where a block has fewer.
+  const Tensor x_sums = empty({with_sums ? packed.back() + TILE : 0, matrix.parts()}, kFloat);
   parallel_for(0, blocks.size(), 1 + (1 << 16) / (of.K * most), [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       std::vector<const BFloat16*> inputs;
@@ -227,7 +230,8 @@ void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& ro
   const bool stream = rows.count * of.N * 2 > STREAM_BYTES && of.N % (2 * TILE) == 0;
   std::atomic<int64_t> free = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat), decoded = empty({std::max(kernels.decoded_words, 2 * matrix.part * TILE) + 16}, kInt);
+    const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat);
+    const Tensor decoded = empty({std::max(kernels.decoded_words, 2 * matrix.part * TILE) + 16}, kInt);
     auto* const aligned = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(decoded.data<uint32_t>()) + 63) & ~63);
     const int64_t count = blocks.size() * each;
     for (int64_t next, i = free++; i < count; i = next) {

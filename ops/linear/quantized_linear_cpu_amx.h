@@ -358,7 +358,8 @@ struct Parts {
         add(c, scale, [](int64_t, Vec sum) TARGET __attribute__((always_inline)) { return sum; });
       } else {
         const Vec zero = load_zeros(work.zeros, group, of.zero_type);
-        add(c, scale, [&](int64_t m, Vec sum) TARGET __attribute__((always_inline)) { return sum - zero * broadcast(own[m]); });
+        add(c, scale, [&](int64_t m, Vec sum)
+                          TARGET __attribute__((always_inline)) { return sum - zero * broadcast(own[m]); });
       }
     }
   }
@@ -519,7 +520,8 @@ inline KernelsOf bf16_kernels() {
         TILES::end();
         _mm_sfence();  // outputs may have been written past the caches
       }, pack_tiles,
-      {multiply_block<TileIntegers>, multiply_block_of_4_bits, multiply_block<TileFloats>, multiply_block_of_4_bits}, 8 * CHUNK * TILE};
+      {multiply_block<TileIntegers>, multiply_block_of_4_bits, multiply_block<TileFloats>, multiply_block_of_4_bits},
+      8 * CHUNK * TILE};
   return {.tiles = &tiles};
 }
 
