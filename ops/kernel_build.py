@@ -30,7 +30,7 @@ _BASES = {
     "attention_cpu": {"amx": "avx512_bf16", "amx_in_software": "avx512_bf16"},
     "latent_attention_cpu": {},
     "linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
-    "quantized_linear_cpu": {"avx512_bf16": "avx512"},
+    "quantized_linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
 }
 # The ops with kernels for products of bytes, which a CPU has where it has products of bfloat16.
 _BYTES = ("quantized_linear_a8_cpu",)

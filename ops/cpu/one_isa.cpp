@@ -14,6 +14,7 @@
 //   WIDTH   bits of the vector registers
 //   DOT     whether there are instructions that multiply pairs of bfloat16, and groups of four bytes, and add them up
 //   TILES   the tile registers, which multiply the same; not defined where there are none
+//   HALVES  with TILES: whether there are instructions that multiply float16
 
 #include "features.h"
 
@@ -65,14 +66,17 @@
 #if WANTED(4)
 #define ISA amx
 #define TILES HardwareTiles
+#define HALVES 1
 #include KERNELS
 #undef ISA
 #undef TILES
+#undef HALVES
 #endif
 
 #if WANTED(5)
 #define ISA amx_in_software
 #define TILES SoftwareTiles
+#define HALVES 0
 #include KERNELS
 #endif
 

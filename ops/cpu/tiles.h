@@ -63,11 +63,13 @@ struct HardwareTiles {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
   }
 
-  // Whether CPU and system have them. Linux gives a process the large registers only when it asks.
+  // Whether CPU and system have them, and products of float16, as all CPUs with tiles do. Linux gives a process the large registers only when it asks.
   static bool supported() {
     unsigned a, b, c, d;
-    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return false;
+    constexpr unsigned AMX_BF16 = 1u << 22, AVX512_FP16 = 1u << 23, AMX_TILE = 1u << 24;
+    constexpr unsigned ALL = AMX_BF16 | AVX512_FP16 | AMX_TILE;
+    constexpr unsigned AVX512_VBMI = 1u << 1;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & ALL) != ALL || !(c & AVX512_VBMI)) return false;
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     return __builtin_cpu_supports("avx512f") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
   }

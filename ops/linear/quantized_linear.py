@@ -2,7 +2,8 @@
 
     y[t, n] = bias[n] + sum over g of  scale[n, g] * (sum over k in g of (value(code[n, k]) - zero[n, g]) * x[t, k])
 
-in float32, in one order for any number of rows. ``quantized_weight.py`` has the elements, the groups and the layout. A
+in float32, in one order for any number of rows (CPUs with AMX round the weights of some kinds to bfloat16 first:
+``quantized_linear_cpu_amx.h``). ``quantized_weight.py`` has the elements, the groups and the layout. A
 decode step reads every code once, so it takes the time that reading those fewer bytes takes. On GPUs weights lie
 as ``quantized_weight_gpu.py`` packs them.
 """

@@ -9,10 +9,14 @@
 // with the zero taken from the weights first.
 //
 // Products of pairs decode the codes in registers, again for every group of rows: the instructions for it fit beside
-// the products. For products in float32 a tile is decoded once for a block of rows.
+// the products. For products in float32 a tile is decoded once for a block of rows. Tile registers (AMX,
+// quantized_linear_cpu_amx.h) take codes of 4 bits as they are, decoded once for a block of rows, if groups have whole tiles
+// of 32 inputs; each part is a product of its own. Other weights become bfloat16 with their scales in them, and are multiplied
+// as those of packed_linear are.
 //
-// Batch invariance: the order of a sum is that of the inputs in both, for every number of rows, place and thread; so a
-// row has the same bits in any batch. CPUs with AMX use the kernels for AVX512-bf16: tiles would sum in another order.
+// Batch invariance: the order of a sum is that of the inputs in all of them, for every number of rows, place and thread; so a
+// row has the same bits in any batch. Tiles add up even and odd inputs of each 32 apart, so their bits are others than those
+// of AVX512-bf16, and a single row takes them too.
 
 #include <algorithm>
 #include <array>
@@ -32,6 +36,8 @@ namespace {
 
 constexpr int64_t WHOLE_PART = 128;       // inputs of a part where a row is one group
 constexpr int64_t BLOCK_BYTES = 1 << 19;  // of a block of rows: half of L2
+constexpr int64_t TILED_BLOCK_BYTES = 5 << 18, TILED_ROWS = 32;  // of a block on tile registers, a multiple of these rows
+constexpr int64_t STREAM_BYTES = 1 << 17;  // of output: more is written past the caches
 constexpr int64_t GRAIN_FLOPS = 1 << 18;  // for less, waking a thread takes longer than the work
 
 float value_of(Element element, int code) {
@@ -185,12 +191,93 @@ void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit,
   }
 }
 
+// All of it on tile registers: rows are packed block by block, then threads take pieces of the columns of a block.
+void multiply_tiles(const Layers& of, const TileKernels& kernels, const Rows& rows, const std::vector<int64_t>& starts,
+                    char* out) {
+  const Matrix& matrix = of.matrix;
+  const int64_t words = (matrix.inputs + 31) / 32 * 16;
+  const int64_t threads = std::min(num_threads(), rows.count * matrix.inputs * of.N / GRAIN_FLOPS + 1);
+  const int64_t limit = std::max<int64_t>(TILED_BLOCK_BYTES / 4 / words / TILED_ROWS, 1) * TILED_ROWS;
+  std::vector<Unit> blocks;  // of rows of a layer, all of its tiles
+  std::vector<int64_t> packed = {0};  // the first row of each, where it is packed
+  int64_t most = 0;
+  for (size_t e = 0; e + 1 < starts.size(); ++e) {
+    const int64_t all = starts[e + 1] - starts[e], count = (all + limit - 1) / limit;
+    const int64_t block = count == 0 ? 0 : ((all + count - 1) / count + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS;
+    for (int64_t row = starts[e]; row < starts[e + 1]; row += block) {
+      blocks.push_back({static_cast<int64_t>(e), row, std::min(block, starts[e + 1] - row), 0, of.tiles});
+      packed.push_back(packed.back() + (blocks.back().rows + TILED_ROWS - 1) / TILED_ROWS * TILED_ROWS);
+      most = std::max(most, blocks.back().rows);
+    }
+  }
+  const int64_t pieces = threads == 1 ? 1 : std::max<int64_t>(1, PIECES * threads / blocks.size());
+  const int64_t piece = ((of.tiles + pieces - 1) / pieces + 1) / 2 * 2, each = (of.tiles + piece - 1) / piece;
+  fetch_first(of.codes_of(blocks[0].layer * of.tiles));
+  const bool with_sums = of.zeros != nullptr && matrix.scales_sums();
+  const Tensor x = empty({packed.back(), words}, kInt);
+  // Sums of 16 rows are read, also where a block has fewer.
+  const Tensor x_sums = empty({with_sums ? packed.back() + TILE : 0, matrix.parts()}, kFloat);
+  parallel_for(0, blocks.size(), 1 + (1 << 16) / (of.K * most), [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      std::vector<const BFloat16*> inputs;
+      for (int64_t m = 0; m < blocks[b].rows; ++m)
+        inputs.push_back(rows.x->data<const BFloat16>() + rows.at(blocks[b].row + m) * rows.x->stride(0));
+      kernels.pack(matrix, of.K, inputs.data(), blocks[b].rows, x.data<uint32_t>() + packed[b] * words);
+      if (with_sums)
+        sum_parts(inputs.data(), blocks[b].rows, of.K, matrix, x_sums.data<float>() + packed[b] * matrix.parts());
+    }
+  });
+  const bool stream = rows.count * of.N * 2 > STREAM_BYTES && of.N % (2 * TILE) == 0;
+  std::atomic<int64_t> free = 0;
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    const Tensor sums = empty({(most + 31) / 32 * 32, 2, TILE}, kFloat);
+    const Tensor decoded = empty({std::max(kernels.decoded_words, 2 * matrix.part * TILE) + 16}, kInt);
+    auto* const aligned = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(decoded.data<uint32_t>()) + 63) & ~63);
+    const int64_t count = blocks.size() * each;
+    for (int64_t next, i = free++; i < count; i = next) {
+      next = free++;
+      const Unit& block = blocks[i / each];
+      const int64_t first = i % each * piece, end = std::min(first + piece, of.tiles);
+      const int64_t then = next < count ? blocks[next / each].layer * of.tiles + next % each * piece : 0;
+      kernels.begin(block.rows);
+      for (int64_t tile = first; tile < end; tile += 2) {
+        const int64_t columns = std::min<int64_t>(2, end - tile), at = block.layer * of.tiles + tile;
+        float bias[2 * TILE], factors[2 * TILE];
+        for (int64_t c = 0; c < columns; ++c) of.copy_bias(block.layer, tile + c, bias + c * TILE);
+        const int64_t later = tile + 2 < end ? at + 2 : then;
+        kernels.multiply[static_cast<int>(matrix.element)](
+            {.of = &matrix,
+             .codes = of.codes_of(at),
+             .scales = of.scales_of(at),
+             .zeros = of.zeros_of(at),
+             .columns = columns,
+             .count = of.N - tile * TILE,
+             .x = x.data<uint32_t>() + packed[i / each] * words,
+             .x_sums = x_sums.data<float>() + (with_sums ? packed[i / each] * matrix.parts() : 0),
+             .rows = block.rows,
+             .sums = sums.data<float>(),
+             .factors = factors,
+             .decoded = aligned,
+             .bias = bias,
+             .out = reinterpret_cast<BFloat16*>(out) + block.row * of.N + tile * TILE,
+             .out_stride = of.N,
+             .stream = stream,
+             .later = of.codes_of(later),
+             .later_scales = of.scales_of(later),
+             .later_zeros = of.zeros_of(later)});
+      }
+      kernels.end();
+    }
+  });
+}
+
 // Layer `e` takes the rows from starts[e] to starts[e + 1]; the first of all is `rows.first`, and goes to `out`.
 void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& starts, char* out) {
   if (rows.count == 0) return;
   const Dtype dtype = rows.x->dtype();
   const int type = dtype == kFloat ? 0 : dtype == kBFloat16 ? 1 : 2;
   const KernelsOf& kernels = type == 1 ? chosen().bf16 : chosen().floats;
+  if (kernels.tiles != nullptr) return multiply_tiles(of, *kernels.tiles, rows, starts, out);
   int64_t most = 0;
   for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
   // Groups of about the same size, where all rows are of one layer.

@@ -33,6 +33,20 @@ TARGET inline void finish_tile(int type, const float* sums, int64_t rows, int64_
 }
 
 #if DOT
+// Inputs of each 8 in the order in which codes are decoded: of 8 bits, and of 4.
+constexpr uint16_t ORDER[2][8] = {{0, 2, 1, 3, 4, 6, 5, 7}, {0, 2, 4, 6, 1, 3, 5, 7}};
+#endif
+
+#ifdef TILES
+}  // namespace ISA
+}  // namespace
+#include "quantized_linear_cpu_amx.h"
+namespace {
+namespace ISA {
+
+inline Kernels kernels() { return {bf16_kernels(), avx512::float_kernels()}; }
+
+#elif DOT
 // A word of codes is 4 bytes of each of 16 outputs: 2 pairs of inputs of 8 bits (0, 2) and (1, 3), or 4 of 4 bits
 // (0, 2), (4, 6), (1, 3), (5, 7). Each source turns a word into its pairs of bfloat16.
 struct FourBits {  // any, from a table
@@ -184,8 +198,7 @@ INLINE void interleave(const __m512i* rows, int64_t count, uint32_t* to) {
 // Writes `count` rows as [words, count], in the order in which codes are decoded. What is past K is 0.
 TARGET inline void pack_pairs(const Matrix& of, int64_t K, const BFloat16* const* rows, int64_t count, uint32_t* to) {
   alignas(64) uint16_t order[32];
-  constexpr uint16_t of_eight[2][8] = {{0, 2, 1, 3, 4, 6, 5, 7}, {0, 2, 4, 6, 1, 3, 5, 7}};
-  for (int i = 0; i < 32; ++i) order[i] = i / 8 * 8 + of_eight[of.word_inputs() == 8][i % 8];
+  for (int i = 0; i < 32; ++i) order[i] = i / 8 * 8 + ORDER[of.word_inputs() == 8][i % 8];
   for (int64_t k = 0; k < of.inputs; k += 32, to += 16 * count) {
     const uint32_t inside = K - k >= 32 ? ~0u : K > k ? (1u << (K - k)) - 1 : 0;
     alignas(64) __m512i words[MAX_ROWS];
@@ -215,7 +228,7 @@ inline KernelsOf bf16_kernels() {
   constexpr auto rows = std::make_index_sequence<ROWS>();
   static constexpr auto int8 = products<Integers>(rows), bits4 = products<FourBits>(rows);
   static constexpr auto fp8 = products<Magnitudes>(rows);
-  return {ROWS, pack_pairs, nullptr, {int8.data(), bits4.data(), fp8.data(), bits4.data()}, finish_tile};
+  return {nullptr, ROWS, pack_pairs, nullptr, {int8.data(), bits4.data(), fp8.data(), bits4.data()}, finish_tile};
 }
 
 inline Kernels kernels() { return {bf16_kernels(), avx512::float_kernels()}; }
@@ -272,7 +285,7 @@ constexpr std::array<void (*)(const Work&), FLOAT_ROWS> float_products(std::inde
 
 inline KernelsOf float_kernels() {
   static constexpr auto all = float_products(std::make_index_sequence<FLOAT_ROWS>());
-  return {FLOAT_ROWS, nullptr, decode_floats, {all.data(), all.data(), all.data(), all.data()}, finish_tile};
+  return {nullptr, FLOAT_ROWS, nullptr, decode_floats, {all.data(), all.data(), all.data(), all.data()}, finish_tile};
 }
 
 inline Kernels kernels() { return {float_kernels(), float_kernels()}; }

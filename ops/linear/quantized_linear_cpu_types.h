@@ -35,6 +35,8 @@ struct Matrix {
   // Inputs of a word, 64 bytes: 4 bytes of each of 16 outputs.
   int64_t word_inputs() const { return element == Element::int4 || element == Element::fp4 ? 8 : 4; }
   int64_t tile_bytes() const { return inputs / word_inputs() * 64; }
+  // Whether tile registers multiply codes as they are.
+  bool scales_sums() const { return word_inputs() == 8 && part % 32 == 0; }
   int64_t parts() const { return (inputs + part - 1) / part; }
 };
 
@@ -52,7 +54,38 @@ struct Work {
   const char* later_scales;  // and its scales
 };
 
+// The products of a block of rows with one or two tiles, rounded, on tile registers.
+struct Block {
+  const Matrix* of;
+  const uint8_t* codes;  // of the tiles; scales and zeros as Work has them
+  const void *scales, *zeros;
+  int64_t columns;    // tiles,
+  int64_t count;      // and their outputs
+  const uint32_t* x;  // of `pack`
+  const float* x_sums;  // [parts, rows]: of the inputs of each part, where `scales_sums` and there are zeros
+  int64_t rows;
+  float* sums;        // memory for [rows rounded up to 32, columns, TILE],
+  float* factors;     // [columns, TILE],
+  uint32_t* decoded;  // and for `decoded_words`
+  const float* bias;  // [columns, TILE]
+  BFloat16* out;
+  int64_t out_stride;
+  bool stream;           // the output is too large for the caches
+  const uint8_t* later;  // codes that are fetched meanwhile, their scales and zeros
+  const char *later_scales, *later_zeros;
+};
+
+// Those of tile registers. A thread multiplies after `begin` and before `end`.
+struct TileKernels {
+  void (*begin)(int64_t rows);
+  void (*end)();
+  void (*pack)(const Matrix&, int64_t K, const BFloat16* const* rows, int64_t count, uint32_t* to);  // rows of a block
+  void (*multiply[4])(const Block&);  // for each Element
+  int64_t decoded_words;
+};
+
 struct KernelsOf {
+  const TileKernels* tiles;  // in place of all that follows, or null
   int64_t rows;  // of a product, at most
   // Writes rows of x, K long each, as `multiply` reads them; null: it reads float32, [inputs, rows].
   void (*pack)(const Matrix&, int64_t K, const BFloat16* const* rows, int64_t count, uint32_t* to);

@@ -59,6 +59,28 @@ def problem(rows: int, n: int, k: int, form: WeightFormat, dtype: torch.dtype) -
     return Problem(torch.randn(rows, k).to(dtype), spread, packed, torch.randn(n).to(dtype), form)
 
 
+def becomes_bfloat16(form: WeightFormat) -> bool:
+    """Whether weights are rounded for tile registers: not where the sums of 32 codes or more of 4 bits are scaled."""
+    return form.bits == 8 or form.group_size % 32 != 0
+
+
+def on_tiles(of: Problem) -> Tensor:
+    """The weights as tile registers multiply them, by their definition in ``quantized_linear_cpu_amx.h``; float64."""
+    n, k = of.weight.shape
+    kept = weights.unpack_quantized_rows(of.packed, torch.arange(n), of.form, k)
+    most, unit = {"int8": (128, 256), "fp8": (512, 1 / 256)}.get(of.form.element, (8, 1))
+    zeros = torch.zeros_like(kept.scales) if kept.zeros is None else kept.zeros
+    norm = (kept.scales.abs() * (most + zeros.abs()) / most).amax(1, keepdim=True)
+    scaled = kept.scales * (torch.tensor(1.00276 * 2**15 / most) / norm)
+    size = of.form.group_size or k
+    ratio, offset = (
+        each.half().double().repeat_interleave(size, 1)[:, :k] for each in (scaled / unit, -(scaled * zeros))
+    )
+    products = (weights.code_values(kept.codes, of.form.element) * unit * ratio + offset).half().view(torch.int16)
+    made = ((products >> 3) & torch.tensor(0x8FFF).to(torch.int16)).view(torch.bfloat16)
+    return made.double() * 2.0**112 * norm * most / 2**15
+
+
 def assert_close(actual: Tensor, of: Problem, x: Tensor, bias: Tensor | None, relative: float) -> None:
     """Half a step of the dtype from the exact result, and ``relative`` of the sum of magnitudes."""
     exact = torch.nn.functional.linear(x.double(), of.weight, None if bias is None else bias.double())
@@ -118,17 +140,54 @@ def test_matches_float_and_is_independent_of_the_batch(
         torch.set_num_threads(1)
         args = of.args(of.x, of.bias)[1:]
         alone = torch.cat([kernels.run("quantized_linear", row, *args, isa=isa) for row in of.x.split(1)])
-        assert_close(alone, of, of.x, of.bias, 2**-20)
-        for threads, rows in ((1, 3), (2, 4), (3, 5), (2, 33), (3, 70)):
+        tiled = isa.startswith("amx") and dtype == BFLOAT16 and becomes_bfloat16(form)
+        assert_close(alone, of._replace(weight=on_tiles(of)) if tiled else of, of.x, of.bias, 2**-20)
+        for threads, rows in ((1, 3), (2, 4), (3, 5), (2, 17), (2, 33), (3, 70)):
             torch.set_num_threads(threads)
             assert torch.equal(kernels.run("quantized_linear", of.x[:rows], *args, isa=isa), alone[:rows])
             assert torch.equal(kernels.run("quantized_linear", of.x[-rows:], *args, isa=isa), alone[-rows:])
 
 
-@pytest.mark.parametrize("isa", by_set(OP, ["avx512_bf16", "avx512"]))
+@pytest.mark.parametrize("form", [form for form in FORMATS if becomes_bfloat16(form)], ids=str)
+def test_weights_on_tiles_are_those_of_bfloat16(form: WeightFormat) -> None:
+    """A unit of the last place from the exact ones; exact where a row is one group."""
+    of = problem(1, 50, 200, form, BFLOAT16)
+    made, largest = on_tiles(of), of.weight.abs().amax()
+    assert ((made - of.weight).abs() <= of.weight.abs() * 2**-7 + largest * 2**-9).all()
+    assert (made - of.weight).abs().mean() < of.weight.abs().mean() * 2**-8
+    if form.group_size == 0:
+        assert (made.float() - of.weight.float()).abs().max() <= largest * 2**-22
+    elif not form.zeros:  # neither too large nor too small on average
+        assert ((made - of.weight) * of.weight.sign()).mean().abs() < of.weight.abs().mean() * 2**-11
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize(("t", "n", "k"), [(1, 64, 256), (33, 100, 700), (300, 40, 1024)])
+def test_software_tiles_are_those_of_the_cpu(form: WeightFormat, t: int, n: int, k: int) -> None:
+    """Bit for bit, so what holds for the one holds for the other."""
+    kernels = skip_without(native.load(OP), "amx")
+    of = problem(t, n, k, form, BFLOAT16)
+    args = of.args(of.x, of.bias)
+    of_the_cpu, in_software = (kernels.run("quantized_linear", *args, isa=isa) for isa in ("amx", "amx_in_software"))
+    assert torch.equal(of_the_cpu, in_software)
+
+
+@pytest.mark.parametrize("isa", by_set(OP))
+def test_a_code_that_is_no_number(kernels: native.Kernels, isa: str) -> None:
+    skip_without(kernels, isa)
+    of = problem(20, 20, 40, WeightFormat("fp8"), BFLOAT16)
+    of.packed.codes[0, 3, 2, 1] = 127  # of output 2
+    for rows in (1, 20):
+        out = kernels.run("quantized_linear", *of.args(of.x[:rows], None), isa=isa)
+        assert out[:, 2].isnan().all()
+        assert out.isnan().sum() == rows
+
+
+@pytest.mark.parametrize("isa", by_set(OP, ["amx", "avx512_bf16", "avx512"]))
 def test_blocks_of_rows(kernels: native.Kernels, isa: str) -> None:
     skip_without(kernels, isa)
-    of = problem(300, 200, 640, WeightFormat("int4", 32, zeros=True), BFLOAT16)
+    of = problem(300, 40, 5000, WeightFormat("int4", 32, zeros=True), BFLOAT16)
     args = of.args(of.x, None)[1:]
     expected = torch.cat([kernels.run("quantized_linear", part, *args, isa=isa) for part in of.x.split(1)])
     for threads in (1, 2, 5):
