@@ -41,7 +41,7 @@ _UNUSED_SECONDS = 30 * 24 * 3600
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A compiled function on disk: its key's fields, facts about it, and the code as ``compiler.to_bytes`` gives it."""
+    """A compiled function on disk: its key's fields, facts about it, and the code as ``ready_code`` gives it."""
 
     fields: Fields
     facts: Fields

@@ -1,0 +1,70 @@
+"""Private names of torch that graphs traced by its compiler need: what a node does, and how a part is compiled."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload, OpOverloadPacket
+
+_NAMESPACE = "compiled_llm"
+_IN_PLACE = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.iand, operator.ior, operator.ixor,
+}  # fmt: skip
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether a node calls one of the project's ops."""
+    return node.op == "call_function" and op_name(node).startswith(f"{_NAMESPACE}.")
+
+
+def op_name(node: fx.Node) -> str:
+    """Which op a node calls, as "library.name.overload"; "" where it calls something else."""
+    target = node.target
+    if isinstance(target, OpOverloadPacket):
+        return f"{target._qualified_op_name.replace('::', '.')}.default"
+    return str(target) if isinstance(target, OpOverload) else ""
+
+
+def writes_argument(node: fx.Node) -> bool:
+    """Whether a node that is none of the project's ops writes to its first argument, which it gives back or nothing."""
+    target: Any = node.target
+    if node.op not in ("call_function", "call_method") or is_op(node):
+        return False
+    if isinstance(target, OpOverload):
+        return target._schema.is_mutable
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What the tensors that share memory have in common, fake ones too."""
+    return tensor.untyped_storage()._cdata
+
+
+def size_text(size: Any) -> str:
+    """A size in Python: a number, or a formula of the names that the compiler has for sizes."""
+    if not isinstance(size, torch.SymInt):
+        return repr(size)
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return PythonPrinter().doprint(size.node.expr)
+
+
+def compile_part(graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> tuple[Callable, Any]:
+    """Let Inductor compile a part of a traced graph, from within a backend: what to call, and what torch keeps of it.
+
+    ``inputs``: fake tensors and symbolic sizes of the traced graph. ``graph`` may be changed.
+    """
+    compiled = torch._inductor.standalone_compile(
+        graph,
+        list(inputs),
+        dynamic_shapes="from_tracing_context",
+        options={"config_patches": dict(options)},
+        aot=True,
+        donate_graph_module=True,
+    )
+    with torch._functorch.config.patch("bundled_autograd_cache", True):
+        return compiled, compiled.inner_fn.compiled_fn.serialize()
