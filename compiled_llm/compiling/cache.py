@@ -1,7 +1,7 @@
 """Compiled functions kept on disk, each under a readable key of everything that its code depends on.
 
 An entry is one file ``NAME-DIGEST.graph``, so that it exists whole or not at all: a line with the SHA-256 of the rest,
-a line of JSON with the key's fields (keys.py), and torch's bytes. A start that finds its entries neither traces nor
+a line of JSON with the key's fields (keys.py), and ready code. A start that finds its entries neither traces nor
 compiles. One that does not find them can tell which field was different the last time. Entries that no start used for a
 month are deleted.
 

@@ -27,7 +27,7 @@ from compiled_llm.ops.torch_private import (
     tell_compiler,
     with_caches,
 )
-from compiled_llm.ops.torch_private_builds import aot_compile_on
+from compiled_llm.ops.torch_private_builds import aot_compile_on, without_sources
 from compiled_llm.ops.torch_private_cpp import headers_in_cache, plain_vectors, whole_libraries
 from compiled_llm.ops.torch_private_graphs import compile_part
 
@@ -145,7 +145,8 @@ def _without_collecting() -> Iterator[None]:
 
 # Within which compile_ahead compiles.
 _SETTINGS_AHEAD: tuple[Callable[[], AbstractContextManager], ...] = (
-    torch.no_grad, with_caches, sizes_of_one, plain_vectors, headers_in_cache, aot_compile_on, _without_collecting,
+    torch.no_grad, with_caches, sizes_of_one, plain_vectors, headers_in_cache, aot_compile_on, without_sources,
+    _without_collecting,
 )  # fmt: skip
 
 

@@ -33,15 +33,6 @@ def use_own_cache_directory() -> None:
         check_trusted(inductor, "TORCHINDUCTOR_CACHE_DIR")
 
 
-def libraries_built_since(moment: float) -> list[str]:
-    """Names of loaded libraries of torch's cache that were written after ``moment`` (``time.time``).
-
-    Torch builds again what is missing from its cache, without a word.
-    """
-    root = Path(cache_dir()).resolve()
-    return sorted(file.name for file in loaded_libraries(root) if file.stat().st_mtime >= moment)
-
-
 def loaded_libraries(root: Path) -> set[Path]:
     """Shared libraries below ``root`` that this process has loaded, as Linux lists them."""
     # A library that was deleted and built again stays marked as deleted.
