@@ -9,6 +9,12 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 _NAMESPACE = "compiled_llm"
+# Methods and functions of torch whose result shares the memory of their first argument, or may.
+_VIEWS = frozenset(
+    "alias as_strided chunk contiguous detach diagonal expand expand_as flatten float getattr getitem movedim narrow "
+    "permute reshape select slice split split_with_sizes squeeze swapaxes t tensor_split to transpose type_as unbind "
+    "unflatten unfold unsafe_split unsqueeze view view_as".split()
+)
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
     operator.iand, operator.ior, operator.ixor,
@@ -29,14 +35,28 @@ def op_name(node: fx.Node) -> str:
 
 
 def writes_argument(node: fx.Node) -> bool:
-    """Whether a node that is none of the project's ops writes to its first argument, which it gives back or nothing."""
-    target: Any = node.target
+    """Whether a node of plain torch writes to its first argument, which it gives back or nothing."""
     if node.op not in ("call_function", "call_method") or is_op(node):
         return False
+    target: Any = node.target
     if isinstance(target, OpOverload):
         return target._schema.is_mutable
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    if getattr(target, "__module__", "") == "_operator":  # whose ``and_`` and ``or_`` are not in place
+        return target in _IN_PLACE
+    name = _name(node)
+    return name.endswith("_") and not name.endswith("__")
+
+
+def may_be_view(node: fx.Node) -> bool:
+    """Whether a node of plain torch does nothing else than to give another view of its first argument, if it can."""
+    return node.op in ("call_function", "call_method") and not is_op(node) and _name(node) in _VIEWS
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    if isinstance(target, OpOverload):
+        return str(target).split(".")[1]
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def storage_of(tensor: Tensor) -> int:

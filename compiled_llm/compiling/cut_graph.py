@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from compiled_llm.ops.torch_private_graphs import is_op, op_name, size_text, storage_of, writes_argument
+from compiled_llm.ops.torch_private_graphs import is_op, may_be_view, op_name, size_text, storage_of, writes_argument
 
 class Piece(NamedTuple):
     """A graph between two ops. It returns a tuple. ``inputs`` are fake tensors and symbolic sizes like its own."""
@@ -148,9 +148,9 @@ class _Cutter:
 
     def _add_piece(self, between: Sequence[fx.Node]) -> None:
         """What lies between two ops, ``between``: all of it that is no view."""
-        outputs = [node for node in between if not writes_argument(node) and _is_used_besides(node, set(between))]
-        if not outputs and not any(map(writes_argument, between)):
+        if not between:
             return
+        outputs = [node for node in between if not writes_argument(node) and _is_used_besides(node, set(between))]
         graph, inputs = _own_graph(between, outputs)
         module = fx.GraphModule(self._module, graph)
         examples = [_value(node) for node in inputs]
@@ -221,14 +221,12 @@ def _is_free(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The input that a node gives other views of, and nothing else; None if it is no view."""
-    storages = _storages(_value(node))
-    if not storages or writes_argument(node) or _is_pick(node):
+    if not may_be_view(node) or _is_pick(node) or not isinstance(node.args[0], fx.Node):
         return None
-    for other in node.all_input_nodes:
-        is_part = isinstance(_value(other), tuple | list) and _viewed(other) is None
-        if not is_part and storages <= _storages(_value(other)) and _dtypes(_value(node)) == _dtypes(_value(other)):
-            return _written(other)
-    return None
+    other, storages = node.args[0], _storages(_value(node))
+    is_part = isinstance(_value(other), tuple | list) and _viewed(other) is None  # of what a function computed
+    shares = bool(storages) and storages <= _storages(_value(other)) and _dtypes(_value(node)) == _dtypes(_value(other))
+    return _written(other) if shares and not is_part else None
 
 
 def _base_of(node: fx.Node) -> fx.Node:

@@ -129,7 +129,7 @@ class SamplingStage:
         # Rows of ``hidden``, and the tokens that follow them.
         self._prompt_input = tuple(torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         for tensor in self._prompt_input:
-            mark_static_address(tensor)
+            mark_static_address(mark_sizes(tensor, self._sizes.prompt_rows))
 
     @property
     def nbytes(self) -> int:

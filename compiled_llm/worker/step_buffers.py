@@ -50,6 +50,7 @@ class StepSizes(NamedTuple):
     most_requests: DynamicSize | None = None  # that run, and a row for padding
     vocabulary: DynamicSize | None = None  # V, to what takes logits
     mask_words: DynamicSize | None = None  # V / 32, rounded up
+    prompt_rows: DynamicSize | None = None  # tokens of prompts whose log-probabilities are computed at a time
 
     @classmethod
     def of(cls, limits: EngineLimits, device: torch.device, uses_trees: bool = False) -> "StepSizes":
@@ -75,6 +76,7 @@ class StepSizes(NamedTuple):
             DynamicSize("most requests + 1", 29),
             DynamicSize("vocabulary", 20011),
             DynamicSize("vocabulary / 32", 626),
+            DynamicSize("rows of prompts", 7),
         )
 
 

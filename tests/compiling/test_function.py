@@ -138,8 +138,7 @@ def test_one_graph_for_all_buckets_no_breaks_no_recompiles_no_copy_of_the_cache(
         assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
         assert r.compile_seconds > 0
 
-    assert len(codes) == len(compiled)
-    assert allocations(codes)
+    assert allocations(codes)  # of the pieces between ops: what the rest of the program makes are views
     for cache in runner.steps.kv_cache:
         assert not any(copies(codes, tensor) for tensor in cache if tensor is not None)
     scales = [t for layer in runner.steps.kv_cache if (t := getattr(layer, "k_scale", None)) is not None]
