@@ -10,11 +10,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 _NAMESPACE = "compiled_llm"
 # Methods and functions of torch whose result shares the memory of their first argument, or may.
-_VIEWS = frozenset(
-    "alias as_strided chunk contiguous detach diagonal expand expand_as flatten float getattr getitem movedim narrow "
-    "permute reshape select slice split split_with_sizes squeeze swapaxes t tensor_split to transpose type_as unbind "
-    "unflatten unfold unsafe_split unsqueeze view view_as".split()
-)
+_VIEWS = {
+    "alias", "as_strided", "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "float",
+    "getattr", "getitem", "movedim", "narrow", "permute", "reshape", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "swapaxes", "t", "tensor_split", "to", "transpose", "type_as", "unbind", "unflatten", "unfold",
+    "unsqueeze", "view", "view_as",
+}  # fmt: skip
 _IN_PLACE = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
     operator.iand, operator.ior, operator.ixor,
@@ -71,6 +72,11 @@ def size_text(size: Any) -> str:
     from torch.utils._sympy.printers import PythonPrinter
 
     return PythonPrinter().doprint(size.node.expr)
+
+
+def size_names(size: Any) -> set[str]:
+    """The names in ``size_text``."""
+    return {str(name) for name in size.node.expr.free_symbols} if isinstance(size, torch.SymInt) else set()
 
 
 def compile_part(graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> tuple[Callable, Any]:

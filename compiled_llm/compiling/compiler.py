@@ -68,8 +68,8 @@ def compile_at_first_call(function: Callable, cuda_graphs: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-# For a GPU, torch would record CUDA graphs of its own; its kernels as in compile_at_first_call. A CPU's ops have threads
-# of their own, and those of OpenMP would spin beside them.
+# On a GPU the engine captures the CUDA graphs, and kernels are as in compile_at_first_call. A CPU's ops have threads of
+# their own, and those of OpenMP would spin beside them.
 _OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False, "triton.enable_pdl": False, "size_asserts": False, "cpp.threads": 1
 }  # fmt: skip

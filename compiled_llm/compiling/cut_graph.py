@@ -16,13 +16,22 @@ The program does what the graph does, in the same order::
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from compiled_llm.ops.torch_private_graphs import is_op, may_be_view, op_name, size_text, storage_of, writes_argument
+from compiled_llm.ops.torch_private_graphs import (
+    is_op,
+    may_be_view,
+    op_name,
+    size_names,
+    size_text,
+    storage_of,
+    writes_argument,
+)
+
 
 class Piece(NamedTuple):
     """A graph between two ops. It returns a tuple. ``inputs`` are fake tensors and symbolic sizes like its own."""
@@ -60,6 +69,7 @@ class _Cutter:
         self._lines: list[_Line] = []
         self._pieces: dict[tuple, tuple[str, Piece]] = {}  # by all that decides about their code
         self._arguments: list[str] = []
+        self._sizes_given: dict[str, fx.Node] = {}  # arguments that are sizes, by the compiler's names for them
 
     def cut(self) -> CutGraph:
         between: list[fx.Node] = []
@@ -81,6 +91,8 @@ class _Cutter:
         name = size_text(_value(node)) if isinstance(_value(node), torch.SymInt) else ""
         if not name.isidentifier() or name in self._arguments:  # a size that another argument gives as well
             name = f"a{len(self._arguments)}"
+        else:
+            self._sizes_given[name] = node
         self._variables[node] = name
         self._arguments.append(name)
 
@@ -102,8 +114,8 @@ class _Cutter:
     def _text(self, value: Any, uses: list[str]) -> str:
         """An argument. ``uses`` gets the variables in it."""
         if isinstance(value, fx.Node):
-            if isinstance(_value(value), int | float | torch.SymInt):
-                return size_text(_value(value))
+            if _is_size(_value(value)):
+                return self._size_text(_value(value))
             uses.append(self._variable(value))
             return uses[-1]
         if isinstance(value, tuple | list):
@@ -117,16 +129,18 @@ class _Cutter:
             base, view = _base_of(node), _value(node)
             assert base is not node, f"{node} is used before it is there"
             offset = view.storage_offset() - _value(base).storage_offset()
-            sizes, strides = (self._sizes(values) for values in (view.shape, view.stride()))
+            sizes, strides = self._size_text(view.shape), self._size_text(view.stride())
             of = self._variable(base)
             text = f"reinterpret_tensor({of}, {sizes}, {strides}, {size_text(offset)})"
             result = self._new(node)
             self._lines.append(_Line([result], f"{result} = {text}", [of]))
         return self._variables[node]
 
-    @staticmethod
-    def _sizes(values: Iterable[Any]) -> str:
-        return f"({''.join(f'{size_text(value)}, ' for value in values)})"
+    def _size_text(self, value: Any) -> str:
+        """A size, or a tuple of sizes."""
+        if isinstance(value, tuple):
+            return f"({''.join(f'{self._size_text(size)}, ' for size in value)})"
+        return size_text(value)
 
     def _new(self, node: fx.Node) -> str:
         return self._variables.setdefault(node, f"b{len(self._variables)}")
@@ -151,7 +165,7 @@ class _Cutter:
         if not between:
             return
         outputs = [node for node in between if not writes_argument(node) and _is_used_besides(node, set(between))]
-        graph, inputs = _own_graph(between, outputs)
+        graph, inputs = _own_graph(between, outputs, self._sizes_given)
         module = fx.GraphModule(self._module, graph)
         examples = [_value(node) for node in inputs]
         key = (module.code, _described(examples))
@@ -163,8 +177,13 @@ class _Cutter:
         self._lines.append(_Line(results, f"{made}{name}([{arguments}])", uses))
 
 
-def _own_graph(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx.Graph, list[fx.Node]]:
-    """A graph of these nodes alone, with the views that they use, and what it takes of the graph around it."""
+def _own_graph(
+    nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], sizes: Mapping[str, fx.Node]
+) -> tuple[fx.Graph, list[fx.Node]]:
+    """A graph of these nodes alone, with the views that they use, and what it takes of the graph around it.
+
+    ``sizes``: by their names. It takes those that the shapes of its other inputs are made of.
+    """
     graph, inputs = fx.Graph(), list[fx.Node]()
     own: dict[fx.Node, fx.Node] = {}
 
@@ -188,6 +207,14 @@ def _own_graph(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> tuple[fx
     for node in nodes:
         own[node] = copied(node)
     graph.output(tuple(own[node] for node in outputs))
+    shapes = [
+        size for node in inputs for tensor in _tensors(_value(node)) for size in (*tensor.shape, *tensor.stride())
+    ]
+    for name in sorted(set().union(*map(size_names, shapes))):
+        if sizes[name] not in inputs:
+            with graph.inserting_before(next(iter(graph.nodes))):
+                graph.placeholder(f"of_{name}").meta = dict(sizes[name].meta)
+            inputs.insert(0, sizes[name])
     return graph, inputs
 
 
@@ -215,8 +242,16 @@ def _is_free(node: fx.Node) -> bool:
     """Whether nothing is to be computed: a size, an op's result, a view, a constant tensor."""
     if writes_argument(node):
         return False
-    is_size = isinstance(_value(node), int | float | torch.SymInt)
-    return is_size or node.op in ("placeholder", "get_attr") or _is_pick(node) or _viewed(node) is not None
+    return (
+        _is_size(_value(node)) or node.op in ("placeholder", "get_attr") or _is_pick(node) or _viewed(node) is not None
+    )
+
+
+def _is_size(value: Any) -> bool:
+    """Whether it is a number, or a tuple of them as of a shape."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_is_size, value))
+    return isinstance(value, int | float | torch.SymInt)
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
@@ -269,6 +304,4 @@ def _described(values: Sequence[Any]) -> str:
         for value in values
     ]
     numbers: dict[str, str] = {}
-    return re.sub(
-        r"\bs\d+\b", lambda found: numbers.setdefault(found[0], f"size {len(numbers)}"), "; ".join(described)
-    )
+    return re.sub(r"\bs\d+\b", lambda found: numbers.setdefault(found[0], f"size {len(numbers)}"), "; ".join(described))

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from compiled_llm.ops.native import cache_directory
-from compiled_llm.ops.torch_private import cache_dir, default_cache_dir
+from compiled_llm.ops.torch_private import default_cache_dir
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 from compiled_llm.ops.user_warnings import warn
 

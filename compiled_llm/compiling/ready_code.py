@@ -80,7 +80,9 @@ def ready_code(ahead: Any) -> bytes | None:
     except (pickle.PicklingError, AttributeError, TypeError):  # whatever a user's function closes over
         return None
     bytecode = bytecode.replace(co_consts=())  # where Dynamo also puts what marshal cannot write
-    return marshal.dumps((_program(ast.parse(source).body), pieces, bytecode, ahead._artifacts.backend_id, modules, pickled))
+    return marshal.dumps(
+        (_program(ast.parse(source).body), pieces, bytecode, ahead._artifacts.backend_id, modules, pickled)
+    )
 
 
 def load_ready(

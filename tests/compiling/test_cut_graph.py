@@ -12,6 +12,7 @@ from compiled_llm.compiling.compiler import CutFunction, compile_ahead
 from compiled_llm.compiling.ready_code import load_ready, ready_code
 from compiled_llm.ops.torch_private import DynamicSize, aot_result, mark_dynamic_size
 
+
 def layers(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
     """Two kinds of layers, four times."""
     for place, weight in enumerate(weights):
@@ -60,9 +61,7 @@ def arguments(rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     return x, tuple(weights.clone())
 
 
-@pytest.mark.parametrize(
-    ("function", "num_pieces"), [(layers, 2), (views, 2), (writes, 4), (parts, 2), (only_ops, 0)]
-)
+@pytest.mark.parametrize(("function", "num_pieces"), [(layers, 2), (views, 2), (writes, 4), (parts, 2), (only_ops, 0)])
 def test_does_what_the_function_does(function: Callable[..., Any], num_pieces: int) -> None:
     """To the bit, also what it writes, for any number of rows; kept and not. Pieces that are alike are one."""
     ahead, facts = compile_ahead(function, function.__name__, arguments(3))

@@ -265,7 +265,8 @@ def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(tmp_pa
     assert (outcome, "the stored code does not load: " in reason) == ("miss", True)
     assert start() == ("hit", "")
     # As by a compiler that was killed: with the entry of the graph there, and without it.
-    for kept, expected in ((0, "the stored code does not load: .* is cut off"), (len(content) // 2, "nothing of that name is stored")):
+    cut_off, gone = "the stored code does not load: .* is cut off", "nothing of that name is stored"
+    for kept, expected in ((0, cut_off), (len(content) // 2, gone)):
         library.unlink()
         library.write_bytes(content[:kept])
         with pytest.warns(UserWarning, match=f"{library.name} is cut off, so it is built again"):
