@@ -84,7 +84,7 @@ def compile_part(graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[
 
     ``inputs``: fake tensors and symbolic sizes of the traced graph. ``graph`` may be changed.
     """
-    compiled = torch._inductor.standalone_compile(
+    compiled: Any = torch._inductor.standalone_compile(
         graph,
         list(inputs),
         dynamic_shapes="from_tracing_context",

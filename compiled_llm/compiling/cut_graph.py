@@ -226,16 +226,21 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
+def _first(node: fx.Node) -> Any:
+    """Its first argument."""
+    return node.args[0]
+
+
 def _written(node: fx.Node) -> fx.Node:
     """The node that an operation in place gives back, written to; any other node is itself."""
     while writes_argument(node):
-        node = node.args[0]
+        node = _first(node)
     return node
 
 
 def _is_pick(node: fx.Node) -> bool:
     """Whether it is one of an op's results."""
-    return node.target is operator.getitem and is_op(node.args[0])
+    return node.target is operator.getitem and is_op(_first(node))
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -258,7 +263,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     """The input that a node gives other views of, and nothing else; None if it is no view."""
     if not may_be_view(node) or _is_pick(node) or not isinstance(node.args[0], fx.Node):
         return None
-    other, storages = node.args[0], _storages(_value(node))
+    other, storages = _first(node), _storages(_value(node))
     is_part = isinstance(_value(other), tuple | list) and _viewed(other) is None  # of what a function computed
     shares = bool(storages) and storages <= _storages(_value(other)) and _dtypes(_value(node)) == _dtypes(_value(other))
     return _written(other) if shares and not is_part else None
