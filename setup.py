@@ -41,6 +41,7 @@ class BuildWithLibraries(build_py):
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             libraries = kernel_build().shipped()
             list(pool.map(lambda library: library.build(COMPILER, directory, library.file_name()), libraries))
+        kernel_build().write_digests(directory)
 
 
 class WithLibraries(Distribution):

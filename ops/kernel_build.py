@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_in_software")
 """The instruction sets, by their numbers in ``cpu/one_isa.cpp``. The last is a model of AMX, for tests."""
 
+DIGESTS = "SHA256SUMS"
+"""The file beside shipped libraries with the SHA-256 of each, as the program sha256sum writes it."""
 _FLAGS = ("-O3", "-std=c++20", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-fvisibility=hidden")
 # The ops that have kernels for products of bfloat16: set -> the set that multiplies all else.
 _BASES = {
@@ -152,6 +154,12 @@ def shipped() -> Iterator[Library]:
         yield op_library(op)
     for op in OPS:
         yield from (kernel_library(op, isa) for isa in isas_of(op) if isa != "amx_in_software")
+
+
+def write_digests(directory: Path) -> None:
+    """Write ``DIGESTS`` of all libraries in a directory."""
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.glob("*.so"))}
+    (directory / DIGESTS).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 def texts(source: Path, also: list[Path]) -> list[str]:

@@ -8,6 +8,7 @@ portable), for checks and comparisons: the CPU then counts as one that has no be
 
 import ctypes
 import functools
+import hashlib
 import math
 import mmap
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from compiled_llm.ops.kernel_build import (
+    DIGESTS,
     ISAS,
     ROOT,
     Library,
@@ -114,6 +116,10 @@ def _shipped(library: Library) -> ctypes.CDLL | None:
 @functools.cache
 def _open_shipped(path: Path) -> ctypes.CDLL | None:
     if not path.exists():
+        return None
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if f"{digest}  {path.name}" not in path.with_name(DIGESTS).read_text().splitlines():
+        warn(f"{path} is not what the package brought, so it is left alone: install compiled-llm again")
         return None
     try:
         return ctypes.CDLL(str(path))

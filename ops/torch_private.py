@@ -57,6 +57,11 @@ def op_without_python(overload: Any) -> Callable:
     return overload._op
 
 
+def reinterpret_tensor() -> Callable:
+    """(tensor, sizes, strides, offset) -> a view of its memory that begins ``offset`` elements behind its own."""
+    return torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+
+
 def cache_dir() -> str:
     """Where torch keeps compiled code."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -244,15 +249,11 @@ def import_compiler() -> None:
     import torch._inductor.compile_fx
 
 
-def aot_compiled_function() -> Any:
-    """The class of functions that were compiled ahead of time."""
-    from torch._dynamo.aot_compile import AOTCompiledFunction
-
-    return AOTCompiledFunction
-
-
 def aot_result(ahead: Any) -> Any:
-    """What AOTAutograd keeps of an ``AOTCompiledFunction``: Inductor's graph, and what is to be done around it."""
+    """What the ``serialize`` of a backend's result gives, of an ``AOTCompiledFunction``.
+
+    Of Inductor that is what AOTAutograd keeps: Inductor's graph, and what is to be done around it.
+    """
     import torch._functorch.config
 
     with torch._functorch.config.patch("bundled_autograd_cache", True):

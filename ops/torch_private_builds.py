@@ -181,21 +181,27 @@ def rehearse(function: Callable, args: tuple) -> None:
 
 @contextlib.contextmanager
 def builds_for_others() -> Iterator[None]:
-    """Inductor makes code by itself, tries nothing out on the GPU, and looks for nothing that it made before.
-
-    Dynamo does not look up the source of all functions that it traced, which ready code has no use for: a tenth of the
-    time went there.
-    """
+    """Inductor makes code by itself, tries nothing out on the GPU, and looks for nothing that it made before."""
     import torch._inductor.config
-    from torch._dynamo.package import SourceInfo
 
     names = "shape_padding", "joint_graph_constant_folding", "fx_graph_cache", "triton.autotune_pointwise"
     settings = {**dict.fromkeys(names, False), "deterministic": True, "compile_threads": 1}
+    with torch._inductor.config.patch(settings):
+        yield
+
+
+@contextlib.contextmanager
+def without_sources() -> Iterator[None]:
+    """``aot_compile`` does not look up the source of all functions that it traced.
+
+    Ready code has no use for it, and a seventh of the time went there.
+    """
+    from torch._dynamo.package import SourceInfo
+
     add_code = SourceInfo.add_code
     SourceInfo.add_code = lambda self, code: None  # type: ignore[method-assign]
     try:
-        with torch._inductor.config.patch(settings):
-            yield
+        yield
     finally:
         SourceInfo.add_code = add_code  # type: ignore[method-assign]
 

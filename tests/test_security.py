@@ -49,8 +49,6 @@ ALLOWED = {
     ("compiled_llm/compiling/ready_code.py", "exec"): _OWN_CACHE,
     ("compiled_llm/compiling/ready_code.py", "marshal"): _OWN_CACHE,
     ("compiled_llm/compiling/ready_code.py", "pickle"): _OWN_CACHE,
-    ("compiled_llm/compiling/compiler.py", "pickle"): _OWN_CACHE,
-    ("compiled_llm/compiling/build_worker.py", "pickle"): _OWN_CACHE,
     ("compiled_llm/checkpoint/kept_values.py", "pickle"): _OWN_CACHE,
     ("compiled_llm/compiling/build_processes.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/worker/worker_process.py", "multiprocessing"): _OWN_PIPE,

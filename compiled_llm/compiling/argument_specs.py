@@ -27,13 +27,13 @@ class TensorSpec(NamedTuple):
 
     Attributes:
         shape: a ``DynamicSize`` where the size may be another in each call.
-        stride: in elements.
+        stride: in elements. None: the tensor is contiguous, and a size behind the first may be another in each call.
         device: such as "cpu" or "cuda:0".
         static_address: how it was marked to stay at its address: "guarded", "unguarded", or None if it was not.
     """
 
     shape: tuple[int | DynamicSize, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] | None
     dtype: torch.dtype
     device: str
     static_address: str | None
@@ -41,7 +41,8 @@ class TensorSpec(NamedTuple):
     def __str__(self) -> str:
         sizes = ", ".join(f"{s.name}, as {s.example}" if isinstance(s, DynamicSize) else str(s) for s in self.shape)
         fixed = "" if self.static_address is None else f", at one address ({self.static_address})"
-        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}] of strides {self.stride} on {self.device}{fixed}"
+        order = "contiguous" if self.stride is None else f"of strides {self.stride}"
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}] {order} on {self.device}{fixed}"
 
     def make(self, dynamic: Mapping[str, int] = MappingProxyType({})) -> Tensor:
         """An uninitialised tensor of this kind, marked like the original. It takes no memory until it is written.
@@ -49,7 +50,9 @@ class TensorSpec(NamedTuple):
         Its dynamic sizes are those of ``dynamic``, by name, and the examples.
         """
         sizes = [dynamic.get(s.name, s.example) if isinstance(s, DynamicSize) else s for s in self.shape]
-        tensor = torch.empty_strided(sizes, self.stride, dtype=self.dtype, device=self.device)
+        tensor = torch.empty(sizes, dtype=self.dtype, device=self.device)
+        if self.stride is not None:
+            tensor = torch.empty_strided(sizes, self.stride, dtype=self.dtype, device=self.device)
         if self.static_address is not None:
             mark_static_address(tensor, guard=self.static_address == "guarded")
         for dimension, size in enumerate(self.shape):
@@ -71,7 +74,8 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     """The spec of one tensor; dynamic are the sizes that ``mark_dynamic_size`` marked."""
     dynamic = dynamic_sizes(tensor)
     shape = tuple(dynamic.get(dimension, size) for dimension, size in enumerate(tensor.shape))
-    return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, str(tensor.device), static_address_kind(tensor))
+    stride = None if any(dimension > 0 for dimension in dynamic) and tensor.is_contiguous() else tuple(tensor.stride())
+    return TensorSpec(shape, stride, tensor.dtype, str(tensor.device), static_address_kind(tensor))
 
 
 def described_specs(args: tuple, names: Sequence[str]) -> dict[str, str]:
@@ -238,7 +242,9 @@ def _difference(name: str, spec: Any, value: Any, sizes: dict[str, int], indices
         expected = _expected_shape(spec.shape, shape, sizes)
         if expected != shape:
             return f"{name} was of shape {expected} and is {shape}"
-        if math.prod(shape) > 1 and tuple(value.stride()) != spec.stride:
+        if spec.stride is None and not value.is_contiguous():
+            return f"{name} was contiguous and is of strides {tuple(value.stride())}"
+        if spec.stride is not None and math.prod(shape) > 1 and tuple(value.stride()) != spec.stride:
             return f"{name} was of strides {spec.stride} and is {tuple(value.stride())}"
         if value.dtype != spec.dtype or str(value.device) != spec.device:
             return f"{name} was {spec.dtype} on {spec.device} and is {value.dtype} on {value.device}"

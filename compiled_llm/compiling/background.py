@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from compiled_llm.compiling.build_processes import BuildProcesses, Built, Job
 from compiled_llm.compiling.cache import CompileCache
-from compiled_llm.compiling.compiler import from_bytes
 from compiled_llm.compiling.keys import Fields, code_settings
+from compiled_llm.compiling.ready_code import load_ready
 
 
 class Finished(NamedTuple):
@@ -115,7 +115,7 @@ def _load(cache: CompileCache, job: Job, built: Built | None = None) -> tuple[Ca
         if built is not None:
             cache.store(key, built.payload, built.facts)
         found = cache.find(key)
-        return found if isinstance(found, str) else (from_bytes(found.payload, function), found.facts)
+        return found if isinstance(found, str) else (load_ready(found.payload, function.__globals__), found.facts)
     except (
         Exception
     ) as error:  # whatever it is: what was on disk is compiled anew, of what was built the next step says

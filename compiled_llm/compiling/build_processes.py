@@ -50,7 +50,7 @@ class Built(NamedTuple):
     """A compiled job.
 
     Attributes:
-        payload: what ``compiler.from_bytes`` takes; empty if there is an error.
+        payload: what ``load_ready`` takes; empty if there is an error.
         facts: about the code, JSON values.
         error: why it could not be compiled; empty if it was.
     """

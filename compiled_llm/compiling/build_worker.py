@@ -9,7 +9,6 @@ which the process with the GPU loads it.
 
 import contextlib
 import os
-import pickle
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 
 from compiled_llm.compiling.argument_specs import examples_of
 from compiled_llm.compiling.build_processes import Built, Job, receive, send
-from compiled_llm.compiling.compiler import compile_ahead, to_bytes
+from compiled_llm.compiling.compiler import compile_ahead
 from compiled_llm.compiling.costs import CostMeter
 from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.keys import code_settings, differences
@@ -72,7 +71,7 @@ def _compile(job: Job, settings: dict[str, Any], target: GpuTarget | None) -> Bu
         if target is not None:
             return Built(*build_for_gpu(job, target), "")
         ahead, facts = compile_ahead(job.recipe(), job.name, job.args)
-        return Built(to_bytes(ahead), facts, "")
+        return Built(_ready(ahead, job.name), facts, "")
     except Exception as error:  # whatever it is: the other process then compiles for itself, and raises it
         return Built(b"", {}, f"{type(error).__name__}: {error}")
 
@@ -84,7 +83,7 @@ def pretend_to_have(target: GpuTarget) -> None:
 
 
 def build_for_gpu(job: Job, target: GpuTarget) -> tuple[bytes, dict[str, Any]]:
-    """Compile a job of fake arguments: what ``compiler.from_bytes`` takes, and facts as ``compile_ahead`` gives them.
+    """Compile a job of fake arguments: what ``load_ready`` takes, and facts as ``compile_ahead`` gives them.
 
     Raises:
         ValueError: torch would do more around the code than to run it.
@@ -94,14 +93,19 @@ def build_for_gpu(job: Job, target: GpuTarget) -> tuple[bytes, dict[str, Any]]:
     function = job.recipe()
     with builds_for_others():
         ahead, facts = compile_ahead(function, job.name, job.args)
-        code = ready_code(ahead)
-    if code is None:
-        raise ValueError(f"{job.name} is more than a graph: torch has to prepare its inputs or its outputs")
+        code = _ready(ahead, job.name)
     run = load_ready(code, function.__globals__, compiled_kernel)
     with programmatic_launches(target.programmatic):
         for sizes in job.sizes or ({},):
             rehearse(run, examples_of(job.args, sizes))
-    return pickle.dumps((code, None)), facts | {"cost": list(meter.cost(libraries=0, header_seconds=0.0))}
+    return code, facts | {"cost": list(meter.cost(libraries=0, header_seconds=0.0))}
+
+
+def _ready(ahead: Any, name: str) -> bytes:
+    code = ready_code(ahead)
+    if code is None:
+        raise ValueError(f"{name} is more than a graph: torch has to prepare its inputs or its outputs")
+    return code
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compiled functions kept on disk, each under a readable key of everything that its code depends on.
 
 An entry is one file ``NAME-DIGEST.graph``, so that it exists whole or not at all: a line with the SHA-256 of the rest,
-a line of JSON with the key's fields (keys.py), and torch's bytes. A start that finds its entries neither traces nor
+a line of JSON with the key's fields (keys.py), and ready code. A start that finds its entries neither traces nor
 compiles. One that does not find them can tell which field was different the last time. Entries that no start used for a
 month are deleted.
 
@@ -41,7 +41,7 @@ _UNUSED_SECONDS = 30 * 24 * 3600
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A compiled function on disk: its key's fields, facts about it, and the code as ``compiler.to_bytes`` gives it."""
+    """A compiled function on disk: its key's fields, facts about it, and the code as ``ready_code`` gives it."""
 
     fields: Fields
     facts: Fields

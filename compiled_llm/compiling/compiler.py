@@ -6,22 +6,20 @@ function is compiled at its first call, with torch's own guards and cache.
 """
 
 import contextlib
-import dataclasses
-import functools
 import gc
-import pickle
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
 
 from compiled_llm.compiling.argument_specs import examples_of, tensors_in
 from compiled_llm.compiling.costs import CostMeter
-from compiled_llm.compiling.ready_code import load_ready, ready_code
+from compiled_llm.compiling.cut_graph import cut_graph
+from compiled_llm.compiling.ready_code import run_program
 from compiled_llm.ops.torch_private import (
-    aot_compiled_function,
     compiler_counters,
     cpp_seconds,
     lower_as_ops,
@@ -29,8 +27,9 @@ from compiled_llm.ops.torch_private import (
     tell_compiler,
     with_caches,
 )
-from compiled_llm.ops.torch_private_builds import aot_compile_on
+from compiled_llm.ops.torch_private_builds import aot_compile_on, without_sources
 from compiled_llm.ops.torch_private_cpp import headers_in_cache, plain_vectors, whole_libraries
+from compiled_llm.ops.torch_private_graphs import compile_part
 
 _OLDEST_FOR_CPUS = (2, 13)  # whose AOTCompiledFunction is the one that _unguarded extends
 
@@ -69,28 +68,67 @@ def compile_at_first_call(function: Callable, cuda_graphs: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
+# On a GPU the engine captures the CUDA graphs, and kernels are as in compile_at_first_call. A CPU's ops have threads of
+# their own, and those of OpenMP would spin beside them.
+_OPTIONS: dict[str, Any] = {
+    "triton.cudagraphs": False, "triton.enable_pdl": False, "size_asserts": False, "cpp.threads": 1
+}  # fmt: skip
+
+
 def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict[str, Any]]:
     """Compile for arguments like ``args``: an ``AOTCompiledFunction``, and facts about it as JSON values.
 
-    Its ``fn`` is to be called, and ``to_bytes`` takes it. It is right for all dynamic sizes. Arguments on a GPU have to
-    be fake tensors, in a process that ``build_worker.py`` prepared.
+    Its ``fn`` is to be called, and ``ready_code`` takes it. It is right for all dynamic sizes. Arguments on a GPU have
+    to be fake tensors, in a process that ``build_worker.py`` prepared.
+
+    For a CPU the graph is cut at its ops (``cut_graph.py``). For a GPU Inductor gets it whole.
     """
     before = compile_counts()
     examples = examples_of(args)
     tell_compiler(tensors_in(examples))
-    options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
-    options["triton.enable_pdl"] = False  # as in compile_at_first_call
-    options["cpp.threads"] = 1  # the ops have threads of their own, and those of OpenMP would spin beside them
+    options: dict[str, Any] = {"guard_filter_fn": _no_guards}
+    if any(tensor.is_cuda for tensor in tensors_in(examples)):
+        backend: Any = "inductor"
+        options |= _OPTIONS
+    else:
+        backend = CutFunction
     meter = CostMeter()
     with contextlib.ExitStack() as settings:
         for setting in _SETTINGS_AHEAD:
             settings.enter_context(setting())
-        compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
+        copy = own_copy(function, name)
+        compiled: Any = torch.compile(copy, fullgraph=True, dynamic=False, backend=backend, options=options)
         with whole_libraries() as builds:
             ahead = compiled.aot_compile((examples, {}))
     after = compile_counts()
     facts = {key: round(after[key] - before[key], 2) for key in ("graphs", "graph_breaks", "cpp_seconds")}
     return ahead, facts | {"cost": list(meter.cost(builds.libraries, builds.header_seconds))}
+
+
+class CutFunction:
+    """What the compiler makes of a traced graph for a CPU: a backend of ``torch.compile``.
+
+    Attributes:
+        source: of the program, see ``CutGraph``.
+        results: of its pieces, by name: what torch keeps of each.
+    """
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        cut = cut_graph(module)
+        compiled = {name: compile_part(*piece, _OPTIONS) for name, piece in cut.pieces.items()}
+        self.source, self.results = cut.source, {name: result for name, (_, result) in compiled.items()}
+        self._call = run_program(self.source, {name: _of_list(function) for name, (function, _) in compiled.items()})
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._call(*inputs)
+
+    def serialize(self) -> "CutFunction":
+        """What torch asks for of the result of a backend."""
+        return self
+
+
+def _of_list(function: Callable) -> Callable:
+    return lambda inputs: function(*inputs)
 
 
 @contextlib.contextmanager
@@ -107,7 +145,8 @@ def _without_collecting() -> Iterator[None]:
 
 # Within which compile_ahead compiles.
 _SETTINGS_AHEAD: tuple[Callable[[], AbstractContextManager], ...] = (
-    torch.no_grad, with_caches, sizes_of_one, plain_vectors, headers_in_cache, aot_compile_on, _without_collecting,
+    torch.no_grad, with_caches, sizes_of_one, plain_vectors, headers_in_cache, aot_compile_on, without_sources,
+    _without_collecting,
 )  # fmt: skip
 
 
@@ -126,41 +165,3 @@ def compile_counts() -> dict[str, float]:
         "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
         "cpp_seconds": cpp_seconds(),
     }
-
-
-@functools.cache
-def _unguarded() -> Any:
-    """The class of functions as they are kept."""
-    aot_class: Any = aot_compiled_function()
-
-    class Unguarded(aot_class):
-        """Without guards: torch's class would make them anew, which takes longer than all the rest."""
-
-        def __post_init__(self) -> None:
-            artifacts = self._artifacts
-            artifacts.check_compatibility()
-            self.fn = artifacts.runtime_env.forward_callable(
-                artifacts.backend_id, artifacts.compiled_fn, extra_globals=self._extra_globals
-            )
-
-    return Unguarded
-
-
-def to_bytes(ahead: Any) -> bytes:
-    """A result of ``compile_ahead``, as ``from_bytes`` takes it: ready code if there is any, and torch's own form."""
-    kind = _unguarded()
-    unguarded = kind(dataclasses.replace(ahead._artifacts, guards_state=b""), False, ahead._extra_globals)
-    return pickle.dumps((ready_code(ahead), kind.serialize(unguarded).serialized_data))
-
-
-def from_bytes(payload: bytes, function: Callable) -> Callable:
-    """The compiled form of ``function``. Runs code that ``payload`` holds: only for what this user's cache holds.
-
-    Torch's own form builds libraries again that are gone or cut off.
-    """
-    ready, serialized = pickle.loads(payload)
-    if ready is not None:
-        with contextlib.suppress(ImportError):
-            return load_ready(ready, function.__globals__)
-    with plain_vectors(), whole_libraries():
-        return _unguarded().deserialize(serialized, function.__globals__).fn

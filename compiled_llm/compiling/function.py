@@ -16,12 +16,10 @@ from compiled_llm.compiling.compiler import (
     compile_ahead,
     compile_at_first_call,
     compile_counts,
-    from_bytes,
     own_copy,
-    to_bytes,
 )
 from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begin_step_of_trees
-from compiled_llm.compiling.libraries import libraries_built_since
+from compiled_llm.compiling.ready_code import load_ready, ready_code
 from compiled_llm.compiling.report import GraphReport
 from compiled_llm.ops.torch_private import compiled_versions, sizes_of_one, tell_compiler
 from compiled_llm.ops.user_warnings import warn
@@ -156,12 +154,16 @@ class CompiledFunction:
         """Facts about the code, and ``cache`` and ``reason`` for the report."""
         facts, reason = (None, "") if self._cache is None else self._load(args)
         if facts is not None:
-            return facts, "miss" if reason else "hit", reason
+            return facts, "hit", ""
         ahead, facts = compile_ahead(self._copy, self.name, args)
         self._call = ahead.fn
         if self._cache is None:
             return facts, "off", ""
-        self._cache.store(self._cache.key_of(self.name, self._copy, args, self._depends), to_bytes(ahead), facts)
+        code = ready_code(ahead)
+        if code is None:
+            warn(f"{self.name} is not kept, the next start compiles it again: it is more than a graph")
+        else:
+            self._cache.store(self._cache.key_of(self.name, self._copy, args, self._depends), code, facts)
         return facts, "miss", reason
 
     def _load(self, args: tuple) -> tuple[Fields | None, str]:
@@ -170,13 +172,11 @@ class CompiledFunction:
         found = self._cache.find(self._cache.key_of(self.name, self._copy, args, self._depends))
         if isinstance(found, str):
             return None, found
-        moment = time.time()
         try:
-            self._call = from_bytes(found.payload, self._copy)
+            self._call = load_ready(found.payload, self._copy.__globals__)
         except Exception as error:  # whatever it is: compiling anew raises it again or does without
             return None, f"the stored code does not load: {type(error).__name__}: {error}"
-        gone = "" if self._loads else ", ".join(libraries_built_since(moment))
-        return found.facts, f"built again, since it was gone from torch's cache or cut off: {gone}" if gone else ""
+        return found.facts, ""
 
     def drop_graphs(self) -> None:
         """Free what graphs captured by hand hold, before all of them are recorded again."""

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from compiled_llm.ops.native import cache_directory
-from compiled_llm.ops.torch_private import cache_dir, default_cache_dir
+from compiled_llm.ops.torch_private import default_cache_dir
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 from compiled_llm.ops.user_warnings import warn
 
@@ -31,15 +31,6 @@ def use_own_cache_directory() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(inductor / "triton"))  # the same for Inductor's kernels and for ours
     if own not in inductor.parents:
         check_trusted(inductor, "TORCHINDUCTOR_CACHE_DIR")
-
-
-def libraries_built_since(moment: float) -> list[str]:
-    """Names of loaded libraries of torch's cache that were written after ``moment`` (``time.time``).
-
-    Torch builds again what is missing from its cache, without a word.
-    """
-    root = Path(cache_dir()).resolve()
-    return sorted(file.name for file in loaded_libraries(root) if file.stat().st_mtime >= moment)
 
 
 def loaded_libraries(root: Path) -> set[Path]:

@@ -15,17 +15,29 @@ import itertools
 import marshal
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.torch_private import aot_result, cache_dir, inductor_module, load_kernel, op_without_python
+from compiled_llm.ops.torch_private import (
+    aot_result,
+    cache_dir,
+    inductor_module,
+    load_kernel,
+    op_without_python,
+    reinterpret_tensor,
+)
 from compiled_llm.ops.torch_private_builds import ExternKernels, triton_kernel
 
 _ALIGNMENT = 16  # bytes, that Inductor's code for a GPU counts on
+# The program where Inductor has compiled a graph whole.
+_WHOLE = """
+def call(*inputs):
+    return piece(list(inputs))  # it empties the list, to free what it no longer needs
+"""
 
 
 class _Helpers:
@@ -54,14 +66,12 @@ class _Helpers:
 
 def ready_code(ahead: Any) -> bytes | None:
     """The parts of an ``AOTCompiledFunction``, as ``load_ready`` takes them; None if it is more than these."""
-    environment, result = ahead._artifacts.runtime_env, aot_result(ahead)
+    environment, compiled = ahead._artifacts.runtime_env, aot_result(ahead)
+    source, results = getattr(compiled, "source", _WHOLE), getattr(compiled, "results", {"piece": compiled})
     modules = _modules(environment)
-    if modules is None or not _is_plain(result):
+    pieces = {name: _piece(result) for name, result in results.items()}
+    if modules is None or None in pieces.values():
         return None
-    program = _program(result.compiled_fw.result)
-    if program is None:
-        return None
-    aligned = tuple(result.compiled_fw.result.inputs_to_check)
     closed_over = [cell.cell_contents for cell in environment.closure or ()]
     bytecode = environment.bytecode
     values = (bytecode.co_consts, closed_over, environment.used_globals, environment.argdefs, environment.kwdefaults)
@@ -70,29 +80,22 @@ def ready_code(ahead: Any) -> bytes | None:
     except (pickle.PicklingError, AttributeError, TypeError):  # whatever a user's function closes over
         return None
     bytecode = bytecode.replace(co_consts=())  # where Dynamo also puts what marshal cannot write
-    return marshal.dumps((*program, aligned, bytecode, ahead._artifacts.backend_id, modules, pickled))
+    return marshal.dumps(
+        (_program(ast.parse(source).body), pieces, bytecode, ahead._artifacts.backend_id, modules, pickled)
+    )
 
 
 def load_ready(
     code: bytes, function_globals: dict[str, Any], load_triton: Callable[[str, str], Any] = triton_kernel
 ) -> Callable:
-    """The function. Runs what ``code`` holds. ``ImportError`` if one of its libraries is gone or cut off.
+    """The function. Runs what ``code`` holds: only for what this user's cache holds.
+
+    ``ImportError`` if one of its libraries is gone or cut off.
 
     ``load_triton``: (name, source) of a Triton kernel -> what has ``run``.
     """
-    program, kernels, triton_kernels, aligned, bytecode, graph_name, modules, pickled = marshal.loads(code)
-    namespace: dict[str, Any] = {"__name__": graph_name, "op_without_python": op_without_python}
-    namespace["extern_kernels"] = ExternKernels()
-    namespace |= {name: load_kernel(Path(cache_dir(), library)) for name, library in kernels.items()}
-    namespace |= {name: load_triton(name, source) for name, source in triton_kernels.items()}
-    exec(program, namespace)
-    run = namespace["call"]
-
-    def graph(*inputs: Any) -> Any:
-        for place in aligned:
-            assert inputs[place].data_ptr() % _ALIGNMENT == 0, f"input {place} must lie at a multiple of {_ALIGNMENT}"
-        return run(list(inputs))  # it empties the list, to free what it no longer needs
-
+    program, pieces, bytecode, graph_name, modules, pickled = marshal.loads(code)
+    graph = run_program(program, {name: _load_piece(name, load_triton, *parts) for name, parts in pieces.items()})
     constants, closed_over, used_globals, defaults, keyword_defaults = pickle.loads(pickled)
     imported = {alias: importlib.import_module(name) if name else _Helpers for alias, name in modules.items()}
     known = {**imported, **used_globals, **function_globals, graph_name: graph}
@@ -100,6 +103,46 @@ def load_ready(
     function = types.FunctionType(bytecode.replace(co_consts=constants), known, argdefs=defaults, closure=cells)
     function.__kwdefaults__ = keyword_defaults
     return function
+
+
+def run_program(program: str | types.CodeType, pieces: Mapping[str, Callable]) -> Callable:
+    """The ``call`` of the program of a ``CutGraph``. ``pieces``: what its own names call, which takes a list."""
+    namespace: dict[str, Any] = {
+        "torch": torch, "device": torch.device, "reinterpret_tensor": reinterpret_tensor(),
+        "op_without_python": op_without_python, **pieces,
+    }  # fmt: skip
+    exec(program, namespace)
+    return namespace["call"]
+
+
+def _load_piece(
+    name: str,
+    load_triton: Callable[[str, str], Any],
+    program: types.CodeType,
+    kernels: dict[str, str],
+    triton_kernels: dict[str, str],
+    aligned: tuple[int, ...],
+) -> Callable:
+    """What runs Inductor's program: (list of inputs) -> results."""
+    namespace: dict[str, Any] = {"__name__": name, "op_without_python": op_without_python}
+    namespace["extern_kernels"] = ExternKernels()
+    namespace |= {name: load_kernel(Path(cache_dir(), library)) for name, library in kernels.items()}
+    namespace |= {name: load_triton(name, source) for name, source in triton_kernels.items()}
+    exec(program, namespace)
+    run = namespace["call"]
+
+    def run_aligned(inputs: list[Any]) -> Any:
+        for place in aligned:
+            assert inputs[place].data_ptr() % _ALIGNMENT == 0, f"input {place} must lie at a multiple of {_ALIGNMENT}"
+        return run(inputs)
+
+    return run_aligned if aligned else run
+
+
+def _piece(result: Any) -> tuple[types.CodeType, dict[str, str], dict[str, str], tuple[int, ...]] | None:
+    """What ``_load_piece`` takes, of what torch keeps of a graph; None if it is more."""
+    found = _inductor_program(result.compiled_fw.result) if _is_plain(result) else None
+    return None if found is None else (*found, tuple(result.compiled_fw.result.inputs_to_check))
 
 
 def _is_plain(result: Any) -> bool:
@@ -145,7 +188,7 @@ def _modules(environment: Any) -> dict[str, str] | None:
     return used
 
 
-def _program(graph: Any) -> tuple[types.CodeType, dict[str, str], dict[str, str]] | None:
+def _inductor_program(graph: Any) -> tuple[types.CodeType, dict[str, str], dict[str, str]] | None:
     """Inductor's program without its kernels and what built them, and the kernels; None for another kind.
 
     Names of a CPU's kernels -> their libraries, below torch's cache directory; of Triton kernels -> their source.
@@ -170,11 +213,16 @@ def _program(graph: Any) -> tuple[types.CodeType, dict[str, str], dict[str, str]
             kept.append(statement)
         elif built not in (False, "AsyncCompile") or isinstance(statement, ast.FunctionDef | ast.ClassDef):
             return None  # a kernel of another kind
+    return _program([statement for statement in map(_Needed(kept).visit, kept) if statement]), kernels, triton_kernels
+
+
+def _program(statements: list[ast.stmt]) -> types.CodeType:
+    """Code that defines what ``statements`` define, and names its ops first."""
     ops = _Ops()
-    kept = [ops.visit(statement) for statement in map(_Needed(kept).visit, kept) if statement]
-    first = next(i for i, statement in enumerate(kept) if isinstance(statement, ast.FunctionDef | ast.ClassDef))
-    program = ast.fix_missing_locations(ast.Module([*kept[:first], *ops.names(), *kept[first:]], []))
-    return compile(program, f"<{graph.cache_key}>", "exec"), kernels, triton_kernels
+    statements = [ops.visit(statement) for statement in statements]
+    first = next(i for i, statement in enumerate(statements) if isinstance(statement, ast.FunctionDef | ast.ClassDef))
+    program = ast.fix_missing_locations(ast.Module([*statements[:first], *ops.names(), *statements[first:]], []))
+    return compile(program, "<compiled graph>", "exec")
 
 
 class _Needed(ast.NodeTransformer):

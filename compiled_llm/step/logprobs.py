@@ -26,19 +26,26 @@ def logprob_rows(logits: Tensor, token_ids: Tensor, count: int) -> LogprobRows:
     """Of ``token_ids`` ``[R]`` int64 and the ``count`` most likely tokens under logits ``[R, V]``, any float dtype."""
     logits = logits.float()
     own, (peak, total) = logits.gather(-1, token_ids[:, None]), (x[:, None] for x in log_sum_exp(logits))
-    values, ids = largest(logits, min(count, logits.shape[-1]))
+    values, ids = largest(logits, count)
     rank = (logits > own).sum(dim=-1) + 1
     return LogprobRows((own - peak - total).squeeze(-1), rank, values - peak - total, ids)
+
+
+def sorts_chunks(size: int, count: int) -> bool:
+    """Whether the ``count`` largest of ``size`` are looked for in chunks, which other code does than in all of them."""
+    return size // _CHUNK > count
 
 
 def largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest of each row of ``[R, V]``, largest first, and their columns, int64: two ``[R, count]``.
 
+    All V where there are fewer.
+
     They are in the ``count`` chunks with the largest maxima or after the last whole chunk, so only those are sorted.
     """
+    if not sorts_chunks(x.shape[1], count):
+        return x.topk(min(count, x.shape[1]), dim=-1)
     num_chunks = x.shape[1] // _CHUNK
-    if num_chunks <= count:
-        return x.topk(count, dim=-1)
     whole = num_chunks * _CHUNK
     best = x[:, :whole].unflatten(1, (num_chunks, _CHUNK)).amax(dim=-1).topk(count, dim=-1).indices
     columns = best[:, :, None] * _CHUNK + torch.arange(_CHUNK, device=x.device)

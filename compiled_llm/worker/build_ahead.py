@@ -53,7 +53,7 @@ def start_builds(
         target: of a GPU whose graphs the engine captures itself.
     """
     most = granted_cores() if config.compile_workers is None else config.compile_workers
-    fields = graph_fields.of_step(model_config, limits, dtype, cache_dtypes)
+    fields = graph_fields.of_step(model_config, limits, dtype, cache_dtypes, device)
     if device.type != "cpu":
         if target is None:
             return None

@@ -40,9 +40,10 @@ from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
-from compiled_llm.worker.step_buffers import StepBuffers
+from compiled_llm.worker.step_buffers import StepBuffers, StepSizes, mark_sizes
 
 _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
+_NO_BOUND = 1 << 30  # tokens of a request in a step
 # How long a graph takes to compile beside others: as long as this in seconds on some machine.
 _STEP_WEIGHT, _LAYER_WEIGHT, _SAMPLER_WEIGHT = 6.0, 0.5, 4.0
 _NICENESS = 10  # of processes that compile while requests are served: a tenth of a core that both want
@@ -98,6 +99,12 @@ class CompiledSteps:
         self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
         for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
+        sizes = StepSizes.of(limits, device, self.uses_trees)
+        mark_sizes(self.last_tokens, sizes.most_rows)
+        mark_sizes(self.hidden, sizes.most_tokens)
+        for table in getattr(weights, "ropes", ()):
+            if len(table) == limits.max_model_len:  # a row for each position
+                mark_sizes(table, sizes.positions)
         self.sampling = SamplingStage(
             model_config,
             limits,
@@ -287,13 +294,13 @@ class CompiledSteps:
 
     def _recipe(self, bucket: Bucket) -> functools.partial:
         """Makes the step of a bucket, in any process."""
-        served = [other for other in self.buckets if self._name(other) == self._name(bucket)]
-        most = max(other.max_query_len for other in served)
+        # Where one graph serves all buckets, it serves any: the ops of a CPU ask for no bound.
+        most = _NO_BOUND if self._name(bucket) == "step" else bucket.max_query_len
         return functools.partial(step_function, self.model_config, most, self._exact_attention, self._windows)
 
     def _depends(self) -> Fields:
         """What a step depends on."""
-        return graph_fields.of_step(self.model_config, self.limits, self._dtype, self._cache_dtypes)
+        return graph_fields.of_step(self.model_config, self.limits, self._dtype, self._cache_dtypes, self.device)
 
     def jobs(self) -> list[Job]:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""

@@ -15,33 +15,35 @@ from compiled_llm.models.config import ModelConfig
 
 
 def of_step(
-    model_config: ModelConfig, limits: EngineLimits, dtype: torch.dtype, cache_dtypes: Sequence[torch.dtype]
+    model_config: ModelConfig,
+    limits: EngineLimits,
+    dtype: torch.dtype,
+    cache_dtypes: Sequence[torch.dtype],
+    device: torch.device,
 ) -> dict[str, Any]:
     """Of the step. ``cache_dtypes``: of each layer's KV cache."""
     kinds = [str(layer) for layer in cache_dtypes]
-    return {
+    fields = {
         "model": dataclasses.asdict(model_config),
         "dtype": str(dtype),
         "kv_cache_dtypes": kinds[0] if len(set(kinds)) == 1 else kinds,
         "block_size": limits.block_size,
-        "max_model_len": limits.max_model_len,
-        "largest_decode_bucket": limits.decode_bucket_sizes[-1],
     }
+    if device.type != "cpu":  # see ``StepSizes``
+        fields |= {"max_model_len": limits.max_model_len, "largest_decode_bucket": limits.decode_bucket_sizes[-1]}
+    return fields
 
 
-def of_head(model_config: ModelConfig, limits: EngineLimits, dtype: torch.dtype, max_logprobs: int) -> dict[str, Any]:
+def of_head(
+    model_config: ModelConfig, limits: EngineLimits, dtype: torch.dtype, max_logprobs: int, device: torch.device
+) -> dict[str, Any]:
     """Of the log-probabilities of prompts, which the model's head is part of."""
-    return {
-        "model": dataclasses.asdict(model_config),
-        "dtype": str(dtype),
-        "max_model_len": limits.max_model_len,  # so many positions the rotary tables among the weights have
-        "max_logprobs": max_logprobs,
-    }
+    fields = {"model": dataclasses.asdict(model_config), "dtype": str(dtype), "max_logprobs": max_logprobs}
+    if device.type != "cpu":
+        fields["max_model_len"] = limits.max_model_len  # so many positions the rotary tables among the weights have
+    return fields
 
 
-def of_sampling(vocab_size: int, dtype: torch.dtype, num_rows: int, **others: int) -> dict[str, Any]:
-    """Of what takes a step's logits: whatever model they are of. ``num_rows``: the most that a step has.
-
-    ``others``: what one of these functions depends on besides.
-    """
-    return {"vocab_size": vocab_size, "logits": str(dtype), "most_logits_rows": num_rows, **others}
+def of_sampling(dtype: torch.dtype, **sizes: int) -> dict[str, Any]:
+    """Of what takes a step's logits: whatever model they are of. ``sizes``: those that it is not generic in."""
+    return {"logits": str(dtype), **sizes}

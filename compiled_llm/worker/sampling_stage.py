@@ -19,12 +19,12 @@ from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops.pinned import on_device
-from compiled_llm.ops.torch_private import DynamicSize, mark_static_address
+from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
-from compiled_llm.step.logprobs import LogprobRows
+from compiled_llm.step.logprobs import LogprobRows, sorts_chunks
 from compiled_llm.step.mask_words import num_mask_words
 from compiled_llm.step.parameters import logits_parameters
 from compiled_llm.step.sampling import SamplingInput
@@ -37,7 +37,7 @@ from compiled_llm.step.step import (
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import StepSizes, logits_rows, mark_first_size
+from compiled_llm.worker.step_buffers import StepSizes, logits_rows, mark_sizes
 
 # (function, name, what it depends on, keep) -> the function, compiled for the engine's device. With ``keep=False`` it
 # is not kept on disk, where a change in a user's code would not be seen.
@@ -93,18 +93,24 @@ class SamplingStage:
         self._uses_trees = uses_trees
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._device = device
-        self._rows_size = StepSizes.of(limits, device, uses_trees).sampled
+        self._sizes = StepSizes.of(limits, device, uses_trees)
+        vocab_size = model_config.vocab_size
+        if self._sizes.vocabulary is not None and not (
+            sorts_chunks(vocab_size, max_logprobs) and sorts_chunks(self._sizes.vocabulary.example, max_logprobs)
+        ):
+            self._sizes = self._sizes._replace(vocabulary=None, mask_words=None)
         self._last_tokens, self._hidden = last_tokens, hidden
         self._transforms = transforms
         self._prompt_recipe = functools.partial(prompt_logprobs_function, model_config, max_logprobs)
-        self._prompt_depends = graph_fields.of_head(model_config, limits, dtype, max_logprobs)
+        self._prompt_depends = graph_fields.of_head(model_config, limits, dtype, max_logprobs, device)
+        # What sizes these functions are for, where they are not for any.
+        sizes = {} if self._sizes.vocabulary is not None else {"vocab_size": vocab_size}
+        sizes |= {} if self._sizes.most_rows is not None else {"most_logits_rows": len(last_tokens)}
+        of_counts = {} if self._sizes.most_requests is not None else {"max_num_seqs": limits.max_num_seqs}
+        of_logprobs = {"max_logprobs": max_logprobs}
         self._depends = {
-            kind: graph_fields.of_sampling(model_config.vocab_size, dtype, len(last_tokens), **others)
-            for kind, others in {
-                "sample": {},
-                "sample_changed": {"max_num_seqs": limits.max_num_seqs},
-                "logprobs": {"max_logprobs": max_logprobs},
-            }.items()
+            kind: graph_fields.of_sampling(dtype, **others, **sizes)
+            for kind, others in {"sample": {}, "sample_changed": of_counts, "logprobs": of_logprobs}.items()
         }
         self._recipes: dict[str, Callable[[], Callable]] = {
             "sample": _sampler,
@@ -113,20 +119,21 @@ class SamplingStage:
         }
         self._functions: dict[str, CompiledFunction] = {}
         # [max_num_seqs + 1, V] float32; the last row is for padding.
-        self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
+        self._token_counts = torch.zeros(limits.max_num_seqs + 1, vocab_size, device=device)
+        mark_sizes(self._token_counts, self._sizes.most_requests, self._sizes.vocabulary)
         mark_static_address(self._token_counts)
         self._logits_buffers = {
-            rows: _LogitsBuffers(rows, self._rows_size, model_config.vocab_size, transforms, device)
+            rows: _LogitsBuffers(rows, self._sizes, vocab_size, transforms, device)
             for rows in sorted({bucket.num_rows for bucket in buckets_of(limits)})
         }
-        empty = RequestRows(limits, model_config.vocab_size, transforms)
+        empty = RequestRows(limits, vocab_size, transforms)
         for buffers in self._logits_buffers.values():
             buffers.fill([], SchedulerOutput(), empty)
         rows = min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1])
         # Rows of ``hidden``, and the tokens that follow them.
         self._prompt_input = tuple(torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         for tensor in self._prompt_input:
-            mark_static_address(tensor)
+            mark_static_address(mark_sizes(tensor, self._sizes.prompt_rows))
 
     @property
     def nbytes(self) -> int:
@@ -148,12 +155,12 @@ class SamplingStage:
         threads = torch.get_num_threads()
         jobs: dict[str, Job] = {}
         for rows, sampling_input in sampling_inputs.items():
-            marked = mark_first_size(logits(rows), self._rows_size)
+            marked = self._marked(logits(rows))
             for kind, args in self._of_rows(rows, marked, sampling_input).items():
                 if kind != "sample_changed" or not self._transforms:
                     name = self._name(kind, rows)
                     sizes = jobs[name].sizes if name in jobs else ()
-                    sizes += ({self._rows_size.name: rows},) if self._rows_size else ()
+                    sizes += ({self._sizes.sampled.name: rows},) if self._sizes.sampled else ()
                     jobs[name] = Job(name, self._recipes[kind], args, threads, weight, self._depends[kind], sizes)
         arguments = self._prompt_arguments(weights)
         prompts = Job("prompt_logprobs", self._prompt_recipe, arguments, threads, weight, self._prompt_depends)
@@ -202,6 +209,10 @@ class SamplingStage:
         """All of them, by their names."""
         return dict(self._functions)
 
+    def _marked(self, logits: Tensor) -> Tensor:
+        """``logits`` of a step, ``[rows, V]``, with their sizes to the compiler."""
+        return mark_sizes(logits, self._sizes.sampled, self._sizes.vocabulary)
+
     def _of_rows(self, rows: int, logits: Tensor, sampling_input: SamplingInput) -> dict[str, tuple]:
         """kind -> the function's arguments."""
         logits_input = self._logits_buffers[rows].logits_input
@@ -223,7 +234,7 @@ class SamplingStage:
         rows = bucket.num_rows
 
         def arguments() -> tuple:
-            logits = mark_first_size(make_logits(), self._rows_size)
+            logits = self._marked(make_logits())
             all_arguments = self._of_rows(rows, logits, sampling_input)
             if between is not None:
                 self._functions[self._name(between, rows)](*all_arguments[between])
@@ -301,13 +312,13 @@ def _sampler() -> Callable:
 class _LogitsBuffers:
     """A ``LogitsInput`` for one number of rows, as the host fills it and the graph reads it.
 
-    ``size``: the number of rows to the compiler.
+    ``sizes``: to the compiler.
     """
 
     def __init__(
         self,
         rows: int,
-        size: DynamicSize | None,
+        sizes: StepSizes,
         vocab_size: int,
         transforms: tuple[LogitsTransform, ...],
         device: torch.device,
@@ -321,7 +332,8 @@ class _LogitsBuffers:
         for parameter in self._parameters:
             fields[parameter.name] = (rows, *parameter.shape), parameter.dtype
         self.buffers = FieldBuffers(fields, device)
-        views = {name: mark_first_size(tensor, size) for name, tensor in self.buffers.tensors.items()}
+        views = {name: mark_sizes(tensor, sizes.sampled) for name, tensor in self.buffers.tensors.items()}
+        mark_sizes(views["allowed"], None, sizes.mask_words)
         custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in transforms)
         own = {name: views[name] for name in LogitsInput._fields if name != "fields"}
         self.logits_input = LogitsInput(**own, fields=custom)

@@ -30,48 +30,61 @@ _MOST_TAKEN_BYTES = 1 << 18  # one program reads some 20 GB/s of the host's memo
 
 
 class StepSizes(NamedTuple):
-    """The sizes in which steps differ, as compiled code sees them. None: static.
+    """The sizes in which steps and engines differ, as compiled code sees them. None: static.
 
-    On a CPU code is generic in all sizes that differ among the buckets, so one graph serves them all. Nothing is lost
-    by that: it calls ops, and in those each row is computed by itself. On a GPU the code of a step is a bucket's; what
-    takes the logits of steps is the same for all numbers of rows, unless torch records the CUDA graphs, which are of
-    one size each.
+    On a CPU code is generic in all of them, so one graph serves all buckets, and engines of other limits. Nothing is
+    lost by that: it calls ops, and in those each row is computed by itself. On a GPU the code of a step is a bucket's;
+    what takes the logits of steps is the same for all numbers of rows, unless torch records the CUDA graphs, which are
+    of one size each.
     """
 
-    tokens: DynamicSize | None  # T
-    requests: DynamicSize | None  # R
-    starts: DynamicSize | None  # R + 1
-    rows: DynamicSize | None  # of logits, to the step
-    sampled: DynamicSize | None  # of logits, to what takes them
+    tokens: DynamicSize | None = None  # T
+    requests: DynamicSize | None = None  # R
+    starts: DynamicSize | None = None  # R + 1
+    rows: DynamicSize | None = None  # of logits, to the step
+    sampled: DynamicSize | None = None  # of logits, to what takes them
+    blocks: DynamicSize | None = None  # M, of a row of a block table
+    most_tokens: DynamicSize | None = None  # of a step
+    most_rows: DynamicSize | None = None  # of logits
+    positions: DynamicSize | None = None  # that a request may have
+    most_requests: DynamicSize | None = None  # that run, and a row for padding
+    vocabulary: DynamicSize | None = None  # V, to what takes logits
+    mask_words: DynamicSize | None = None  # V / 32, rounded up
+    prompt_rows: DynamicSize | None = None  # tokens of prompts whose log-probabilities are computed at a time
 
     @classmethod
     def of(cls, limits: EngineLimits, device: torch.device, uses_trees: bool = False) -> "StepSizes":
         """``uses_trees``: whether torch records the CUDA graphs."""
-        buckets = buckets_of(limits)
-
-        def size(name: str, example: int, sizes: set[int]) -> DynamicSize | None:
-            return DynamicSize(name, min(example, max(sizes))) if len(sizes) > 1 else None
-
-        rows = {bucket.num_rows for bucket in buckets}
         if device.type != "cpu":
+            rows = {bucket.num_rows for bucket in buckets_of(limits)}
             # The example decides how loops are cut into programs: few rows are the usual case.
-            return cls(None, None, None, None, None if uses_trees else size("logits rows", 8, rows))
+            one_for_all = len(rows) > 1 and not uses_trees
+            return cls(sampled=DynamicSize("logits rows", min(8, max(rows))) if one_for_all else None)
         # Small examples: loops over few tokens are not worth waking other threads, and those over many take no time
         # beside the step. They differ, so that the compiler takes none of these sizes for another one.
-        of_rows = size("logits rows", 3, rows)
+        of_rows = DynamicSize("logits rows", 3)
         return cls(
-            size("tokens", 2, {bucket.num_tokens for bucket in buckets}),
-            size("requests", 4, {bucket.num_requests for bucket in buckets}),
-            size("requests + 1", 5, {bucket.num_requests + 1 for bucket in buckets}),
+            DynamicSize("tokens", 2),
+            DynamicSize("requests", 4),
+            DynamicSize("requests + 1", 5),
             of_rows,
             of_rows,
+            DynamicSize("blocks of a request", 11),
+            DynamicSize("most tokens", 23),
+            DynamicSize("most logits rows", 13),
+            DynamicSize("positions", 37),
+            DynamicSize("most requests + 1", 29),
+            DynamicSize("vocabulary", 20011),
+            DynamicSize("vocabulary / 32", 626),
+            DynamicSize("rows of prompts", 7),
         )
 
 
-def mark_first_size(tensor: Tensor, size: DynamicSize | None) -> Tensor:
-    """``tensor``, whose first size is ``size`` to the compiler."""
-    if size is not None:
-        mark_dynamic_size(tensor, 0, size)
+def mark_sizes(tensor: Tensor, *sizes: DynamicSize | None) -> Tensor:
+    """``tensor``, whose first sizes are ``sizes`` to the compiler."""
+    for dimension, size in enumerate(sizes):
+        if size is not None:
+            mark_dynamic_size(tensor, dimension, size)
     return tensor
 
 
@@ -182,7 +195,8 @@ class StepBuffers:
         others |= dict.fromkeys((*(name for name, _ in self._stream_fields), *self._state_fields), sizes.requests)
         others |= dict.fromkeys(("header", "changed_places", "changed_entries"))  # no compiled code has them
         for name, view in views.items():
-            mark_first_size(view, (others | of_tokens).get(name, sizes.sampled))
+            is_table = name.startswith("block_table")
+            mark_sizes(view, (others | of_tokens).get(name, sizes.sampled), *([sizes.blocks] if is_table else []))
 
     @property
     def nbytes(self) -> int:

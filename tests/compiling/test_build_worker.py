@@ -2,7 +2,6 @@
 
 import dataclasses
 import marshal
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,12 +67,10 @@ def test_a_process_without_a_gpu_compiles_a_function_and_all_kernels_that_it_lau
     assert built.error == ""
     assert built.facts["graphs"] == 1
     assert built.facts["cost"][0] > 0
-    ready, others = pickle.loads(built.payload)
-    assert others is None, "torch's own form is not kept: it would be loaded with torch's compiler"
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)  # a build for CPUs
     sources: dict[str, str] = {}
-    load_ready(ready, {}, lambda name, source: sources.setdefault(name, source))
-    assert sources.keys() == marshal.loads(ready)[2].keys()
+    load_ready(built.payload, {}, lambda name, source: sources.setdefault(name, source))
+    assert sources.keys() == marshal.loads(built.payload)[1]["piece"][2].keys()
     assert all("@triton_heuristics.pointwise" in source for source in sources.values())
     compiled = [file.stem for file in (tmp_path / "triton").rglob("*.cubin")]
     assert set(compiled) == {*sources, "norm_kernel"}
@@ -135,7 +132,7 @@ def test_a_function_whose_graph_is_captured_loads_what_the_cache_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_first_call: list[str]
 ) -> None:
     args = torch.ones(2), (torch.full((2,), 3.0),)
-    monkeypatch.setattr(function_module, "from_bytes", lambda payload, function: {b"code": product}[payload])
+    monkeypatch.setattr(function_module, "load_ready", lambda payload, known: {b"code": product}[payload])
 
     def started() -> CompiledFunction:
         pool: Any = object()
@@ -175,7 +172,7 @@ def test_stored_code_that_does_not_run_is_compiled_anew_with_a_warning(
     def fails(*args: Any) -> None:
         raise ImportError("no kernel")
 
-    monkeypatch.setattr(function_module, "from_bytes", lambda payload, function: fails)
+    monkeypatch.setattr(function_module, "load_ready", lambda payload, known: fails)
     args = torch.ones(2), (torch.full((2,), 3.0),)
     cache = CompileCache(tmp_path, {"gpu": "this"})
     cache.store(cache.key_of("product", product, args, {}), b"code", {"graphs": 1, "graph_breaks": 0})
@@ -233,7 +230,7 @@ def test_a_start_finds_the_code_of_every_job_and_compiles_nothing_itself(
     prompts, params = [[5], [9, 8, 7]], SamplingParams(temperature=1, seed=2, max_tokens=4, logprobs=1)
     monkeypatch.setattr(compiled_steps, "engine_cache", lambda target: CompileCache(tmp_path, gpu_fields(H200)))
     monkeypatch.setattr(compiled_steps, "build_missing", build_all)
-    monkeypatch.setattr(function_module, "from_bytes", lambda payload, function: recipes[payload.decode()]())
+    monkeypatch.setattr(function_module, "load_ready", lambda payload, known: recipes[payload.decode()]())
     for module in (compiled_steps, runner):
         monkeypatch.setattr(module, "gpu_target", lambda pool: None if pool is None else H200)
     monkeypatch.setattr(runner, "start_builds", lambda *args: None)

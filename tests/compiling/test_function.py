@@ -138,8 +138,7 @@ def test_one_graph_for_all_buckets_no_breaks_no_recompiles_no_copy_of_the_cache(
         assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
         assert r.compile_seconds > 0
 
-    assert len(codes) == len(compiled)
-    assert allocations(codes)
+    assert allocations(codes)  # of the pieces between ops: what the rest of the program makes are views
     for cache in runner.steps.kv_cache:
         assert not any(copies(codes, tensor) for tensor in cache if tensor is not None)
     scales = [t for layer in runner.steps.kv_cache if (t := getattr(layer, "k_scale", None)) is not None]
@@ -259,14 +258,15 @@ def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(tmp_pa
     library.unlink()  # what this process has loaded of it stays
     outcome, reason = start()
     assert outcome == "miss"
-    assert re.fullmatch(r"built again, since it was gone from torch's cache or cut off: [\w.]+\.so", reason)
+    assert re.fullmatch(rf"the stored code does not load: ImportError: \S+{library.name} is gone", reason)
     cache = CompileCache(tmp_path / "graphs", {})
-    cache.store(cache.key_of("divide", divide, (torch.ones(40),), {}), b"no pickle", {})
+    cache.store(cache.key_of("divide", divide, (torch.ones(40),), {}), b"no code", {})
     outcome, reason = start()
-    assert (outcome, "the stored code does not load: UnpicklingError" in reason) == ("miss", True)
+    assert (outcome, "the stored code does not load: " in reason) == ("miss", True)
     assert start() == ("hit", "")
     # As by a compiler that was killed: with the entry of the graph there, and without it.
-    for kept, expected in ((0, "built again, .* or cut off: "), (len(content) // 2, "nothing of that name is stored")):
+    cut_off, gone = "the stored code does not load: .* is cut off", "nothing of that name is stored"
+    for kept, expected in ((0, cut_off), (len(content) // 2, gone)):
         library.unlink()
         library.write_bytes(content[:kept])
         with pytest.warns(UserWarning, match=f"{library.name} is cut off, so it is built again"):

@@ -1,4 +1,4 @@
-"""Compiled functions that load without torch's compiler: they do what torch's own form does."""
+"""Compiled functions that load without torch's compiler: they do what the compiler's result does."""
 
 import subprocess
 import sys
@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling import compiler
-from compiled_llm.compiling.compiler import compile_ahead, from_bytes, to_bytes
+from compiled_llm.compiling.compiler import compile_ahead
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.ready_code import load_ready, ready_code
 from compiled_llm.ops.torch_private import DynamicSize, compiler_settings, mark_dynamic_size
@@ -45,7 +44,9 @@ def ahead() -> Any:
 
 @pytest.fixture(scope="module")
 def payload(ahead: Any) -> bytes:
-    return to_bytes(ahead)
+    code = ready_code(ahead)
+    assert code is not None
+    return code
 
 
 def outputs(function: Callable, rows: int = 5) -> list[Tensor]:
@@ -54,10 +55,8 @@ def outputs(function: Callable, rows: int = 5) -> list[Tensor]:
     return [*made, counts]
 
 
-def test_equals_the_form_of_torch(ahead: Any) -> None:
-    code = ready_code(ahead)
-    assert code is not None
-    ready = load_ready(code, scaled.__globals__)
+def test_equals_what_the_compiler_gave(ahead: Any, payload: bytes) -> None:
+    ready = load_ready(payload, scaled.__globals__)
     for rows in (5, 2):
         with torch.no_grad():
             pairs = zip(outputs(ready, rows), outputs(ahead.fn, rows), strict=True)
@@ -65,7 +64,7 @@ def test_equals_the_form_of_torch(ahead: Any) -> None:
 
 
 def test_calls_ops_without_a_python_frame(payload: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = from_bytes(payload, scaled)
+    ready = load_ready(payload, scaled.__globals__)
     monkeypatch.setattr(type(torch.ops.aten.cumsum.default), "__call__", None)  # the compiled program calls this op
     with torch.no_grad():
         assert len(outputs(ready)) == 3
@@ -79,8 +78,8 @@ def test_loads_without_the_compiler(payload: bytes, tmp_path: Path) -> None:
 import sys, torch
 import compiled_llm.engine.engine
 from pathlib import Path
-from compiled_llm.compiling.compiler import from_bytes
 from compiled_llm.compiling.libraries import use_own_cache_directory
+from compiled_llm.compiling.ready_code import load_ready
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import family
@@ -90,42 +89,28 @@ config = read_config(compiled_llm.engine.engine.DEMO_MODEL)
 family(config.architecture).describe(config, torch.bfloat16, Packed)
 use_own_cache_directory()
 with torch.no_grad():
-    torch.save(outputs(from_bytes(Path({str(path)!r}).read_bytes(), scaled)), {str(tmp_path / "made")!r})
+    torch.save(outputs(load_ready(Path({str(path)!r}).read_bytes(), scaled.__globals__)), {str(tmp_path / "made")!r})
 assert keeps_compiled_code()
 print(compiler_settings(), *(name for name in ("torch._dynamo", "torch._inductor", "triton") if name in sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == str(compiler_settings()), done.stderr
     with torch.no_grad():
-        expected = outputs(from_bytes(payload, scaled))
+        expected = outputs(load_ready(payload, scaled.__globals__))
     made = torch.load(tmp_path / "made")
     assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
 
 
-def test_what_is_more_than_its_parts_keeps_the_form_of_torch() -> None:
-    """An output that is part of an argument is made by what torch runs around the graph."""
+def test_what_torch_has_to_prepare_is_not_kept() -> None:
+    """An output that a piece does not make itself is made by what torch runs around the piece."""
 
-    def view(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x[1:], x + 1
+    def bits(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view(torch.int32), x + 1
 
-    ahead, _ = compile_ahead(view, "view", (torch.ones(4),))
+    ahead, _ = compile_ahead(bits, "bits", (torch.ones(4),))
     assert ready_code(ahead) is None
     x = torch.arange(4.0)
-    loaded = from_bytes(to_bytes(ahead), view)
-    assert loaded(x)[0].data_ptr() == x[1:].data_ptr()
-
-
-def test_libraries_that_are_gone_are_built_again(payload: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own form."""
-
-    def load_nothing(code: bytes, known: dict[str, Any]) -> Callable:
-        raise ImportError("cannot open shared object file")
-
-    with torch.no_grad():
-        expected = outputs(from_bytes(payload, scaled))
-        monkeypatch.setattr(compiler, "load_ready", load_nothing)
-        built = outputs(from_bytes(payload, scaled))
-    assert all(torch.equal(one, other) for one, other in zip(built, expected, strict=True))
+    assert ahead.fn(x)[0].data_ptr() == x.data_ptr()
 
 
 def test_settings_are_seen_whether_changed_by_programs_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

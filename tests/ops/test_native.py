@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compiled_llm.ops import native
-from compiled_llm.ops.kernel_build import OPS, Library, isas_of, shipped, texts
+from compiled_llm.ops.kernel_build import OPS, Library, isas_of, shipped, texts, write_digests
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,6 +108,7 @@ def test_a_library_of_the_package_is_taken_without_a_compiler(
     shipped = tmp_path / "libraries"
     shipped.mkdir()
     library.build(compiler, shipped, library.file_name())
+    write_digests(shipped)
     monkeypatch.setattr(native, "_SHIPPED", shipped)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
@@ -117,11 +118,16 @@ def test_a_library_of_the_package_is_taken_without_a_compiler(
     assert native.open_library(library_of(tmp_path, 8)) is None, "it is of other sources"
 
     monkeypatch.setenv("CXX", compiler)
-    damaged = library_of(tmp_path, 9)
-    (shipped / damaged.file_name()).write_bytes(b"for another system")
+    foreign = library_of(tmp_path, 9)
+    (shipped / foreign.file_name()).write_bytes(b"for another system")
+    write_digests(shipped)
     with pytest.warns(UserWarning, match="came with the package and does not load here"):
-        assert answer_of(damaged) == 9
-    assert len(builds) == 2, "that which did not load was built for this machine"
+        assert answer_of(foreign) == 9
+    changed = library_of(tmp_path, 10)
+    changed.build(compiler, shipped, changed.file_name())  # whole, and not what was packed
+    with pytest.warns(UserWarning, match="is not what the package brought, so it is left alone"):
+        assert answer_of(changed) == 10
+    assert len(builds) == 4, "what was not loaded was built for this machine"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")

@@ -71,9 +71,9 @@ def test_they_start_only_if_the_step_is_not_on_disk(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(build_ahead, "granted_cores", lambda: 1)
     assert started() == 0, "one core compiles in this process"
     monkeypatch.setattr(build_ahead, "granted_cores", lambda: 4)
-    fields = graph_fields.of_step(model, LIMITS, *dtypes)
-    cache.store(cache.key_of("step", lambda x: x, (1,), fields | {"max_model_len": 128}), b"code", {})
-    assert started() == 2, "of another length"
+    fields = graph_fields.of_step(model, LIMITS, *dtypes, CPU)
+    cache.store(cache.key_of("step", lambda x: x, (1,), fields | {"block_size": 128}), b"code", {})
+    assert started() == 2, "of other blocks"
     cache.store(cache.key_of("step", lambda x: x, (1,), fields), b"code", {})
     assert started() == 0
 
