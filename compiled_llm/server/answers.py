@@ -95,7 +95,7 @@ class OpenAIAnswer:
         prompt = self._prompts[output.request_id]
         prompt.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
-            prompt.logprobs = [row and _found(row) for row in output.prompt_logprobs]
+            prompt.logprobs = [None if row is None else _found(row) for row in output.prompt_logprobs]
         return prompt
 
     def _index(self, prompt: "_PromptAnswer", piece: Piece) -> int:

@@ -248,6 +248,7 @@ def _joined(earlier: Output, later: Output) -> Output:
         earlier.prompt_logprobs or later.prompt_logprobs,
         later.times,
         later.error,
+        later.is_fault,
     )
 
 

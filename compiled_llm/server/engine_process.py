@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -179,9 +179,10 @@ class EngineServer:
                 raise request
             self._engine.add_request(asked.request_id, request, priority=asked.priority)
             self._ended[asked.request_id] = set()
-        except Exception as error:  # the request's own fault, but for others than these two
-            text = str(error) if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {error}"
-            self._send_outputs([Output(asked.request_id, [], error=text)])
+        except Exception as error:
+            is_fault = not isinstance(error, ValueError | ImportError)
+            text = f"{type(error).__name__}: {error}" if is_fault else str(error)
+            self._send_outputs([Output(asked.request_id, [], error=text, is_fault=is_fault)])
 
     def _step(self) -> None:
         try:
@@ -208,7 +209,7 @@ class EngineServer:
             output.request_id,
             pieces,
             output.num_cached_tokens,
-            None if prompt_logprobs is None else [row and _row(row) for row in prompt_logprobs],
+            None if prompt_logprobs is None else [None if row is None else _row(row) for row in prompt_logprobs],
             _times(output.metrics) if output.finished else None,
         )
 
@@ -232,8 +233,9 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         vocab_size=engine.model_config.vocab_size,
+        block_size=limits.block_size,
+        num_kv_blocks=engine.stats().num_kv_blocks,
         sampling=suggested_sampling(directory),
-        facts={"engine": repr(engine), "block_size": limits.block_size, "num_kv_blocks": engine.stats().num_kv_blocks},
     )
 
 
@@ -255,10 +257,11 @@ def _row(row: Mapping[int, Logprob]) -> LogprobRow:
 
 def _times(metrics: RequestMetrics) -> Times:
     moments = metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time
-    return Times(*_differences(moments), metrics.num_preemptions)
+    queue, prefill, decode = _differences(moments)
+    return Times(queue, prefill, decode, metrics.num_preemptions)
 
 
-def _differences(moments: Sequence[float | None]) -> list[Any]:
+def _differences(moments: Sequence[float | None]) -> list[float | None]:
     return [None if start is None or end is None else end - start for start, end in itertools.pairwise(moments)]
 
 

@@ -83,7 +83,7 @@ class Guard:
             traceback.print_exc()
             status = 500
         finally:
-            if scope["path"] not in PUBLIC_PATHS or status >= 400:
+            if scope["path"] not in PUBLIC_PATHS:
                 _log(scope, status or GONE_STATUS, request_id, time.monotonic() - started, facts)
         return None
 

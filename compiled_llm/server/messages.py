@@ -1,4 +1,4 @@
-"""What passes between the server's process and the engine's: frozen structs, in msgpack, one a frame of ``Channel``.
+"""What passes between the server's process and the engine's: structs, in msgpack, one a frame of ``Channel``.
 
     server -> engine    Start, Generate, Abort, Ask
     engine -> server    Started, or Failed; then Outputs, Answer
@@ -16,7 +16,7 @@ from compiled_llm.text.tokenizer_parts import TokenizerParts
 VERSION = 1
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Message(msgspec.Struct, array_like=True, tag=True):
     """The base of all."""
 
 
@@ -66,7 +66,6 @@ class Started(Message, tag="started"):
         tokenizer: None: the model has none.
         capacity: most tokens that a request can ever have; ``limit`` names what sets that.
         sampling: what the model's ``generation_config.json`` suggests, as arguments of ``SamplingParams``.
-        facts: of the engine, by name, for people and monitoring.
     """
 
     version: int
@@ -76,8 +75,9 @@ class Started(Message, tag="started"):
     max_model_len: int
     max_num_seqs: int
     vocab_size: int
+    block_size: int
+    num_kv_blocks: int
     sampling: dict[str, Any]
-    facts: dict[str, Any]
 
 
 class Failed(Message, tag="failed"):
@@ -91,7 +91,7 @@ class Failed(Message, tag="failed"):
 LogprobRow = list[tuple[int, float, int, str | None]]
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, array_like=True):
     """What is new of one continuation."""
 
     index: int
@@ -102,7 +102,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: int | str | None = None
 
 
-class Times(msgspec.Struct, frozen=True, array_like=True):
+class Times(msgspec.Struct, array_like=True):
     """Seconds of a request that has ended; None for what it did not come to."""
 
     queue: float | None
@@ -110,15 +110,20 @@ class Times(msgspec.Struct, frozen=True, array_like=True):
     decode: float | None
     num_preemptions: int
 
+    @property
+    def first(self) -> float | None:
+        """Until the first token."""
+        return None if self.queue is None or self.prefill is None else self.queue + self.prefill
 
-class Output(msgspec.Struct, frozen=True, array_like=True):
+
+class Output(msgspec.Struct, array_like=True):
     """What a step gave a request, or all that it has where its ``output_kind`` is "final".
 
     Attributes:
         pieces: of the continuations that advanced.
         prompt_logprobs: once, if they were asked for; None for tokens that follow nothing.
         times: when it has ended.
-        error: why it was refused; the request never ran.
+        error: why it could not be taken in; ``is_fault``: by no fault of its own.
     """
 
     request_id: str
@@ -127,6 +132,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[LogprobRow | None] | None = None
     times: Times | None = None
     error: str | None = None
+    is_fault: bool = False
 
     @property
     def has_ended(self) -> bool:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from compiled_llm.server.messages import Output, Started
+from compiled_llm.server.messages import Output, Started, Times
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
@@ -77,12 +77,11 @@ class Metrics:
                 ("inference", "While it runs"),
             )
         }
-        self._registry_of_tokens = histogram
+        self._histogram = histogram
 
     def start(self, started: Started) -> None:
         """The engine serves: sizes of requests are counted up to its longest."""
-        sizes = tuple(size for size in _one_two_five(started.max_model_len))
-        histogram = self._registry_of_tokens
+        sizes, histogram = tuple(_one_two_five(started.max_model_len)), self._histogram
         self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt", sizes)
         self._generated = histogram("vllm:request_generation_tokens", "Tokens of an answer", sizes)
         self._max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a request", sizes)
@@ -101,7 +100,7 @@ class Metrics:
         parts = [generate_latest(self._registry)]
         if stats is not None and started is not None:
             registry = CollectorRegistry()
-            registry.register(_EngineCounts(stats, started, self._labels))  # type: ignore[arg-type]
+            registry.register(_EngineCounts(stats, started, self._labels))
             parts.append(generate_latest(registry))
         return b"".join(parts)
 
@@ -110,38 +109,34 @@ class RequestObserver:
     """Times of one engine's request as its outputs come."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._arrived, self._last = metrics, time.monotonic(), 0.0
+        self._metrics, self._arrived = metrics, time.monotonic()
+        self._last: float | None = None
         self._num_tokens = 0
-        self.first_seconds: float | None = None
 
     def take(self, output: Output) -> None:
         """An output came. Of several tokens at once, each took its share of the time."""
         metrics, now = self._metrics, time.monotonic()
         num_tokens = sum(len(piece.token_ids) for piece in output.pieces)
-        if num_tokens and self.first_seconds is None:
-            self.first_seconds = now - self._arrived
-        elif num_tokens:
-            share = (now - self._last) / num_tokens
+        if num_tokens and self._last is not None:
             for _ in range(num_tokens):
-                metrics._next.observe(share)
+                metrics._next.observe((now - self._last) / num_tokens)
         self._last = now
         self._num_tokens += num_tokens
         for piece in output.pieces:
             if piece.finish_reason is not None:
                 metrics._success.labels(**metrics._labels, finished_reason=piece.finish_reason).inc()
         if output.times is not None:
-            self._end(output, now)
+            metrics._cached.inc(output.num_cached_tokens)
+            metrics._generated.observe(self._num_tokens)
+            metrics._whole.observe(now - self._arrived)
+            self._observe_parts(output.times)
 
-    def _end(self, output: Output, now: float) -> None:
-        metrics, times = self._metrics, output.times
-        assert times is not None
-        metrics._cached.inc(output.num_cached_tokens)
-        metrics._generated.observe(self._num_tokens)
-        metrics._whole.observe(now - self._arrived)
+    def _observe_parts(self, times: Times) -> None:
+        """What the engine says: of an answer that comes at once, it alone knows when the first token was there."""
+        metrics = self._metrics
         parts = {"queue": times.queue, "prefill": times.prefill, "decode": times.decode}
-        if times.queue is not None and times.prefill is not None:
-            # A whole answer comes at once, and the engine alone knows when its first token did.
-            metrics._first.observe(times.queue + times.prefill)
+        if times.first is not None:
+            metrics._first.observe(times.first)
         if times.prefill is not None and times.decode is not None:
             parts["inference"] = times.prefill + times.decode
             if self._num_tokens > 1:
@@ -166,8 +161,8 @@ class _EngineCounts:
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", labels=names)
         usage.add_metric(values, self._stats["used_blocks"] / max(1, self._stats["num_kv_blocks"]))
         yield usage
-        facts = self._started.facts
-        config = {"block_size": str(facts["block_size"]), "num_gpu_blocks": str(facts["num_kv_blocks"])}
+        started = self._started
+        config = {"block_size": str(started.block_size), "num_gpu_blocks": str(started.num_kv_blocks)}
         info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV cache", labels=[*names, *config])
         info.add_metric([*values, *config.values()], 1)
         yield info

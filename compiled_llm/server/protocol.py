@@ -20,7 +20,7 @@ def bounded_protocol(max_header_bytes: int, client_seconds: float) -> type[async
     class BoundedProtocol(HttpToolsProtocol):
         """``_in_head``: the next byte belongs to a head; ``_timer``: until which it must be complete."""
 
-        def connection_made(self, transport: Any) -> None:  # type: ignore[override]
+        def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._in_head, self._head_bytes = True, 0
             self._timer: asyncio.TimerHandle | None = self.loop.call_later(client_seconds, self._refuse_slow)

@@ -1,7 +1,6 @@
 """The routes: FastAPI gets a request's body to the service, and its outputs into an answer."""
 
 import asyncio
-import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -177,7 +176,8 @@ class _Answering:
             async for output in outputs:
                 observers[output.request_id].take(output)
                 facts["output_tokens"] += sum(len(piece.token_ids) for piece in output.pieces)
-                facts.setdefault("first_seconds", time.monotonic() - served.arrived)
+                if output.times is not None and output.times.first is not None:
+                    facts.setdefault("first_seconds", output.times.first)
                 yield output
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]

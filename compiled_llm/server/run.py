@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import resource
 import signal
 import socket
 import sys
@@ -32,6 +33,8 @@ def serve(program: str, config: EngineConfig, settings: ServerSettings) -> int:
         ValueError: an argument does not allow it.
         OSError: the address cannot be listened to.
     """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one
     with _listening(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Server(program, config, settings, listener).run())
 
@@ -82,7 +85,12 @@ class _Server:
         http = asyncio.create_task(self._http.serve([self._listener]))
         status = 0
         try:
-            self._service.start(await self._client.ready())
+            try:
+                started = await self._client.ready()
+            except RuntimeError as error:
+                self._say(f"error: {error}")
+                return 1
+            self._service.start(started)
             self._say(f"serves {', '.join(self._service.names)} at {self._url()}")
             ended = asyncio.create_task(self._client.wait_ended())
             await asyncio.wait((http, ended), return_when=asyncio.FIRST_COMPLETED)

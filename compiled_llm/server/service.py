@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,17 +40,11 @@ class ServedPrompt(NamedTuple):
 
 @dataclasses.dataclass
 class Served:
-    """A client's request in the engine.
-
-    Attributes:
-        params: of each prompt.
-        arrived: on ``time.monotonic``.
-    """
+    """A client's request in the engine. ``params``: of each prompt."""
 
     asked: OpenAIRequest
     params: SamplingParams
     prompts: list[ServedPrompt]
-    arrived: float
     outputs: AsyncIterator[Output]
 
 
@@ -69,6 +64,7 @@ class Service:
         self.is_draining = False
         self.tokenizer: Tokenizer | None = None
         self.num_admitted = 0
+        self._numbers = itertools.count()
         self._pool = ThreadPoolExecutor(_THREADS, "compiled_llm text")
 
     def start(self, started: Started) -> None:
@@ -138,8 +134,7 @@ class Service:
         Raises:
             ApiError: it cannot be served.
         """
-        arrived, started = time.monotonic(), self.started
-        defaults = {"max_tokens": _MAX_TOKENS[asked.kind], **started.sampling}
+        defaults = {"max_tokens": _MAX_TOKENS[asked.kind], **self.started.sampling}
         sampling = {**defaults, **asked.sampling, "output_kind": "delta" if asked.stream else "final"}
         try:
             params = SamplingParams(**sampling)
@@ -147,12 +142,14 @@ class Service:
         except (ValueError, ImportError) as error:
             raise ApiError.of(error) from error
         sampling.pop("truncate_prompt_tokens", None)  # it was done
-        prompts = [ServedPrompt(f"{request_id}-{n}", one.text, one.token_ids) for n, one in enumerate(encoded)]
+        # Clients may give two requests one name.
+        names = (f"{request_id}-{next(self._numbers)}" for _ in encoded)
+        prompts = [ServedPrompt(name, one.text, one.token_ids) for name, one in zip(names, encoded, strict=True)]
         requests = [
             Generate(prompt.request_id, prompt.token_ids, sampling, asked.priority, asked.cache_salt)
             for prompt in prompts
         ]
-        return Served(asked, params, prompts, arrived, self._outputs(requests))
+        return Served(asked, params, prompts, self._outputs(requests))
 
     async def _outputs(self, requests: Sequence[Generate]) -> AsyncIterator[Output]:
         """``ApiError`` for what the engine refuses, and when it has ended."""
@@ -160,7 +157,7 @@ class Service:
         try:
             async for output in outputs:
                 if output.error is not None:
-                    raise ApiError(400, output.error)
+                    raise ApiError(500 if output.is_fault else 400, output.error)
                 failed = [piece for piece in output.pieces if piece.finish_reason in ("error", "abort")]
                 if failed:
                     raise ApiError(500, str(failed[0].stop_reason or failed[0].finish_reason))
