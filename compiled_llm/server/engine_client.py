@@ -66,6 +66,9 @@ class EngineClient:
                 stdin=theirs.fileno(),
                 env=with_package(os.environ),
             )
+        await self._connect(own)
+
+    async def _connect(self, own: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=own)
         config = {field.name: getattr(self._config, field.name) for field in dataclasses.fields(self._config)}
         self._send(Start(VERSION, config))
@@ -169,8 +172,10 @@ class EngineClient:
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
             return decode_for_server(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            status = await asyncio.to_thread(self._process.wait)
-            raise EngineEndedError(f"the engine's process has ended: {described_end(status)}") from error
+            raise EngineEndedError(await self._how_it_ended()) from error
+
+    async def _how_it_ended(self) -> str:
+        return f"the engine's process has ended: {described_end(await asyncio.to_thread(self._process.wait))}"
 
     async def _read(self) -> None:
         """Hand out messages until the process ends; then say so to everyone who waits."""

@@ -13,8 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -62,22 +63,26 @@ _Command = Generate | Abort | Ask | _Prepared | None  # None: the server has gon
 
 
 def main() -> int:
-    """Serve until the server goes. Returns the exit status."""
+    """Returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the server too, which decides what they end
         signal.signal(number, signal.SIG_IGN)
-    channel = own_channel()
+    return run(own_channel(), CompiledEngine.from_config)
+
+
+def run(channel: Channel, make_engine: Callable[[EngineConfig], AbstractContextManager[CompiledEngine]]) -> int:
+    """Make the engine that the first message asks for, and serve until the server goes. Returns the exit status."""
     start = decode_for_engine(channel.receive())
     assert isinstance(start, Start)
     commands: SimpleQueue[_Command] = SimpleQueue()
     reader = _Reader(channel, commands)
-    try:
-        check_version(start.version)
-        config = EngineConfig(**start.config)
-        engine = CompiledEngine.from_config(config)
-    except Exception as error:
-        channel.send(encode(Failed(type(error).__name__, str(error))))
-        return 1
-    with engine:
+    with ExitStack() as stack:
+        try:
+            check_version(start.version)
+            config = EngineConfig(**start.config)
+            engine = stack.enter_context(make_engine(config))
+        except Exception as error:
+            channel.send(encode(Failed(type(error).__name__, str(error))))
+            return 1
         reader.serves = True
         channel.send(encode(_started(engine, config)))
         EngineServer(engine, channel, commands).serve()

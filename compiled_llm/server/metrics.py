@@ -110,19 +110,18 @@ class RequestObserver:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._arrived = metrics, time.monotonic()
-        self._last: float | None = None
+        self._last: dict[int, float] = {}  # of each continuation: when its last token came
         self._num_tokens = 0
 
     def take(self, output: Output) -> None:
         """An output came. Of several tokens at once, each took its share of the time."""
         metrics, now = self._metrics, time.monotonic()
-        num_tokens = sum(len(piece.token_ids) for piece in output.pieces)
-        if num_tokens and self._last is not None:
-            for _ in range(num_tokens):
-                metrics._next.observe((now - self._last) / num_tokens)
-        self._last = now
-        self._num_tokens += num_tokens
         for piece in output.pieces:
+            num_tokens = len(piece.token_ids)
+            self._num_tokens += num_tokens
+            for _ in range(num_tokens if piece.index in self._last else 0):
+                metrics._next.observe((now - self._last[piece.index]) / num_tokens)
+            self._last[piece.index] = now
             if piece.finish_reason is not None:
                 metrics._success.labels(**metrics._labels, finished_reason=piece.finish_reason).inc()
         if output.times is not None:

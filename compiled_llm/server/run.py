@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import functools
 import os
 import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 
 import uvicorn
@@ -33,10 +33,10 @@ def serve(program: str, config: EngineConfig, settings: ServerSettings) -> int:
         ValueError: an argument does not allow it.
         OSError: the address cannot be listened to.
     """
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one
     with _listening(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Server(program, config, settings, listener).run())
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one
+        return runner.run(Server(program, EngineClient(config), settings, listener, config.model or DEMO_NAME).run())
 
 
 def _listening(settings: ServerSettings) -> socket.socket:
@@ -45,7 +45,7 @@ def _listening(settings: ServerSettings) -> socket.socket:
         family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = str(error.strerror or error).partition(" (while")[0]
         raise OSError(f"--host {settings.host} --port {settings.port}: {reason}: give another --port") from error
 
 
@@ -56,12 +56,23 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-class _Server:
-    def __init__(self, program: str, config: EngineConfig, settings: ServerSettings, listener: socket.socket) -> None:
-        self._program, self._settings, self._listener = program, settings, listener
-        names = settings.served_model_name or (config.model or DEMO_NAME,)
-        self._client = EngineClient(config)
-        self._service = Service(settings, self._client, names, Metrics(names[0]))
+class Server:
+    """HTTP on a socket that listens, for an engine that ``client`` starts.
+
+    Args:
+        program: whose messages these are.
+        name: of the model, unless ``settings`` give it others.
+
+    Attributes:
+        url: where it is found.
+    """
+
+    def __init__(
+        self, program: str, client: EngineClient, settings: ServerSettings, listener: socket.socket, name: str
+    ) -> None:
+        self._program, self._client, self._settings, self._listener = program, client, settings, listener
+        names = settings.served_model_name or (name,)
+        self._service = Service(settings, client, names, Metrics(names[0]))
         self._http = _HttpServer(
             uvicorn.Config(
                 make_app(self._service),
@@ -78,10 +89,12 @@ class _Server:
         )
 
     async def run(self) -> int:
+        """Until a signal comes (of these there are none but in the main thread) or the engine ends."""
         await self._client.start()
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, functools.partial(self._stop, number))
+        numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop, number)
         http = asyncio.create_task(self._http.serve([self._listener]))
         status = 0
         try:
@@ -91,7 +104,7 @@ class _Server:
                 self._say(f"error: {error}")
                 return 1
             self._service.start(started)
-            self._say(f"serves {', '.join(self._service.names)} at {self._url()}")
+            self._say(f"serves {', '.join(self._service.names)} at {self.url}")
             ended = asyncio.create_task(self._client.wait_ended())
             await asyncio.wait((http, ended), return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
@@ -104,11 +117,11 @@ class _Server:
             await http
             await self._client.close()
             self._service.close()
-            for number in _SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
         return status
 
-    def _stop(self, number: int) -> None:
+    def stop(self, number: int) -> None:
         """The first signal: answer what is under way, and end. A second one, or one while the model loads: end now."""
         if self._service.is_draining or self._client.started is None:
             self._say(f"stopped by {signal.Signals(number).name}")
@@ -122,7 +135,8 @@ class _Server:
         loop = asyncio.get_running_loop()
         loop.call_later(seconds, self._client.fail_all, "the server has ended")
 
-    def _url(self) -> str:
+    @property
+    def url(self) -> str:
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
