@@ -66,6 +66,7 @@ class Running:
     """
 
     status: int | None = None
+    _is_stopped = False
 
     def __init__(self, engine: CompiledEngine, **settings: Any) -> None:
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -91,7 +92,10 @@ class Running:
             pass
 
     def stop(self) -> None:
-        """As by SIGTERM."""
+        """As by SIGTERM, of which a second one would end this process."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self._loop.call_soon_threadsafe(self.server.stop, signal.SIGTERM)
 
     def ended(self) -> int | None:

@@ -78,7 +78,7 @@ def program(*flags: str) -> Iterator[Program]:
     finally:
         started.http.close()
         started.process.kill()
-        started.process.wait()
+        started.process.communicate()
 
 
 def test_it_loads_streams_and_ends_after_its_answers() -> None:
