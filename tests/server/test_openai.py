@@ -76,9 +76,11 @@ def test_every_stream_begins_and_ends_as_openai_has_it(running: Running) -> None
     *events, done, end = answer.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2, 3, 3]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)  # of two steps that are not read yet, the tokens come together
+    assert (counts[0], *counts[-2:]) == (0, 3, 3)
     assert chunks[0]["choices"][0]["finish_reason"] is None
-    assert [bool(chunk["choices"]) for chunk in chunks] == [True] * 4 + [False]
+    assert [bool(chunk["choices"]) for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
 
 
 def test_several_continuations_and_sampling_parameters(reference: CompiledEngine, running: Running) -> None:
