@@ -12,24 +12,10 @@ from compiled_llm.api.argument_checks import integer
 from compiled_llm.api.names import name_hint
 from compiled_llm.api.outputs import CompletionOutput, RequestOutput
 from compiled_llm.api.readable import shown
-from compiled_llm.offline.openai_batch import (
-    OPENAI_KEYS,
-    TokenTexts,
-    openai_answer,
-    openai_error,
-    openai_fields,
-    prompt_logprobs,
-    readable,
-)
-from compiled_llm.offline.rows import (
-    CHAT_OPTIONS,
-    Row,
-    chat_options,
-    check_custom_id,
-    check_json,
-    check_messages,
-    checked_sampling,
-)
+from compiled_llm.offline.openai_batch import OPENAI_KEYS, openai_answer, openai_error, openai_fields
+from compiled_llm.offline.rows import Row, check_custom_id
+from compiled_llm.openai.answers import TokenTexts, prompt_logprobs, readable
+from compiled_llm.openai.requests import CHAT_OPTIONS, chat_options, check_json, check_messages, checked_sampling
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _OWN_KEYS = (*_PROMPTS, *CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
@@ -91,6 +77,8 @@ def _own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         fields["priority"] = priority
     if values.get("sampling_params") is not None:
         fields["sampling"] = checked_sampling(values["sampling_params"])
+        if "output_kind" in fields["sampling"]:
+            raise ValueError("output_kind must be left out of a row: an offline run writes whole results")
     options = [key for key in CHAT_OPTIONS if values.get(key) is not None]
     salt = {} if values.get("cache_salt") is None else {"cache_salt": values["cache_salt"]}
     if given[0] == "messages":
@@ -166,7 +154,7 @@ def _own_answer(row: Row, output: RequestOutput) -> dict[str, Any]:
     answer = {"index": row.index, **names, "prompt": output.prompt, **_fields_of(output.outputs[0])}
     if len(output.outputs) > 1:
         answer["outputs"] = [_fields_of(completion) for completion in output.outputs]
-    return answer | prompt_logprobs(output)
+    return answer | prompt_logprobs(output.prompt_logprobs)
 
 
 def _fields_of(completion: CompletionOutput) -> dict[str, Any]:

@@ -1,16 +1,10 @@
-"""What passes between the parts of a run: a row of the input, how it ended, how far the run is. And checks of rows.
-
-Both formats of the input (formats.py, openai_batch.py) use the checks. Columns of a table may hold more than
-values of JSON, and Python reads NaN from JSON: neither comes past them.
-"""
+"""What passes between the parts of a run: a row of the input, how it ended, how far the run is."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 from compiled_llm.api.readable import shown
-from compiled_llm.api.sampling_params import SamplingParams
 
 RowFormat = Literal["row", "chat", "completion"]
 
@@ -152,43 +146,7 @@ class RunProgress:
 # -- Checks of what a row brings
 
 
-_MOST_DEPTH = 100  # of lists and objects; far below what Python's own functions for JSON can go down
 _MOST_ID_CHARACTERS = 512
-_EFFORT = "reasoning_effort"  # a variable of chat templates that OpenAI's API has as a field of its own
-CHAT_OPTIONS = (
-    *("tools", "documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-    _EFFORT,
-)
-_MEDIA = {
-    **dict.fromkeys(("image", "image_url", "input_image"), "images"),
-    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
-    **dict.fromkeys(("video", "video_url", "input_video"), "videos"),
-    **dict.fromkeys(("file", "input_file"), "files"),
-}
-
-
-def check_json(name: str, value: Any, depth: int = 0) -> None:
-    """``ValueError``, with the place in ``name``, unless ``value`` and all in it are values of JSON."""
-    if value is None or isinstance(value, str | int):
-        return
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be a finite number, given {value}")
-        return
-    if depth >= _MOST_DEPTH:
-        raise ValueError(f"{name} must not be more than {_MOST_DEPTH} lists and objects deep")
-    if isinstance(value, list):
-        for number, item in enumerate(value):
-            if not isinstance(item, str | int):  # most are: then no name is made
-                check_json(f"{name}[{number}]", item, depth + 1)
-    elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        for key, item in value.items():
-            check_json(f"{name}.{key:.100}" if name else f"{key:.100}", item, depth + 1)
-    else:
-        raise ValueError(
-            f"{name} must be a value of JSON (a string, a number, true, false, null, a list or an object), given "
-            f"{type(value).__name__}: {shown(value)}"
-        )
 
 
 def check_custom_id(value: Any) -> str | None:
@@ -198,60 +156,3 @@ def check_custom_id(value: Any) -> str | None:
             f"custom_id must be a non-empty str of at most {_MOST_ID_CHARACTERS} characters, given {shown(value)}"
         )
     return value
-
-
-def checked_sampling(values: Any) -> dict[str, Any]:
-    """Sampling parameters of a row. ``ValueError`` as ``SamplingParams`` raises it.
-
-    Whether they go together with the run's is known where the row is served. Empty stop strings, with which
-    clients say that there is none, are left out.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"sampling_params must be a JSON object, given {shown(values)}")
-    if "output_kind" in values:
-        raise ValueError("output_kind must be left out of a row: an offline run writes whole results")
-    sampling, stop = dict(values), values.get("stop")
-    if stop == "":
-        sampling["stop"] = None
-    elif isinstance(stop, list):
-        sampling["stop"] = [text for text in stop if text != ""]
-    SamplingParams(**{"max_tokens": None, **sampling})  # min_tokens is for the run's max_tokens to allow
-    return sampling
-
-
-def chat_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of ``CompiledEngine.encode_chat`` among ``values``; a null is as no key.
-
-    Raises:
-        ValueError: two of them contradict each other.
-    """
-    options = {key: values[key] for key in CHAT_OPTIONS if key != _EFFORT and values.get(key) is not None}
-    effort = values.get(_EFFORT)
-    if effort is None:
-        return options
-    if not isinstance(effort, str):
-        raise ValueError(f"{_EFFORT} must be a str, such as 'low', given {shown(effort)}")
-    variables = options.get("chat_template_kwargs", {})
-    if not isinstance(variables, Mapping):
-        return options  # the chat template's code says what is wrong with them
-    if variables.get(_EFFORT, effort) != effort:
-        raise ValueError(
-            f"{_EFFORT} must be the same in chat_template_kwargs, or be given once, given {shown(effort)} and "
-            f"{shown(variables[_EFFORT])}"
-        )
-    return {**options, "chat_template_kwargs": {**variables, _EFFORT: effort}}
-
-
-def check_messages(messages: Any) -> list[Any]:
-    """``ValueError`` for what is no list, and for images and the like. The chat template's code checks the rest."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"messages must be a list of one or more objects with role and content, given {shown(messages)}"
-        )
-    for number, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in _MEDIA:
-                raise ValueError(f"{_MEDIA[kind]} are not served: messages[{number}] has a part of type {kind!r}")
-    return messages

@@ -21,8 +21,8 @@ from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.display import detailed_rows, engine_rows, one_of_many
 from compiled_llm.offline.flags import DEFAULT_SAMPLING
 from compiled_llm.offline.formats import answer_line, error_line
-from compiled_llm.offline.openai_batch import TokenTexts
 from compiled_llm.offline.rows import Row, RowResult, RowSource, RunProgress
+from compiled_llm.openai.answers import TokenTexts
 from compiled_llm.report import machine_limits
 from compiled_llm.report.report import RunReport
 from compiled_llm.system import clock

@@ -22,7 +22,7 @@ from typing import Any
 
 OUT_OF_MEMORY = 77  # exit status of a child
 _START_SECONDS = 120
-_LENGTH_BYTES, _CHUNK_BYTES = 8, 2**20
+LENGTH_BYTES, _CHUNK_BYTES = 8, 2**20
 # All that a child gets of the environment, and a library of numpy that would start threads, before a fork too.
 _INHERITED = ("TZ", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
@@ -50,11 +50,11 @@ class Channel:
 
     def send(self, content: bytes, deadline: float | None = None) -> None:
         self.socket.settimeout(_left(deadline))
-        self.socket.sendall(len(content).to_bytes(_LENGTH_BYTES, "little") + content)
+        self.socket.sendall(framed(content))
 
     def receive(self, deadline: float | None = None, most_bytes: int | None = None) -> bytes:
         """The next message. ``ValueError``: it has more than ``most_bytes``."""
-        length = int.from_bytes(self._receive(_LENGTH_BYTES, deadline), "little")
+        length = int.from_bytes(self._receive(LENGTH_BYTES, deadline), "little")
         if most_bytes is not None and length > most_bytes:
             raise ValueError(f"{length} bytes, and {most_bytes} are allowed")
         return self._receive(length, deadline)
@@ -68,6 +68,11 @@ class Channel:
                 raise EOFError("the process has ended")
             content += chunk
         return bytes(content)
+
+
+def framed(content: bytes) -> bytes:
+    """``content`` as ``Channel`` sends it."""
+    return len(content).to_bytes(LENGTH_BYTES, "little") + content
 
 
 def _left(deadline: float | None) -> float | None:

@@ -34,6 +34,7 @@ class Tokenizer:
     Special tokens that a text spells become such, unless it is encoded with ``split_special_tokens``.
 
     Attributes:
+        parts: all that was read of the directory.
         chat_templates: the directory's own by name; one without a name is ``"default"``.
         named_tokens: tokens that chat templates use by name, such as ``bos_token``, as text.
         special_tokens: all of them by their text.
@@ -43,13 +44,13 @@ class Tokenizer:
     def __init__(self, directory: Path, parts: TokenizerParts | None = None) -> None:
         """``parts``: what ``read_parts(directory)`` returned, where that is known."""
         self._directory = directory
-        self._parts = read_parts(directory) if parts is None else parts
-        self._backend = _parsed(self._parts.backend, directory)
+        self.parts = read_parts(directory) if parts is None else parts
+        self._backend = _parsed(self.parts.backend, directory)
         # A file may ask for either; a prompt is never cut or filled up here.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.chat_templates, self.named_tokens = self._parts.chat_templates, self._parts.named_tokens
-        self.notes = self._parts.notes
+        self.chat_templates, self.named_tokens = self.parts.chat_templates, self.parts.named_tokens
+        self.notes = self.parts.notes
         self._plain_backend: Backend | None = None  # for text in which no special token is looked for
         self._stand_ins: set[int | None] = set()  # their ids there
         # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
@@ -77,7 +78,7 @@ class Tokenizer:
 
     def for_users(self) -> Any:
         """A tokenizer of transformers that gives the same tokens; a new one for each call."""
-        return users_tokenizer(self._directory, self._parts)
+        return users_tokenizer(self._directory, self.parts)
 
     def encode(self, text: str, split_special_tokens: bool = False) -> list[int]:
         """Token ids of ``text``, with the tokens that belong around a prompt, such as a begin-of-text token.

@@ -143,6 +143,8 @@ NOT_RUN = (
     NotRun(rf"({_UNSET})?compiled-llm bench \S.*", "needs a quiet machine, and up to an hour", parse_command),
     NotRun(_COMMAND + r" (compile --shape|report (kv-cache|weights)) .*", "minutes", parse_command),
     NotRun(_COMMAND + r" report lm-eval .*", "needs lm-eval, and its tasks the network", parse_command),
+    NotRun(_COMMAND + r" serve\b.*", "serves until it is ended; tests/server/test_run.py runs it", parse_command),
+    NotRun(r"curl .*", "tests/server/test_documents.py sends it to a server", check_nothing),
     NotRun(_COMMAND + r" quantize .*", "tests/quantizing/test_quantize.py runs it", parse_command),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_command),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_command),

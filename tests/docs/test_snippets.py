@@ -12,6 +12,7 @@ from tests.docs.markdown import DOCUMENTS, ROOT, Block, blocks, name_of
 DEMO_MODEL = ROOT / "compiled_llm" / "demo_model"
 NOT_RUN = {
     "docs/log.md": "needs xgrammar, and is no part of the engine",
+    "docs/serving.md": "tests/server/test_documents.py runs it with a server",
     "compiled_llm/demo_model/README.md": "what the model wrote, not what a reader would type",
 }
 WITH_SNIPPETS = [path for path in DOCUMENTS if blocks(path, "python") and name_of(path) not in NOT_RUN]

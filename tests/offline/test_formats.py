@@ -9,8 +9,8 @@ import pytest
 
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.offline.formats import answer_line, error_line, index_of, is_error, row_of_object, row_of_text
-from compiled_llm.offline.openai_batch import TokenTexts
 from compiled_llm.offline.rows import Row, RowFormat
+from compiled_llm.openai.answers import TokenTexts
 from tests.offline.examples import CHAT, LOGPROBS, batch, error_of, output_of, row
 
 TEXTS = TokenTexts(None)

@@ -10,8 +10,8 @@ import pytest
 
 from compiled_llm import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 from compiled_llm.offline.formats import answer_line, row_of_object
-from compiled_llm.offline.openai_batch import TokenTexts
 from compiled_llm.offline.rows import Row
+from compiled_llm.openai.answers import TokenTexts
 from compiled_llm.text.output_text import OutputText
 from compiled_llm.text.tokenizer import Tokenizer
 from tests.offline.examples import CHAT, LOGPROBS, batch, error_of, output_of, row

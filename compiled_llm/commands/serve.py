@@ -1,0 +1,94 @@
+"""Serve a model over HTTP, as OpenAI's interface has it.
+
+    compiled-llm serve
+    compiled-llm serve DIR --port 8000 --served-model-name my-model
+    COMPILED_LLM_API_KEY=secret compiled-llm serve DIR --host 0.0.0.0
+
+Clients of OpenAI find it at http://127.0.0.1:8000/v1. Without a model the bundled one answers. The engine runs in a
+process of its own. The log, a line for each request, goes to stderr. See docs/serving.md.
+
+Exit status: 0 after SIGINT or SIGTERM, when all answers that were under way have ended; 1 when the engine failed or
+the address is taken; 2 for bad arguments; 128 + the signal's number after a second signal, or one during the start.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.api.command_line import FlagParser, add_engine_arguments, attribute_docs, engine_config
+from compiled_llm.system.process import GuardedStream, StopSignals
+from compiled_llm.system.program import run_program
+
+_PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
+_KEY_VARIABLE = "COMPILED_LLM_API_KEY"
+
+
+def parser(program: str) -> FlagParser:
+    from compiled_llm.server.settings import ServerSettings
+
+    parser = FlagParser(prog=program, description="Serve a model over HTTP, as OpenAI's interface has it.")
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="the same as --model")
+    hints, docs = typing.get_type_hints(ServerSettings), attribute_docs(ServerSettings)
+    group = parser.add_argument_group("server")
+    for field in dataclasses.fields(ServerSettings):
+        options: dict[str, Any] = {"type": hints[field.name], "metavar": hints[field.name].__name__.upper()}
+        default: Any = field.default
+        if default == ():
+            options, default = {"action": "append", "metavar": "STR"}, []
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            default=default,
+            help=f"{docs[field.name]} (default: {default or 'none'})",
+            **options,
+        )
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, as --api-key")
+    add_engine_arguments(parser)
+    return parser
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+
+    def run(stdout: GuardedStream, signals: StopSignals) -> int:
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        flags = parser(program)
+        args = flags.parse_args(arguments)
+        with flags.ending_errors():
+            if missing:
+                raise ValueError(f"serve needs the packages {', '.join(missing)}: pip install 'compiled-llm[server]'")
+            return _serve(program, args)
+
+    return run_program(program, run)
+
+
+def _serve(program: str, args: argparse.Namespace) -> int:
+    if args.positional_model is not None:
+        if args.model is not None:
+            raise ValueError(f"MODEL and --model must not be given both, given {args.positional_model!r}")
+        args.model = args.positional_model
+    from compiled_llm.server.settings import ServerSettings
+
+    args.api_key = [*args.api_key, *_keys(args.api_key_file)]
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(ServerSettings)}
+    config, settings = engine_config(args), ServerSettings(**values)
+    from compiled_llm.server.run import serve
+
+    return serve(program, config, settings)
+
+
+def _keys(path: Path | None) -> list[str]:
+    """Keys of the file and of the environment."""
+    lines = os.environ.get(_KEY_VARIABLE, "").split(",")
+    if path is not None:
+        try:
+            lines += path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--api-key-file must be a text in UTF-8, given {str(path)!r}: {error}") from error
+        if not any(map(str.strip, lines)):
+            raise ValueError(f"--api-key-file must have a key in a line, given {str(path)!r} without one")
+    return [line.strip() for line in lines if line.strip()]

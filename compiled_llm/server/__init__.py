@@ -1,0 +1,1 @@
+"""compiled-llm serve: OpenAI's interface over HTTP in one process, the engine in another."""

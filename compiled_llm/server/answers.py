@@ -1,0 +1,199 @@
+"""Outputs of the engine -> OpenAI's answers: a whole one, or the chunks of a stream. Values of JSON.
+
+Joined, the chunks of a stream are the whole answer: both are made of the same parts.
+"""
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from compiled_llm.api.outputs import Logprob
+from compiled_llm.openai.answers import (
+    TextOffsets,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    usage,
+)
+from compiled_llm.server.messages import LogprobRow, Output, Piece
+from compiled_llm.server.service import Served, ServedPrompt
+
+_PREFIX = {"chat": "chatcmpl", "completion": "cmpl"}
+_OBJECT = {"chat": "chat.completion", "completion": "text_completion"}
+_CHUNK = {"chat": "chat.completion.chunk", "completion": "text_completion"}
+
+
+class OpenAIAnswer:
+    """The answer to one request, part by part.
+
+    Args:
+        model: its name there.
+        request_id: which the answer's id has in it.
+        texts: of the model's tokens.
+        echoed: the text of each prompt, if the answer is to have it.
+    """
+
+    def __init__(
+        self, served: Served, model: str, request_id: str, texts: TokenTexts, echoed: Sequence[str] = ()
+    ) -> None:
+        self._asked, self._params, self._texts = served.asked, served.params, texts
+        self._outputs = served.outputs
+        self._kind = served.asked.kind
+        self._id, self._created, self._model = f"{_PREFIX[self._kind]}-{request_id}", int(time.time()), model
+        self._prompts = {
+            prompt.request_id: _PromptAnswer(index, prompt, echoed[index] if echoed else None)
+            for index, prompt in enumerate(served.prompts)
+        }
+        self._choices: dict[int, _Choice] = {}
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self._prompts.values())
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(prompt.num_cached_tokens for prompt in self._prompts.values())
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer to a request that is not streamed."""
+        choices: list[dict[str, Any]] = []
+        extras: dict[str, Any] = {}
+        async for output in self._outputs:
+            prompt = self._take(output)
+            extras |= self._of_the_prompt(prompt, is_first=True) if self._kind == "chat" else {}
+            choices += [self._choice(prompt, piece, "message") for piece in output.pieces]
+        choices.sort(key=lambda choice: choice["index"])
+        return {**self._body(_OBJECT[self._kind], choices), **extras, "usage": self._usage()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream. What is wrong with the request is raised before the first one."""
+        async for output in self._outputs:
+            prompt = self._take(output)
+            for piece in output.pieces:
+                index = self._index(prompt, piece)
+                extras: dict[str, Any] = {}
+                if self._kind == "chat":
+                    extras = self._of_the_prompt(prompt, is_first=not self._choices)
+                    if index not in self._choices:
+                        role = {"role": "assistant", "content": ""}
+                        yield self._chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
+                choice = self._choice(prompt, piece, "delta")
+                says = piece.text or piece.finish_reason or piece.logprobs or choice.get("text")
+                if says or (piece.token_ids and self._asked.return_token_ids):
+                    yield {**self._chunk([choice]), **extras}
+        if self._asked.include_usage:
+            yield {**self._chunk([]), "usage": self._usage()}
+
+    # -- Parts
+
+    def _take(self, output: Output) -> "_PromptAnswer":
+        prompt = self._prompts[output.request_id]
+        prompt.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            prompt.logprobs = [None if row is None else _found(row) for row in output.prompt_logprobs]
+        return prompt
+
+    def _index(self, prompt: "_PromptAnswer", piece: Piece) -> int:
+        return prompt.index * self._params.n + piece.index
+
+    def _choice(self, prompt: "_PromptAnswer", piece: Piece, whole_or_delta: str) -> dict[str, Any]:
+        index = self._index(prompt, piece)
+        is_first = index not in self._choices
+        state = self._choices.setdefault(index, _Choice())
+        state.num_tokens += len(piece.token_ids)
+        choice: dict[str, Any] = {"index": index}
+        if self._kind == "chat":
+            message = {"role": "assistant", "content": piece.text} if whole_or_delta == "message" else None
+            choice[whole_or_delta] = message or {"content": piece.text}
+            choice["logprobs"] = self._chat_logprobs(piece)
+        else:
+            echoed = prompt.echoed if is_first and prompt.echoed is not None else ""
+            choice["text"] = echoed + piece.text
+            state.num_characters += len(choice["text"])
+            choice["logprobs"] = self._completion_logprobs(prompt, state, piece, is_first)
+            choice |= self._of_the_prompt(prompt, is_first)
+        if self._asked.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return {**choice, "finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+
+    def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if piece.logprobs is None:
+            return None
+        rows = [_found(row) for row in piece.logprobs]
+        return chat_logprobs(piece.token_ids, rows, self._params.logprobs or 0, self._texts)
+
+    def _completion_logprobs(
+        self, prompt: "_PromptAnswer", state: "_Choice", piece: Piece, is_first: bool
+    ) -> dict[str, Any] | None:
+        if piece.logprobs is None:
+            return None
+        token_ids, rows = piece.token_ids, [_found(row) for row in piece.logprobs]
+        is_echoed = prompt.echoed is not None
+        if is_first:
+            before = () if is_echoed else prompt.token_ids
+            state.offsets = self._texts.offsets(before, self._params.skip_special_tokens)
+            if is_echoed:
+                token_ids = [*prompt.token_ids, *token_ids]
+                rows = [*(prompt.logprobs or [None] * len(prompt.token_ids)), *rows]  # type: ignore[list-item]
+        assert state.offsets is not None
+        found = completion_logprobs(token_ids, rows, state.offsets, self._texts)
+        # A stop string is cut off, and a part of a character is not there yet.
+        found["text_offset"] = [min(offset, state.num_characters) for offset in found["text_offset"]]
+        return found
+
+    def _of_the_prompt(self, prompt: "_PromptAnswer", is_first: bool) -> dict[str, Any]:
+        """What an answer has of its prompt, once. An echoed one has its log-probabilities beside the others."""
+        found: dict[str, Any] = {}
+        if is_first and not self._asked.echo:
+            found |= prompt_logprobs(prompt.logprobs)
+        if is_first and self._asked.return_token_ids:
+            found["prompt_token_ids"] = prompt.token_ids
+        return found
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._body(_CHUNK[self._kind], choices)
+        if self._asked.include_usage:
+            chunk["usage"] = self._usage() if self._asked.continuous_usage else None
+        return chunk
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
+
+
+class _PromptAnswer:
+    """One prompt of a request.
+
+    Attributes:
+        index: among the prompts.
+        echoed: its text, if the answer begins with it.
+        logprobs: of its tokens, if they were asked for and are known.
+    """
+
+    def __init__(self, index: int, prompt: ServedPrompt, echoed: str | None) -> None:
+        self.index, self.token_ids, self.echoed = index, prompt.token_ids, echoed
+        self.logprobs: list[Mapping[int, Logprob] | None] | None = None
+        self.num_cached_tokens = 0
+
+
+class _Choice:
+    """One continuation, as far as it is known.
+
+    Attributes:
+        offsets: of its tokens, where they have log-probabilities.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_characters = 0
+        self.offsets: TextOffsets | None = None
+
+
+def _found(row: LogprobRow) -> dict[int, Logprob]:
+    return {token_id: Logprob(logprob, rank, text) for token_id, logprob, rank, text in row}

@@ -1,0 +1,274 @@
+"""The process of the engine: requests come in as messages, a step runs, what it gave goes out.
+
+    python -P -m compiled_llm.server.engine_process    its standard input is the socket to the server
+
+The main thread steps. Another one reads messages; a few more prepare requests whose grammar or bad words may take long,
+while the others are served. The process ends when the server closes the socket, or is gone.
+"""
+
+import dataclasses
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.checkpoint.generation_config import suggested_sampling
+from compiled_llm.checkpoint.model_files import checkpoint_directory
+from compiled_llm.engine.admission import PreparedRequest
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.server.messages import (
+    VERSION,
+    Abort,
+    Answer,
+    Ask,
+    Failed,
+    Generate,
+    LogprobRow,
+    Output,
+    Outputs,
+    Piece,
+    Start,
+    Started,
+    Times,
+    ToServer,
+    check_version,
+    decode_for_engine,
+    encode,
+)
+from compiled_llm.system.child_process import Channel, own_channel
+from compiled_llm.text.prompts import EncodedPrompt
+
+_PREPARING_THREADS = 8
+_HEARTBEAT_SECONDS = 1.0
+
+
+class _Prepared(NamedTuple):
+    """A request that was prepared in another thread, or what is wrong with it."""
+
+    asked: Generate
+    request: PreparedRequest | Exception
+
+
+_Command = Generate | Abort | Ask | _Prepared | None  # None: the server has gone
+
+
+def main() -> int:
+    """Returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the server too, which decides what they end
+        signal.signal(number, signal.SIG_IGN)
+    return run(own_channel(), CompiledEngine.from_config)
+
+
+def run(channel: Channel, make_engine: Callable[[EngineConfig], AbstractContextManager[CompiledEngine]]) -> int:
+    """Make the engine that the first message asks for, and serve until the server goes. Returns the exit status."""
+    start = decode_for_engine(channel.receive())
+    assert isinstance(start, Start)
+    commands: SimpleQueue[_Command] = SimpleQueue()
+    reader = _Reader(channel, commands)
+    with ExitStack() as stack:
+        try:
+            check_version(start.version)
+            config = EngineConfig(**start.config)
+            engine = stack.enter_context(make_engine(config))
+        except Exception as error:
+            channel.send(encode(Failed(type(error).__name__, str(error))))
+            return 1
+        reader.serves = True
+        channel.send(encode(_started(engine, config)))
+        EngineServer(engine, channel, commands).serve()
+    return 0
+
+
+class _Reader(threading.Thread):
+    """Reads messages into ``commands``.
+
+    Attributes:
+        serves: whether somebody takes the commands; before that, the end of the server ends the process at once.
+    """
+
+    def __init__(self, channel: Channel, commands: "SimpleQueue[_Command]") -> None:
+        super().__init__(name="compiled_llm messages", daemon=True)
+        self._channel, self._commands = channel, commands
+        self.serves = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while True:
+                message = decode_for_engine(self._channel.receive())
+                assert not isinstance(message, Start)
+                self._commands.put(message)
+        except (EOFError, OSError):
+            if not self.serves:
+                os._exit(1)
+            self._commands.put(None)
+
+
+class EngineServer:
+    """Steps an engine while it has requests, takes commands between steps, and sends what came of them.
+
+    Args:
+        channel: whatever has ``send``.
+    """
+
+    def __init__(self, engine: CompiledEngine, channel: Channel, commands: "SimpleQueue[_Command]") -> None:
+        self._engine, self._channel, self._commands = engine, channel, commands
+        self._pool = ThreadPoolExecutor(_PREPARING_THREADS, "compiled_llm prepare")
+        self._preparing: set[str] = set()  # requests that the engine does not have yet
+        self._ended: dict[str, set[int]] = {}  # of requests: continuations whose end was sent
+        self._sent_at = 0.0
+
+    def serve(self) -> None:
+        """Until the server goes."""
+        try:
+            while True:
+                steps = self._engine.has_unfinished_requests()
+                # Commands that come meanwhile wait for the next turn, so that they cannot keep steps from running.
+                for _ in range(max(self._commands.qsize(), 0 if steps else 1)):
+                    command = self._commands.get()
+                    if command is None:
+                        return
+                    self._take(command)
+                if self._engine.has_unfinished_requests():
+                    self._step()
+        except BrokenPipeError:  # the server went while something was sent
+            return
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self, command: "Generate | Abort | Ask | _Prepared") -> None:
+        if isinstance(command, Generate):
+            self._prepare(command)
+        elif isinstance(command, _Prepared):
+            self._add(command)
+        elif isinstance(command, Abort):
+            self._preparing.difference_update(command.request_ids)
+            self._engine.abort(command.request_ids)
+            for request_id in command.request_ids:
+                self._ended.pop(request_id, None)
+        else:
+            self._send(Answer(command.number, dataclasses.asdict(self._engine.stats())))
+
+    def _prepare(self, asked: Generate) -> None:
+        """What may take long is done in another thread."""
+        self._preparing.add(asked.request_id)
+        if asked.sampling.get("structured_outputs") or asked.sampling.get("bad_words"):
+            self._pool.submit(lambda: self._commands.put(self._prepared(asked)))
+        else:
+            self._add(self._prepared(asked))
+
+    def _prepared(self, asked: Generate) -> _Prepared:
+        prompt = EncodedPrompt(None, asked.prompt_token_ids, asked.cache_salt)
+        try:
+            return _Prepared(asked, self._engine.prepare(prompt, SamplingParams(**asked.sampling)))
+        except Exception as error:
+            return _Prepared(asked, error)
+
+    def _add(self, prepared: _Prepared) -> None:
+        asked, request = prepared
+        if asked.request_id not in self._preparing:
+            return  # it was aborted meanwhile
+        self._preparing.remove(asked.request_id)
+        try:
+            if isinstance(request, Exception):
+                raise request
+            self._engine.add_request(asked.request_id, request, priority=asked.priority)
+            self._ended[asked.request_id] = set()
+        except Exception as error:
+            is_fault = not isinstance(error, ValueError | ImportError)
+            text = f"{type(error).__name__}: {error}" if is_fault else str(error)
+            self._send_outputs([Output(asked.request_id, [], error=text, is_fault=is_fault)])
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception:
+            # The requests of that step have ended, and this gives their outputs. If it fails too, the engine is broken.
+            outputs = self._engine.step()
+        found = [self._output(output) for output in outputs if output.request_id in self._ended]
+        if found or time.monotonic() - self._sent_at >= _HEARTBEAT_SECONDS:
+            self._send_outputs(found)
+
+    def _output(self, output: RequestOutput) -> Output:
+        ended = self._ended[output.request_id]
+        pieces = [
+            _piece(one)
+            for one in output.outputs
+            if (one.token_ids or one.text or one.finish_reason) and one.index not in ended
+        ]
+        ended.update(piece.index for piece in pieces if piece.finish_reason is not None)
+        prompt_logprobs = output.prompt_logprobs
+        if output.finished:
+            del self._ended[output.request_id]
+        return Output(
+            output.request_id,
+            pieces,
+            output.num_cached_tokens,
+            None if prompt_logprobs is None else [None if row is None else _row(row) for row in prompt_logprobs],
+            _times(output.metrics) if output.finished else None,
+        )
+
+    def _send_outputs(self, outputs: list[Output]) -> None:
+        scheduler = self._engine.scheduler
+        self._sent_at = time.monotonic()
+        self._send(Outputs(outputs, len(scheduler.running), scheduler.num_waiting))
+
+    def _send(self, message: ToServer) -> None:
+        self._channel.send(encode(message))
+
+
+def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
+    directory = checkpoint_directory(config)
+    limits, capacity = engine.runner.limits, engine.scheduler.request_capacity
+    return Started(
+        version=VERSION,
+        tokenizer=None if engine.tokenizer is None else engine.tokenizer.parts,
+        capacity=capacity,
+        limit="max_model_len" if capacity == limits.max_model_len else "size of the KV pool",
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        vocab_size=engine.model_config.vocab_size,
+        block_size=limits.block_size,
+        num_kv_blocks=engine.stats().num_kv_blocks,
+        sampling=suggested_sampling(directory),
+    )
+
+
+def _piece(completion: CompletionOutput) -> Piece:
+    logprobs = completion.logprobs
+    return Piece(
+        completion.index,
+        completion.text,
+        completion.token_ids,
+        None if logprobs is None else [_row(row) for row in logprobs],
+        completion.finish_reason,
+        completion.stop_reason,
+    )
+
+
+def _row(row: Mapping[int, Logprob]) -> LogprobRow:
+    return [(token_id, found.logprob, found.rank, found.decoded_token) for token_id, found in row.items()]
+
+
+def _times(metrics: RequestMetrics) -> Times:
+    moments = metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time
+    queue, prefill, decode = _differences(moments)
+    return Times(queue, prefill, decode, metrics.num_preemptions)
+
+
+def _differences(moments: Sequence[float | None]) -> list[float | None]:
+    return [None if start is None or end is None else end - start for start, end in itertools.pairwise(moments)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

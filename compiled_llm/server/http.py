@@ -1,0 +1,194 @@
+"""What every request of the server goes through, as ASGI has it: keys, names, bounds, the line of the log, errors.
+
+``Guard`` stands before the routes. ``read_json``, ``unless_gone`` and ``EventStream`` are for routes.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from compiled_llm.server.errors import ApiError
+from compiled_llm.server.settings import ServerSettings
+
+# Paths that need no key: whether the server lives is not secret. All others do, also those that do not exist.
+PUBLIC_PATHS = frozenset(("/health", "/ready", "/ping"))
+_NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+# Of a body that is too large, so much is read and thrown away, so that its sender gets to read the answer.
+_DISCARDED_TIMES = 16
+GONE_STATUS = 499  # in the log: the client went away
+
+Result = TypeVar("Result")
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection: nobody reads the answer."""
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content)
+
+
+def error_response(error: ApiError) -> JsonResponse:
+    return JsonResponse(error.body(), error.status, error.headers)
+
+
+class Guard:
+    """Checks the key, gives each request a name, writes a line about it, and answers what a route raised."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _NAME.fullmatch(given) else secrets.token_hex(16)
+        state = scope.setdefault("state", {})
+        state["request_id"], facts = request_id, state.setdefault("facts", {})
+        started, status = time.monotonic(), 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        try:
+            if self._keys and scope["path"] not in PUBLIC_PATHS and not self._has_key(headers):
+                error = ApiError(401, "the request needs an API key: a bearer token, or the header x-api-key")
+                await error_response(error)(scope, receive, send_named)
+            else:
+                await self._app(scope, receive, send_named)
+        except Exception:  # which was answered, if nothing had been sent
+            traceback.print_exc()
+            status = 500
+        finally:
+            if scope["path"] not in PUBLIC_PATHS:
+                _log(scope, status or GONE_STATUS, request_id, time.monotonic() - started, facts)
+        return None
+
+    def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Compares digests with every key, in the same time whether they are equal or not."""
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        digest = hashlib.sha256(given).digest()
+        return any([hmac.compare_digest(digest, key) for key in self._keys])  # noqa: C419 - all of them
+
+
+def _log(scope: Scope, status: int, request_id: str, seconds: float, facts: Mapping[str, Any]) -> None:
+    """One line without anything that the client wrote but the path, which is quoted."""
+    more = "".join(f" {name}={value:.3f}" if isinstance(value, float) else f" {name}={value}"
+                   for name, value in facts.items())  # fmt: skip
+    line = f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {status} {scope['method']} {scope['path'][:200]!r}"
+    print(f"{line} seconds={seconds:.3f} id={request_id}{more}", file=sys.stderr, flush=True)
+
+
+async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any]:
+    """The body of a request as an object of JSON. ``ApiError``: it is none, too large, or too long in coming."""
+    length = request.headers.get("content-length", "")
+    most, content, size = settings.max_body_bytes, bytearray(), 0
+    try:
+        async with asyncio.timeout(settings.client_seconds):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                size += len(message.get("body", b""))
+                if size <= most:
+                    content += message.get("body", b"")
+                if not message.get("more_body") or size > _DISCARDED_TIMES * most:
+                    break
+    except TimeoutError:
+        raise ApiError(
+            408, f"the request did not come within {settings.client_seconds:g} s", {"Connection": "close"}
+        ) from None
+    if size > most:
+        given = length if length.isdigit() else f"at least {size}"
+        raise ApiError(413, f"a body may have {most} bytes at most, given {given}", {"Connection": "close"})
+    try:
+        body = msgspec.json.decode(bytes(content))
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body must be JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object, given {type(body).__name__}")
+    return body
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """What ``work`` returns. When the client goes before, it is cancelled, and this raises ``ClientGoneError``.
+
+    For after the body was read.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. ``events``: what goes over the line; it is closed in the end, and when the client goes.
+
+    A client that does not read for ``client_seconds`` is taken for gone.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], client_seconds: float) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._events, self._client_seconds = events, client_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._write(send))
+        except ClientGoneError:
+            scope["state"]["facts"]["client"] = "gone"
+        finally:
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+    async def _write(self, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self._events:
+                async with asyncio.timeout(self._client_seconds):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            raise ClientGoneError from None
+
+
+def event(content: Any) -> bytes:
+    """One event with a value of JSON."""
+    return b"data: " + encode_json(content) + b"\n\n"

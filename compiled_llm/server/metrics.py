@@ -1,0 +1,179 @@
+"""Metrics: /metrics under vLLM's names, so that dashboards made for it work.
+
+Latencies and tokens are observed here as requests end; counts and gauges are the engine's own, as it says when it is
+asked.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from compiled_llm.server.messages import Output, Started, Times
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+                640, 2560)  # fmt: skip
+_NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_N = (1, 2, 5, 10, 20)
+# Name -> what it is, and the field of ``EngineStats``.
+_GAUGES = {
+    "vllm:num_requests_running": ("Requests in steps", "num_running"),
+    "vllm:num_requests_waiting": ("Requests that wait for a place in steps", "num_waiting"),
+    "compiled_llm:kv_blocks_cached": ("Free KV blocks that can still be found", "cached_blocks"),
+}
+_COUNTERS = {
+    "vllm:prompt_tokens": ("Tokens of prompts", "num_prompt_tokens"),
+    "vllm:generation_tokens": ("Tokens that were generated", "num_output_tokens"),
+    "vllm:prefix_cache_queries": ("Tokens that were looked for in the prefix cache", "prefix_queried_tokens"),
+    "vllm:prefix_cache_hits": ("Tokens that were found there", "prefix_hit_tokens"),
+    "vllm:num_preemptions": ("Preemptions", "num_preemptions"),
+    "vllm:spec_decode_num_draft_tokens": ("Tokens of a drafter", "num_draft_tokens"),
+    "vllm:spec_decode_num_accepted_tokens": ("Accepted ones of these", "num_accepted_draft_tokens"),
+    "compiled_llm:steps": ("Steps of the engine", "num_steps"),
+    "compiled_llm:step_seconds": ("Seconds in steps, host time around them left out", "execute_seconds"),
+}
+
+
+class Metrics:
+    """Of one server.
+
+    Attributes:
+        rejections: requests that found the queue full.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        names = [*self._labels]
+
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(name, text, [*names, *more], registry=self._registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            return Histogram(name, text, names, registry=self._registry, buckets=buckets).labels(**self._labels)
+
+        self.rejections = counter("vllm:admission_rejections", "Requests refused", "reason").labels(
+            **self._labels, reason="queue_full"
+        )
+        self._success = counter("vllm:request_success", "Continuations that ended", "finished_reason")
+        self._cached = counter("vllm:prompt_tokens_cached", "Tokens of prompts that were cached").labels(**self._labels)
+        self._first = histogram("vllm:time_to_first_token_seconds", "Until the first token", _FIRST_TOKEN)
+        self._next = histogram("vllm:inter_token_latency_seconds", "Between tokens", _NEXT_TOKEN)
+        self._mean = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean of a request, after its first token", _NEXT_TOKEN
+        )
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "Until the end", _REQUEST)
+        self._parts = {
+            part: histogram(f"vllm:request_{part}_time_seconds", text, _REQUEST)
+            for part, text in (
+                ("queue", "Until it runs"),
+                ("prefill", "From there to the first token"),
+                ("decode", "From there to the end"),
+                ("inference", "While it runs"),
+            )
+        }
+        self._histogram = histogram
+
+    def start(self, started: Started) -> None:
+        """The engine serves: sizes of requests are counted up to its longest."""
+        sizes, histogram = tuple(_one_two_five(started.max_model_len)), self._histogram
+        self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt", sizes)
+        self._generated = histogram("vllm:request_generation_tokens", "Tokens of an answer", sizes)
+        self._max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a request", sizes)
+        self._n = histogram("vllm:request_params_n", "n of a request", _N)
+
+    def observe(self, num_prompt_tokens: int, max_tokens: int | None, n: int) -> "RequestObserver":
+        """A request has come."""
+        self._prompt.observe(num_prompt_tokens)
+        self._n.observe(n)
+        if max_tokens is not None:
+            self._max_tokens.observe(max_tokens)
+        return RequestObserver(self)
+
+    def text(self, stats: Mapping[str, float] | None, started: Started | None) -> bytes:
+        """All of it, as Prometheus reads it. ``stats`` None: the engine does not answer."""
+        parts = [generate_latest(self._registry)]
+        if stats is not None and started is not None:
+            registry = CollectorRegistry()
+            registry.register(_EngineCounts(stats, started, self._labels))
+            parts.append(generate_latest(registry))
+        return b"".join(parts)
+
+
+class RequestObserver:
+    """Times of one engine's request as its outputs come."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._arrived = metrics, time.monotonic()
+        self._last: dict[int, float] = {}  # of each continuation: when its last token came
+        self._num_tokens = 0
+
+    def take(self, output: Output) -> None:
+        """An output came. Of several tokens at once, each took its share of the time."""
+        metrics, now = self._metrics, time.monotonic()
+        for piece in output.pieces:
+            num_tokens = len(piece.token_ids)
+            self._num_tokens += num_tokens
+            for _ in range(num_tokens if piece.index in self._last else 0):
+                metrics._next.observe((now - self._last[piece.index]) / num_tokens)
+            self._last[piece.index] = now
+            if piece.finish_reason is not None:
+                metrics._success.labels(**metrics._labels, finished_reason=piece.finish_reason).inc()
+        if output.times is not None:
+            metrics._cached.inc(output.num_cached_tokens)
+            metrics._generated.observe(self._num_tokens)
+            metrics._whole.observe(now - self._arrived)
+            self._observe_parts(output.times)
+
+    def _observe_parts(self, times: Times) -> None:
+        """What the engine says: of an answer that comes at once, it alone knows when the first token was there."""
+        metrics = self._metrics
+        parts = {"queue": times.queue, "prefill": times.prefill, "decode": times.decode}
+        if times.first is not None:
+            metrics._first.observe(times.first)
+        if times.prefill is not None and times.decode is not None:
+            parts["inference"] = times.prefill + times.decode
+            if self._num_tokens > 1:
+                metrics._mean.observe(times.decode / (self._num_tokens - 1))
+        for part, seconds in parts.items():
+            if seconds is not None:
+                metrics._parts[part].observe(seconds)
+
+
+class _EngineCounts:
+    """What the engine counts, for one reading. The engine's counts never fall, so these are counters."""
+
+    def __init__(self, stats: Mapping[str, float], started: Started, labels: Mapping[str, str]) -> None:
+        self._stats, self._started, self._labels = stats, started, labels
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+        for name, (text, field) in _GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=names)
+            gauge.add_metric(values, self._stats[field])
+            yield gauge
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", labels=names)
+        usage.add_metric(values, self._stats["used_blocks"] / max(1, self._stats["num_kv_blocks"]))
+        yield usage
+        started = self._started
+        config = {"block_size": str(started.block_size), "num_gpu_blocks": str(started.num_kv_blocks)}
+        info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV cache", labels=[*names, *config])
+        info.add_metric([*values, *config.values()], 1)
+        yield info
+        for name, (text, field) in _COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=names)
+            counter.add_metric(values, self._stats[field])
+            yield counter
+
+
+def _one_two_five(most: int) -> Iterator[int]:
+    """1, 2, 5, 10, 20 and so on, up to ``most``."""
+    power = 1
+    while power <= most:
+        yield from (factor * power for factor in (1, 2, 5) if factor * power <= most)
+        power *= 10

@@ -1,0 +1,144 @@
+"""The server's process from its start to its exit status: the socket, the engine's process, signals, the end."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.server.engine_client import EngineClient
+from compiled_llm.server.metrics import Metrics
+from compiled_llm.server.protocol import bounded_protocol
+from compiled_llm.server.routes import make_app
+from compiled_llm.server.service import Service
+from compiled_llm.server.settings import DEMO_NAME, ServerSettings
+
+_BACKLOG = 2048
+_LAST_SECONDS = 5.0  # for streams to say that the server has ended, after the seconds for draining
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(program: str, config: EngineConfig, settings: ServerSettings) -> int:
+    """Serve until a signal comes, or the engine ends. Returns the exit status.
+
+    Raises:
+        ValueError: an argument does not allow it.
+        OSError: the address cannot be listened to.
+    """
+    with _listening(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one
+        return runner.run(Server(program, EngineClient(config), settings, listener, config.model or DEMO_NAME).run())
+
+
+def _listening(settings: ServerSettings) -> socket.socket:
+    """Taken before the model is loaded, so that a port that is in use is known at once."""
+    try:
+        family, *_, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = str(error.strerror or error).partition(" (while")[0]
+        raise OSError(f"--host {settings.host} --port {settings.port}: {reason}: give another --port") from error
+
+
+class _HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are not for uvicorn."""
+        yield
+
+
+class Server:
+    """HTTP on a socket that listens, for an engine that ``client`` starts.
+
+    Args:
+        program: whose messages these are.
+        name: of the model, unless ``settings`` give it others.
+
+    Attributes:
+        url: where it is found.
+    """
+
+    def __init__(
+        self, program: str, client: EngineClient, settings: ServerSettings, listener: socket.socket, name: str
+    ) -> None:
+        self._program, self._client, self._settings, self._listener = program, client, settings, listener
+        names = settings.served_model_name or (name,)
+        self._service = Service(settings, client, names, Metrics(names[0]))
+        self._http = _HttpServer(
+            uvicorn.Config(
+                make_app(self._service),
+                http=bounded_protocol(settings.max_header_bytes, settings.client_seconds),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                backlog=_BACKLOG,
+                timeout_graceful_shutdown=int(settings.drain_seconds + _LAST_SECONDS) + 1,
+            )
+        )
+
+    async def run(self) -> int:
+        """Until a signal comes (of these there are none but in the main thread) or the engine ends."""
+        await self._client.start()
+        loop = asyncio.get_running_loop()
+        numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop, number)
+        http = asyncio.create_task(self._http.serve([self._listener]))
+        status = 0
+        try:
+            try:
+                started = await self._client.ready()
+            except RuntimeError as error:
+                self._say(f"error: {error}")
+                return 1
+            self._service.start(started)
+            self._say(f"serves {', '.join(self._service.names)} at {self.url}")
+            ended = asyncio.create_task(self._client.wait_ended())
+            await asyncio.wait((http, ended), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                self._say(f"error: {self._client.ended}")
+                status = 1
+            self._http.should_exit = True
+            await http
+        finally:
+            self._http.should_exit = True
+            await http
+            await self._client.close()
+            self._service.close()
+            for number in numbers:
+                loop.remove_signal_handler(number)
+        return status
+
+    def stop(self, number: int) -> None:
+        """The first signal: answer what is under way, and end. A second one, or one while the model loads: end now."""
+        if self._service.is_draining or self._client.started is None:
+            self._say(f"stopped by {signal.Signals(number).name}")
+            self._client.kill()
+            os._exit(128 + number)
+        self._service.is_draining = True
+        self._http.should_exit = True
+        seconds = self._settings.drain_seconds
+        self._say(f"{signal.Signals(number).name}: ends when {self._service.num_admitted} prompts are answered, "
+                  f"in {seconds:g} s at the latest")  # fmt: skip
+        loop = asyncio.get_running_loop()
+        loop.call_later(seconds, self._client.fail_all, "the server has ended")
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _say(self, text: str) -> None:
+        print(f"{self._program}: {text}", file=sys.stderr, flush=True)

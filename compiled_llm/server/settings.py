@@ -1,0 +1,68 @@
+"""ServerSettings: what the server listens to, whom it answers, and what it allows, besides the engine's arguments."""
+
+import dataclasses
+
+from compiled_llm.api.argument_checks import check_fields, names
+from compiled_llm.api.names import refuse_unknown_names
+
+DEMO_NAME = "compiled-llm-demo"
+
+
+@refuse_unknown_names("server argument", {})
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Out of range: ``ValueError`` with the name, what is allowed and what was given.
+
+    Attributes:
+        host: address to listen on; 0.0.0.0 is every one of the machine's.
+        port: 0 takes a free one.
+        served_model_name: what clients call the model, and answers name; given several times, each is a name of it.
+        api_key: a request needs one of these, as a bearer token or in the header x-api-key; none: all are answered.
+            Other users of the machine see it on the command line: give --api-key-file, or COMPILED_LLM_API_KEY.
+        cors_origin: pages of this origin may use the server from a browser; none: no page of another origin may.
+        max_body_bytes: of a request.
+        max_header_bytes: of a request's line and headers together.
+        max_waiting_requests: prompts that may wait while as many as can run do; a client of one more is told to come
+            again.
+        max_completions: prompts of a request times its n.
+        max_request_seconds: from a request's arrival to the end of its answer.
+        client_seconds: that a client may take to send a request, and to read what was sent to it.
+        drain_seconds: for answers that are under way when the server is told to end.
+        stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
+    cors_origin: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    max_header_bytes: int = 2**16
+    max_waiting_requests: int = 1024
+    max_completions: int = 1024
+    max_request_seconds: float = 3600.0
+    client_seconds: float = 60.0
+    drain_seconds: float = 30.0
+    stall_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, _INTEGERS, _NUMBERS)
+        for name in ("served_model_name", "api_key", "cors_origin"):
+            object.__setattr__(self, name, names(name, getattr(self, name)))
+        if not isinstance(self.host, str) or not self.host:
+            raise ValueError(f"host must be an address or a name of this machine, given {self.host!r}")
+
+
+_INTEGERS = {
+    "port": (0, 65535),
+    "max_body_bytes": (1024, 2**31 - 1),
+    "max_header_bytes": (1024, 2**24),
+    "max_waiting_requests": (0, 2**20),
+    "max_completions": (1, 2**16),
+}
+_NUMBERS = {
+    "max_request_seconds": (0.1, 10**6),
+    "client_seconds": (0.1, 10**6),
+    "drain_seconds": (0.0, 10**6),
+    "stall_seconds": (1.0, 10**6),
+}

@@ -1,0 +1,43 @@
+"""What docs/serving.md tells a newcomer to type works with a server: curl, and OpenAI's library."""
+
+import json
+import shlex
+import subprocess
+
+import pytest
+
+from compiled_llm.server.settings import ServerSettings
+from tests.docs.markdown import ROOT, blocks, statements
+from tests.server.conftest import Running
+
+PAGE = ROOT / "docs" / "serving.md"
+URL = f"http://127.0.0.1:{ServerSettings.port}"
+
+
+def test_the_commands_of_curl(running: Running) -> None:
+    commands = [each for block in blocks(PAGE, "bash") for each in statements(block) if each.startswith("curl ")]
+    chat, stream = (
+        subprocess.run(
+            shlex.split(command.replace(URL, running.url)), capture_output=True, check=True, text=True
+        ).stdout
+        for command in commands
+    )
+    assert json.loads(chat)["usage"]["completion_tokens"] == 24
+    assert stream.endswith("data: [DONE]\n\n")
+
+
+def test_the_snippet_prints_one_answer_twice(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = blocks(PAGE, "python")
+    text = block.text.replace(URL, running.url).replace("max_tokens=24", "max_tokens=24, temperature=0")
+    exec(compile(text, str(PAGE), "exec"), {})
+    printed = capsys.readouterr().out
+    half = len(printed) // 2
+    assert printed[:half] + "\n" + printed[:half] == printed
+
+
+def test_every_flag_of_the_server_that_the_page_names_is_there() -> None:
+    from compiled_llm.commands.serve import parser
+
+    flags = set(parser("serve")._option_string_actions)
+    named = {word.strip("`.,;:()") for word in PAGE.read_text().split() if word.strip("`(").startswith("--")}
+    assert {flag.partition("`")[0] for flag in named} <= flags

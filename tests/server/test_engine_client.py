@@ -1,0 +1,31 @@
+"""What the server does with outputs of the engine that nobody has read yet."""
+
+import asyncio
+
+import pytest
+
+from compiled_llm.server.engine_client import EngineEndedError, _Unread
+from compiled_llm.server.messages import Output, Piece, Times
+
+
+def test_unread_deltas_grow_into_one() -> None:
+    async def check() -> None:
+        unread = _Unread()
+        unread.put(Output("a", [Piece(0, "x", [1], [[(1, -1.0, 1, "x")]])], 2, [None]))
+        unread.put(Output("b", [Piece(0, "other", [9])]))
+        unread.put(Output("a", [Piece(1, "z", [7])], 2))
+        unread.put(
+            Output("a", [Piece(0, "y", [2], [[(2, -2.0, 1, "y")]], "stop", 2)], 2, times=Times(0.1, 0.2, 0.3, 0))
+        )
+        first, second = await unread.next(), await unread.next()
+        rows = [[(1, -1.0, 1, "x")], [(2, -2.0, 1, "y")]]
+        pieces = [Piece(0, "xy", [1, 2], rows, "stop", 2), Piece(1, "z", [7])]
+        assert first == Output("a", pieces, 2, [None], Times(0.1, 0.2, 0.3, 0))
+        assert second == Output("b", [Piece(0, "other", [9])])
+        unread.put(second)
+        unread.fail(EngineEndedError("gone"))
+        assert await unread.next() == second, "what is there is read first"
+        with pytest.raises(EngineEndedError, match="gone"):
+            await unread.next()
+
+    asyncio.run(check())

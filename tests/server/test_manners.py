@@ -1,0 +1,237 @@
+"""What a server refuses, bounds and ends: keys, sizes, queues, times, clients that go, an engine that breaks."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from compiled_llm import CompiledEngine
+from tests.server.conftest import BrokenEngineError, Running, running_with
+
+LONG: Any = {"prompt": "import os", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
+
+
+def until(condition: Any) -> None:
+    """Wait until it holds, for a few seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to pass"
+        time.sleep(0.005)
+
+
+def open_request(running: Running, body: Any, more: bytes = b"") -> socket.socket:
+    """A connection on which a completion was asked for."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: " + str(len(content)).encode()
+    connection.sendall(head + more + b"\r\n\r\n" + content)
+    return connection
+
+
+def events(text: str) -> list[Any]:
+    """The values of a stream's events; the last one is [DONE]."""
+    *found, end = text.split("\n\n")
+    assert end == ""
+    contents = [event.removeprefix("data: ") for event in found]
+    assert contents.pop() == "[DONE]"
+    return [json.loads(content) for content in contents]
+
+
+def test_all_but_the_public_paths_need_a_key(engine: CompiledEngine) -> None:
+    with running_with(engine, api_key=("first", "second")) as running:
+        get = running.http.get
+        for headers in ({"authorization": "Bearer first"}, {"x-api-key": "second"}, {"authorization": "bearer second"}):
+            assert get("/v1/models", headers=headers).status_code == 200
+        for wrong in ({}, {"authorization": "Bearer firs"}, {"authorization": "first"}, {"x-api-key": ""}):
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/health/../v1/models", "//health"):
+                refused = get(path, headers=wrong)
+                assert refused.status_code == 401, path
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+        assert [get(path).status_code for path in ("/health", "/ready", "/ping")] == [200, 200, 200]
+
+
+def test_bodies_and_heads_are_bounded(engine: CompiledEngine) -> None:
+    with running_with(engine, max_body_bytes=2048, max_header_bytes=2048) as running:
+        post = running.http.post
+
+        def pieces(count: int) -> Iterator[bytes]:
+            return (b" " * 1000 for _ in range(count))
+
+        for content in (b" " * 2049, pieces(3)):
+            refused = post("/v1/completions", content=content)
+            assert refused.status_code == 413
+            assert "a body may have 2048 bytes at most" in refused.json()["error"]["message"]
+        with contextlib.suppress(httpx.TransportError):  # what is far too large is not even read
+            assert post("/v1/completions", content=b" " * 10**7).status_code == 413
+        for content in (b"", b"{", b"[1]", b"[" * 2000, b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"a": "\\ud800"}'):
+            refused = post("/v1/completions", content=content)
+            assert refused.status_code == 400, content[:20]
+            assert "the body must be" in refused.json()["error"]["message"]
+        assert running.http.get("/version", headers={"a": "b" * 1800}).status_code == 200
+        refused = running.http.get("/version", headers={"a": "b" * 2100})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (431, "headers_too_large")
+        body = {"prompt": "a" * 1900, "truncate_prompt_tokens": 4, "max_tokens": 1}
+        assert post("/v1/completions", json=body).json()["usage"]["prompt_tokens"] == 4
+
+
+def test_a_full_queue_is_said_so(engine: CompiledEngine) -> None:
+    with running_with(engine, max_waiting_requests=1) as running:  # and four run
+        refused = running.http.post("/v1/completions", json={"prompt": ["a"] * 6})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert 'reason="queue_full"} 1.0' in running.http.get("/metrics").text
+        assert running.http.post("/v1/completions", json={"prompt": ["a"] * 5, "max_tokens": 1}).status_code == 200
+
+
+def test_an_answer_that_takes_too_long_ends(engine: CompiledEngine) -> None:
+    with running_with(engine, max_request_seconds=0.2) as running:
+        late = running.http.post("/v1/completions", json=LONG)
+        assert (late.status_code, late.headers["x-should-retry"]) == (408, "false")
+        streamed = running.http.post("/v1/completions", json={**LONG, "stream": True})
+        assert streamed.status_code == 200
+        *chunks, last = events(streamed.text)
+        assert chunks
+        assert last["error"]["message"] == "the answer took more than 0.2 s"
+        until(lambda: not engine.scheduler.has_unfinished_requests())
+        assert running.http.get("/load").json()["server_load"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_ends_its_request(stream: bool, engine: CompiledEngine, running: Running) -> None:
+    before, scheduler = engine.stats().num_output_tokens, engine.scheduler
+    with contextlib.ExitStack() as connections:
+        for _ in range(6):
+            connections.enter_context(open_request(running, {**LONG, "stream": stream}))
+        until(lambda: len(scheduler.running) == 4)  # and two wait
+        assert running.http.get("/load").json()["server_load"] == 6
+    until(lambda: running.http.get("/load").json()["server_load"] == 0)
+    until(lambda: not scheduler.has_unfinished_requests())
+    assert engine.stats().num_output_tokens - before < 6 * 500, "none of the six came to its end"
+
+
+def test_a_client_that_is_too_slow_in_asking(engine: CompiledEngine) -> None:
+    with running_with(engine, client_seconds=0.3) as running:
+        port = int(running.url.rpartition(":")[2])
+        heads = (b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{")
+        for head in heads:
+            with socket.create_connection(("127.0.0.1", port)) as half_a_head:
+                half_a_head.sendall(head)
+                assert half_a_head.recv(4096).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+
+
+def test_requests_have_names(running: Running) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    named = running.http.post("/v1/completions", json=body, headers={"x-request-id": "my-name:1"})
+    assert named.headers["x-request-id"] == "my-name:1"
+    assert named.json()["id"] == "cmpl-my-name:1"
+    made = running.http.post("/v1/completions", json=body, headers={"x-request-id": "no\tname"})
+    assert made.headers["x-request-id"] != "no\tname"
+    assert running.http.get("/nowhere").headers["x-request-id"]
+
+
+def test_a_line_of_the_log_has_no_prompt(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    running.http.post("/v1/completions", json={"prompt": "secret", "max_tokens": 2}, headers={"x-request-id": "one"})
+    running.http.get("/a%0Ab")
+    running.http.get("/health")
+    lines: list[str] = []
+    until(lambda: lines.extend(capsys.readouterr().err.splitlines()) or len(lines) == 2)
+    served, missing = lines
+    assert re.fullmatch(
+        r"\S+ 200 POST '/v1/completions' seconds=\S+ id=one prompt_tokens=3 output_tokens=2 first_seconds=\S+",
+        served,
+    )
+    assert " 404 GET '/a\\nb' " in missing
+
+
+def test_no_page_of_another_origin_unless_asked(engine: CompiledEngine) -> None:
+    asked = {"origin": "http://page.example", "access-control-request-method": "POST"}
+    with running_with(engine) as running:
+        assert "access-control-allow-origin" not in running.http.options("/v1/models", headers=asked).headers
+    with running_with(engine, cors_origin=("http://page.example",), api_key=("key",)) as running:
+        allowed = running.http.options("/v1/models", headers=asked)
+        assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+        assert "access-control-allow-credentials" not in allowed.headers
+        refused = running.http.options("/v1/models", headers={**asked, "origin": "http://other.example"})
+        assert "access-control-allow-origin" not in refused.headers
+
+
+def test_states(running: Running) -> None:
+    get = running.http.get
+    assert get("/version").json()["version"]
+    assert running.http.post("/ping").status_code == 200
+    described = get("/openapi.json").json()
+    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["properties"]["temperature"] == {"type": "number"}
+    assert {"messages", "top_k", "response_format"} <= body["properties"].keys()
+    missing = get("/v1/completions")
+    assert (missing.status_code, missing.headers["allow"]) == (405, "POST")
+
+
+def test_an_end_waits_for_answers(engine: CompiledEngine) -> None:
+    with running_with(engine) as running, open_request(running, {**LONG, "max_tokens": 60, "stream": True}) as stream:
+        until(lambda: len(engine.scheduler.running) == 1)
+        running.stop()
+        text = b"".join(iter(lambda: stream.recv(65536), b"")).decode()
+        assert text.count('"text":') >= 50
+        assert '"finish_reason":"length"' in text
+        assert "[DONE]" in text
+        assert running.ended() == 0
+        with pytest.raises(httpx.ConnectError):
+            running.http.get("/health")
+
+
+def test_an_end_waits_no_longer_than_it_may(engine: CompiledEngine) -> None:
+    with running_with(engine, drain_seconds=0.1) as running, open_request(running, {**LONG, "stream": True}) as stream:
+        until(lambda: len(engine.scheduler.running) == 1)
+        running.stop()
+        text = b"".join(iter(lambda: stream.recv(65536), b"")).decode()
+        assert '{"error":{"message":"the server has ended"' in text
+        assert "[DONE]" in text
+        assert running.ended() == 0
+    until(lambda: not engine.scheduler.has_unfinished_requests())
+
+
+def test_the_end_of_the_engine_is_told_to_everyone(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: CompiledEngine) -> None:
+        raise BrokenEngineError
+
+    with running_with(engine) as running:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(running.http.post("/v1/completions", json=LONG)))
+        asking.start()
+        with open_request(running, {**LONG, "stream": True}) as stream:
+            until(lambda: len(engine.scheduler.running) == 2)
+            monkeypatch.setattr(CompiledEngine, "step", broken)
+            text = b"".join(iter(lambda: stream.recv(65536), b"")).decode()
+        asking.join()
+        assert answers[0].status_code == 503
+        assert '{"error":{"message":"the engine\'s thread has ended"' in text
+        assert "[DONE]" in text
+        assert running.ended() == 1
+    engine.abort([*engine._core.entries])
+
+
+def test_a_step_that_fails_ends_its_requests_alone(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = engine.own_runner
+    with running_with(engine) as running:
+        monkeypatch.setattr(runner, "launch", _failing(runner.launch))
+        failed = running.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        assert failed.status_code == 500
+        assert "out of order" in failed.json()["error"]["message"]
+        monkeypatch.undo()
+        assert running.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+
+
+def _failing(launch: Any) -> Any:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of order")
+
+    return fail

@@ -1,0 +1,53 @@
+"""/metrics: what dashboards made for vLLM ask for."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import Running
+
+NAMES = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+    *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+    *("request_success", "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("request_inference_time_seconds", "request_time_per_output_token_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_params_max_tokens", "request_params_n", "admission_rejections"),
+    "prompt_tokens_cached",
+}
+
+
+def metrics(running: Running) -> dict[str, float]:
+    """The values of all samples by name, those with labels of their own left out."""
+    families = list(text_string_to_metric_families(running.http.get("/metrics").text))
+    assert {f"vllm:{name}" for name in NAMES} <= {family.name for family in families}
+    found = {}
+    for family in families:
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "compiled-llm-demo"
+            if sample.name.endswith("_created"):
+                continue
+            if len(sample.labels) == 2:
+                found[sample.name.removeprefix("vllm:")] = sample.value
+            elif "finished_reason" in sample.labels:
+                found[sample.labels["finished_reason"]] = sample.value
+    return found
+
+
+def test_counts_and_latencies(running: Running) -> None:
+    before = metrics(running)
+    prompt = "def f(x):\n    return " * 3
+    for stream in (False, True):
+        body = {"prompt": prompt, "max_tokens": 5, "n": 2, "ignore_eos": True, "stream": stream}
+        assert running.http.post("/v1/completions", json=body).status_code == 200
+    after = metrics(running)
+    change = {name: after[name] - before.get(name, 0) for name in after}
+    num_prompt = change["request_prompt_tokens_sum"] / 2
+    assert num_prompt > 16
+    assert change["prompt_tokens_total"] == 2 * num_prompt
+    assert change["generation_tokens_total"] == change["request_generation_tokens_sum"] == 2 * 2 * 5
+    assert change["length"] == 4
+    assert change["prefix_cache_hits_total"] >= change["prompt_tokens_cached_total"] == 16, "a block of the second one"
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
+        assert change[f"{name}_seconds_count"] == 2
+        assert change[f"{name}_seconds_sum"] >= 0
+    assert change["inter_token_latency_seconds_count"] == 2 * 4, "those of the stream"
+    assert after["num_requests_running"] == after["kv_cache_usage_perc"] == 0

@@ -1,0 +1,25 @@
+"""The server's own arguments."""
+
+from typing import Any
+
+import pytest
+
+from compiled_llm.server.settings import ServerSettings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"port": 65536}, "port must be an integer from 0 to 65535, given 65536"),
+        ({"host": ""}, "host must be an address"),
+        ({"max_body_bytes": 10}, "max_body_bytes must be an integer from 1024"),
+        ({"drain_seconds": -1}, "drain_seconds must be a number from 0.0"),
+        ({"client_seconds": 0}, "client_seconds must be a number from 0.1"),
+        ({"api_key": ("",)}, "api_key must be a list of names"),
+        ({"ports": 1}, "unknown server argument 'ports': did you mean 'port'?"),
+    ],
+)
+def test_what_is_out_of_range(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        ServerSettings(**arguments)
+    assert words in str(refused.value)
