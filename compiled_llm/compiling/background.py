@@ -118,5 +118,5 @@ def _load(cache: CompileCache, job: Job, built: Built | None = None) -> tuple[Ca
         return found if isinstance(found, str) else (load_ready(found.payload, function.__globals__), found.facts)
     except (
         Exception
-    ) as error:  # whatever it is: what was on disk is compiled anew, of what was built the next step says
+    ) as error:  # whatever it is: what was on disk is compiled anew; of what was built the next step says
         return f"the code does not load: {type(error).__name__}: {error}"
