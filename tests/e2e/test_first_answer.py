@@ -61,7 +61,11 @@ class WaitsError(Exception):
     """Something is compiled before the start is over."""
 
 
-@pytest.mark.parametrize("arguments", [{"compile_workers": 0}, {"logits_transforms": [Steer()]}], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"compile_workers": 0}, {"logits_transforms": [Steer()]}],
+    ids=["compile_workers=0", "logits_transforms"],
+)
 def test_an_engine_waits_where_its_own_process_would_have_to_compile(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
