@@ -116,7 +116,5 @@ def _load(cache: CompileCache, job: Job, built: Built | None = None) -> tuple[Ca
             cache.store(key, built.payload, built.facts)
         found = cache.find(key)
         return found if isinstance(found, str) else (load_ready(found.payload, function.__globals__), found.facts)
-    except (
-        Exception
-    ) as error:  # whatever it is: what was on disk is compiled anew; of what was built the next step says
+    except Exception as error:  # whatever it is: the job is compiled anew, or the next step says it
         return f"the code does not load: {type(error).__name__}: {error}"
