@@ -102,7 +102,7 @@ class CompiledSteps:
         sizes = StepSizes.of(limits, device, self.uses_trees)
         mark_sizes(self.last_tokens, sizes.most_rows)
         mark_sizes(self.hidden, sizes.most_tokens)
-        for table in getattr(weights, "ropes", ()):
+        for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
         self.sampling = SamplingStage(

@@ -26,7 +26,7 @@ class Weights(NamedTuple):
     head: Linear  # [V, D]
     others: tuple[Tensor, ...]  # parameters that are no matrix of a linear layer, in their order in the module
     used: UsedExperts
-    constants: tuple[Tensor, ...]  # what follows from the config: rotary frequencies, constants of the code
+    ropes: tuple[Tensor, ...]  # what follows from the config: rotary frequencies, constants of the code
 
 
 def family_of_recording(config: TransformersConfig) -> Family[TransformersConfig, Weights]:
@@ -102,7 +102,7 @@ class _RecordedModel:
 def _tensors(weights: Weights) -> tuple[Tensor, ...]:
     """Parameters, what follows from the config, and the embedding, if its parameter is one that the code reads."""
     table = (weights.embedding.weight,) if isinstance(weights.embedding, Dense) else ()
-    return (*weights.others, *weights.constants, *table)
+    return (*weights.others, *weights.ropes, *table)
 
 
 def _others(recording: Recording) -> list[str]:
