@@ -84,13 +84,17 @@ def compile_part(graph: fx.GraphModule, inputs: Sequence[Any], options: Mapping[
 
     ``inputs``: fake tensors and symbolic sizes of the traced graph. ``graph`` may be changed.
     """
-    compiled: Any = torch._inductor.standalone_compile(
-        graph,
-        list(inputs),
-        dynamic_shapes="from_tracing_context",
-        options={"config_patches": dict(options)},
-        aot=True,
-        donate_graph_module=True,
-    )
+    import torch._inductor.config
+
+    # What torch's cache finds may be for one size alone, and finding it makes a size of the whole trace that one.
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        compiled: Any = torch._inductor.standalone_compile(
+            graph,
+            list(inputs),
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": dict(options)},
+            aot=True,
+            donate_graph_module=True,
+        )
     with torch._functorch.config.patch("bundled_autograd_cache", True):
         return compiled, compiled.inner_fn.compiled_fn.serialize()
