@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compiled_llm.compiling.build_processes import BuildProcesses, Built, Job
 from compiled_llm.compiling.cache import CompileCache
@@ -53,13 +53,27 @@ class BackgroundBuilds:
     def __init__(self, cache: CompileCache, jobs: Sequence[Job], num_workers: int, processes: BuildProcesses) -> None:
         self.finished: deque[Finished] = deque()
         # The threads know nothing of this object, so an engine that is dropped ends them as one that is closed.
-        arguments = cache, deque(jobs), num_workers, processes, code_settings(), self.finished
-        self._finalizer = weakref.finalize(self, processes.close)
-        threading.Thread(target=_find, args=arguments, name="graphs", daemon=True).start()
+        threads: list[threading.Thread] = []
+        arguments = cache, deque(jobs), num_workers, processes, code_settings(), self.finished, threads
+        self._finalizer = weakref.finalize(self, _end, processes, threads)
+        _start(threads, _find, *arguments)
 
     def close(self) -> None:
-        """End the processes, also in the middle of a job."""
+        """End the processes, also in the middle of a job, and wait for the threads: a second where one loads code."""
         self._finalizer()
+
+
+def _start(threads: list[threading.Thread], work: Callable, *arguments: Any) -> None:
+    threads.append(threading.Thread(target=work, args=arguments, name=f"graphs {len(threads)}", daemon=True))
+    threads[-1].start()
+
+
+def _end(processes: BuildProcesses, threads: Sequence[threading.Thread]) -> None:
+    """A thread that is in torch when the interpreter ends would end the process by a signal."""
+    processes.close()
+    for thread in threads:  # the first one adds the others before it ends
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 def _find(
@@ -69,6 +83,7 @@ def _find(
     processes: BuildProcesses,
     settings: Fields,
     finished: deque[Finished],
+    threads: list[threading.Thread],
 ) -> None:
     """Load what is on disk, and start the threads that have the rest compiled."""
     missing: deque[tuple[Job, str]] = deque()
@@ -79,9 +94,8 @@ def _find(
             missing.append((job, found))
         else:
             finished.append(Finished(job, *found, "hit", "", time.perf_counter() - started))
-    for number in range(min(num_workers, len(missing))):
-        arguments = cache, missing, processes, settings, finished
-        threading.Thread(target=_compile, args=arguments, name=f"graphs {number}", daemon=True).start()
+    for _ in range(min(num_workers, len(missing))):
+        _start(threads, _compile, cache, missing, processes, settings, finished)
 
 
 def _compile(
