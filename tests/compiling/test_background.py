@@ -117,3 +117,23 @@ def test_closing_ends_the_job_at_work_and_starts_no_other(tmp_path: Path, is_dro
     assert len(SameProcess.all) == 1
     assert SameProcess.all[0].has_ended
     assert not list(tmp_path.iterdir())
+
+
+def test_a_close_waits_for_a_thread_that_is_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is within torch when the interpreter ends would end the process by a signal."""
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def find(self: CompileCache, key: Any) -> str:
+        begun.set()
+        go_on.wait(30)
+        ended.set()
+        return "nothing of that name is stored"
+
+    monkeypatch.setattr(CompileCache, "find", find)
+    builds = BackgroundBuilds(
+        CompileCache(tmp_path, {}), [job("sine", torch.rand(2), torch.zeros(2))], 1, BuildProcesses()
+    )
+    assert begun.wait(30)
+    threading.Timer(0.1, go_on.set).start()
+    builds.close()
+    assert ended.is_set()
