@@ -302,8 +302,8 @@ class _Process:
         self._unanswered: deque[weakref.ref[GrammarState]] = deque()
         self._has_answered = False
         self._patience = _PATIENCE * (1.0 + source.seconds)
+        self._unsent = [encoded(dataclasses.astuple(source))]  # before anything else
         self.is_open = True
-        channel.send(encoded(dataclasses.astuple(source)), self._deadline())
 
     def add(self, state: GrammarState) -> int:
         name = next(self._names)
@@ -317,8 +317,10 @@ class _Process:
                 self._receive()
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
             self._unanswered.append(weakref.ref(state))
+            self._unsent.append(encoded([dropped, name, token_ids]))
             try:
-                self._channel.send(encoded([dropped, name, token_ids]), self._deadline())
+                while self._unsent:
+                    self._channel.send(self._unsent.pop(0), self._deadline())
             except TimeoutError:
                 self._fail(timed_out=True)
             except OSError:

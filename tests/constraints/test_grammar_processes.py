@@ -3,15 +3,18 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from compiled_llm.api.structured_outputs import StructuredOutputsParams
@@ -46,12 +49,14 @@ def grammar_pids(compiler: GrammarCompiler) -> set[int]:
     return {int(pid) for pid in children.read_text().split()}
 
 
-def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
-    """As somebody else would: the process of this test does not wait for them."""
+def kill(pids: Iterable[int]) -> None:
+    """As somebody else would: their parent waits for them, this process does not."""
     for pid in pids:
-        os.kill(pid, number)
-        while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
-            time.sleep(0.001)
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            process.kill()
+            while process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.001)
 
 
 def test_a_process_that_is_killed_is_replaced_and_nobody_sees_it(tokenizer: Tokenizer) -> None:
@@ -95,6 +100,37 @@ def test_a_process_that_is_killed_at_work_is_replaced_once_and_the_second_end_is
         compiler.start(StructuredOutputsParams(**SLOW))
     killer.join()
     assert allowed(first)
+    compiler.close()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_is_killed_before_it_has_its_grammar_is_replaced_once(
+    times: int, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the process that forks, which has ended nothing, goes on."""
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+    params = StructuredOutputsParams(regex="[ab]{9}")
+    expected = allowed(compiler.start(StructuredOutputsParams(regex="[ab]{8}")))
+    parent, known, num_killed, send_fds = compiler._processes._parent.pid, grammar_pids(compiler), 0, socket.send_fds
+
+    def send_and_kill(*args: Any) -> int:
+        nonlocal num_killed
+        sent = send_fds(*args)
+        if num_killed < times:
+            while not (found := grammar_pids(compiler) - known):
+                time.sleep(0.001)
+            known.update(found)
+            kill(found)
+            num_killed += 1
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", send_and_kill)
+    if times == 1:
+        assert allowed(compiler.start(params)) == expected
+    else:
+        with pytest.raises(ValueError, match=r"ended 2 processes, each .* \(the last one: signal SIGKILL\)$"):
+            compiler.start(params)
+    assert (num_killed, compiler._processes._parent.pid) == (times, parent)
     compiler.close()
 
 
