@@ -86,7 +86,7 @@ class BuildProcess:
 
     Args:
         target: the GPU that it compiles for; None for this CPU.
-        niceness: 0 to 19; a higher one leaves the cores to others that want them.
+        niceness: how much higher than this process's, up to 19: that leaves the cores to others that want them.
     """
 
     def __init__(self, target: GpuTarget | None = None, niceness: int = 0) -> None:
@@ -104,7 +104,10 @@ class BuildProcess:
             env=with_package(os.environ),
             process_group=0,  # Ctrl-C on a terminal is for the program that asks
         )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+        if niceness:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already, as its first job will say
+                own = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, own + niceness))
 
     def build(self, job: Job, settings: Mapping[str, Any] | None = None) -> Built:
         """What it makes of a job; waits for it. ``settings``: ``code_settings()`` of the code; None: as they are."""
@@ -141,7 +144,7 @@ class BuildProcesses:
         self._target, self._niceness = target, niceness
         self._all: list[BuildProcess] = []
         self._idle: list[BuildProcess] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage may be collected within, and an engine that is dropped closes this
         self._finalizer = weakref.finalize(self, _end, self._all, os.getpid())
 
     def start(self, count: int) -> None:
