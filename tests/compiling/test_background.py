@@ -2,13 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from compiled_llm.compiling import build_processes
 from compiled_llm.compiling.background import BackgroundBuilds, Finished
@@ -16,18 +14,7 @@ from compiled_llm.compiling.build_processes import BuildProcesses, Built, Job
 from compiled_llm.compiling.build_worker import _compile
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
-
-
-def scaled_sine(x: Tensor, out: Tensor) -> None:
-    out.copy_(x.sin() * 3)
-
-
-def make_scaled_sine() -> Callable:
-    return scaled_sine
-
-
-def job(name: str, *args: Tensor) -> Job:
-    return Job(name, make_scaled_sine, args, torch.get_num_threads(), weight=3.0, depends={})
+from tests.compiling.test_parallel import job, scaled_sine
 
 
 class SameProcess:
