@@ -117,8 +117,8 @@ def _shipped(library: Library) -> ctypes.CDLL | None:
 def _open_shipped(path: Path) -> ctypes.CDLL | None:
     if not path.exists():
         return None
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if f"{digest}  {path.name}" not in path.with_name(DIGESTS).read_text().splitlines():
+    digest, digests = hashlib.sha256(path.read_bytes()).hexdigest(), path.with_name(DIGESTS)
+    if not digests.exists() or f"{digest}  {path.name}" not in digests.read_text().splitlines():
         warn(f"{path} is not what the package brought, so it is left alone: install compiled-llm again")
         return None
     try:

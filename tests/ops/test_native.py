@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compiled_llm.ops import native
-from compiled_llm.ops.kernel_build import OPS, Library, isas_of, shipped, texts, write_digests
+from compiled_llm.ops.kernel_build import DIGESTS, OPS, Library, isas_of, shipped, texts, write_digests
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,7 +127,12 @@ def test_a_library_of_the_package_is_taken_without_a_compiler(
     changed.build(compiler, shipped, changed.file_name())  # whole, and not what was packed
     with pytest.warns(UserWarning, match="is not what the package brought, so it is left alone"):
         assert answer_of(changed) == 10
-    assert len(builds) == 4, "what was not loaded was built for this machine"
+    (shipped / DIGESTS).unlink()
+    unknown = library_of(tmp_path, 11)
+    unknown.build(compiler, shipped, unknown.file_name())
+    with pytest.warns(UserWarning, match="is not what the package brought, so it is left alone"):
+        assert answer_of(unknown) == 11
+    assert len(builds) == 6, "what was not loaded was built for this machine"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
