@@ -22,11 +22,12 @@ from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.layers.residual import BlockOutput, Residual
 from compiled_llm.models.linears import fused
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.quantizing import SCHEMES
+from compiled_llm.models.linears.quantizing import KINDS
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linears
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import empty_packed, pack_weight, packed_linear
+from compiled_llm.ops.linear.product_choices import num_counters
 from compiled_llm.ops.linear.quantized_linear import quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import (
     quantize_activations,
@@ -152,7 +153,7 @@ def right(
 
 
 def case_of(layer: Layer, kind: str, tokens: int, args: argparse.Namespace) -> Case:
-    """``kind``: "plain", or one of ``SCHEMES``."""
+    """``kind``: "plain", or one of ``KINDS``."""
     if kind != "plain":
         return quantized_case(layer, kind, tokens, args)
     if layer.experts:
@@ -207,6 +208,8 @@ def gpu_case(layer: Layer, tokens: int, args: argparse.Namespace) -> Case:
     after = layer.after if args.around else ""
     residual = torch.randn(tokens, layer.outputs, device="cuda").bfloat16() if after == "residual" else None
     around = Surroundings(activation="silu" if after == "gate" else "", residual=residual)
+    count = num_counters(layer.outputs, layer.inputs)
+    counters = torch.zeros(count, dtype=torch.int32, device="cuda") if count else None
 
     def linear(copy: int) -> Tensor:
         y = F.linear(x, weights[copy % copies])
@@ -214,7 +217,7 @@ def gpu_case(layer: Layer, tokens: int, args: argparse.Namespace) -> Case:
         return y if residual is None else y + residual
 
     ways: dict[str, Run] = {
-        "op": lambda copy: exact_linear(x, weights[copy % copies], None, around),
+        "op": lambda copy: exact_linear(x, weights[copy % copies], None, around, counters),
         "linear": linear,
     }
     if not after:
@@ -232,7 +235,7 @@ def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def quantized_case(layer: Layer, kind: str, tokens: int, args: argparse.Namespace) -> Case:
     """An op on quantised weights beside the layer in ``--dtype`` as the engine has it."""
-    device, scheme = args.device, SCHEMES[kind]
+    device, scheme = args.device, KINDS[kind]
     form, dtype = scheme.form, TORCH_DTYPES[args.dtype]
     packed, rows, exactly = _quantized(layer, kind, device)
     plain = exactly.to(dtype)
@@ -273,11 +276,11 @@ def quantized_case(layer: Layer, kind: str, tokens: int, args: argparse.Namespac
 
 def op_of(layer: Layer, kind: str, x: Tensor, choice: Choice | None = None) -> Callable[..., Tensor]:
     """The launch of a layer on quantised weights; ``choice`` is of a GPU's product, None: the engine's own."""
-    (element, group, *_), a8 = SCHEMES[kind].form, SCHEMES[kind].int8_activations
+    (element, group, *_), a8 = KINDS[kind].form, KINDS[kind].int8_activations
     of: tuple = (element, group, layer.outputs)
     before = (None, None) if a8 else (None,)  # bias, x_scale
     if a8:
-        of = SCHEMES[kind].by_groups, *of
+        of = KINDS[kind].by_groups, *of
     if not x.is_cuda and not interprets():
         cpu: Callable[..., Tensor] = quantized_linear_a8 if a8 else quantized_linear
         return lambda weight, route: cpu(x, *weight, *before, *of)
@@ -300,7 +303,7 @@ def int4pack(rows: QuantizedRows, x: Tensor, group_size: int) -> Run:
 
 def _quantized(layer: Layer, kind: str, device: str) -> tuple[QuantizedWeight, QuantizedRows, Tensor]:
     """A layer's packed weights, the rows of the last matrix, and all of it dequantised, float32."""
-    form, sizes = SCHEMES[kind].form, (layer.outputs, layer.inputs)
+    form, sizes = KINDS[kind].form, (layer.outputs, layer.inputs)
     on_gpu = device == "cuda" or interprets()
     packed: Any
     if on_gpu:

@@ -52,7 +52,7 @@ from compiled_llm.bench.harness import (
 )
 from compiled_llm.bench.product_ways import EXPERTS, Case, Layer, case_of, chain, interprets, layers_of, parse_layer
 from compiled_llm.checkpoint.shapes import SHAPES
-from compiled_llm.models.linears.quantizing import SCHEMES
+from compiled_llm.models.linears.quantizing import KINDS
 from compiled_llm.ops import native
 
 TOLERANCE = 0.02  # of the largest output: weights and outputs are rounded to bfloat16
@@ -67,7 +67,7 @@ def parser(program: str) -> FlagParser:
     add("--layers", nargs="+", metavar="NAME", help="only these of it, such as qkv or gate_up")
     add("--size", nargs="+", type=parse_layer, metavar="SIZE", help="other layers instead, as OUTPUTSxINPUTS")
     add("--experts", action="store_true", help="the experts of two published models instead")
-    add("--kind", nargs="+", choices=["plain", *SCHEMES], default=["plain"], help="of weights (default: plain)")
+    add("--kind", nargs="+", choices=["plain", *KINDS], default=["plain"], help="of weights (default: plain)")
     add("--rows", nargs="+", type=int, metavar="T", help="tokens of a step (default: 1 to 512)")
     add("--around", action="store_true", help="on a GPU, with the gate or residual behind each layer")
     add("--rounds", type=int, default=200, help="of a line, at most (default: 200)")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.models.linears.quantizing import SCHEMES
+from compiled_llm.models.linears.quantizing import KINDS
 from compiled_llm.ops.linear import product_choices, quantized_tiles
 from compiled_llm.ops.linear.product_choices import Product
 from compiled_llm.ops.linear.quantized_tiles import INT_MM_ROWS, Choice, Layer, Tile
@@ -159,7 +159,7 @@ def job_of(kind: str, sizes: tuple[int, int], experts: int, group_size: int | No
         sizes: outputs, inputs.
         group_size: of int4; None: the kind's own.
     """
-    scheme = SCHEMES[kind]
+    scheme = KINDS[kind]
     form = scheme.form
     if group_size and kind.startswith("int4"):
         form = form._replace(group_size=group_size)

@@ -29,6 +29,8 @@ SCHEMES = {
     "mxfp4": Scheme(WeightFormat("fp4", 32, scale_dtype="bfloat16")),
 }
 """What the engine argument ``quantization`` names."""
+KINDS = {**SCHEMES, "int8_w8a8_rows": Scheme(WeightFormat("int8"), "int8")}
+"""These, and what checkpoints have: W8A8 with a scale for each output and each token."""
 _FINER = Scheme(WeightFormat("int8", 32, scale_dtype="bfloat16"), "int8_groups")
 """In the place of "int8_w8a8" for the head and for what makes queries, keys and values: their inputs have the largest
 outliers of trained models, and no group of more inputs keeps the others precise."""

@@ -26,6 +26,7 @@ from compiled_llm.api.config import GROUP_SIZES, QUANTIZATIONS
 from compiled_llm.system.gpu_packages import check_triton
 
 _PLAIN = "bfloat16"
+_KINDS = (*QUANTIZATIONS, "int8_w8a8_rows")  # the last one is what checkpoints have
 _QWEN3_8B = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
 _ROWS = [16, 64, 256, 2048]
 
@@ -34,7 +35,7 @@ def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Find fast products and tiles for linear layers on this GPU.")
     add = made.add_argument
     kinds = f"how weights are kept (default: all but {_PLAIN})"
-    add("--kind", nargs="+", choices=(*QUANTIZATIONS, _PLAIN), default=list(QUANTIZATIONS), help=kinds)
+    add("--kind", nargs="+", choices=(*_KINDS, _PLAIN), default=list(_KINDS), help=kinds)
     add("--group-size", type=int, choices=GROUP_SIZES, help="inputs with one scale, of int4 (default: 32)")
     layers = "sizes of layers (default: those of Qwen3-8B)"
     add("--layer", type=_sizes, nargs="+", default=_QWEN3_8B, metavar="OUTPUTSxINPUTS", help=layers)
