@@ -104,7 +104,8 @@ class EngineConfig:
         wait_for_compile: compile before anything is served. False, on a CPU: serve uncompiled at once, compile
             meanwhile, and change over as graphs are ready, with no other token. A GPU waits all the same, and so does
             an engine with ``logits_transforms``, with ``compile_workers=0`` or with torch's caches turned off, which
-            would have to compile in its own process.
+            would have to compile in its own process, and one that measures its steps at the start: with
+            ``target_itl_ms``, or ``swap_space_bytes`` and preemption_mode="auto".
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.
@@ -272,6 +273,12 @@ class EngineConfig:
                     f"{field} must be {value} with {name} (the keys of sink tokens belong to one request and move with "
                     f"it), given {getattr(self, field)}"
                 )
+
+    @property
+    def waits_for_compile(self) -> bool:
+        """As ``wait_for_compile`` says, or because the start measures steps, which must be the compiled ones."""
+        measures_steps = self.target_itl_ms is not None or (self.swap_space_bytes and self.preemption_mode == "auto")
+        return self.wait_for_compile or bool(measures_steps)
 
     @property
     def stream(self) -> Stream | None:

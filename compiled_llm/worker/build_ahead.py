@@ -63,6 +63,6 @@ def start_builds(
         return builds
     builds = Builds(KernelBuild(progress, ops_of(model_config, dtype, linears)), BuildProcesses())
     compiles = not config.enforce_eager and native.compiler() is not None and keeps_compiled_code()
-    if compiles and config.wait_for_compile and most > 1 and engine_cache().lacks("step", fields):
+    if compiles and config.waits_for_compile and most > 1 and engine_cache().lacks("step", fields):
         builds.processes.start(min(most, _STARTED))
     return builds

@@ -200,7 +200,7 @@ class CompiledSteps:
         keeps = not (enforce_eager or self.uses_trees) and keeps_compiled_code()
         # Only where other processes can compile everything.
         others_compile = keeps and self.device.type == "cpu" and self._graph_pool is None and num_workers != 0
-        self.serves_before = others_compile and not (self._transforms or self._config.wait_for_compile)
+        self.serves_before = others_compile and not (self._transforms or self._config.waits_for_compile)
         target = gpu_target(self._graph_pool)
         self.cache = engine_cache(target) if keeps else None
         self._cache_dtypes = tuple(cache_dtypes)

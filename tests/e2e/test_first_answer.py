@@ -63,10 +63,15 @@ class WaitsError(Exception):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"compile_workers": 0}, {"logits_transforms": [Steer()]}],
-    ids=["compile_workers=0", "logits_transforms"],
+    [
+        {"compile_workers": 0},
+        {"logits_transforms": [Steer()]},
+        {"target_itl_ms": 5.0},
+        {"swap_space_bytes": 2**22},
+    ],
+    ids=["compile_workers=0", "logits_transforms", "target_itl_ms", "swap_space_bytes"],
 )
-def test_an_engine_waits_where_its_own_process_would_have_to_compile(
+def test_an_engine_waits_where_its_own_process_would_compile_and_where_steps_are_measured(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build_missing(*args: Any, **options: Any) -> None:
