@@ -47,7 +47,7 @@ def parser(program: str) -> FlagParser:
             **options,
         )
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, as --api-key")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, wait_for_compile=False)
     return parser
 
 

@@ -36,3 +36,15 @@ def test_model_and_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.delenv("COMPILED_LLM_API_KEY")
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "--api-key-file", str(keys)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "waits"), [([], False), (["--wait-for-compile"], True), (["--target-itl-ms", "5"], True)]
+)
+def test_it_serves_before_graphs_are_compiled_unless_it_is_told_to_wait(
+    flags: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(run, "serve", lambda program, config, settings: given.append(config) or 0)
+    assert main(["serve", *flags]) == 0
+    assert [config.waits_for_compile for config in given] == [waits]
