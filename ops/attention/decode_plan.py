@@ -13,7 +13,8 @@ That is: attend with query ``row`` over the keys from ``begin`` to ``end`` of th
 if these are among them, else -1. Rows without a request have one task without keys: their output is zero.
 
 Splits are of the keys that the cache has, and the last one has the new key besides: else that would be a split of its
-own where those before it are full.
+own where those before it are full. They are alike, of ``Splits.tokens`` or up to half as many more: a few keys beyond
+would be a split that costs as much as a long one, and is joined (on an H200, 32 requests of 1,034 keys: 46 us for 38).
 """
 
 import itertools
@@ -56,8 +57,10 @@ def decode_plan(
 def splits_of(keys: int, splits: Splits) -> tuple[int, int]:
     """Keys of a split, and their number, for a request with so many visible keys; the last has the new one besides."""
     old = max(keys - 1, 0)
-    tokens = max(splits.tokens, -(-old // (splits.most * SPLIT_GRAIN)) * SPLIT_GRAIN)
-    return tokens, max(1, -(-old // tokens))
+    slack = splits.tokens // (2 * SPLIT_GRAIN) * SPLIT_GRAIN
+    count = min(max(1, -(-(old - slack) // splits.tokens)), splits.most)
+    size = max(1, -(-old // (count * SPLIT_GRAIN))) * SPLIT_GRAIN
+    return size, max(1, -(-old // size))
 
 
 def decode_plan_reference(

@@ -69,7 +69,7 @@ class DecodeTile(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """How a decode's keys are cut: in splits of ``tokens`` keys, or of more where they would be more than ``most``."""
+    """How a decode's keys are cut: in splits of about ``tokens``, or of more where they would be more than ``most``."""
 
     tokens: int  # a multiple of SPLIT_GRAIN
     most: int

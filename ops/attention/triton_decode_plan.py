@@ -39,7 +39,9 @@ def plan_kernel(
     if WINDOW > 0:
         first_keys = tl.maximum(lengths - WINDOW, 0)
     keys = tl.maximum(lengths - first_keys - 1, 0)  # that the cache has
-    sizes = tl.maximum(SPLIT_TOKENS, tl.cdiv(keys, MOST_SPLITS * GRAIN) * GRAIN)
+    SLACK: tl.constexpr = SPLIT_TOKENS // (2 * GRAIN) * GRAIN
+    counts = tl.minimum(tl.cdiv(tl.maximum(keys - SLACK, 1), SPLIT_TOKENS), MOST_SPLITS)
+    sizes = tl.cdiv(tl.maximum(keys, 1), counts * GRAIN) * GRAIN
     counts = tl.where(known, tl.maximum(1, tl.cdiv(keys, sizes)), 0)
     is_mine = requests == request
     first_task = tl.sum(tl.where(requests < request, counts, 0), 0)

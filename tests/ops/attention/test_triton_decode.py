@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.ops import Turn, decode_attention, rms_norm, rope, rotary_decode_attention
 from compiled_llm.ops.attention import triton_attention, triton_decode, triton_decode_plan
-from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan_reference
+from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan_reference, splits_of
 from compiled_llm.ops.attention.heads import heads_of
 from compiled_llm.ops.attention.tiles import (
     MOST_SPLITS,
@@ -275,6 +275,19 @@ def test_requests_of_1024_keys_have_as_many_splits_as_run_at_once() -> None:
     tiles = replace(default_config(128, 2, 2, (9, 0)), decode_programs_per_sm=2)
     for requests, tokens in ((2, 64), (8, 256), (16, 512), (32, 1024), (256, 1024)):
         assert decode_splits(tiles, requests, 8, 132) == Splits(tokens, 64)
+
+
+def test_splits_are_alike_and_no_few_keys_are_one_of_their_own() -> None:
+    for splits in (Splits(64, 32), Splits(256, 64), Splits(1024, 64)):
+        for old in (*range(1, 4 * splits.tokens), 70_000, 131_071):
+            size, count = splits_of(old + 1, splits)
+            assert size % 64 == 0
+            assert (count - 1) * size < old <= count * size
+            assert count <= min(splits.most, -(-old // splits.tokens))
+            assert size <= max(splits.tokens * 3 // 2, -(-old // (splits.most * 64)) * 64)
+    assert [splits_of(1 + old, Splits(1024, 64)) for old in (0, 1024, 1033, 1537, 8192)] == [
+        (64, 1), (1024, 1), (1088, 1), (832, 2), (1024, 8),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("rotary", [False, True])
