@@ -21,6 +21,7 @@ from compiled_llm.compiling.gpu_properties import GpuProperties
 from compiled_llm.gpu_step.gpus import Gpu
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import MixedLayers
+from compiled_llm.models.linears.dense import Dense, counters_on
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized
@@ -178,6 +179,9 @@ class _Faked:
                 fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
                 self._known[id(value)] = value, fake
             return self._known[id(value)][1]
+        if isinstance(value, Dense):  # only described, for any device
+            counters = counters_on(DEVICE, value.out_features, value.in_features)
+            return Dense(self.tree(value.weight), self.tree(value.bias), counters)
         if isinstance(value, tuple):
             items = map(self.tree, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -351,6 +351,19 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
 
 
+def _exact_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """With counters a program has a part of the inputs, and the last one of a tile adds the parts up."""
+    work = _surrounded_linear(a, kernel, contexts)
+    if a["counters"] is None:
+        return work
+    trips = kernel.programs * -(-a["CHAIN"] // a["BLOCK_K"])
+    partial = 4 * kernel.programs * a["BLOCK_M"] * a["BLOCK_N"]
+    return dataclasses.replace(
+        work, read=work.read + partial, written=work.written + partial, padded_flops=work.padded_flops // a["CHAINS"],
+        trips=trips, round_trips=2,
+    )  # fmt: skip
+
+
 def _norm(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     read, written = ("x", "delta", "weight"), ("total", "out")
     count = [sum(a[name].nbytes for name in names if a[name] is not None) for names in (read, written)]
@@ -375,7 +388,7 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "routed_linear_kernel": _routed_linear,
     "route_kernel": _route,
     "route_few_kernel": _route,
-    "exact_linear_kernel": _surrounded_linear,
+    "exact_linear_kernel": _exact_linear,
     "quantized_linear_kernel": _surrounded_linear,
     "quantized_linear_a8_kernel": _surrounded_linear,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_llm.ops import gated_activation
 from compiled_llm.ops.linear import product_choices
-from compiled_llm.ops.linear.product_choices import AROUND, Choice, LinearTile, Product
+from compiled_llm.ops.linear.product_choices import AROUND, Choice, LinearTile, Product, num_counters
 from compiled_llm.tuning.search import Gpu, call_seconds, tuned_ranges
 
 MAX_ROWS = 256  # of a range: larger steps are bound by arithmetic, which a library does best
@@ -58,6 +58,8 @@ class Case:
         self.x = torch.randn(rows, inputs, device=device).bfloat16()
         self.activation = "silu" if around == "gate" else ""
         self.residual = torch.randn(rows, outputs, device=device).bfloat16() if around == "residual" else None
+        count = num_counters(outputs, inputs)
+        self._counters = torch.zeros(count, dtype=torch.int32, device=device) if count else None
         self._right: dict[int, Tensor] = {}
         self._default: dict[int, Tensor] = {}
 
@@ -68,7 +70,7 @@ class Case:
         x, weight = self.x[:rows], self.copies[copy]
         residual = None if self.residual is None else self.residual[:rows]
         if choice.way == "fused":
-            return exact_linear(x, weight, None, self.activation, residual, tile=choice.tile)
+            return exact_linear(x, weight, None, self._counters, self.activation, residual, tile=choice.tile)
         y = F.linear(x, weight)
         return gated_activation(y, self.activation) if self.activation else y
 

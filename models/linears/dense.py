@@ -11,6 +11,13 @@ from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.heads import DenseHeads
 from compiled_llm.models.linears.parts import take_bias, take_split, weight_shapes
 from compiled_llm.models.linears.protocol import StoredLinear, Take
+from compiled_llm.ops.linear.product_choices import num_counters
+
+
+def counters_on(device: torch.device, out_features: int, in_features: int) -> Tensor | None:
+    """Those of ``exact_linear`` for a layer; None where it needs none."""
+    count = num_counters(out_features, in_features)
+    return torch.zeros(count, dtype=torch.int32, device=device) if count and device.type == "cuda" else None
 
 
 class Dense(NamedTuple):
@@ -18,6 +25,7 @@ class Dense(NamedTuple):
 
     weight: Tensor  # [out_features, in_features]
     bias: Tensor | None = None  # [out_features]
+    counters: Tensor | None = None  # of ``exact_linear``, on a GPU
 
     @property
     def out_features(self) -> int:
@@ -58,7 +66,7 @@ class Dense(NamedTuple):
             weight[start : start + len(rows)] = rows
 
         take.rows(weight_shapes(parts), put)
-        return cls(weight, take_bias(take, parts))
+        return cls(weight, take_bias(take, parts), counters_on(take.device, *shape))
 
     @classmethod
     def take_table(cls, take: Take, part: StoredLinear) -> "Dense":

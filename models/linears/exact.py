@@ -36,7 +36,7 @@ class Exact(NamedTuple):
         return ()
 
     def apply(self, x: Tensor) -> Tensor:
-        return exact_linear(x, self.dense.weight, self.dense.bias)
+        return exact_linear(x, self.dense.weight, self.dense.bias, counters=self.dense.counters)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.dense.rows(ids)

@@ -44,7 +44,7 @@ def surrounded(x: Tensor, linear: Dense | Exact | Quantized, around: Surrounding
     """``linear`` of ``x`` with what is ``around`` it: one op."""
     if isinstance(linear, (Dense, Exact)):
         dense = linear.dense if isinstance(linear, Exact) else linear
-        return exact_linear(x, dense.weight, dense.bias, around)
+        return exact_linear(x, dense.weight, dense.bias, around, dense.counters)
     form = linear.scheme.form
     constants = form.element, form.group_size, linear.out_features
     if linear.scheme.int8_activations:

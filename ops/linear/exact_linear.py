@@ -15,7 +15,13 @@ from compiled_llm.ops.linear.surroundings import FOLLOWING, Surroundings, surrou
 NOTHING = Surroundings()
 
 
-def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroundings = NOTHING) -> Tensor:
+def exact_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    around: Surroundings = NOTHING,
+    counters: Tensor | None = None,
+) -> Tensor:
     """``x @ weight.T + bias``, accumulated in float32 (never in TF32) and rounded once, with what is ``around`` it.
 
     On a GPU with the bits of the single ops. A norm before it is an op of its own: each program would compute it anew,
@@ -25,11 +31,14 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroun
         x: ``[T, K]``; bfloat16 or float16, without surroundings also float32; rows may be strided, the last stride
             is 1.
         weight: ``[N, K]`` contiguous, bias: ``[N]`` or None; dtype of ``x``.
+        counters: int32 ``[num_counters(N, K)]``, zeros, and zeros again when the op has run; two ops that run at the
+            same time need their own. With them several programs share a sum; without, or of many rows, one has it all,
+            and the same bits.
 
     Returns:
         ``[T, N]``, with a gated activation ``[T, N / 2]``; contiguous, dtype of ``x``.
     """
-    return torch.ops.compiled_llm.exact_linear(x, weight, bias, *around.following)
+    return torch.ops.compiled_llm.exact_linear(x, weight, bias, counters, *around.following)
 
 
 def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,17 +46,17 @@ def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
-def exact_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *following) -> Tensor:
+def exact_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, counters, *following) -> Tensor:
     """The op in plain torch: its numbers, not its order."""
     return surrounded(linear_in_float32, x, weight, bias, None, 0.0, *following)
 
 
-def _fake(x: Tensor, weight: Tensor, bias, *following) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, bias, counters, *following) -> Tensor:
     return x.new_empty(x.shape[0], Surroundings(None, 0.0, *following).outputs(weight.shape[0]))
 
 
 define_op(
-    f"exact_linear(Tensor x, Tensor weight, Tensor? bias, {FOLLOWING}) -> Tensor",
+    f"exact_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? counters, {FOLLOWING}) -> Tensor",
     reference=exact_linear_reference,
     fake=_fake,
     gpu=on_gpu("linear.triton_linear:exact_linear"),

@@ -29,6 +29,24 @@ WAYS = ("fused", "apart")
 MAX_ROWS = 32
 """Most rows that are fused by default: up to these a tile has all of them, so that weights are read once."""
 
+CHAIN_GRAIN = 128  # inputs
+_CHAINS, _CHAINED_OUTPUTS, _CHAINED_INPUTS = 4, 2560, 1536
+_SMALLEST_TILE = 16  # outputs
+
+
+def num_chains(out_features: int, in_features: int) -> int:
+    """In how many parts, one after the other, the inputs of a sum are added up; their sums are added in that order.
+
+    It follows from the shape alone, so a sum is the same for all numbers of rows. Few outputs of many inputs keep few
+    of a GPU's programs busy, each for long: so their parts can go to as many programs.
+    """
+    return _CHAINS if out_features <= _CHAINED_OUTPUTS and in_features >= _CHAINED_INPUTS else 1
+
+
+def num_counters(out_features: int, in_features: int) -> int:
+    """Of the parts of each tile that are done, where parts go to several programs; else 0."""
+    return -(-out_features // _SMALLEST_TILE) if num_chains(out_features, in_features) > 1 else 0
+
 
 class LinearTile(NamedTuple):
     """What a program computes at a time: ``n`` outputs of ``m`` rows from ``k`` inputs."""

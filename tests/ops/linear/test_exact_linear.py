@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm.ops.linear import product_choices, triton_linear
 from compiled_llm.ops.linear.exact_linear import NOTHING, exact_linear, exact_linear_reference
-from compiled_llm.ops.linear.product_choices import LinearTile
+from compiled_llm.ops.linear.product_choices import LinearTile, num_chains, num_counters
 from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.programmatic_launch import programmatic_launches
 from tests.drawn import marked
@@ -32,7 +32,7 @@ def arguments(
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return exact_linear_reference(x, weight, bias, *NOTHING.following)
+    return exact_linear_reference(x, weight, bias, None, *NOTHING.following)
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -65,6 +65,25 @@ def a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype, tiles: tuple[Linea
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+def parts_of_the_inputs_are_added_up_in_one_order(dtype: torch.dtype) -> None:
+    """By programs of their own or by one; with a last part cut short; and counters are zeros again."""
+    for outputs, inputs in ((40, 1536), (33, 1700)):
+        assert num_chains(outputs, inputs) > 1
+        x, weight, bias = arguments(18, outputs, inputs, dtype, True)
+        counters = torch.zeros(num_counters(outputs, inputs), dtype=torch.int32)
+        whole = triton_linear.exact_linear(x, weight, bias)
+        torch.testing.assert_close(whole, reference(x, weight, bias), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        for tile in (LinearTile(32, 16, 64, 4, 4), LinearTile(32, 64, 256, 4, 2)):
+            for rows, given in ((1, counters), (18, counters), (18, None)):
+                got = triton_linear.exact_linear(x[:rows], weight, bias, given, tile=tile)
+                assert torch.equal(got, whole[:rows])
+                assert not counters.any()
+        residual = torch.ones(3, outputs).to(dtype)
+        if dtype != torch.float32:
+            got = exact_linear(x[:3], weight, bias, Surroundings(residual=residual), counters)
+            assert torch.equal(got, (whole[:3].float() + 1).to(dtype))
+
+
 MEASURED = {
     choice.tile: product
     for path in product_choices.FOLDER.glob("*.json")
@@ -84,6 +103,10 @@ INTERPRETED = {
             (torch.bfloat16, "measured"), (torch.float16, "MMA"),
         )
     },
+    **{
+        f"parts-{str(dtype)[6:]}": functools.partial(parts_of_the_inputs_are_added_up_in_one_order, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    },
 }  # fmt: skip
 
 
@@ -96,8 +119,10 @@ def launch(
 ) -> ahead_of_time.Launch:  # fmt: skip
     """What so many rows launch on a GPU of that capability."""
     x, weight, bias = (empty(*sizes, dtype=dtype) for sizes in ((rows, shape[1]), shape, shape[:1]))
+    count = num_counters(*shape)
+    counters = empty(count, dtype=torch.int32) if count else None
     with ahead_of_time.recorded(capability, triton_linear) as recorded:
-        triton_linear.exact_linear(x, weight, bias, *around.following, tile=tile)
+        triton_linear.exact_linear(x, weight, bias, counters, *around.following, tile=tile)
     return recorded[0]
 
 
@@ -138,6 +163,18 @@ def test_every_tile_adds_up_by_the_same_instruction(
         assert products(binary.asm["ptx"], dtype) == {instruction}
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+@pytest.mark.parametrize("rows", [1, 32, 2048])
+def test_parts_of_the_inputs_compile_without_spills(rows: int, capability: tuple[int, int]) -> None:
+    """Of few rows each part has a program; the last one has all their sums in registers."""
+    made = launch(capability, torch.bfloat16, rows, shape=(1024, 3072))
+    assert made[2]["CHAINS"] == 4
+    counters = made[1][made[0].arg_names.index("counters")]
+    assert (counters is None) == (rows > 32)
+    binary, _ = ahead_of_time.without_spills(made, capability)
+    assert products(binary.asm["ptx"], torch.bfloat16) == {WGMMA if capability == (9, 0) else MMA}
+
+
 MEASURED_TILES = {str(tuple(tile)): tile for tile in MEASURED}
 
 
@@ -172,7 +209,7 @@ def test_the_op_is_registered_as_torch_expects(dtype: torch.dtype) -> None:
         given = arguments(3, 5, 8, dtype, bias)
         torch.library.opcheck(
             torch.ops.compiled_llm.exact_linear,
-            (*given, *NOTHING.following),
+            (*given, None, *NOTHING.following),
             test_utils=("test_schema", "test_faketensor"),
         )
         torch.testing.assert_close(exact_linear(*given), torch.nn.functional.linear(*given), atol=0.02, rtol=0.02)
@@ -216,13 +253,16 @@ def test_tiles_of_all_sizes_have_one_instruction(capability: tuple[int, int]) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     agrees_with_the_reference(dtype, "cuda")
-    for outputs, inputs in ((4096, 4096), (1000, 1234)):
+    for outputs, inputs in ((4096, 4096), (1000, 1234), (1024, 3072), (1000, 1700)):
         x, weight, bias = arguments(3000, outputs, inputs, dtype, True, "cuda")
+        counters = torch.zeros(num_counters(outputs, inputs), dtype=torch.int32, device="cuda")
+        given = counters if len(counters) else None
         whole = exact_linear(x, weight, bias)
         torch.testing.assert_close(whole, reference(x, weight, bias), atol=0.03, rtol=0.03)
         for first, rows in itertools.product((0, 1, 777), (1, 2, 8, 16, 17, 64, 65, 200, 1024)):
             part = slice(first, first + rows)
-            assert torch.equal(exact_linear(x[part], weight, bias), whole[part])
+            assert torch.equal(exact_linear(x[part], weight, bias, counters=given), whole[part])
+        assert not counters.any()
 
 
 @pytest.mark.gpu

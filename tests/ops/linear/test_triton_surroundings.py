@@ -62,7 +62,7 @@ def layer_of(kind: str, outputs: int, inputs: int, bias: bool, device: str = "cp
     columns = drawn(outputs, seed=2).bfloat16().to(device) if bias else None
     if kind == "exact":
         weight = plain.bfloat16().to(device)
-        return lambda x, *around: triton_linear.exact_linear(x, weight, columns, *around[2:])
+        return lambda x, *around: triton_linear.exact_linear(x, weight, columns, None, *around[2:])
     form = FORMS[kind.removesuffix("-a8")]
     packed = empty_quantized_gpu(form, outputs, inputs, torch.device("cpu"))
     pack_quantized_rows_gpu(packed, 0, quantize(plain, form), form)
@@ -164,7 +164,7 @@ def launches(capability: tuple[int, int], kind: str, name: str, rows: int) -> li
     modules = triton_linear, triton_quantized, triton_quantized_a8, triton_quantize_rows
     with ahead_of_time.recorded(capability, *modules) as recorded:
         if kind == "exact":
-            triton_linear.exact_linear(x, empty(outputs, inputs), None, *given[2:])
+            triton_linear.exact_linear(x, empty(outputs, inputs), None, None, *given[2:])
             return recorded
         form = FORMS[kind.removesuffix("-a8")]
         weight = empty_quantized_gpu(form, outputs, inputs, torch.device("meta"))
