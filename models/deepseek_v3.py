@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models import glm4_moe, llama
@@ -25,6 +24,7 @@ from compiled_llm.models.linears.heads import HeadRows
 from compiled_llm.models.llama import LayerWeights, TakeMlp, Weights
 from compiled_llm.models.rope_config import Rope, read_latent_rope
 from compiled_llm.models.weights import Source
+from compiled_llm.ops import table_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
     heads = HeadRows.of(step.positions, config.num_heads)
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
-    query_scale = F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None  # Mistral 4
+    query_scale = table_rows(weights.ropes[1], step.positions) if len(weights.ropes) > 1 else None  # Mistral 4
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
         x += latent_attention(normed, w.attention, cos_sin, spec, cache, step, heads, query_scale)

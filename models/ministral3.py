@@ -6,7 +6,6 @@ The scale keeps attention sharp in long texts (Nakanishi, 2025, arXiv:2501.19399
 import dataclasses
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models import llama, mistral
@@ -20,6 +19,7 @@ from compiled_llm.models.llama import Weights
 from compiled_llm.models.mistral import MistralConfig
 from compiled_llm.models.rope_config import Rope, read_query_scale, read_rope
 from compiled_llm.models.weights import Source
+from compiled_llm.ops import table_rows
 
 
 def take(config: MistralConfig, source: Source) -> Weights:
@@ -40,7 +40,7 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Mistra
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
-    query_scale = F.embedding(step.positions, weights.ropes[1])
+    query_scale = table_rows(weights.ropes[1], step.positions)
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step, query_scale)
         x += mlp(x.normed(w.mlp_norm), w.mlp)

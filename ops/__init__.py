@@ -56,6 +56,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     sigmoid_gated,
     soft_cap,
     sum_of_norms,
+    table_rows,
 )
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens, uniform
 
@@ -121,6 +122,7 @@ __all__ = [
     "soft_cap",
     "sum_of_norms",
     "summed_quantized_experts",
+    "table_rows",
     "uniform",
     "unpack_rows",
     "weighted_sum",

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.rope_config import (
@@ -15,6 +14,7 @@ from compiled_llm.models.rope_config import (
     Rope,
     YarnRopeScaling,
 )
+from compiled_llm.ops import table_rows
 from compiled_llm.ops.user_warnings import warn
 
 
@@ -132,4 +132,4 @@ def query_scale_table(rope: Rope, length: int, like: Tensor) -> Tensor:
 
 def rope_cos_sin(positions: Tensor, table: Tensor) -> Tensor:
     """Cosines, then sines, for tokens at ``positions`` ``[T]``: ``[T, H]`` float32."""
-    return F.embedding(positions, table)
+    return table_rows(table, positions)

@@ -119,6 +119,11 @@ def keep_rows_reference(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
     return torch.index_select(x, 0, indices)
 
 
+def table_rows_reference(table: Tensor, indices: Tensor) -> Tensor:
+    """The op in plain torch."""
+    return torch.index_select(table, 0, indices)
+
+
 def qk_norm_reference(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
     """The op in plain torch."""
     q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)

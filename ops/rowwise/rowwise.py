@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, like_first, on_gpu
@@ -190,6 +191,23 @@ def keep_rows(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
     return reference.keep_rows_reference(x, indices, kept)
 
 
+def table_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a table, as ``F.embedding``, for layers that all read them: on a GPU they are written once.
+
+    Inductor would compute a gather anew for each op that takes its result.
+
+    Args:
+        table: ``[L, D]`` contiguous.
+        indices: ``[T]`` int32 or int64, from 0 to ``L - 1``.
+
+    Returns:
+        ``[T, D]``, contiguous.
+    """
+    if table.is_cuda:
+        return torch.ops.compiled_llm.table_rows(table, indices)
+    return F.embedding(indices, table)
+
+
 def _two_like_first(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return like_first(x), like_first(x)
 
@@ -212,7 +230,7 @@ def _fake_sum_of_norms(x: Tensor, x_norm, y, y_norm, scale, norm, eps: float) ->
     return like_first(x), x.new_empty(0 if norm is None else x.shape)
 
 
-def _fake_kept(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
+def _fake_kept(x: Tensor, indices: Tensor, *args: Any) -> Tensor:
     return x.new_empty(indices.shape[0], x.shape[1])
 
 
@@ -239,6 +257,7 @@ _ON_GPUS: dict[str, Callable[..., Any]] = {  # a CPU has an op for each of their
     "sum_of_norms(Tensor x, Tensor? x_norm, Tensor y, Tensor? y_norm, Tensor? scale, Tensor? norm, float eps)"
     " -> (Tensor, Tensor)": _fake_sum_of_norms,
     "keep_rows(Tensor x, Tensor indices, Tensor(a!) kept) -> Tensor": _fake_kept,
+    "table_rows(Tensor table, Tensor indices) -> Tensor": _fake_kept,
 }
 for _schema, _fake in (_ON_ALL_DEVICES | _ON_GPUS).items():
     _name = _schema.partition("(")[0]

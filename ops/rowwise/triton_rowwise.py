@@ -344,11 +344,23 @@ def keep_rows(x: Tensor, indices: Tensor, kept: Tensor) -> Tensor:
             f"keep_rows: x must be contiguous, and kept a contiguous [{rows}, {size}] or longer of {x.dtype} on "
             f"{x.device}, got {list(kept.shape)} of {kept.dtype} on {kept.device}"
         )
+    return _copied("keep_rows", x, indices, kept, rows)
+
+
+def table_rows(table: Tensor, indices: Tensor) -> Tensor:
+    """The op."""
+    if table.dim() != 2 or not table.is_contiguous():
+        refuse("table_rows", "table", table, "a contiguous [L, D]")
+    return _copied("table_rows", table, indices, table, 0)
+
+
+def _copied(op: str, x: Tensor, indices: Tensor, kept: Tensor, rows: int) -> Tensor:
+    """The rows ``indices`` of ``x``; its first ``rows`` go to ``kept``."""
     if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or not indices.is_contiguous():
         raise ValueError(
-            f"keep_rows: indices must be a contiguous [R] of int32 or int64, got {list(indices.shape)} of "
-            f"{indices.dtype}"
+            f"{op}: indices must be a contiguous [R] of int32 or int64, got {list(indices.shape)} of {indices.dtype}"
         )
+    size = x.shape[1]
     out = x.new_empty(len(indices), size)
     block = min(_COPIED, triton.next_power_of_2(max(size, 1)))
     if rows + len(indices) and size:

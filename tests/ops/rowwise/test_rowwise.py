@@ -92,6 +92,10 @@ def test_a_cpu_has_an_op_for_each_part_of_what_a_gpu_has_at_once() -> None:
     assert torch.equal(rowwise.keep_rows(x, indices, kept), x[indices])
     assert torch.equal(kept, torch.cat([x, torch.zeros(1, 64)]))
     torch.library.opcheck(torch.ops.compiled_llm.keep_rows, (x, indices, kept), test_utils=("test_schema",))
+    assert torch.equal(rowwise.table_rows(x, indices), x[indices])
+    torch.library.opcheck(
+        torch.ops.compiled_llm.table_rows, (x, indices), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

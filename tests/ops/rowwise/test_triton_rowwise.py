@@ -66,6 +66,7 @@ def keeps_and_gives(run: Callable, dtype: torch.dtype, size: int) -> None:
         indices, kept = torch.tensor(rows, dtype=torch.int32), torch.full((6, size), 7.0, dtype=dtype)
         assert torch.equal(run(x, indices, kept), x[indices.long()])
         assert torch.equal(kept, torch.cat([x, torch.full_like(x[:1], 7.0)]))
+        assert torch.equal(triton_rowwise.table_rows(x, indices), x[indices.long()])
 
 
 def sums_of_norms_have_the_bits_of_single_ops(norm: torch.dtype) -> None:
@@ -208,6 +209,8 @@ REFUSED_HERE: list[tuple[Callable, str]] = [
     (lambda op: op.keep_rows(ONES, torch.tensor([0]), ONES[:1]), r"kept a contiguous \[2, 8\] .* got \[1, 8\]"),
     (lambda op: op.keep_rows(ONES, torch.tensor([0]), ONES.half()), "got .* of torch.float16"),
     (lambda op: op.keep_rows(ONES, torch.tensor([0.0]), ONES), r"indices must be a contiguous \[R\] of int32 or int64"),
+    (lambda op: op.table_rows(ONES.t(), torch.tensor([0])), r"table must be a contiguous \[L, D\]"),
+    (lambda op: op.table_rows(ONES, torch.tensor([0.0])), "table_rows: indices must be"),
 ]
 
 
