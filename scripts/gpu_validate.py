@@ -48,8 +48,8 @@ memory go, and then measure one after the other (``bench/program_turns.py``). Al
 
 Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
 it ends, so an interrupted run keeps its results, and ``--resume`` continues it, from the archive where ``--output`` is
-gone. Logs have what torch says of CUDA graphs, of what slows code down, and of recompiles. It needs no installation,
-only a checkout and the packages.
+gone. Logs have what torch says of recompiles; those of tests also of CUDA graphs, and of what slows code down. It needs
+no installation, only a checkout and the packages.
 
 Exit status: 0 if every part passed, 1 if one failed or was left out for lack of time, 2 without a CUDA GPU.
 """
@@ -80,7 +80,10 @@ from compiled_llm.system import hardware as machine
 from compiled_llm.system.resources import granted_cores
 
 # Of every part, beside what is in the environment already.
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TORCH_LOGS": "cudagraphs,perf_hints,recompiles"}
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TORCH_LOGS": "recompiles"}
+# Of tests. Messages of these kinds have the stack of every op, which takes as long as compiling.
+_CHATTY = {"TORCH_LOGS": "cudagraphs,perf_hints,recompiles"}
+_PROCESSES = 6  # in which a part compiles
 _TUNED = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}
 
 
@@ -108,6 +111,7 @@ class Running(NamedTuple):
 
 def start_part(name: str, output: Path, turn: Path | None = None) -> Running:
     environment = os.environ | ENVIRONMENT | (_TUNED if name.startswith("products-") else {})
+    environment |= _CHATTY if "-m pytest" in PARTS[name].command else {}
     if turn is not None:
         environment |= {VARIABLE: str(turn), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     json_path = output / f"{name}.json"
@@ -221,17 +225,18 @@ class Budget:
 def run_in_turns(names: list[str], output: Path, budget: Budget, cores: int, gib: float) -> dict[str, bool]:
     """Start these parts side by side and let each measure alone; whether each passed.
 
-    A part that runs alone otherwise, ``smoke``, runs while the others prepare. No turn begins before it has ended and
-    all others that have started are ready, or half the budget is gone. If it fails, so do all.
+    They begin a few at a time, as many as the cores can compile for: all of them at once are all late. A part that
+    runs alone otherwise, ``smoke``, runs while the others prepare. No turn begins before it has ended and all others
+    that have started are ready, or half the budget is gone. If it fails, so do all.
     """
     waiting, running, passed_by_name = list(names), [], {}
-    half = budget.left / 2
+    half, at_once = budget.left / 2, max(1, round(cores / _PROCESSES))
     with tempfile.TemporaryDirectory(prefix="turns-") as folder, contextlib.ExitStack() as at_the_end:
         at_the_end.callback(stop, running)
         while waiting or running:
             for name in list(waiting):
                 part, taken = PARTS[name], sum(PARTS[other.name].gib or 0 for other in running)
-                if len(running) < cores and (not running or taken + (part.gib or 0) <= gib):
+                if len(running) < at_once and (not running or taken + (part.gib or 0) <= gib):
                     waiting.remove(name)
                     running.append(start_part(name, output, None if part.gib is None else Path(folder, name)))
             alone = [one for one in running if one.turn is None]

@@ -148,7 +148,7 @@ def in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float, cores:
 def test_parts_prepare_side_by_side_and_measure_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = in_turns(tmp_path, monkeypatch, gib=99, cores=9)
+    times = in_turns(tmp_path, monkeypatch, gib=99, cores=18)
     assert max(begun for begun, *_ in times.values()) < min(end for *_, end in times.values())
     assert max(ready for _, ready, *_ in times.values()) < min(turn for *_, turn, _ in times.values())
     spans = sorted((turn, end) for *_, turn, end in times.values())
@@ -158,7 +158,7 @@ def test_parts_prepare_side_by_side_and_measure_one_after_the_other(
     assert record["turn_seconds"] < record["seconds"]
 
 
-@pytest.mark.parametrize(("cores", "gib", "at_once"), [(2, 99, 2), (9, 25, 2), (9, 5, 1)])
+@pytest.mark.parametrize(("cores", "gib", "at_once"), [(2, 99, 1), (12, 99, 2), (18, 25, 2), (18, 5, 1)])
 def test_as_many_prepare_as_cores_and_memory_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, gib: float, at_once: int
 ) -> None:
@@ -236,7 +236,7 @@ def test_the_first_parts_fit_into_a_call_and_the_shortest_come_first() -> None:
     assert first[0] == "smoke"
     assert all(gpu_validate.PARTS[name].seconds <= 60 for name in first if name != "smoke")
     assert all(gpu_validate.PARTS[name].gib is not None for name in first if name != "smoke")
-    assert gpu_validate.ENVIRONMENT["TORCH_LOGS"] == "cudagraphs,perf_hints,recompiles"
+    assert gpu_validate.ENVIRONMENT["TORCH_LOGS"] == "recompiles"
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_two_calls_on_bare_machines_do_all(
     arguments = ("--output", output, "--archive", archive, "--resume")
     assert run_main(monkeypatch, *arguments, "--budget", 100) == 1
     assert "long         left out" in capsys.readouterr().out
-    assert "cudagraphs" in (output / "short.log").read_text()
+    assert "recompiles" in (output / "short.log").read_text()
     before = (output / "short.json").read_text()
     shutil.rmtree(output)
     assert run_main(monkeypatch, *arguments, "--budget", 1000) == 0
