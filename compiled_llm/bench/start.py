@@ -39,7 +39,7 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.models.registry import family_of
 from compiled_llm.worker.device import resolve_device
 
-STAGES = ("imports", "kernels", "weights", "compile", "other", "first token")
+STAGES = ("imports", "device", "weights", "build", "kernels", "load", "pool", "other", "first token")
 THIS = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("start_program.py")
 _LEFT = 5.0  # seconds that a start has at least, and those before its end in which it writes its stacks
@@ -153,7 +153,7 @@ def median_of(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(starts: dict[str, dict[str, Any]]) -> str:
     """Seconds of each stage of each start, the processor's time, and what the cache held."""
-    rows: dict[str, list[Any]] = {stage: [start["seconds"][stage] for start in starts.values()] for stage in STAGES}
+    rows: dict[str, list[Any]] = {stage: [start["seconds"].get(stage) for start in starts.values()] for stage in STAGES}
     names = {"total": "total", "processor time": "cpu", "that of its processes": "cpu of processes"}
     names |= {"graphs found": "hits", "graphs made": "misses", "load average": "load"}
     names |= {name: name for name in ("tokens/s at first", "tokens/s compiled", "all compiled after")}

@@ -66,6 +66,7 @@ class CompiledSteps:
         hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
         serves_before: whether steps run before all is compiled.
+        build_seconds: in which ``compile`` waited for other processes.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class CompiledSteps:
             uses_trees=self.uses_trees,
         )
         self.cache: CompileCache | None = None
-        self.serves_before = False
+        self.serves_before, self.build_seconds = False, 0.0
         self._config, self._transforms, self._dtype = config, transforms, dtype
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
@@ -217,8 +218,9 @@ class CompiledSteps:
         left: dict[str, Cost | None] = dict.fromkeys(job.name for job in jobs)  # what this process has to compile
         if self.cache is not None:
             processes = processes or BuildProcesses(target)
-            is_gpu = target is not None
+            is_gpu, started = target is not None, time.perf_counter()
             left = build_missing(self.cache, jobs, num_workers, progress, processes, needs_process=is_gpu)
+            self.build_seconds = time.perf_counter() - started
         if not enforce_eager:
             left |= dict.fromkeys(self.sampling.uncached())
         before_first_step()

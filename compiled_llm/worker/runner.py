@@ -132,14 +132,26 @@ class StartTimes:
     """Seconds that the parts of a start took.
 
     Attributes:
-        kernels: waiting for C++ kernels that were still being built when the first step had to run, and loading them.
+        device: making the device ready, and starting processes that compile.
         weights: reading or making the weights, and packing them.
-        compile: taking compiled functions from disk or compiling them, and calling each once.
+        build: waiting for functions that other processes compile.
+        kernels: waiting for C++ kernels that were still being built when the first step had to run, and loading them.
+        load: taking compiled functions from disk, compiling those that are left, calling each once, and on a GPU
+            recording it.
+        pool: measuring memory, making the KV pool, and on a GPU recording all functions on it.
     """
 
-    kernels: float = 0.0
+    device: float = 0.0
     weights: float = 0.0
-    compile: float = 0.0
+    build: float = 0.0
+    kernels: float = 0.0
+    load: float = 0.0
+    pool: float = 0.0
+
+    @property
+    def compile(self) -> float:
+        """Until each compiled function has run once."""
+        return self.build + self.load
 
 
 @dataclasses.dataclass
@@ -187,6 +199,7 @@ class ModelRunner(Worker):
         progress: StartProgress,
         num_draft_tokens: int = 0,
     ) -> None:
+        started = time.perf_counter()
         self.device = resolve_device(config.device)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
@@ -207,6 +220,7 @@ class ModelRunner(Worker):
             use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
         builds = self._start_builds(config, progress, gpu_target(pool))
+        self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype)
         memory = StartMemory(
@@ -240,7 +254,9 @@ class ModelRunner(Worker):
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
         self._compile(config, builds, progress)
+        compiled = time.perf_counter()
         self.facts = self._make_pool(config, memory, progress)
+        self.start_times.pool = time.perf_counter() - compiled
 
     # -- Steps
 
@@ -439,8 +455,10 @@ class ModelRunner(Worker):
             processes=None if builds is None else builds.processes,
             before_first_step=(lambda: None) if kernels is None else kernels.finish,
         )
-        self.start_times.kernels = 0.0 if kernels is None else kernels.seconds_waited
-        self.start_times.compile = time.perf_counter() - started - self.start_times.kernels
+        times = self.start_times
+        times.kernels = 0.0 if kernels is None else kernels.seconds_waited
+        times.build = self.steps.build_seconds
+        times.load = time.perf_counter() - started - times.kernels - times.build
 
     def _record_on(self, num_blocks: int) -> None:
         """Exchange the KV pool; on a GPU, what the graphs and the pool before held is free before the new one comes."""
