@@ -137,8 +137,8 @@ def _measured(lines: Lines) -> str:
     head = ("step", "layers", "measured ms", "estimated ms", "ratio", "median error of its launches")
     parts = [
         f"Steps that ran on one {lines[0]['gpu']} (torch {lines[0]['torch']}) at 1k keys a request, engine of commit"
-        f" {_commits(lines)}, by `scripts/gpu_step_measured.py`. The estimate knows none of these steps; that engine cut"
-        " 1,034 keys into splits of 1,024 and of 10, which it does no more.\n",
+        f" {_commits(lines)}, by `scripts/gpu_step_measured.py`. The estimate knows none of these steps; that engine"
+        " cut 1,034 keys into splits of 1,024 and of 10, which it does no more.\n",
         table(head, steps),
         "The launches of a layer, microseconds:\n",
     ]
