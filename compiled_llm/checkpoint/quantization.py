@@ -12,6 +12,7 @@ from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantized import Scheme
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_skip
+from compiled_llm.models.quantized.described import described
 from compiled_llm.models.quantized.plan import read_quantization
 from compiled_llm.models.registry import family_of
 
@@ -36,12 +37,20 @@ def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.de
     """The kind for a model: as its checkpoint keeps the weights, and as the engine's arguments say.
 
     Raises:
-        ValueError: ``quantization_skip`` names no layer that the checkpoint has in plain form.
+        ValueError: ``quantization_skip`` names no layer that the checkpoint has in plain form, or it has none that
+            ``quantization`` could round.
     """
-    if config.quantization_skip:
+    if config.quantization_skip or (config.quantization is not None and model_config.published):
         plain = Names()
         family_of(model_config).describe(model_config, dtype, published(model_config, plain))
-        check_skip(config.quantization_skip, plain.parts)
+        if config.quantization_skip:
+            check_skip(config.quantization_skip, plain.parts)
+        if not plain.parts:
+            raise ValueError(
+                f"quantization={config.quantization!r} rounds layers that a checkpoint has in plain form, but this one "
+                f"keeps all of them quantised ({described(json.loads(model_config.published))}), and they stay as "
+                "they are: leave it out"
+            )
     return published(model_config, quantizing(config, linear_kind(device, dtype, config.exact), dtype))
 
 

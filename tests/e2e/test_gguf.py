@@ -50,3 +50,17 @@ def test_answers_are_those_of_the_values(name: str, tmp_path: Path) -> None:
         for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
             for token, logprob in theirs.items():
                 assert mine[token].logprob == pytest.approx(logprob.logprob, abs=2e-4)
+
+
+def test_a_file_with_nothing_to_round_takes_no_quantization(tmp_path: Path) -> None:
+    """Its codes stay as they are: it would do nothing. One with plain layers takes it."""
+    name = "llama in blocks"
+    given = MODELS[name][0], metadata_of(name), tensors_of(name)
+    arguments = {"dtype": "float32", "enforce_eager": True, "quantization": "int8", **SIZES}
+    whole = write(tmp_path / "whole.gguf", *given, lambda one: "F32" if kind_of(one) == "F32" else "Q8_0")
+    with pytest.raises(
+        ValueError, match=r"quantization='int8' rounds .* keeps all of them quantised .gguf Q8_0.*leave"
+    ):
+        CompiledEngine(str(whole), **arguments)
+    with CompiledEngine(str(write(tmp_path / "some.gguf", *given, kind_of)), **arguments) as engine:
+        assert engine.generate(PROMPTS[:1], SamplingParams(max_tokens=1), use_tqdm=False)
