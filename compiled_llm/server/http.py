@@ -28,6 +28,7 @@ _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Of a body that is too large, so much is read and thrown away, so that its sender gets to read the answer.
 _DISCARDED_TIMES = 16
 GONE_STATUS = 499  # in the log: the client went away
+_COMMENT = b": keep-alive\n\n"  # of an event stream
 
 Result = TypeVar("Result")
 
@@ -160,15 +161,17 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events. ``events``: what goes over the line; it is closed in the end, and when the client goes.
 
-    A client that does not read for ``client_seconds`` is taken for gone.
+    A client that does not read for ``client_seconds`` is taken for gone. Where no event comes for
+    ``keep_alive_seconds``, a comment does, which clients leave out; 0: none.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], client_seconds: float) -> None:
+    def __init__(self, events: AsyncIterator[bytes], client_seconds: float, keep_alive_seconds: float) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
         self._events, self._client_seconds = events, client_seconds
+        self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -181,12 +184,29 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self._events:
-                async with asyncio.timeout(self._client_seconds):
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            self._sent = time.monotonic()
+            comments = asyncio.ensure_future(self._keep_alive(send))
+            try:
+                async for event in self._events:
+                    async with asyncio.timeout(self._client_seconds):
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
+                    self._sent = time.monotonic()
+            finally:
+                comments.cancel()
+                await asyncio.gather(comments, return_exceptions=True)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             raise ClientGoneError from None
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Comments where no event is sent for some time. A task for each event would cost as much as the event."""
+        while self._keep_alive_seconds:
+            left = self._sent + self._keep_alive_seconds - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+            self._sent = time.monotonic()
 
 
 def event(content: Any) -> bytes:

@@ -124,7 +124,8 @@ class _Answering:
         except BaseException:
             await events.aclose()  # type: ignore[attr-defined]
             raise
-        return EventStream(_after(first, events), self._service.settings.client_seconds)
+        settings = self._service.settings
+        return EventStream(_after(first, events), settings.client_seconds, settings.keep_alive_seconds)
 
     async def _events(self) -> AsyncIterator[bytes]:
         """What goes over the line. An error is raised before the first event, and is the last one after that."""

@@ -78,6 +78,8 @@ class Server:
                 make_app(self._service),
                 http=bounded_protocol(settings.max_header_bytes, settings.client_seconds),
                 ws="none",
+                ssl_certfile=settings.ssl_certfile or None,
+                ssl_keyfile=settings.ssl_keyfile or None,
                 lifespan="off",
                 log_config=None,
                 log_level="critical",
@@ -138,7 +140,8 @@ class Server:
     @property
     def url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self._settings.ssl_certfile else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def _say(self, text: str) -> None:
         print(f"{self._program}: {text}", file=sys.stderr, flush=True)

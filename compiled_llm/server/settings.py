@@ -1,6 +1,7 @@
 """ServerSettings: what the server listens to, whom it answers, and what it allows, besides the engine's arguments."""
 
 import dataclasses
+import ssl
 
 from compiled_llm.api.argument_checks import check_fields, names
 from compiled_llm.api.names import refuse_unknown_names
@@ -19,6 +20,8 @@ class ServerSettings:
         served_model_name: what clients call the model, and answers name; given several times, each is a name of it.
         api_key: a request needs one of these, as a bearer token or in the header x-api-key; none: all are answered.
             Other users of the machine see it on the command line: give --api-key-file, or COMPILED_LLM_API_KEY.
+        ssl_certfile: a certificate in PEM form, and those that lead to it: clients then find the server at https.
+        ssl_keyfile: its private key in PEM form, not encrypted; none: it is in ssl_certfile.
         cors_origin: pages of this origin may use the server from a browser; none: no page of another origin may.
         max_body_bytes: of a request.
         max_header_bytes: of a request's line and headers together.
@@ -27,6 +30,8 @@ class ServerSettings:
         max_completions: prompts of a request times its n.
         max_request_seconds: from a request's arrival to the end of its answer.
         client_seconds: that a client may take to send a request, and to read what was sent to it.
+        keep_alive_seconds: without an event, after which a stream has a comment, lest a proxy takes it for dead; 0:
+            never.
         drain_seconds: for answers that are under way when the server is told to end.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
     """
@@ -35,6 +40,8 @@ class ServerSettings:
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
     api_key: tuple[str, ...] = ()
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
     cors_origin: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
     max_header_bytes: int = 2**16
@@ -42,6 +49,7 @@ class ServerSettings:
     max_completions: int = 1024
     max_request_seconds: float = 3600.0
     client_seconds: float = 60.0
+    keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
     stall_seconds: float = 120.0
 
@@ -51,6 +59,27 @@ class ServerSettings:
             object.__setattr__(self, name, names(name, getattr(self, name)))
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host must be an address or a name of this machine, given {self.host!r}")
+        self.tls()
+
+    def tls(self) -> ssl.SSLContext | None:
+        """For connections; None without a certificate. ``ValueError``: the files are no certificate and its key."""
+        if not self.ssl_certfile:
+            if self.ssl_keyfile:
+                raise ValueError(f"ssl_keyfile needs ssl_certfile, given {self.ssl_keyfile!r} alone")
+            return None
+
+        def refuse() -> str:  # else OpenSSL asks for a password on the terminal
+            raise ValueError(f"ssl_keyfile must not be encrypted, given {self.ssl_keyfile or self.ssl_certfile!r}")
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile or None, refuse)
+        except OSError as error:  # of the files, or of what is in them
+            raise ValueError(
+                f"ssl_certfile and ssl_keyfile must be a certificate and its private key in PEM form, given "
+                f"{self.ssl_certfile!r} and {self.ssl_keyfile!r}: {error}"
+            ) from error
+        return context
 
 
 _INTEGERS = {
@@ -63,6 +92,7 @@ _INTEGERS = {
 _NUMBERS = {
     "max_request_seconds": (0.1, 10**6),
     "client_seconds": (0.1, 10**6),
+    "keep_alive_seconds": (0.0, 10**6),
     "drain_seconds": (0.0, 10**6),
     "stall_seconds": (1.0, 10**6),
 }

@@ -5,6 +5,7 @@ import contextlib
 import queue
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -86,7 +87,9 @@ class Running:
         self._thread.start()
         self._loop = made.get()
         self.url = self.server.url
-        self.http = httpx.Client(base_url=self.url, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+        known: Any = ssl.create_default_context(cafile=settings.get("ssl_certfile"))
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=self.url, timeout=60, limits=limits, verify=known)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
         while self.http.get("/health").status_code != 200:
             pass

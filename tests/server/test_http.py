@@ -1,4 +1,4 @@
-"""A stream to a client that does not read, without a socket, whose buffers would take all of it."""
+"""Streams without a socket, whose buffers would take all of what a client does not read."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,30 @@ def test_a_client_that_does_not_read_is_gone() -> None:
         await asyncio.Event().wait()
 
     scope: Any = {"type": "http", "state": {"facts": {}}}
-    asyncio.run(asyncio.wait_for(EventStream(events(), 0.05)(scope, receive, send), 10))
+    asyncio.run(asyncio.wait_for(EventStream(events(), 0.05, 0)(scope, receive, send), 10))
     assert len(sent) == 4
     assert closed == [True]
     assert scope["state"]["facts"] == {"client": "gone"}
+
+
+def test_a_stream_that_waits_has_comments_and_none_after_its_end() -> None:
+    sent: list[bytes] = []
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        while sent.count(b": keep-alive\n\n") < 3:
+            await asyncio.sleep(0.01)
+        yield b"data: 2\n\n"
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b"head"))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        await EventStream(events(), 5, 0.05)({"type": "http", "state": {"facts": {}}}, receive, send)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert sent == [b"head", b"data: 1\n\n", *[b": keep-alive\n\n"] * 3, b"data: 2\n\n", b""]

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -235,3 +236,16 @@ def _failing(launch: Any) -> Any:
         raise RuntimeError("out of order")
 
     return fail
+
+
+def test_with_a_certificate_it_is_found_at_https_alone(engine: CompiledEngine) -> None:
+    tls = Path(__file__).with_name("tls")
+    files = {"ssl_certfile": str(tls / "certificate.pem"), "ssl_keyfile": str(tls / "key.pem")}
+    with running_with(engine, **files) as running:
+        assert running.url.startswith("https://127.0.0.1:")
+        text = running.http.post("/v1/completions", json={**LONG, "max_tokens": 4, "stream": True}).text
+        assert [one["object"] for one in events(text)] == ["text_completion"] * len(events(text))
+        with pytest.raises(httpx.TransportError), httpx.Client() as plain:
+            plain.get(running.url.replace("https", "http") + "/ping")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"), httpx.Client() as stranger:
+            stranger.get(f"{running.url}/ping")

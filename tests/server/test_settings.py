@@ -1,10 +1,13 @@
 """The server's own arguments."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compiled_llm.server.settings import ServerSettings
+
+TLS = Path(__file__).with_name("tls")
 
 
 @pytest.mark.parametrize(
@@ -16,6 +19,12 @@ from compiled_llm.server.settings import ServerSettings
         ({"drain_seconds": -1}, "drain_seconds must be a number from 0.0"),
         ({"client_seconds": 0}, "client_seconds must be a number from 0.1"),
         ({"api_key": ("",)}, "api_key must be a list of names"),
+        ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
+        (
+            {"ssl_certfile": "none.pem"},
+            "must be a certificate and its private key in PEM form, given 'none.pem' and ''",
+        ),
+        ({"ssl_certfile": str(TLS / "certificate.pem")}, "must be a certificate and its private key in PEM form"),
         ({"ports": 1}, "unknown server argument 'ports': did you mean 'port'?"),
     ],
 )
