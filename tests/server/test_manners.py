@@ -177,11 +177,12 @@ def test_states(running: Running) -> None:
 
 
 def test_an_end_waits_for_answers(engine: CompiledEngine) -> None:
-    with running_with(engine) as running, open_request(running, {**LONG, "max_tokens": 60, "stream": True}) as stream:
+    body = {**LONG, "max_tokens": 60, "stream": True, "stream_options": {"include_usage": True}}
+    with running_with(engine) as running, open_request(running, body) as stream:
         until(lambda: len(engine.scheduler.running) == 1)
         running.stop()
         text = b"".join(iter(lambda: stream.recv(65536), b"")).decode()
-        assert text.count('"text":') >= 50
+        assert '"completion_tokens":60' in text
         assert '"finish_reason":"length"' in text
         assert "[DONE]" in text
         assert running.ended() == 0

@@ -93,12 +93,13 @@ def test_it_loads_streams_and_ends_after_its_answers() -> None:
         assert maps
         assert not any("libtorch" in path for path in maps), "torch is for the engine's process"
         assert any("libtorch" in one.path for one in engine.memory_maps())
-        with server.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 100}) as answer:
+        body = {**LONG, "max_tokens": 100, "stream_options": {"include_usage": True}}
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
             server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
-        assert len(rest) > 50
+        assert '"completion_tokens":100' in rest[-2]
         assert rest[-1] == "data: [DONE]"
         status, err = server.ended()
         assert status == 0
