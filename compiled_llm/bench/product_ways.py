@@ -21,13 +21,12 @@ from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.layers.residual import BlockOutput, Residual
 from compiled_llm.models.linears import fused
-from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.dense import Dense, counters_on
 from compiled_llm.models.linears.quantizing import KINDS
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linears
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import empty_packed, pack_weight, packed_linear
-from compiled_llm.ops.linear.product_choices import num_counters
 from compiled_llm.ops.linear.quantized_linear import quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import (
     quantize_activations,
@@ -208,8 +207,7 @@ def gpu_case(layer: Layer, tokens: int, args: argparse.Namespace) -> Case:
     after = layer.after if args.around else ""
     residual = torch.randn(tokens, layer.outputs, device="cuda").bfloat16() if after == "residual" else None
     around = Surroundings(activation="silu" if after == "gate" else "", residual=residual)
-    count = num_counters(layer.outputs, layer.inputs)
-    counters = torch.zeros(count, dtype=torch.int32, device="cuda") if count else None
+    counters = counters_on(x.device, layer.outputs, layer.inputs)
 
     def linear(copy: int) -> Tensor:
         y = F.linear(x, weights[copy % copies])

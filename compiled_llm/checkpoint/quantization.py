@@ -40,18 +40,18 @@ def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.de
         ValueError: ``quantization_skip`` names no layer that the checkpoint has in plain form, or it has none that
             ``quantization`` could round.
     """
-    if config.quantization_skip or (config.quantization is not None and model_config.published):
+    linears = quantizing(config, linear_kind(device, dtype, config.exact), dtype)
+    if isinstance(linears, Quantizing) and (config.quantization_skip or model_config.published):
         plain = Names()
         family_of(model_config).describe(model_config, dtype, published(model_config, plain))
-        if config.quantization_skip:
-            check_skip(config.quantization_skip, plain.parts)
-        if not plain.parts:
+        check_skip(config.quantization_skip, plain.parts)
+        if model_config.published and not any(map(linears.scheme, plain.parts)):
             raise ValueError(
                 f"quantization={config.quantization!r} rounds layers that a checkpoint has in plain form, but this one "
-                f"keeps all of them quantised ({described(json.loads(model_config.published))}), and they stay as "
-                "they are: leave it out"
+                f"keeps all that it could round quantised ({described(json.loads(model_config.published))}), and they "
+                "stay as they are: leave it out"
             )
-    return published(model_config, quantizing(config, linear_kind(device, dtype, config.exact), dtype))
+    return published(model_config, linears)
 
 
 def published(config: ModelConfig, plain: LinearKind) -> LinearKind:

@@ -63,6 +63,9 @@ class Server:
         program: whose messages these are.
         name: of the model, unless ``settings`` give it others.
 
+    Raises:
+        ValueError: the settings' certificate is none.
+
     Attributes:
         url: where it is found.
     """
@@ -73,22 +76,21 @@ class Server:
         self._program, self._client, self._settings, self._listener = program, client, settings, listener
         names = settings.served_model_name or (name,)
         self._service = Service(settings, client, names, Metrics(names[0]))
-        self._http = _HttpServer(
-            uvicorn.Config(
-                make_app(self._service),
-                http=bounded_protocol(settings.max_header_bytes, settings.client_seconds),
-                ws="none",
-                ssl_certfile=settings.ssl_certfile or None,
-                ssl_keyfile=settings.ssl_keyfile or None,
-                lifespan="off",
-                log_config=None,
-                log_level="critical",
-                access_log=False,
-                server_header=False,
-                backlog=_BACKLOG,
-                timeout_graceful_shutdown=int(settings.drain_seconds + _LAST_SECONDS) + 1,
-            )
+        config = uvicorn.Config(
+            make_app(self._service),
+            http=bounded_protocol(settings.max_header_bytes, settings.client_seconds),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=int(settings.drain_seconds + _LAST_SECONDS) + 1,
         )
+        config.load()
+        config.ssl = settings.tls()  # uvicorn's own would ask for the password of a key
+        self._http = _HttpServer(config)
 
     async def run(self) -> int:
         """Until a signal comes (of these there are none but in the main thread) or the engine ends."""

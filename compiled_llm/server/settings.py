@@ -1,6 +1,7 @@
 """ServerSettings: what the server listens to, whom it answers, and what it allows, besides the engine's arguments."""
 
 import dataclasses
+import os
 import ssl
 
 from compiled_llm.api.argument_checks import check_fields, names
@@ -59,7 +60,6 @@ class ServerSettings:
             object.__setattr__(self, name, names(name, getattr(self, name)))
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host must be an address or a name of this machine, given {self.host!r}")
-        self.tls()
 
     def tls(self) -> ssl.SSLContext | None:
         """For connections; None without a certificate. ``ValueError``: the files are no certificate and its key."""
@@ -70,6 +70,11 @@ class ServerSettings:
 
         def refuse() -> str:  # else OpenSSL asks for a password on the terminal
             raise ValueError(f"ssl_keyfile must not be encrypted, given {self.ssl_keyfile or self.ssl_certfile!r}")
+
+        for name in ("ssl_certfile", "ssl_keyfile"):  # a pipe that nobody writes to would be waited for
+            path = getattr(self, name)
+            if path and not os.path.isfile(path):
+                raise ValueError(f"{name} must be a file in PEM form, given {path!r}, which is none")
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_llm.models.linears.dense import counters_on
 from compiled_llm.ops import gated_activation
 from compiled_llm.ops.linear import product_choices
-from compiled_llm.ops.linear.product_choices import AROUND, Choice, LinearTile, Product, num_counters
+from compiled_llm.ops.linear.product_choices import AROUND, Choice, LinearTile, Product
 from compiled_llm.tuning.search import Gpu, call_seconds, tuned_ranges
 
 MAX_ROWS = 256  # of a range: larger steps are bound by arithmetic, which a library does best
@@ -58,8 +59,7 @@ class Case:
         self.x = torch.randn(rows, inputs, device=device).bfloat16()
         self.activation = "silu" if around == "gate" else ""
         self.residual = torch.randn(rows, outputs, device=device).bfloat16() if around == "residual" else None
-        count = num_counters(outputs, inputs)
-        self._counters = torch.zeros(count, dtype=torch.int32, device=device) if count else None
+        self._counters = counters_on(weight.device, outputs, inputs)
         self._right: dict[int, Tensor] = {}
         self._default: dict[int, Tensor] = {}
 
