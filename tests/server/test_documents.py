@@ -27,7 +27,7 @@ def test_the_commands_of_curl(running: Running) -> None:
 
 
 def test_the_snippet_prints_one_answer_twice(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = blocks(PAGE, "python")
+    block = next(block for block in blocks(PAGE, "python") if "stream=True" in block.text)
     text = block.text.replace(URL, running.url).replace("max_tokens=24", "max_tokens=24, temperature=0")
     exec(compile(text, str(PAGE), "exec"), {})
     printed = capsys.readouterr().out

@@ -3,18 +3,18 @@
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import compiled_llm
 from compiled_llm import CompiledEngine
+from compiled_llm.parsing.formats import CALL_FORMATS, REASONING_FORMATS
 from compiled_llm.server.settings import DEMO_NAME
 from tests.chat_templates import CHATML_TOOLS
+from tests.docs.markdown import ROOT, blocks
 from tests.server.conftest import SIZES, Running, running_with
 
-DEMO_MODEL = Path(compiled_llm.__file__).parent / "demo_model"
+DEMO_MODEL = ROOT / "compiled_llm" / "demo_model"
 CHAT: Any = [{"role": "user", "content": "What is the weather?"}]
 PLACES = {"type": "string", "enum": ["Oslo", "Rome"]}
 WEATHER: Any = {
@@ -149,3 +149,15 @@ def test_what_cannot_be_enforced_is_refused(fields: dict[str, Any], words: str, 
     answer = with_tools.http.post("/v1/chat/completions", json={"messages": CHAT, "tools": [WEATHER], **fields})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_the_snippet_of_the_document(with_tools: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "serving.md"
+    block = next(block for block in blocks(page, "python") if "tools=" in block.text)
+    exec(compile(block.text, str(page), "exec"), {"client": with_tools.openai})
+    assert capsys.readouterr().out.startswith("weather {")
+
+
+def test_every_format_is_in_the_document() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    assert [name for name in (*CALL_FORMATS, *REASONING_FORMATS) if f"`{name}`" not in text] == []
