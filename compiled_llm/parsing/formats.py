@@ -145,7 +145,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         after_name=(">",),
         tags=("<parameter=", ">", "\n", "</parameter>"),
         written=("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
-        template=(("<function=", "<parameter="),),
+        template=(("<tool_call>", "<function=", "<parameter="),),
     ),
     "glm45": CallFormat(
         "tagged",
@@ -185,7 +185,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         begins=("<tool_call>",),
         ends=("</tool_call>",),
         written=_json_written("name", before="<tool_call>\n", after="\n</tool_call>"),
-        template=(("<tool_call>",),),
+        template=(("<tool_call>", '{"name": '), ("<tool_call>", '{\\"name\\": ')),
     ),
     "llama3_json": CallFormat(
         "json",
@@ -194,7 +194,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         bare=True,
         written=_json_written("name", "parameters"),
         joined=("", "; ", ""),
-        template=(("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
+        template=(("<|python_tag|>", '"parameters"'), ('"parameters": dictionary of argument name',)),
     ),
 }
 _THINK = ReasoningFormat(("<think>",), ("</think>",), (("<think>",), ("</think>",)))
