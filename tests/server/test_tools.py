@@ -3,9 +3,11 @@
 import json
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import openai
 import pytest
+from pydantic import BaseModel
 
 from compiled_llm import CompiledEngine
 from compiled_llm.parsing.formats import CALL_FORMATS, REASONING_FORMATS
@@ -97,6 +99,22 @@ def test_a_named_tool_is_called_once(with_tools: Running) -> None:
     assert cut.finish_reason == "length"
     assert call.function.arguments.startswith(part.function.arguments)
     assert len(part.function.arguments) < len(call.function.arguments)
+
+
+class Weather(BaseModel):
+    place: Literal["Oslo", "Rome"]
+    days: Literal[1, 2]
+
+
+def test_openais_helpers_read_calls_and_their_streams(with_tools: Running) -> None:
+    tools: Any = [openai.pydantic_function_tool(Weather)]
+    asked: Any = {**ASKED, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False,
+                  "max_tokens": 240, "frequency_penalty": 1.5}  # fmt: skip
+    (call,) = with_tools.openai.chat.completions.parse(**asked).choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Weather)
+    with with_tools.openai.chat.completions.stream(**asked) as stream:
+        (done,) = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert done.parsed_arguments == call.function.parsed_arguments
 
 
 def test_free_answers_with_strict_tools_are_content(with_tools: Running) -> None:
