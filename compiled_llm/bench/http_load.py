@@ -122,7 +122,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decoded = msgspec.json.Decoder(_Event).decode
@@ -156,7 +156,9 @@ class _Connection(asyncio.Protocol):
         self._now = time.monotonic()
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, msgspec.DecodeError) as error:
+        except httptools.HttpParserCallbackError as error:  # what a method below raised
+            self._fail(error.__context__ or error)
+        except httptools.HttpParserError as error:
             self._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -179,7 +181,7 @@ class _Connection(asyncio.Protocol):
     def _take(self, event: _Event) -> None:
         served = self._served
         if event.error is not None:
-            served.error = bytes(event.error).decode()[:_MOST_SHOWN]
+            served.error = str(event.error)[:_MOST_SHOWN]
         if event.usage is not None:
             self._usage = event.usage
         if event.choices:
@@ -202,7 +204,7 @@ class _Connection(asyncio.Protocol):
         else:
             served.input_len, served.num_tokens = usage.prompt_tokens, usage.completion_tokens
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         if hasattr(self, "_end") and not self._end.done():
             self._end.set_exception(error)
 
