@@ -37,6 +37,8 @@ class ServerConversation(Conversation):
 
     def size(self) -> str:
         last = self.last
+        if last is not None and self.messages and not last.num_tokens:
+            return "of an unknown number of tokens"
         tokens = 0 if last is None or not self.messages else last.num_prompt_tokens + last.num_tokens
         return f"{tokens} tokens" if self._capacity is None else f"{tokens} of {self._capacity} tokens"
 
@@ -61,6 +63,10 @@ class _ServerAnswer(Answer):
     def __init__(self, write: Callable[[str], object]) -> None:
         super().__init__(write)
         self._metrics, self._content = RequestMetrics(time.monotonic()), ""
+
+    @property
+    def summary(self) -> str:
+        return super().summary if self.num_tokens else "stopped before the server had counted its tokens"
 
     @property
     def said(self) -> str:

@@ -125,6 +125,8 @@ def test_ctrl_c_keeps_what_came_and_closes_the_connection(script: Callable[..., 
     conversation = ServerConversation(ServerClient(server.url), None, {}, write)
     assert (conversation.say("go") or "").startswith("stopped; what came of the answer stays")
     assert conversation.messages[1]["content"] == "on on on "
+    assert conversation.last is not None
+    assert conversation.last.summary == "stopped before the server had counted its tokens"
     assert closed.wait(30), "the server sees that nobody reads"
 
 
