@@ -73,7 +73,7 @@ def events(*events: dict[str, Any], done: bool = True) -> bytes:
     return found + (b"data: [DONE]\n\n" if done else b"")
 
 
-def completion(text: str) -> dict[str, Any]:
+def completion(text: str | None) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
 
 

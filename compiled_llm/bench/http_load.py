@@ -6,6 +6,7 @@ it came. aiohttp takes twice as long and httpx five times (docs/log.md), on core
 
 import asyncio
 import math
+import resource
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -60,6 +61,8 @@ def drive(
     Returns:
         The times of each request, the seconds from the start until all had ended, and those of this process's CPU.
     """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one
     return uvloop.run(_Load(target, max_concurrency or len(bodies), progress).run(bodies, arrivals))
 
 
@@ -86,21 +89,28 @@ class _Load:
         async with self._seats:
             served.sent = time.monotonic() if waits else served.arrival
             try:
-                connection = await self._connection()
-                await connection.send(request, served)
-                if connection.is_kept:
-                    self._idle.append(connection)
+                await self._exchange(request, served)
             except (OSError, httptools.HttpParserError, msgspec.DecodeError) as error:
                 served.error = f"{type(error).__name__}: {error}"
         self._progress()
 
-    async def _connection(self) -> "_Connection":
-        """One that is kept from a request before, unless the server has closed it, or a new one."""
-        while self._idle:
-            if not (kept := self._idle.pop()).transport.is_closing():
-                return kept
+    async def _exchange(self, request: bytes, served: Served) -> None:
+        """Over a connection that is kept from a request before, or a new one."""
         target, loop = self._target, asyncio.get_running_loop()
-        return (await loop.create_connection(_Connection, target.host, target.port, ssl=target.tls))[1]
+        while True:
+            kept = self._idle.pop() if self._idle else None
+            connection = (
+                kept or (await loop.create_connection(_Connection, target.host, target.port, ssl=target.tls))[1]
+            )
+            try:
+                await connection.send(request, served)
+            except ConnectionError:
+                if kept is None or kept.has_answered:
+                    raise
+                continue  # the server has closed it meanwhile, as it may
+            if connection.is_kept:
+                self._idle.append(connection)
+            return
 
 
 class _Delta(msgspec.Struct):
@@ -110,7 +120,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    text: str = ""
+    text: str | None = ""
     delta: _Delta | None = None
 
 
@@ -129,9 +139,14 @@ _decoded = msgspec.json.Decoder(_Event).decode
 
 
 class _Connection(asyncio.Protocol):
-    """A connection to the server, for one request after the other. httptools calls the methods ``on_...``."""
+    """A connection to the server, for one request after the other. httptools calls the methods ``on_...``.
 
-    is_kept = False
+    Attributes:
+        has_answered: a byte came since the last request.
+        is_kept: it may have another request.
+    """
+
+    is_kept = has_answered = is_lost = False
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -143,6 +158,9 @@ class _Connection(asyncio.Protocol):
         self._last = math.nan  # when the last event with a choice came
         self._parser = httptools.HttpResponseParser(self)
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_kept = self.has_answered = False
+        if self.is_lost:
+            raise ConnectionError
         served.added = time.monotonic()
         self.transport.write(request)
         try:
@@ -153,7 +171,7 @@ class _Connection(asyncio.Protocol):
         self._conclude()
 
     def data_received(self, data: bytes) -> None:
-        self._now = time.monotonic()
+        self._now, self.has_answered = time.monotonic(), True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:  # what a method below raised
@@ -162,6 +180,7 @@ class _Connection(asyncio.Protocol):
             self._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
         self._fail(error or ConnectionError("the server closed the connection before the answer had ended"))
 
     def on_body(self, body: bytes) -> None:
@@ -212,5 +231,5 @@ class _Connection(asyncio.Protocol):
 def _text_of(choice: _Choice) -> str:
     delta = choice.delta
     if delta is None:
-        return choice.text
+        return choice.text or ""
     return (delta.content or "") + (delta.reasoning or delta.reasoning_content or "")

@@ -269,6 +269,10 @@ def _read_conversations(args: argparse.Namespace, vocab_size: int, tokenizer: To
             found.append(WorkloadRequest(token_ids, count))
         if len(found) == args.num_prompts:
             break
+    if not found:
+        raise ValueError(
+            f"--dataset-path {path} must have a conversation of an answered turn of usual length, given none"
+        )
     return found
 
 

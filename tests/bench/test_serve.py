@@ -20,7 +20,7 @@ def send(server: Script, count: int = 1, **options: Any) -> Any:
 
 
 LINES = b": a comment\r\n\r\n" + events(
-    completion("a"), completion("bé"), completion(""), completion("c"), {"choices": [], "usage": USAGE}
+    completion("a"), completion("bé"), completion(None), completion("c"), {"choices": [], "usage": USAGE}
 )
 
 
@@ -82,6 +82,18 @@ def test_what_fails_is_told_and_the_others_go_on(script: Callable[..., Script], 
     served, *_ = send(server, 3, max_concurrency=1)
     assert [bool(one.error) for one in served] == [False, True, False]
     assert said in served[1].error
+
+
+def test_a_connection_that_the_server_has_closed_meanwhile_fails_nothing(script: Callable[..., Script]) -> None:
+    def answered(path: str, body: dict[str, Any]) -> Iterator[bytes]:
+        yield SSE + chunked(LINES) + END
+        raise ConnectionAbortedError  # which closes it
+
+    server = script(answered)
+    server.handle_error = lambda *given: None  # type: ignore[method-assign]
+    served, *_ = send(server, 20, max_concurrency=1)
+    assert [one.error for one in served] == [""] * 20
+    assert server.connections == 20
 
 
 def test_a_server_that_is_not_there() -> None:
