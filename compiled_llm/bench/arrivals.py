@@ -46,7 +46,7 @@ def parser(program: str) -> FlagParser:
     serving.add_engine_flags(made)
     add_load_flags(made, "engine", percentiles="99")
     made.add_argument("--ignore-eos", action="store_true", help="generate exactly output_len; for --dataset-path")
-    made.seldom.add("--disable-detokenize")
+    made.seldom |= {"--disable-detokenize", "--ignore-eos"}
     return made
 
 

@@ -23,7 +23,7 @@ TITLES = {
 }
 _SELDOM = (
     *("--goodput-share", "--goodput-steps", "--percentile-metrics", "--metric-percentiles", "--label"),
-    *("--result-dir", "--result-filename", "--save-detailed", "--ignore-eos", "--num-warmups"),
+    *("--result-dir", "--result-filename", "--save-detailed", "--num-warmups"),
 )
 
 

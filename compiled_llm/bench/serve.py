@@ -94,7 +94,7 @@ def _rate(text: str) -> float:
     return rate
 
 
-class Served(NamedTuple):
+class _Model(NamedTuple):
     """The model that a server has.
 
     Attributes:
@@ -107,7 +107,7 @@ class Served(NamedTuple):
     tokenizer: Tokenizer
 
 
-def _served(args: argparse.Namespace, client: ServerClient) -> Served:
+def _model(args: argparse.Namespace, client: ServerClient) -> _Model:
     """``ValueError``, ``OSError``: the server does not answer, or nothing here knows the model's tokens."""
     models = client.models()
     if args.model is None and not models:
@@ -124,13 +124,13 @@ def _served(args: argparse.Namespace, client: ServerClient) -> Served:
         ) from error
     if tokenizer is None:
         raise ValueError(f"--tokenizer must have a tokenizer.json, given {given!r}")
-    return Served(name, given, tokenizer)
+    return _Model(name, given, tokenizer)
 
 
 class _Bench:
     """Runs at different rates, each of prompts of its own if they are random."""
 
-    def __init__(self, client: ServerClient, served: Served, args: argparse.Namespace) -> None:
+    def __init__(self, client: ServerClient, model: _Model, args: argparse.Namespace) -> None:
         from compiled_llm.bench.http_load import Target
 
         headers = {**client.headers, **dict(text.split("=", 1) for text in args.header)}
@@ -138,14 +138,14 @@ class _Bench:
             client.url + (args.endpoint or _ENDPOINTS[args.backend]),
             [f"{name}: {value}" for name, value in headers.items()],
         )
-        self._served, self._args = served, args
+        self._model, self._args = model, args
         self._seeds = itertools.count(args.seed)
-        self._vocab_size = len(served.tokenizer.vocabulary()[1])
+        self._vocab_size = len(model.tokenizer.vocabulary()[1])
         self.requests = self._draw()
 
     def _draw(self) -> Requests:
         args = argparse.Namespace(**{**vars(self._args), "seed": next(self._seeds)})
-        return serving.requests_for(args, self._vocab_size, self._served.tokenizer)
+        return serving.requests_for(args, self._vocab_size, self._model.tokenizer)
 
     def warm_up(self) -> None:
         """Requests whose prompts no other begins with. ``OSError``: one fails."""
@@ -175,12 +175,12 @@ class _Bench:
 
     def _body(self, request: WorkloadRequest) -> bytes:
         args, prompt = self._args, request.prompt_token_ids
-        body: dict[str, Any] = {"model": self._served.name, "temperature": args.temperature, "stream": True}
+        body: dict[str, Any] = {"model": self._model.name, "temperature": args.temperature, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if args.backend == "openai":
             body |= {"prompt": prompt, "max_tokens": request.output_len}
         else:
-            message = {"role": "user", "content": self._served.tokenizer.decode(prompt)}
+            message = {"role": "user", "content": self._model.tokenizer.decode(prompt)}
             body |= {"messages": [message], "max_completion_tokens": request.output_len}
         if args.ignore_eos:
             body["ignore_eos"] = True
@@ -217,8 +217,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     with errors_end(program):
         client = ServerClient(args.base_url or f"http://{args.host}:{args.port}", os.environ.get("OPENAI_API_KEY"))
     with errors_end(program, (OSError,), 1), errors_end(program, (ValueError,)):
-        served = _served(args, client)
-        bench = _Bench(client, served, args)
+        model = _model(args, client)
+        bench = _Bench(client, model, args)
         bench.warm_up()
     if args.find_goodput:
         runs = [search(bench.run, args)]
@@ -233,7 +233,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     if args.picture is not None:
         from compiled_llm.bench.load_picture import draw
 
-        draw(args.picture, runs, f"{served.name} at {client.url}: {len(run.served)} requests a run")
-    facts = {"backend": args.backend, "base_url": client.url, "model_id": served.name}
-    facts["tokenizer_id"] = served.tokenizer_name
-    return conclude("serve", args, run, facts, table=lambda result: _print(result, args, runs))
+        draw(args.picture, runs, f"{model.name} at {client.url}: {len(run.served)} requests a run")
+    facts = {"backend": args.backend, "base_url": client.url, "model_id": model.name}
+    facts["tokenizer_id"] = model.tokenizer_name
+    status = conclude("serve", args, run, facts, table=lambda result: _print(result, args, runs))
+    return 1 if any(each.metrics["failed"] for each in runs) else status

@@ -184,6 +184,20 @@ def test_rates_chats_and_conversations(
     assert result["goodput_search"]["max_request_rate"] == "inf"
 
 
+def test_a_failure_at_any_rate_is_the_status(script: Callable[..., Script], capsys: pytest.CaptureFixture[str]) -> None:
+    count = iter(range(100))
+
+    def answer(path: str, body: dict[str, Any]) -> Iterator[bytes]:
+        if path == "/v1/models":
+            yield json_answer({"data": [{"id": "compiled-llm-demo"}]})
+        else:
+            yield SSE + chunked(LINES if next(count) else events(completion("a"))) + END
+
+    words = ("--base-url", script(answer).url, *SMALL, "--num-warmups", "0", "--rates", "500,600")
+    result = run(capsys, *words, status=1)
+    assert ([each["failed"] for each in result["sweep"]], result["failed"]) == ([1, 0], 0)
+
+
 def test_a_server_that_refuses_ends_it(script: Callable[..., Script], capsys: pytest.CaptureFixture[str]) -> None:
     server = serving(script)
     for words, said, status in (
