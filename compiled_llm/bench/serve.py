@@ -218,7 +218,9 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         client = ServerClient(args.base_url or f"http://{args.host}:{args.port}", os.environ.get("OPENAI_API_KEY"))
     with errors_end(program, (OSError,), 1), errors_end(program, (ValueError,)):
         model = _model(args, client)
+    with errors_end(program):
         bench = _Bench(client, model, args)
+    with errors_end(program, (OSError,), 1):
         bench.warm_up()
     if args.find_goodput:
         runs = [search(bench.run, args)]

@@ -201,9 +201,10 @@ def test_a_failure_at_any_rate_is_the_status(script: Callable[..., Script], caps
 def test_a_server_that_refuses_ends_it(script: Callable[..., Script], capsys: pytest.CaptureFixture[str]) -> None:
     server = serving(script)
     for words, said, status in (
+        (("--dataset-path", "nowhere.jsonl"), "nowhere.jsonl", 2),
         (("--model", "other"), "--tokenizer must be that of the model 'other'", 2),
-        (("--endpoint", "/v1/models"), "a first request failed", 1),
+        (("--endpoint", "/v1/models", *SMALL), "a first request failed", 1),
     ):
         with pytest.raises(SystemExit, match=str(status)):
-            main(["bench", "serve", "--base-url", server.url, *SMALL, *words])
+            main(["bench", "serve", "--base-url", server.url, *words])
         assert said in capsys.readouterr().err
