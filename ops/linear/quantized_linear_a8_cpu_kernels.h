@@ -136,8 +136,9 @@ TARGET void multiply(const Work8& work) {
 // it lies, as 16 times itself, and its sums are divided. GROUP: words of a group, or 0 where they are not the usual number.
 template <int BITS, int M, class S, int GROUP>
 TARGET void stream_groups(const Stream8<S>& work) {
-  constexpr int STEP = BITS == 4 ? 2 : 1, SUMS = M * PARTS == 1 ? 4 / STEP : M * PARTS == 2 && STEP == 1 ? 2 : 1;
   constexpr bool SHIFTED = BITS == 4 && DOT;
+  constexpr int SIDES = SHIFTED ? 2 : 1;  // sums of the lower codes, and of the upper ones
+  constexpr int STEP = BITS == 4 ? 2 : 1, SUMS = std::max(1, 4 / (M * PARTS * SIDES));
   constexpr int64_t SCALES_AHEAD = AHEAD / (BITS == 4 ? 256 : 512) * TILE;
   const int64_t groups = work.x.groups, group = GROUP == 0 ? work.group : GROUP;
   const uint8_t* w = work.w;
@@ -145,16 +146,16 @@ TARGET void stream_groups(const Stream8<S>& work) {
   for (int64_t tile = 0; tile < work.tiles; ++tile) {
     Vec totals[M] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      IntRegister sums[STEP][SUMS][M][PARTS];
+      IntRegister sums[SIDES][SUMS][M][PARTS];
 #pragma GCC unroll 2
-      for (int part = 0; part < STEP; ++part)
+      for (int side = 0; side < SIDES; ++side)
 #pragma GCC unroll 4
         for (int s = 0; s < SUMS; ++s)
 #pragma GCC unroll 4
           for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
             for (int i = 0; i < PARTS; ++i)
-              sums[part][s][m][i] = IntRegister{} + (s + part == 0 ? work.x.starts[m * groups + g] : 0);
+              sums[side][s][m][i] = IntRegister{} + (s + side == 0 ? work.x.starts[m * groups + g] : 0);
       const auto take = [&](int s, int64_t at) TARGET __attribute__((always_inline)) {
         ByteRegister raw[PARTS];
 #pragma GCC unroll 4
@@ -171,7 +172,7 @@ TARGET void stream_groups(const Stream8<S>& work) {
           for (int m = 0; m < M; ++m) {
             const Bytes x = broadcast_four(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
 #pragma GCC unroll 4
-            for (int i = 0; i < PARTS; ++i) add(sums[part][s][m][i], codes[i], x);
+            for (int i = 0; i < PARTS; ++i) add(sums[part % SIDES][s][m][i], codes[i], x);
           }
         }
       };
@@ -201,11 +202,11 @@ TARGET void stream_groups(const Stream8<S>& work) {
           all[i] = sums[0][0][m][i];
 #pragma GCC unroll 4
           for (int s = 1; s < SUMS; ++s) all[i] += sums[0][s][m][i];
-          if constexpr (STEP == 2) {
+          if constexpr (SHIFTED) {
             IntRegister upper = sums[1][0][m][i];
 #pragma GCC unroll 4
             for (int s = 1; s < SUMS; ++s) upper += sums[1][s][m][i];
-            all[i] += SHIFTED ? upper >> 4 : upper;
+            all[i] += upper >> 4;
           }
         }
         IntVec whole;
