@@ -314,8 +314,8 @@ Tensor grouped_quantized_linear_a8(const Tensor& x, const Tensor& codes, const T
 }
 
 const std::vector<Op> ops = {
-    {"quantized_linear_a8", Boxed<quantized_linear_a8>::call},
-    {"grouped_quantized_linear_a8", Boxed<grouped_quantized_linear_a8>::call},
+    {"quantized_linear_a8", Boxed<quantized_linear_a8>::call, Boxed<quantized_linear_a8>::direct},
+    {"grouped_quantized_linear_a8", Boxed<grouped_quantized_linear_a8>::call, Boxed<grouped_quantized_linear_a8>::direct},
 };
 
 }  // namespace
