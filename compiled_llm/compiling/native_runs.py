@@ -29,6 +29,11 @@ def native_runs(source: str) -> NativeRuns | None:
     """None if ``source`` has no run."""
     module = ast.parse(source)
     (function,) = (statement for statement in module.body if isinstance(statement, ast.FunctionDef))
+    several = {
+        one.targets[0].id  # type: ignore[attr-defined]
+        for one in function.body
+        if _is_call(one) and _num_results(one.value) > 1  # type: ignore[attr-defined]
+    }
     used_later: set[str] = set()
     body: list[ast.stmt] = []
     runs: dict[str, Program] = {}
@@ -50,7 +55,7 @@ def native_runs(source: str) -> NativeRuns | None:
         pending.clear()
 
     for statement in reversed(function.body):
-        if isinstance(statement, ast.Delete) or _is_native(statement):
+        if isinstance(statement, ast.Delete) or _is_native(statement, several):
             pending.append(statement)
         else:
             end_run()
@@ -71,16 +76,23 @@ def _is_call(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
 
 
-def _is_native(statement: ast.stmt) -> bool:
+def _num_results(call: ast.Call) -> int:
+    """Of an op that a native program can call; 0: of another function."""
+    if not ast.unparse(call.func).startswith(_OPS) or _arguments(call) is None:
+        return 0
+    return len(getattr(torch.ops.compiled_llm, _op_of(call)).default._schema.returns)
+
+
+def _is_native(statement: ast.stmt, several: set[str]) -> bool:
+    """``several``: variables that are all results of an op which has several."""
     if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
         return False
     value = statement.value
-    if isinstance(value, ast.Subscript):  # a result of an op that has several
-        return isinstance(value.value, ast.Name)
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.value, ast.Name) and value.value.id in several
     if not isinstance(value, ast.Call):
         return False
-    called = ast.unparse(value.func)
-    return called == _VIEW or (called.startswith(_OPS) and _arguments(value) is not None)
+    return ast.unparse(value.func) == _VIEW or _num_results(value) > 0
 
 
 def _arguments(call: ast.Call) -> list[tuple[str, ast.expr]] | None:
@@ -150,7 +162,7 @@ class _Run:
         if ast.unparse(call.func) == _VIEW:
             return Step(VIEW, arguments, (self._new(name),), ())
         op = _op_of(call)
-        count = len(getattr(torch.ops.compiled_llm, op).default._schema.returns)
+        count = _num_results(call)
         if count == 1:
             return Step(op, arguments, (self._new(name),), ())
         picked = {
