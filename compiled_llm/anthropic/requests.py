@@ -10,7 +10,7 @@ from typing import Any
 
 from compiled_llm.api.names import refuse_unknown_fields
 from compiled_llm.api.readable import shown
-from compiled_llm.openai.requests import SAMPLING_FIELDS, OpenAIRequest, read_request
+from compiled_llm.openai.requests import MEDIA, SAMPLING_FIELDS, OpenAIRequest, read_request
 
 # Fields of a chat that are fields here under the same name.
 _SAME = ("model", "stream", "priority", "cache_salt", "chat_template_kwargs", *SAMPLING_FIELDS)
@@ -36,7 +36,6 @@ _ELSEWHERE = {
     "betas": "give it in the header anthropic-beta, which has no effect",
     **dict.fromkeys(("container", "mcp_servers"), "tools are run by the client alone"),
 }
-_MEDIA = {"image": "images", "document": "files"}
 # Claude Code's system prompt begins with it, another one each time, so that no prefix would be found in the cache.
 _BILLING = "x-anthropic-billing-header"
 # Tools that Anthropic runs itself, by how their types begin: a model is not told of them.
@@ -68,7 +67,9 @@ def read_message(body: Mapping[str, Any], counts: bool = False) -> OpenAIRequest
     except ValueError as error:
         text = str(error)
         raise ValueError(text.replace("stop", "stop_sequences", 1) if text.startswith("stop must") else text) from error
-    return dataclasses.replace(asked, template_hints=_hints(body))
+    types = [str(tool.get("type", "")) for tool in body.get("tools", [])]
+    ignored = tuple(kind.rstrip("_") for kind in PROVIDER_TOOLS if any(one.startswith(kind) for one in types))
+    return dataclasses.replace(asked, template_hints=_hints(body), ignored_tools=ignored)
 
 
 # -- Messages
@@ -143,8 +144,8 @@ def _blocks(name: str, content: Any, kinds: tuple[str, ...]) -> list[Mapping[str
         raise ValueError(f"{name} must be a str or a list of blocks, given {shown(content)}")
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind in _MEDIA:
-            raise ValueError(f"{_MEDIA[kind]} are not served: {name} has a block of type {kind!r}")
+        if kind in MEDIA:
+            raise ValueError(f"{MEDIA[kind]} are not served: {name} has a block of type {kind!r}")
         if kind not in kinds:
             raise ValueError(f"{name} must have blocks of type {', '.join(kinds)}, given {shown(block)}")
         if kind == "text" and not isinstance(block.get("text"), str):

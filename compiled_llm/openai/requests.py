@@ -27,6 +27,7 @@ class OpenAIRequest:
         messages: of a chat.
         chat_options: of a chat: options of ``CompiledEngine.encode_chat``.
         template_hints: of a chat: variables for a chat template that has a use for them.
+        ignored_tools: of a chat: types of tools that the provider would run, of which the model is not told.
         sampling: the sampling parameters that it gives; each was checked.
         cache_salt: as the engine takes it with a prompt.
         stream: answer with an event for each step.
@@ -41,6 +42,7 @@ class OpenAIRequest:
     messages: Sequence[Any] = ()
     chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template_hints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignored_tools: Sequence[str] = ()
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     priority: int = 0
     cache_salt: str = ""
@@ -95,11 +97,11 @@ _ELSEWHERE = {
     "enable_thinking": "give it in chat_template_kwargs",
     "echo": "only completions have it",
 }
-_MEDIA = {
+MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image"), "images"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "videos"),
-    **dict.fromkeys(("file", "input_file"), "files"),
+    **dict.fromkeys(("file", "input_file", "document"), "files"),
 }
 _MOST_DEPTH = 100  # of lists and objects; far below what Python's own functions for JSON can go down
 
@@ -278,8 +280,8 @@ def check_messages(messages: Any) -> list[Any]:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in _MEDIA:
-                raise ValueError(f"{_MEDIA[kind]} are not served: messages[{number}] has a part of type {kind!r}")
+            if kind in MEDIA:
+                raise ValueError(f"{MEDIA[kind]} are not served: messages[{number}] has a part of type {kind!r}")
     return messages
 
 

@@ -57,6 +57,8 @@ class _Answering:
         self._service, self._asked, self._make = service, asked, make
         self._request_id: str = request.state.request_id
         self._facts: dict[str, Any] = request.state.facts
+        if asked.ignored_tools:  # a warning, in the log
+            self._facts["ignored_tools"] = ",".join(asked.ignored_tools)
         self._deadline = asyncio.get_running_loop().time() + service.settings.max_request_seconds
 
     async def whole(self) -> Response:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from compiled_llm.api.config import EngineConfig
@@ -36,6 +36,10 @@ _END_SECONDS = 10.0
 
 class EngineEndedError(Exception):
     """The engine's process has ended, and serves nothing any more."""
+
+
+class RequestAbortedError(Exception):
+    """Somebody else than its client has ended a request."""
 
 
 class EngineClient:
@@ -112,6 +116,7 @@ class EngineClient:
 
         Raises:
             EngineEndedError: the process has ended, or ``fail_all`` was called.
+            RequestAbortedError: ``abort`` was called for one of them.
         """
         if self.ended is not None:
             raise EngineEndedError(self.ended)
@@ -132,6 +137,17 @@ class EngineClient:
             left = [request_id for request_id in open_ids if self._unread.pop(request_id, None) is not None]
             if left and self.ended is None:
                 self._send(Abort(left))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests, if they have not ended: they raise a ``RequestAbortedError``."""
+        for request_id in request_ids:
+            if request_id in self._unread:
+                self._unread[request_id].fail(RequestAbortedError())
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of requests that have not ended."""
+        return list(self._unread)
 
     def fail_all(self, reason: str) -> None:
         """All requests raise an ``EngineEndedError`` with this reason, and the engine drops them."""
@@ -218,7 +234,7 @@ class _Unread:
 
     def __init__(self) -> None:
         self._outputs: dict[str, Output] = {}
-        self._error: EngineEndedError | None = None
+        self._error: EngineEndedError | RequestAbortedError | None = None
         self._news = asyncio.Event()
 
     def put(self, output: Output) -> None:
@@ -226,7 +242,7 @@ class _Unread:
         self._outputs[output.request_id] = output if earlier is None else _joined(earlier, output)
         self._news.set()
 
-    def fail(self, error: EngineEndedError) -> None:
+    def fail(self, error: EngineEndedError | RequestAbortedError) -> None:
         self._error = error
         self._news.set()
 

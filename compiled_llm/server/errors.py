@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from compiled_llm.openai.requests import FIELDS
+from compiled_llm.openai.responses import FIELDS as RESPONSE_FIELDS
 
-_FIELDS = frozenset(name for names in FIELDS.values() for name in names)
+_FIELDS = frozenset(name for names in (*FIELDS.values(), RESPONSE_FIELDS) for name in names)
 # Status -> OpenAI's type and code of it.
 _KINDS = {
     400: ("invalid_request_error", None),

@@ -3,7 +3,7 @@
 Whole answers are what the events of a stream make together.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
 from compiled_llm.openai.answers import TokenTexts, chat_logprobs
@@ -43,18 +43,38 @@ class AnswerEvents(Protocol):
 
 
 class EventAnswer:
-    """The answer to a request for one completion of a chat."""
+    """The answer to a request for one completion of a chat.
+
+    Args:
+        ended: called with the answer when it is whole, or has failed after its start.
+
+    Attributes:
+        request_ids: the engine's.
+    """
 
     last_event = b""
 
-    def __init__(self, served: Served, events: AnswerEvents, texts: TokenTexts) -> None:
+    def __init__(
+        self,
+        served: Served,
+        events: AnswerEvents,
+        texts: TokenTexts,
+        ended: Callable[[dict[str, Any]], None] = lambda answer: None,
+    ) -> None:
         self._outputs, self._params, self._events, self._texts = served.outputs, served.params, events, texts
+        self.request_ids = [prompt.request_id for prompt in served.prompts]
         self._num_tokens = 0
+        self._ended = ended
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """As far as it is known."""
+        return self._events.answer
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.chunks():
             pass
-        return self._events.answer
+        return self.answer
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         has_started = False
@@ -65,9 +85,12 @@ class EventAnswer:
                     yield chunk
             for chunk in self._of_output(output):
                 yield chunk
+        self._ended(self.answer)
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        return self._events.fail(error.status, error.message)
+        chunk = self._events.fail(error.status, error.message)
+        self._ended(self.answer)
+        return chunk
 
     def _of_output(self, output: Output) -> Iterator[dict[str, Any]]:
         for piece in output.pieces:

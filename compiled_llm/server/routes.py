@@ -27,6 +27,7 @@ from compiled_llm.server.http import (
 from compiled_llm.server.message_routes import add_messages
 from compiled_llm.server.metrics import CONTENT_TYPE
 from compiled_llm.server.openapi import body_of
+from compiled_llm.server.response_routes import add_responses
 from compiled_llm.server.service import Served, Service
 from compiled_llm.server.tokens import text_of, tokens_of
 
@@ -58,6 +59,7 @@ def make_app(service: Service) -> Any:
         return error_response(ApiError(500, FAULT), request.scope)  # the guard shows the traceback
 
     _add_generation(app, service)
+    add_responses(app, service)
     add_messages(app, service)
     _add_tokens(app, service)
     _add_models(app, service)

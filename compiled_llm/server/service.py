@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.openai.answers import TokenTexts
 from compiled_llm.openai.requests import OpenAIRequest
-from compiled_llm.server.engine_client import EngineClient, EngineEndedError
+from compiled_llm.server.engine_client import EngineClient, EngineEndedError, RequestAbortedError
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.messages import Generate, Output, Started
 from compiled_llm.server.metrics import Metrics
@@ -164,6 +164,8 @@ class Service:
                 yield output
         except EngineEndedError as error:
             raise ApiError(503, str(error)) from error
+        except RequestAbortedError as error:
+            raise ApiError(500, "the request was aborted", {"x-should-retry": "false"}) from error
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
