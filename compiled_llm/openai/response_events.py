@@ -104,9 +104,10 @@ class ResponseEvents:
         yield self._event(f"response.{status}", response=self.answer)
 
     def fail(self, status: int, message: str) -> dict[str, Any]:
-        """The event that ends a stream with an error."""
-        error = {"code": _CODES.get(status, "server_error"), "message": message}
-        self.answer |= {"status": "failed", "error": error}
+        """The event that ends a stream with an error, or because it was cancelled."""
+        if self.answer["status"] != "cancelled":
+            error = {"code": _CODES.get(status, "server_error"), "message": message}
+            self.answer |= {"status": "failed", "error": error}
         return self._event("response.failed", response=self.answer)
 
     # -- Items
@@ -143,7 +144,7 @@ class ResponseEvents:
         item_id = f"{_PREFIXES[kind]}_{self.answer['id'].partition('_')[2]}{len(output):02x}"
         self._item, self._arguments = {"id": item_id, "type": kind, "status": "in_progress", **fields}, ""
         output.append(self._item)
-        empty = {"content": []} if "content" in fields else {}
+        empty: dict[str, Any] = {"content": []} if "content" in fields else {}
         yield self._event("response.output_item.added", output_index=len(output) - 1, item={**self._item, **empty})
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:

@@ -42,6 +42,11 @@ _ELSEWHERE = {
     "logprobs": "give include with 'message.output_text.logprobs', and top_logprobs",
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "give max_output_tokens"),
 }
+_TYPES = {
+    **dict.fromkeys(("store", "parallel_tool_calls"), (bool, "true or false")),
+    "metadata": (dict, "an object"),
+    "instructions": (str, "a str"),
+}
 _LOGPROBS = "message.output_text.logprobs"
 # What "include" may ask for besides, of tools that are not run here or of other models.
 _INCLUDED_IN_VAIN = (
@@ -86,9 +91,9 @@ def read_response(body: Mapping[str, Any], earlier: Sequence[Any] = ()) -> Respo
     for name, only in _ONLY.items():
         if body.get(name, only) != only:
             raise ValueError(f"{name} must be {only!r}, all that is served here, given {shown(body[name])}")
-    for name, kind in (("store", bool), ("parallel_tool_calls", bool), ("metadata", Mapping), ("instructions", str)):
-        if not isinstance(body.get(name, kind() if kind is not Mapping else {}), kind):
-            raise ValueError(f"{name} must be {_KINDS[kind]}, given {shown(body[name])}")
+    for name, (kind, allowed) in _TYPES.items():
+        if name in body and not isinstance(body[name], kind):
+            raise ValueError(f"{name} must be {allowed}, given {shown(body[name])}")
     tools = read_tools(body.get("tools", []), body.get("tool_choice", "auto"))
     items = [*earlier, *_items(body.get("input"))]
     chat: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
@@ -119,9 +124,6 @@ def read_response(body: Mapping[str, Any], earlier: Sequence[Any] = ()) -> Respo
         tools=tools.names,
         is_stored=body.get("store", True),
     )
-
-
-_KINDS = {bool: "true or false", Mapping: "an object", str: "a str"}
 
 
 def _items(given: Any) -> list[Any]:

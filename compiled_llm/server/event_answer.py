@@ -64,7 +64,7 @@ class EventAnswer:
         self._outputs, self._params, self._events, self._texts = served.outputs, served.params, events, texts
         self.request_ids = [prompt.request_id for prompt in served.prompts]
         self._num_tokens = 0
-        self._ended = ended
+        self.ended = ended
 
     @property
     def answer(self) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class EventAnswer:
                     yield chunk
             for chunk in self._of_output(output):
                 yield chunk
-        self._ended(self.answer)
+        self.ended(self.answer)
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         chunk = self._events.fail(error.status, error.message)
-        self._ended(self.answer)
+        self.ended(self.answer)
         return chunk
 
     def _of_output(self, output: Output) -> Iterator[dict[str, Any]]:

@@ -115,8 +115,10 @@ class _Responses:
         """The answer, which ends."""
         response = self.get(response_id)
         if response["status"] != "in_progress":
-            raise ApiError(
-                400, f"a response must be in progress to be cancelled, given one that is {response['status']}"
-            )
-        self._service.client.abort(self._under_way[response_id].request_ids)
-        return {**response, "status": "cancelled"}
+            given = f"given one that is {response['status']}"
+            raise ApiError(400, f"a response must be in progress to be cancelled, {given}")
+        answer = self._under_way[response_id]
+        response["status"] = "cancelled"  # which the failure of its stream leaves
+        answer.ended(response)
+        self._service.client.abort(answer.request_ids)
+        return response
