@@ -40,10 +40,12 @@ def parser(program: str) -> FlagParser:
         default: Any = field.default
         if default == ():
             options, default = {"action": "append", "metavar": "STR"}, []
+        elif default is False:
+            options = {"action": "store_true"}
         group.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=default,
-            help=f"{docs[field.name]} (default: {default or 'none'})",
+            help=f"{docs[field.name]} (default: {'off' if default is False else default or 'none'})",
             **options,
         )
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, as --api-key")

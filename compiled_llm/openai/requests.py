@@ -14,7 +14,7 @@ from compiled_llm.api.names import SAMPLING_PARAMETERS, name_hint
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion"]  # of a body that ``read_request`` reads
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class OpenAIRequest:
 
     Attributes:
         model: what the body calls the model.
-        prompts: of a completion: each ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``.
+        prompts: of a completion: each ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``; of a score: each a
+            ``ScoredPrompt``.
         messages: of a chat.
         chat_options: of a chat: options of ``CompiledEngine.encode_chat``.
         template_hints: of a chat: variables for a chat template that has a use for them.
@@ -36,9 +37,9 @@ class OpenAIRequest:
         return_token_ids: the answer has token ids beside the text.
     """
 
-    kind: Kind
+    kind: Literal["chat", "completion", "score"]
     model: str | None
-    prompts: Sequence[Mapping[str, Any]] = ()
+    prompts: Sequence[Any] = ()
     messages: Sequence[Any] = ()
     chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template_hints: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -3,14 +3,14 @@
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from fastapi import Request
 from starlette.responses import Response
 
 from compiled_llm.openai.requests import OpenAIRequest
 from compiled_llm.server.errors import ApiError
-from compiled_llm.server.http import EventStream, JsonResponse, event, unless_gone
+from compiled_llm.server.http import EventStream, JsonResponse, event, read_json, unless_gone
 from compiled_llm.server.messages import Output
 from compiled_llm.server.service import Served, Service
 
@@ -20,17 +20,22 @@ Result = TypeVar("Result")
 
 
 class Answer(Protocol):
-    """The answer to one request in the form of its dialect.
+    """The answer to one request in the form of its dialect."""
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer to a request that is not streamed."""
+        ...
+
+
+@runtime_checkable
+class StreamedAnswer(Answer, Protocol):
+    """One that may be streamed.
 
     Attributes:
         last_event: what goes over the line after the last chunk.
     """
 
     last_event: bytes
-
-    async def whole(self) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
-        ...
 
     def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream. What is wrong with the request is raised before the first one."""
@@ -42,6 +47,16 @@ class Answer(Protocol):
 
 
 MakeAnswer = Callable[[Served], Answer]
+
+
+async def read_body(service: Service, request: Request, read: Callable[[dict[str, Any]], Result]) -> Result:
+    """What ``read`` makes of a request's body. ``ApiError``: its ``ValueError``, or nothing can be served now."""
+    _ = service.started  # before a long body is read
+    body = await read_json(request, service.settings)
+    try:
+        return read(body)
+    except ValueError as error:
+        raise ApiError.of(error) from error
 
 
 async def answered(service: Service, request: Request, asked: OpenAIRequest, make: MakeAnswer) -> Response:
@@ -79,11 +94,13 @@ class _Answering:
 
     async def _events(self) -> AsyncIterator[bytes]:
         """What goes over the line. An error is raised before the first event, and is the last one after that."""
-        answer: Answer | None = None
+        answer: StreamedAnswer | None = None
         begun = False
         with self._service.admitted(self._asked):
             try:
-                answer = await self._in_time(self._begin())
+                made = await self._in_time(self._begin())
+                assert isinstance(made, StreamedAnswer)
+                answer = made
                 chunks = answer.chunks()
                 while (chunk := await self._in_time(anext(chunks, None))) is not None:
                     begun = True

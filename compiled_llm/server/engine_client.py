@@ -46,18 +46,19 @@ class EngineClient:
     """Starts a process with an engine of this ``config``, and speaks to it, all in one event loop.
 
     Attributes:
+        config: its arguments.
         started: what the engine says of itself; None until it serves.
         num_running, num_waiting: requests in the engine, as it last said.
         ended: how the process has ended; None while it runs.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        self.config = config
         self.started: Started | None = None
         self.num_running = self.num_waiting = 0
         self.ended: str | None = None
         self._unread: dict[str, _Unread] = {}  # of requests that have not ended
-        self._questions: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._questions: dict[int, asyncio.Future[Answer]] = {}
         self._num_questions = 0
         self._heard_at = time.monotonic()
 
@@ -74,7 +75,7 @@ class EngineClient:
 
     async def _connect(self, own: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=own)
-        config = {field.name: getattr(self._config, field.name) for field in dataclasses.fields(self._config)}
+        config = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
         self._send(Start(VERSION, config))
 
     async def ready(self) -> Started:
@@ -156,11 +157,25 @@ class EngineClient:
 
     async def stats(self) -> dict[str, float]:
         """The engine's statistics, between two steps. ``EngineEndedError`` as ``generate``."""
+        return (await self._ask()).stats
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prompts.
+
+        Raises:
+            RuntimeError: requests have not ended.
+            EngineEndedError: as ``generate``.
+        """
+        error = (await self._ask(resets_prefix_cache=True)).error
+        if error is not None:
+            raise RuntimeError(error)
+
+    async def _ask(self, resets_prefix_cache: bool = False) -> Answer:
         if self.ended is not None:
             raise EngineEndedError(self.ended)
         self._num_questions += 1
         answer = self._questions[self._num_questions] = asyncio.get_running_loop().create_future()
-        self._send(Ask(self._num_questions))
+        self._send(Ask(self._num_questions, resets_prefix_cache))
         return await answer
 
     async def close(self) -> None:
@@ -207,7 +222,7 @@ class EngineClient:
                     assert isinstance(message, Answer)
                     question = self._questions.pop(message.number)
                     if not question.done():
-                        question.set_result(message.stats)
+                        question.set_result(message)
         except EngineEndedError as error:
             self.ended = str(error)
             self.fail_all(self.ended)

@@ -46,7 +46,7 @@ from compiled_llm.server.messages import (
     encode,
 )
 from compiled_llm.system.child_process import Channel, own_channel
-from compiled_llm.text.prompts import EncodedPrompt
+from compiled_llm.text.prompts import EncodedPrompt, Prompt, ScoredPrompt
 
 _PREPARING_THREADS = 8
 _HEARTBEAT_SECONDS = 1.0
@@ -157,7 +157,16 @@ class EngineServer:
             for request_id in command.request_ids:
                 self._ended.pop(request_id, None)
         else:
-            self._send(Answer(command.number, dataclasses.asdict(self._engine.stats())))
+            self._reply(command)
+
+    def _reply(self, question: Ask) -> None:
+        error = None
+        if question.resets_prefix_cache:
+            try:
+                self._engine.reset_prefix_cache()
+            except RuntimeError as unfinished:
+                error = str(unfinished)
+        self._send(Answer(question.number, dataclasses.asdict(self._engine.stats()), error))
 
     def _prepare(self, asked: Generate) -> None:
         """What may take long is done in another thread."""
@@ -168,7 +177,10 @@ class EngineServer:
             self._add(self._prepared(asked))
 
     def _prepared(self, asked: Generate) -> _Prepared:
-        prompt = EncodedPrompt(None, asked.prompt_token_ids, asked.cache_salt)
+        token_ids, start = asked.prompt_token_ids, asked.scored_from
+        prompt: Prompt = EncodedPrompt(None, token_ids[:start], asked.cache_salt)
+        if start is not None:
+            prompt = ScoredPrompt(prompt, token_ids[start:])
         try:
             return _Prepared(asked, self._engine.prepare(prompt, SamplingParams(**asked.sampling)))
         except Exception as error:

@@ -15,6 +15,7 @@ _KINDS = {
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("timeout_error", "timeout"),
+    409: ("invalid_request_error", "conflict"),
     413: ("invalid_request_error", "body_too_large"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     431: ("invalid_request_error", "headers_too_large"),

@@ -3,12 +3,13 @@
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from compiled_llm.anthropic.requests import FIELDS as MESSAGE_FIELDS
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.openai.requests import FIELDS
 from compiled_llm.openai.responses import FIELDS as RESPONSE_FIELDS
+from compiled_llm.server.scores import SCORE_FIELDS
 from compiled_llm.server.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
 
 _IDS = {"type": "array", "items": {"type": "integer"}}
@@ -49,13 +50,14 @@ _BODIES: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "completion": (FIELDS["completion"], ["prompt"]),
     "message": (MESSAGE_FIELDS, ["messages"]),
     "response": (RESPONSE_FIELDS, ["input"]),
+    "score": (SCORE_FIELDS, ["prompt"]),
     "tokenize": (TOKENIZE_FIELDS, []),
     "detokenize": (DETOKENIZE_FIELDS, ["tokens"]),
 }
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", tuple: "array"}
 
 
-def body_of(name: Literal["chat", "completion", "message", "response", "tokenize", "detokenize"]) -> dict[str, Any]:
+def body_of(name: str) -> dict[str, Any]:
     """What FastAPI's ``openapi_extra`` is to say of a body."""
     fields, required = _BODIES[name]
     hints = typing.get_type_hints(SamplingParams)

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from compiled_llm.api.readable import shown
 from compiled_llm.openai.response_events import ResponseEvents
 from compiled_llm.openai.responses import ResponseRequest, read_response
-from compiled_llm.server.answering import answered
+from compiled_llm.server.answering import answered, read_body
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.event_answer import EventAnswer
-from compiled_llm.server.http import JsonResponse, read_json
+from compiled_llm.server.http import JsonResponse
 from compiled_llm.server.openapi import body_of
 from compiled_llm.server.response_store import ResponseStore, Stored
 from compiled_llm.server.service import Served, Service
@@ -26,9 +26,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", openapi_extra=body_of("response"))
     async def create(request: Request) -> Response:
         """Answer a conversation of items."""
-        _ = service.started  # before a long body is read
-        body = await read_json(request, service.settings)
-        asked = responses.read(body)
+        asked = await read_body(service, request, responses.read)
         model = service.check_model(asked.chat.model)
         return await answered(service, request, asked.chat, lambda served: responses.begin(served, asked, model))
 
@@ -63,7 +61,7 @@ class _Responses:
         self._under_way: weakref.WeakValueDictionary[str, EventAnswer] = weakref.WeakValueDictionary()
 
     def read(self, body: Mapping[str, Any]) -> ResponseRequest:
-        """``ApiError``: the body is wrong, or it goes on with a response that is not stored."""
+        """What a body asks for. ``ValueError``: it is wrong; ``ApiError``: the response before it is not stored."""
         earlier_id = body.get("previous_response_id")
         if earlier_id is not None and not isinstance(earlier_id, str):
             raise ApiError(400, f"previous_response_id must be a str, given {shown(earlier_id)}")
@@ -71,10 +69,7 @@ class _Responses:
         if earlier_id is not None and stored is None:
             text = f"previous_response_id must be that of a response that is stored, given {shown(earlier_id)}"
             raise ApiError(400, text, code="previous_response_not_found")
-        try:
-            return read_response(body, () if stored is None else stored.items)
-        except ValueError as error:
-            raise ApiError.of(error) from error
+        return read_response(body, () if stored is None else stored.items)
 
     def begin(self, served: Served, asked: ResponseRequest, model: str) -> EventAnswer:
         """The answer to a request that the engine is to serve."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from compiled_llm.api.version import __version__
 from compiled_llm.openai.requests import read_request
-from compiled_llm.server.answering import FAULT, answered
+from compiled_llm.server.answering import FAULT, answered, read_body
 from compiled_llm.server.answers import OpenAIAnswer
 from compiled_llm.server.engine_client import EngineEndedError
 from compiled_llm.server.errors import ApiError
@@ -28,6 +28,8 @@ from compiled_llm.server.message_routes import add_messages
 from compiled_llm.server.metrics import CONTENT_TYPE
 from compiled_llm.server.openapi import body_of
 from compiled_llm.server.response_routes import add_responses
+from compiled_llm.server.scores import ScoreAnswer, read_score
+from compiled_llm.server.server_routes import add_server
 from compiled_llm.server.service import Served, Service
 from compiled_llm.server.tokens import text_of, tokens_of
 
@@ -64,6 +66,7 @@ def make_app(service: Service) -> Any:
     _add_tokens(app, service)
     _add_models(app, service)
     _add_states(app, service)
+    add_server(app, service)
     guarded: Any = Guard(app, service.settings)
     if service.settings.cors_origin:
         guarded = CORSMiddleware(
@@ -83,17 +86,23 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Complete texts."""
         return await _answer(service, request, "completion")
 
+    @app.post("/score", openapi_extra=body_of("score"))
+    @app.post("/v1/score", openapi_extra=body_of("score"))
+    async def score(request: Request) -> Response:
+        """How likely given continuations of prompts are."""
+        most = service.client.config.max_logprobs
+        asked = await read_body(service, request, lambda body: read_score(body, most))
+        model, request_id = service.check_model(asked.model), request.state.request_id
+        return await answered(
+            service, request, asked, lambda served: ScoreAnswer(served, model, request_id, service.texts)
+        )
+
 
 async def _answer(service: Service, request: Request, kind: Any) -> Response:
-    _ = service.started  # before a long body is read
-    body = await read_json(request, service.settings)
-    try:
-        asked = read_request(kind, body)
-        if asked.chat_options.get("tools"):
-            raise ValueError("tools are not served: calls of functions would be text; leave them out, or give "
-                             "tool_choice 'none'")  # fmt: skip
-    except ValueError as error:
-        raise ApiError.of(error) from error
+    asked = await read_body(service, request, lambda body: read_request(kind, body))
+    if asked.chat_options.get("tools"):
+        raise ApiError(400, "tools are not served: calls of functions would be text; leave them out, or give "
+                            "tool_choice 'none'")  # fmt: skip
     model = service.check_model(asked.model)
 
     def make(served: Served) -> OpenAIAnswer:

@@ -19,23 +19,24 @@ from compiled_llm.server.messages import Generate, Output, Started
 from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.text.chat import ChatEncoder
-from compiled_llm.text.prompts import Capacity, EncodedPrompt, encode_prompt
+from compiled_llm.text.prompts import Capacity, EncodedPrompt, encode_prompt, encode_scored
 from compiled_llm.text.tokenizer import Tokenizer
 
 # Characters of a prompt that may take long to encode: another thread does it.
 _LONG_PROMPT = 4096
 _THREADS = 4
-_MAX_TOKENS = {"completion": 16, "chat": None}  # where neither request nor model says
+_MAX_TOKENS = {"completion": 16, "chat": None, "score": None}  # where neither request nor model says
 
 Result = TypeVar("Result")
 
 
 class ServedPrompt(NamedTuple):
-    """A prompt with its tokens, and the engine's name of it."""
+    """A prompt with its tokens, and the engine's name of it. ``scored_from``: where those begin that are scored."""
 
     request_id: str
     text: str | None
     token_ids: list[int]
+    scored_from: int | None = None
 
 
 @dataclasses.dataclass
@@ -138,16 +139,24 @@ class Service:
         sampling = {**defaults, **asked.sampling, "output_kind": "delta" if asked.stream else "final"}
         try:
             params = SamplingParams(**sampling)
-            encoded = await self.encode(asked, params)
+            starts: Sequence[int | None]
+            if asked.kind == "score":
+                encoded, starts = await self._encode_scored(asked)
+            else:
+                encoded = await self.encode(asked, params)
+                starts = [None] * len(encoded)
         except (ValueError, ImportError) as error:
             raise ApiError.of(error) from error
         sampling.pop("truncate_prompt_tokens", None)  # it was done
         # Clients may give two requests one name.
         names = (f"{request_id}-{next(self._numbers)}" for _ in encoded)
-        prompts = [ServedPrompt(name, one.text, one.token_ids) for name, one in zip(names, encoded, strict=True)]
+        prompts = [
+            ServedPrompt(name, one.text, one.token_ids, start)
+            for name, one, start in zip(names, encoded, starts, strict=True)
+        ]
         requests = [
-            Generate(prompt.request_id, prompt.token_ids, sampling, asked.priority, asked.cache_salt)
-            for prompt in prompts
+            Generate(one.request_id, one.token_ids, sampling, asked.priority, asked.cache_salt, one.scored_from)
+            for one in prompts
         ]
         return Served(asked, params, prompts, self._outputs(requests))
 
@@ -171,8 +180,7 @@ class Service:
 
     async def encode(self, asked: OpenAIRequest, params: SamplingParams) -> list[EncodedPrompt]:
         """The prompts of a request as tokens. ``ValueError``: they cannot be served."""
-        started = self.started
-        capacity = Capacity(started.capacity, started.limit)
+        capacity = self._capacity
         keep, split = params.truncate_prompt_tokens, bool(params.split_special_tokens)
 
         def encode_all(prompts: Sequence[Any]) -> list[EncodedPrompt]:
@@ -186,6 +194,20 @@ class Service:
         if sum(len(prompt.get("prompt", "")) for prompt in asked.prompts) > _LONG_PROMPT:
             return await self.in_thread(lambda: encode_all(asked.prompts))
         return encode_all(asked.prompts)
+
+    async def _encode_scored(self, asked: OpenAIRequest) -> tuple[list[EncodedPrompt], list[int]]:
+        """Prompts with their continuations, and where these begin. ``ValueError`` as ``encode``."""
+        capacity, split = self._capacity, bool(asked.sampling.get("split_special_tokens"))
+
+        def encode_all() -> list[tuple[EncodedPrompt, int]]:
+            return [encode_scored(prompt, self.tokenizer, capacity, split) for prompt in asked.prompts]
+
+        found = await self.in_thread(encode_all)
+        return [encoded for encoded, _ in found], [start for _, start in found]
+
+    @property
+    def _capacity(self) -> Capacity:
+        return Capacity(self.started.capacity, self.started.limit)
 
     def chat_prompt(self, messages: Sequence[Any], options: Mapping[str, Any]) -> EncodedPrompt:
         """A conversation as the chat template writes it; waits for that. ``ValueError`` as ``ChatEncoder.encode``."""

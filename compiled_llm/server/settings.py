@@ -37,6 +37,7 @@ class ServerSettings:
         keep_alive_seconds: without an event, after which a stream has a comment, lest a proxy takes it for dead; 0:
             never.
         drain_seconds: for answers that are under way when the server is told to end.
+        dev: there are also /reset_prefix_cache and /abort, with which a client changes what others get.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
     """
 
@@ -58,6 +59,7 @@ class ServerSettings:
     stored_seconds: float = 3600.0
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
+    dev: bool = False
     stall_seconds: float = 120.0
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
 """OpenAI's own client against a server: responses, whole, streamed, stored and cancelled."""
 
-import json
 from typing import Any
 
 import openai
@@ -8,7 +7,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.server.settings import DEMO_NAME
-from tests.server.conftest import Running, running_with
+from tests.server.conftest import Running
 from tests.server.test_manners import until
 
 QUESTION = "Return the larger of two numbers"
@@ -31,7 +30,10 @@ def test_a_response_is_a_chat(reference: CompiledEngine, running: Running) -> No
     assert (answer.model, answer.temperature, answer.metadata) == (DEMO_NAME, 0, {"a": "b"})
     usage = answer.usage
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (
-        len(wanted.prompt_token_ids), 12, len(wanted.prompt_token_ids) + 12)
+        len(wanted.prompt_token_ids),
+        12,
+        len(wanted.prompt_token_ids) + 12,
+    )
     stop = answer.output_text[5:8]
     with running.openai.responses.stream(input=QUESTION, extra_body={"stop": stop}, **GREEDY) as stream:
         final = stream.get_final_response()
