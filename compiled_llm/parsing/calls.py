@@ -26,9 +26,12 @@ class Calls:
     def __init__(self, events: list[Event], make_id: Callable[[], str], source: TextSource) -> None:
         self._events, self._make_id, self._source = events, make_id, source
         self._count, self._has_arguments = 0, False
+        self._ids: set[str] = set()
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        self._events.append(CallBegins(self._count, call_id or self._make_id(), name))
+        call_id = self._make_id() if call_id is None or call_id in self._ids else call_id
+        self._ids.add(call_id)
+        self._events.append(CallBegins(self._count, call_id, name))
 
     def arguments(self, text: str) -> None:
         if text:

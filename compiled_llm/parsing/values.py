@@ -14,7 +14,7 @@ def dumps(value: Any) -> str:
 
 def of_schema(text: str, schema: Any) -> str:
     """A text as JSON: a string if ``schema`` lets it be one, else what it spells, else a string all the same."""
-    kinds = _types(schema)
+    kinds = types_of(schema)
     if kinds == {"string"}:
         return dumps(text)
     plain = text.strip()
@@ -35,7 +35,7 @@ def of_python(text: str) -> str:
     return dumps(text)
 
 
-def _types(schema: Any) -> set[str]:
+def types_of(schema: Any) -> set[str]:
     """The types that a schema names; empty: it names none."""
     if not isinstance(schema, Mapping):
         return set()
@@ -43,7 +43,7 @@ def _types(schema: Any) -> set[str]:
     kinds = {found} if isinstance(found, str) else {kind for kind in found if isinstance(kind, str)}
     for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
         for one in alternatives if isinstance(alternatives, list) else ():
-            kinds |= _types(one)
+            kinds |= types_of(one)
     if not kinds and isinstance(schema.get("enum"), list) and all(isinstance(one, str) for one in schema["enum"]):
         return {"string"}
     return kinds
