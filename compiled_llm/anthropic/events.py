@@ -4,7 +4,7 @@ https://docs.anthropic.com/en/api/messages-streaming. Both are made of the same 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from compiled_llm.anthropic.errors import error_body
@@ -50,7 +50,7 @@ class MessageEvents:
         }
         yield {"type": "message_start", "message": {**self.answer, "content": []}}
 
-    def take(self, event: Event, logprobs: Any = None) -> Iterator[dict[str, Any]]:
+    def take(self, event: Event, logprobs: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
         """The next part. A message has no log-probabilities."""
         if isinstance(event, ContentDelta):
             yield from self._delta("text", event.text)

@@ -5,7 +5,7 @@ https://platform.openai.com/docs/api-reference/responses-streaming. Both are mad
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from compiled_llm.openai.response_tools import ToolName
@@ -62,10 +62,11 @@ class ResponseEvents:
         yield self._event("response.created", response={**self.answer, "output": []})
         yield self._event("response.in_progress", response={**self.answer, "output": []})
 
-    def take(self, event: Event, logprobs: list[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
-        """The next part. ``logprobs``: of its tokens, for content."""
+    def take(self, event: Event, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
+        """The next part. ``logprobs``: of tokens up to it, for content."""
         if isinstance(event, ContentDelta):
-            yield from self._content(event.text, logprobs or [])
+            if event.text or self._is_open("message"):
+                yield from self._content(event.text, list(logprobs))
         elif isinstance(event, ReasoningDelta):
             if not self._is_open("reasoning"):
                 yield from self._open("reasoning", summary=[], content=[{"type": "reasoning_text", "text": ""}])

@@ -64,6 +64,7 @@ class ReasoningFormat:
         return (*self.begins, *self.ends)
 
 
+AUTO, NONE = "auto", "none"  # instead of a format: the one that the chat template tells of; no one
 HARMONY = "gpt_oss"  # of calls and of reasoning: both are messages of one format, see harmony.py
 HARMONY_MARKS = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
@@ -90,6 +91,7 @@ _DEEPSEEK = {
 CALL_FORMATS: Mapping[str, CallFormat] = {
     HARMONY: CallFormat(
         "named",
+        around=HARMONY_MARKS,
         written=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
         template=_HARMONY_TEMPLATE,
     ),
@@ -215,4 +217,4 @@ def format_of(templates: Collection[str], formats: Mapping[str, CallFormat] | Ma
     for name, known in formats.items():
         if any(all(part in text for part in parts) for parts in known.template):
             return name
-    return "none"
+    return NONE

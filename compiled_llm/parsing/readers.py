@@ -7,8 +7,6 @@ from compiled_llm.parsing.formats import CALL_FORMATS, HARMONY, REASONING_FORMAT
 from compiled_llm.parsing.harmony import HarmonyReader
 from compiled_llm.parsing.reader import TextReader
 
-NONE = "none"
-
 
 def make_reader(
     reasoning: str, calls: str, tools: Collection[Tool] = (), hidden: Sequence[str] = (), is_reasoning: bool = False

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from compiled_llm.openai.answers import TokenTexts, chat_logprobs
 from compiled_llm.parsing.events import ContentDelta, Event
+from compiled_llm.server.answer_formats import AnswerReader
 from compiled_llm.server.answers import found_logprobs
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.messages import Output, Piece
@@ -27,8 +28,8 @@ class AnswerEvents(Protocol):
         """The first ones."""
         ...
 
-    def take(self, event: Event, logprobs: list[dict[str, Any]] | None = None) -> Iterator[dict[str, Any]]:
-        """Of the next part. ``logprobs``: of its tokens, as a chat's answer has them."""
+    def take(self, event: Event, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Of the next part. ``logprobs``: of tokens up to it, for content, as a chat's answer has them."""
         ...
 
     def finish(
@@ -63,7 +64,8 @@ class EventAnswer:
     ) -> None:
         self._outputs, self._params, self._events, self._texts = served.outputs, served.params, events, texts
         self.request_ids = [prompt.request_id for prompt in served.prompts]
-        self._num_tokens = 0
+        self._reader, self._num_tokens = AnswerReader(served.plan), 0
+        self._untold: list[dict[str, Any]] = []  # log-probabilities of tokens that are no part of an event yet
         self.ended = ended
 
     @property
@@ -95,13 +97,24 @@ class EventAnswer:
     def _of_output(self, output: Output) -> Iterator[dict[str, Any]]:
         for piece in output.pieces:
             self._num_tokens += len(piece.token_ids)
-            if piece.text:
-                yield from self._events.take(ContentDelta(piece.text), self._logprobs(piece))
+            self._untold += self._logprobs(piece)
+            for event in self._reader.read(piece):
+                yield from self._take(event)
             if piece.finish_reason is not None:
-                yield from self._events.finish(piece.finish_reason, piece.stop_reason, self._num_tokens, 0)
+                if self._untold:  # of tokens without a text of their own
+                    yield from self._take(ContentDelta(""))
+                counts = self._num_tokens, self._reader.num_reasoning_tokens or 0
+                yield from self._events.finish(piece.finish_reason, piece.stop_reason, *counts)
 
-    def _logprobs(self, piece: Piece) -> list[dict[str, Any]] | None:
+    def _take(self, event: Event) -> Iterator[dict[str, Any]]:
+        """As in a chat, all tokens have log-probabilities, also those of reasoning and calls; content has them."""
+        told: list[dict[str, Any]] = []
+        if isinstance(event, ContentDelta):
+            told, self._untold = self._untold, told
+        return self._events.take(event, told)
+
+    def _logprobs(self, piece: Piece) -> list[dict[str, Any]]:
         if piece.logprobs is None:
-            return None
+            return []
         rows = [found_logprobs(row) for row in piece.logprobs]
         return chat_logprobs(piece.token_ids, rows, self._params.logprobs or 0, self._texts)["content"]

@@ -100,9 +100,6 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 async def _answer(service: Service, request: Request, kind: Any) -> Response:
     asked = await read_body(service, request, lambda body: read_request(kind, body))
-    if asked.chat_options.get("tools"):
-        raise ApiError(400, "tools are not served: calls of functions would be text; leave them out, or give "
-                            "tool_choice 'none'")  # fmt: skip
     model = service.check_model(asked.model)
 
     def make(served: Served) -> OpenAIAnswer:
