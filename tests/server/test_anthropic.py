@@ -109,10 +109,17 @@ def test_errors_have_anthropics_form(engine: CompiledEngine, client: anthropic.A
         key = {"x-api-key": "key"}
         late = guarded.http.post("/v1/messages", json=asked, headers=key)
         assert (late.status_code, late.json()["error"]["type"]) == (408, "timeout_error")
-        streamed = guarded.http.post("/v1/messages", json={**asked, "stream": True}, headers=key).text
-        name, data = streamed.split("\n\n")[-2].split("\n")
-        assert name == "event: error"
-        assert json.loads(data.removeprefix("data: "))["error"]["type"] == "timeout_error"
+
+
+def test_an_error_is_the_last_event_of_a_stream(engine: CompiledEngine) -> None:
+    asked: Any = {"messages": CHAT, "max_tokens": 480, "ignore_eos": True, "stream": True}
+    with running_with(engine, dev=True) as running, running.http.stream("POST", "/v1/messages", json=asked) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: message_start"
+        assert running.http.post("/abort", json={"abort_all": True}).json() == {"aborted": 1}
+        *_, name, data, end = lines
+        assert (name, end) == ("event: error", "")
+        assert json.loads(data.removeprefix("data: "))["error"]["type"] == "api_error"
 
 
 def test_a_server_that_cannot_serve_is_overloaded() -> None:
