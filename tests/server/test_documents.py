@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ URL = f"http://127.0.0.1:{ServerSettings.port}"
 
 def test_the_commands_of_curl(running: Running) -> None:
     commands = [each for block in blocks(PAGE, "bash") for each in statements(block) if each.startswith("curl ")]
-    chat, stream = (
+    chat, stream, score = (
         subprocess.run(
             shlex.split(command.replace(URL, running.url)), capture_output=True, check=True, text=True
         ).stdout
@@ -24,15 +25,27 @@ def test_the_commands_of_curl(running: Running) -> None:
     )
     assert json.loads(chat)["usage"]["completion_tokens"] == 24
     assert stream.endswith("data: [DONE]\n\n")
+    likely, unlikely = (one["score"] for one in json.loads(score)["data"])
+    assert likely > unlikely
 
 
-def test_the_snippet_prints_one_answer_twice(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = blocks(PAGE, "python")
-    text = block.text.replace(URL, running.url).replace("max_tokens=24", "max_tokens=24, temperature=0")
-    exec(compile(text, str(PAGE), "exec"), {})
-    printed = capsys.readouterr().out
-    half = len(printed) // 2
-    assert printed[:half] + "\n" + printed[:half] == printed
+def test_the_snippets_of_both_libraries_print_one_answer_twice(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat, message, _ = blocks(PAGE, "python")
+    for block, greedy in ((chat, "temperature=0"), (message, 'extra_body={"temperature": 0}')):
+        text = block.text.replace(URL, running.url).replace("max_tokens=24", f"max_tokens=24, {greedy}")
+        exec(compile(text, str(PAGE), "exec"), {})
+        printed = capsys.readouterr().out
+        half = len(printed) // 2
+        assert printed[:half] + "\n" + printed[:half] == printed
+
+
+def test_the_snippet_of_responses_goes_on_with_the_first(running: Running) -> None:
+    variables: dict[str, Any] = {}
+    exec(compile(blocks(PAGE, "python")[2].text.replace(URL, running.url), str(PAGE), "exec"), variables)
+    first, second = variables["first"], variables["second"]
+    assert (second.previous_response_id, second.usage.output_tokens) == (first.id, 24)
 
 
 def test_every_flag_of_the_server_that_the_page_names_is_there() -> None:
