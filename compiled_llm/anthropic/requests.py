@@ -10,7 +10,7 @@ from typing import Any
 
 from compiled_llm.api.names import refuse_unknown_fields
 from compiled_llm.api.readable import shown
-from compiled_llm.openai.requests import MEDIA, SAMPLING_FIELDS, OpenAIRequest, read_request
+from compiled_llm.openai.requests import SAMPLING_FIELDS, OpenAIRequest, part_type, read_request
 
 # Fields of a chat that are fields here under the same name.
 _SAME = ("model", "stream", "priority", "cache_salt", "chat_template_kwargs", *SAMPLING_FIELDS)
@@ -143,9 +143,7 @@ def _blocks(name: str, content: Any, kinds: tuple[str, ...]) -> list[Mapping[str
     if not isinstance(content, list):
         raise ValueError(f"{name} must be a str or a list of blocks, given {shown(content)}")
     for block in content:
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind in MEDIA:
-            raise ValueError(f"{MEDIA[kind]} are not served: {name} has a block of type {kind!r}")
+        kind = part_type(name, block)
         if kind not in kinds:
             raise ValueError(f"{name} must have blocks of type {', '.join(kinds)}, given {shown(block)}")
         if kind == "text" and not isinstance(block.get("text"), str):
@@ -172,7 +170,7 @@ def _tool_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "tool":
         wanted: Any = {"type": "function", "function": {"name": choice.get("name")}}
     else:
-        wanted = {"auto": "auto", "any": "required", "none": "none"}.get(kind or "")
+        wanted = {"auto": "auto", "any": "required", "none": "none"}.get(str(kind))
     if wanted is None:
         raise ValueError(
             f"tool_choice must be an object of type 'auto', 'any', 'none' or 'tool' (with name), given {shown(choice)}"

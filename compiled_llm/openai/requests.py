@@ -100,7 +100,7 @@ _ELSEWHERE = {
     "enable_thinking": "give it in chat_template_kwargs",
     "echo": "only completions have it",
 }
-MEDIA = {
+_MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image"), "images"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "videos"),
@@ -282,10 +282,18 @@ def check_messages(messages: Any) -> list[Any]:
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in MEDIA:
-                raise ValueError(f"{MEDIA[kind]} are not served: messages[{number}] has a part of type {kind!r}")
+            part_type(f"messages[{number}]", part)
     return messages
+
+
+def part_type(place: str, part: Any) -> str | None:
+    """Of a part of a message's content. ``ValueError`` for images and the like."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        return None
+    if kind in _MEDIA:
+        raise ValueError(f"{_MEDIA[kind]} are not served: {place} has a part of type {kind!r}")
+    return kind
 
 
 def check_json(name: str, value: Any, depth: int = 0) -> None:

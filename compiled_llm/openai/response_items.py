@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compiled_llm.api.readable import shown
-from compiled_llm.openai.requests import MEDIA
+from compiled_llm.openai.requests import part_type
 from compiled_llm.openai.response_tools import ToolName
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -83,10 +83,7 @@ def _text(name: str, content: Any) -> str:
     if not isinstance(content, list):
         raise ValueError(f"{name} must be a str or a list of parts, given {shown(content)}")
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in MEDIA:
-            raise ValueError(f"{MEDIA[kind]} are not served: {name} has a part of type {kind!r}")
-        if kind not in _TEXT_PARTS:
+        if part_type(name, part) not in _TEXT_PARTS:
             raise ValueError(f"{name} must have parts of type {', '.join(_TEXT_PARTS)}, given {shown(part)}")
         if not isinstance(part.get("text", part.get("refusal")), str):
             raise ValueError(f"{name}: a part must have a str as text, given {shown(part)}")

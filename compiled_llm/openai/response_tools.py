@@ -112,11 +112,13 @@ def _functions(
 
 def _described(tool: Mapping[str, Any]) -> str | None:
     """A custom tool's description, with the grammar of its input if it has one."""
-    form = tool.get("format")
+    form, description = tool.get("format"), tool.get("description")
+    if not isinstance(description, str | None):
+        raise ValueError(f"tools: description must be a str, given {shown(description)}")
     if not isinstance(form, Mapping) or form.get("type") != "grammar":
-        return tool.get("description")
+        return description
     grammar = f"The input must be of this grammar ({form.get('syntax')}):\n{form.get('definition')}"
-    return "\n\n".join(filter(None, (tool.get("description"), grammar)))
+    return "\n\n".join(filter(None, (description, grammar)))
 
 
 def _chosen(choice: Any, names: Mapping[str, ToolName]) -> str:
