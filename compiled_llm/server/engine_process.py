@@ -46,10 +46,13 @@ from compiled_llm.server.messages import (
     encode,
 )
 from compiled_llm.system.child_process import Channel, own_channel
+from compiled_llm.system.resources import granted_cores
 from compiled_llm.text.prompts import EncodedPrompt
 
 _PREPARING_THREADS = 8
 _HEARTBEAT_SECONDS = 1.0
+# Where the engine computes on all cores, what HTTP does for an event, a twentieth of this, takes time from its steps.
+_DELTA_SECONDS = 0.0005
 
 
 class _Prepared(NamedTuple):
@@ -127,6 +130,8 @@ class EngineServer:
         self._preparing: set[str] = set()  # requests that the engine does not have yet
         self._ended: dict[str, set[int]] = {}  # of requests: continuations whose end was sent
         self._sent_at = 0.0
+        if engine.runner.device.type == "cpu" and engine.runner.num_threads >= granted_cores():
+            engine.join_deltas(_DELTA_SECONDS)
 
     def serve(self) -> None:
         """Until the server goes."""
