@@ -26,6 +26,7 @@ class OpenAIRequest:
         prompts: of a completion: each ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``.
         messages: of a chat.
         chat_options: of a chat: options of ``CompiledEngine.encode_chat``.
+        template_hints: of a chat: variables for a chat template that has a use for them.
         sampling: the sampling parameters that it gives; each was checked.
         cache_salt: as the engine takes it with a prompt.
         stream: answer with an event for each step.
@@ -39,6 +40,7 @@ class OpenAIRequest:
     prompts: Sequence[Mapping[str, Any]] = ()
     messages: Sequence[Any] = ()
     chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    template_hints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     priority: int = 0
     cache_salt: str = ""

@@ -16,6 +16,7 @@ from compiled_llm.openai.answers import (
     prompt_logprobs,
     usage,
 )
+from compiled_llm.server.errors import ApiError
 from compiled_llm.server.messages import LogprobRow, Output, Piece
 from compiled_llm.server.service import Served, ServedPrompt
 
@@ -59,6 +60,12 @@ class OpenAIAnswer:
     def num_cached_tokens(self) -> int:
         return sum(prompt.num_cached_tokens for prompt in self._prompts.values())
 
+    last_event = b"data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The chunk that ends a stream with an error."""
+        return error.body()
+
     async def whole(self) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
         choices: list[dict[str, Any]] = []
@@ -95,7 +102,7 @@ class OpenAIAnswer:
         prompt = self._prompts[output.request_id]
         prompt.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
-            prompt.logprobs = [None if row is None else _found(row) for row in output.prompt_logprobs]
+            prompt.logprobs = [None if row is None else found_logprobs(row) for row in output.prompt_logprobs]
         return prompt
 
     def _index(self, prompt: "_PromptAnswer", piece: Piece) -> int:
@@ -124,7 +131,7 @@ class OpenAIAnswer:
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if piece.logprobs is None:
             return None
-        rows = [_found(row) for row in piece.logprobs]
+        rows = [found_logprobs(row) for row in piece.logprobs]
         return chat_logprobs(piece.token_ids, rows, self._params.logprobs or 0, self._texts)
 
     def _completion_logprobs(
@@ -132,7 +139,7 @@ class OpenAIAnswer:
     ) -> dict[str, Any] | None:
         if piece.logprobs is None:
             return None
-        token_ids, rows = piece.token_ids, [_found(row) for row in piece.logprobs]
+        token_ids, rows = piece.token_ids, [found_logprobs(row) for row in piece.logprobs]
         is_echoed = prompt.echoed is not None
         if is_first:
             before = () if is_echoed else prompt.token_ids
@@ -195,5 +202,6 @@ class _Choice:
         self.offsets: TextOffsets | None = None
 
 
-def _found(row: LogprobRow) -> dict[int, Logprob]:
+def found_logprobs(row: LogprobRow) -> dict[int, Logprob]:
+    """The log-probabilities of one place, by token id."""
     return {token_id: Logprob(logprob, rank, text) for token_id, logprob, rank, text in row}

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from compiled_llm.anthropic.errors import OVERLOADED_STATUS, error_body
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.settings import ServerSettings
 
@@ -46,8 +47,16 @@ class JsonResponse(Response):
         return encode_json(content)
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body(), error.status, error.headers)
+def error_response(error: ApiError, scope: Scope) -> JsonResponse:
+    """In the form of the dialect that the request's path belongs to."""
+    if not _is_anthropic(scope):
+        return JsonResponse(error.body(), error.status, error.headers)
+    status = OVERLOADED_STATUS if error.status == 503 else error.status
+    return JsonResponse(error_body(error.status, error.message), status, error.headers)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    return scope["path"].startswith("/v1/messages")
 
 
 class Guard:
@@ -65,19 +74,21 @@ class Guard:
         request_id = given if _NAME.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
         state["request_id"], facts = request_id, state.setdefault("facts", {})
+        names = (b"x-request-id", b"request-id") if _is_anthropic(scope) else (b"x-request-id",)
         started, status = time.monotonic(), 0
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                named = [(name, request_id.encode()) for name in names]
+                message = {**message, "headers": [*message["headers"], *named]}
             await send(message)
 
         try:
             if self._keys and scope["path"] not in PUBLIC_PATHS and not self._has_key(headers):
                 error = ApiError(401, "the request needs an API key: a bearer token, or the header x-api-key")
-                await error_response(error)(scope, receive, send_named)
+                await error_response(error, scope)(scope, receive, send_named)
             else:
                 await self._app(scope, receive, send_named)
         except Exception:  # which was answered, if nothing had been sent
@@ -209,6 +220,7 @@ class EventStream(Response):
             self._sent = time.monotonic()
 
 
-def event(content: Any) -> bytes:
-    """One event with a value of JSON."""
-    return b"data: " + encode_json(content) + b"\n\n"
+def event(content: Mapping[str, Any]) -> bytes:
+    """One event with an object of JSON, which is named by its type if it has one."""
+    head = b"event: " + content["type"].encode() + b"\n" if "type" in content else b""
+    return head + b"data: " + encode_json(content) + b"\n\n"

@@ -5,6 +5,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from compiled_llm.anthropic.requests import FIELDS as MESSAGE_FIELDS
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.openai.requests import FIELDS
 from compiled_llm.server.tokens import DETOKENIZE_FIELDS, TOKENIZE_FIELDS
@@ -45,13 +46,14 @@ _SCHEMAS: Mapping[str, dict[str, Any]] = {
 _BODIES: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "chat": (FIELDS["chat"], ["messages"]),
     "completion": (FIELDS["completion"], ["prompt"]),
+    "message": (MESSAGE_FIELDS, ["messages"]),
     "tokenize": (TOKENIZE_FIELDS, []),
     "detokenize": (DETOKENIZE_FIELDS, ["tokens"]),
 }
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", tuple: "array"}
 
 
-def body_of(name: Literal["chat", "completion", "tokenize", "detokenize"]) -> dict[str, Any]:
+def body_of(name: Literal["chat", "completion", "message", "tokenize", "detokenize"]) -> dict[str, Any]:
     """What FastAPI's ``openapi_extra`` is to say of a body."""
     fields, required = _BODIES[name]
     hints = typing.get_type_hints(SamplingParams)

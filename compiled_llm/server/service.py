@@ -177,7 +177,7 @@ class Service:
             return [encode_prompt(prompt, self.tokenizer, capacity, keep, split) for prompt in prompts]
 
         def encode_chat() -> list[EncodedPrompt]:
-            return encode_all([self.chat_prompt(asked.messages, asked.chat_options)])
+            return encode_all([self.chat_prompt(asked.messages, {**asked.chat_options, "hints": asked.template_hints})])
 
         if asked.kind == "chat":
             return await self.in_thread(encode_chat)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_llm.api.names import name_hint
+from compiled_llm.api.names import refuse_unknown_fields
 from compiled_llm.api.readable import shown
 from compiled_llm.openai.requests import CHAT_OPTIONS, chat_options, check_messages
 from compiled_llm.server.service import Service
@@ -52,9 +52,7 @@ def text_of(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(service: Service, body: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in body:
-        if name not in known:
-            raise ValueError(f"{name:.100} is not served: {name_hint(name, known, {}) or 'leave it out'}")
+    refuse_unknown_fields(body, known, {})
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise ValueError(f"model must be a str, given {shown(model)}")
