@@ -39,11 +39,11 @@ class EngineCore:
             once it has read the request, and calls ``forget`` for a finished one.
         launched: steps that the device works on, oldest first: one, or two where steps overlap.
         counts, log: of what was done.
-        delta_seconds: so many for each running request go by before deltas are given again, which are of several steps
-            then. First and last tokens do not wait.
+        delta_seconds: so many, and so many for each running request, go by before deltas are given again, which are of
+            several steps then. First and last tokens do not wait.
     """
 
-    delta_seconds = 0.0
+    delta_seconds = 0.0, 0.0
 
     def __init__(
         self,
@@ -241,7 +241,8 @@ class EngineCore:
         advanced, completions, now = self._advanced, self._completions, self.log.token_time(started)
         joins_deltas = started < self._deltas_at
         if not joins_deltas:
-            self._deltas_at = started + self.delta_seconds * len(self.scheduler.running)
+            seconds, of_a_request = self.delta_seconds
+            self._deltas_at = started + seconds + of_a_request * len(self.scheduler.running)
         gaps = []
         while advanced:
             request = advanced.popleft()

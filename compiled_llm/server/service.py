@@ -128,8 +128,17 @@ class Service:
         finally:
             self.num_admitted -= count
 
-    async def serve(self, asked: OpenAIRequest, request_id: str) -> Served:
+    @property
+    def too_late(self) -> ApiError:
+        """What is said of an answer that takes too long. A client that asked again would wait as long."""
+        given = f"the answer took more than {self.settings.max_request_seconds:g} s"
+        return ApiError(408, given, {"x-should-retry": "false"})
+
+    async def serve(self, asked: OpenAIRequest, request_id: str, deadline: float) -> Served:
         """Encode a request and give it to the engine, which begins when its outputs are read.
+
+        Args:
+            deadline: of the event loop's clock, when its outputs end with an ``ApiError``.
 
         Raises:
             ApiError: it cannot be served.
@@ -149,11 +158,11 @@ class Service:
             Generate(prompt.request_id, prompt.token_ids, sampling, asked.priority, asked.cache_salt)
             for prompt in prompts
         ]
-        return Served(asked, params, prompts, self._outputs(requests))
+        return Served(asked, params, prompts, self._outputs(requests, deadline))
 
-    async def _outputs(self, requests: Sequence[Generate]) -> AsyncIterator[Output]:
-        """``ApiError`` for what the engine refuses, and when it has ended."""
-        outputs = self.client.generate(requests)
+    async def _outputs(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
+        """``ApiError`` for what the engine refuses, when it has ended, and after the deadline."""
+        outputs = self.client.generate(requests, deadline)
         try:
             async for output in outputs:
                 if output.error is not None:
@@ -164,6 +173,8 @@ class Service:
                 yield output
         except EngineEndedError as error:
             raise ApiError(503, str(error)) from error
+        except TimeoutError:
+            raise self.too_late from None
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
