@@ -40,6 +40,8 @@ def parser(program: str) -> FlagParser:
         default: Any = field.default
         if default == ():
             options, default = {"action": "append", "metavar": "STR"}, []
+        elif default is False:
+            options = {"action": "store_true"}
         group.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=default,

@@ -68,6 +68,13 @@ class EngineClient:
             )
         await self._connect(own)
 
+    async def restart(self) -> Started:
+        """Start another process after the one that has ended, and wait until it serves. Errors as in ``ready``."""
+        self._writer.close()
+        self.started, self.ended, self.num_running, self.num_waiting = None, None, 0, 0
+        await self.start()
+        return await self.ready()
+
     async def _connect(self, own: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=own)
         config = {field.name: getattr(self._config, field.name) for field in dataclasses.fields(self._config)}

@@ -53,7 +53,7 @@ _PREPARING_THREADS = 8
 _HEARTBEAT_SECONDS = 1.0
 # Where the engine computes on all cores, the work of HTTP takes time from steps. An event of a stream takes 0.05 to 0.2
 # ms, so steps that are shorter than this, and than this for each request, share their events.
-_DELTA_SECONDS, _DELTA_SECONDS_OF_A_REQUEST = 0.004, 0.0005
+_DELTA_SECONDS, _DELTA_SECONDS_OF_A_REQUEST = 0.006, 0.0005
 
 
 class _Prepared(NamedTuple):

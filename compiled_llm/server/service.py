@@ -73,8 +73,12 @@ class Service:
             self.tokenizer = Tokenizer(Path("the model's directory"), started.tokenizer)
         self.texts = TokenTexts(self.tokenizer)
         self._chats = ChatEncoder(self.tokenizer)
-        self._started = started
         self.metrics.start(started)
+        self.restart(started)
+
+    def restart(self, started: Started) -> None:
+        """Another process serves the same model from now on."""
+        self._started = started
 
     def close(self) -> None:
         if self.client.started is not None:

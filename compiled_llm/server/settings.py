@@ -35,6 +35,8 @@ class ServerSettings:
             never.
         drain_seconds: for answers that are under way when the server is told to end.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
+        restart_engine: start the engine again when its process has ended, 5 times within 10 minutes at most; without
+            it, that ends the server.
     """
 
     host: str = "127.0.0.1"
@@ -53,6 +55,7 @@ class ServerSettings:
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
     stall_seconds: float = 120.0
+    restart_engine: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _INTEGERS, _NUMBERS)
