@@ -2,7 +2,7 @@
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from fastapi import Request
@@ -78,8 +78,8 @@ class _Answering:
 
     async def whole(self) -> Response:
         with self._service.admitted(self._asked):
-            answer = await self._in_time(self._begin())
-            return JsonResponse(await self._in_time(answer.whole()))
+            answer = await self._begin()
+            return JsonResponse(await answer.whole())
 
     async def stream(self) -> Response:
         """Waits for the first event, so that what is wrong with the request is its status."""
@@ -98,11 +98,10 @@ class _Answering:
         begun = False
         with self._service.admitted(self._asked):
             try:
-                made = await self._in_time(self._begin())
+                made = await self._begin()
                 assert isinstance(made, StreamedAnswer)
                 answer = made
-                chunks = answer.chunks()
-                while (chunk := await self._in_time(anext(chunks, None))) is not None:
+                async for chunk in answer.chunks():
                     begun = True
                     yield event(chunk)
             except Exception as failure:
@@ -117,18 +116,12 @@ class _Answering:
         if answer is not None and answer.last_event:
             yield answer.last_event
 
-    async def _in_time(self, work: Awaitable[Result]) -> Result:
-        """``ApiError`` when the answer takes too long. (Each part of it alone is timed: other tasks take others.)"""
+    async def _begin(self) -> Answer:
         try:
             async with asyncio.timeout_at(self._deadline):
-                return await work
+                served = await self._service.serve(self._asked, self._request_id, self._deadline)
         except TimeoutError:
-            # Clients would ask again, and it would take as long.
-            given = f"the answer took more than {self._service.settings.max_request_seconds:g} s"
-            raise ApiError(408, given, {"x-should-retry": "false"}) from None
-
-    async def _begin(self) -> Answer:
-        served = await self._service.serve(self._asked, self._request_id)
+            raise self._service.too_late from None
         served.outputs = self._observed(served, served.outputs)
         return self._make(served)
 

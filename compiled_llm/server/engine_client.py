@@ -73,6 +73,13 @@ class EngineClient:
             )
         await self._connect(own)
 
+    async def restart(self) -> Started:
+        """Start another process after the one that has ended, and wait until it serves. Errors as in ``ready``."""
+        self._writer.close()
+        self.started, self.ended, self.num_running, self.num_waiting = None, None, 0, 0
+        await self.start()
+        return await self.ready()
+
     async def _connect(self, own: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=own)
         config = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
@@ -110,7 +117,7 @@ class EngineClient:
         """For how long the engine has said nothing while it had something to do. Each step is heard of."""
         return time.monotonic() - self._heard_at if self._unread else 0.0
 
-    async def generate(self, requests: Sequence[Generate]) -> AsyncIterator[Output]:
+    async def generate(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
         """What each step gives one of the requests, until all have ended. Leaving the iteration aborts them.
 
         What a slow reader has not read of a request is one output, which grows.
@@ -118,6 +125,7 @@ class EngineClient:
         Raises:
             EngineEndedError: the process has ended, or ``fail_all`` was called.
             RequestAbortedError: ``abort`` was called for one of them.
+            TimeoutError: ``deadline``, of the event loop's clock, has come.
         """
         if self.ended is not None:
             raise EngineEndedError(self.ended)
@@ -126,6 +134,8 @@ class EngineClient:
         unread, open_ids = _Unread(), {request.request_id for request in requests}
         assert not open_ids & self._unread.keys(), open_ids
         self._unread |= dict.fromkeys(open_ids, unread)
+        # One timer for all: a timeout around each wait would cost as much as what is waited for.
+        timer = asyncio.get_running_loop().call_at(deadline, unread.fail, TimeoutError())
         for request in requests:
             self._send(request)
         try:
@@ -135,6 +145,7 @@ class EngineClient:
                     open_ids.remove(output.request_id)
                 yield output
         finally:
+            timer.cancel()
             left = [request_id for request_id in open_ids if self._unread.pop(request_id, None) is not None]
             if left and self.ended is None:
                 self._send(Abort(left))
@@ -249,7 +260,7 @@ class _Unread:
 
     def __init__(self) -> None:
         self._outputs: dict[str, Output] = {}
-        self._error: EngineEndedError | RequestAbortedError | None = None
+        self._error: EngineEndedError | RequestAbortedError | TimeoutError | None = None
         self._news = asyncio.Event()
 
     def put(self, output: Output) -> None:
@@ -257,7 +268,7 @@ class _Unread:
         self._outputs[output.request_id] = output if earlier is None else _joined(earlier, output)
         self._news.set()
 
-    def fail(self, error: EngineEndedError | RequestAbortedError) -> None:
+    def fail(self, error: EngineEndedError | RequestAbortedError | TimeoutError) -> None:
         self._error = error
         self._news.set()
 
@@ -265,7 +276,7 @@ class _Unread:
         while not self._outputs and self._error is None:
             self._news.clear()
             await self._news.wait()
-        if self._outputs:
+        if self._outputs and not isinstance(self._error, TimeoutError):
             return self._outputs.pop(next(iter(self._outputs)))
         assert self._error is not None
         raise self._error

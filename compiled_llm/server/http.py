@@ -6,6 +6,7 @@
 import asyncio
 import hashlib
 import hmac
+import math
 import re
 import secrets
 import sys
@@ -73,7 +74,7 @@ class Guard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _NAME.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
-        state["request_id"], facts = request_id, state.setdefault("facts", {})
+        state["request_id"], state["send"], facts = request_id, send, state.setdefault("facts", {})
         names = (b"x-request-id", b"request-id") if _is_anthropic(scope) else (b"x-request-id",)
         started, status = time.monotonic(), 0
 
@@ -186,38 +187,49 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._write(send))
+            await unless_gone(receive, self._write(send, scope["state"]["send"]))
         except ClientGoneError:
             scope["state"]["facts"]["client"] = "gone"
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, send_event: Send) -> None:
+        """``send_event``: of the server itself. What stands before it has to do with the start of an answer alone."""
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            self._sent = time.monotonic()
-            comments = asyncio.ensure_future(self._keep_alive(send))
-            try:
-                async for event in self._events:
-                    async with asyncio.timeout(self._client_seconds):
-                        await send({"type": "http.response.body", "body": event, "more_body": True})
-                    self._sent = time.monotonic()
-            finally:
-                comments.cancel()
-                await asyncio.gather(comments, return_exceptions=True)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with asyncio.timeout(None) as limit:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                self._sent, self._sending_since = time.monotonic(), math.inf
+                watching = asyncio.ensure_future(self._watch(send_event, limit))
+                try:
+                    async for event in self._events:
+                        self._sending_since = time.monotonic()
+                        await send_event({"type": "http.response.body", "body": event, "more_body": True})
+                        self._sent, self._sending_since = self._sending_since, math.inf
+                finally:
+                    watching.cancel()
+                    await asyncio.gather(watching, return_exceptions=True)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             raise ClientGoneError from None
 
-    async def _keep_alive(self, send: Send) -> None:
-        """Comments where no event is sent for some time. A task for each event would cost as much as the event."""
-        while self._keep_alive_seconds:
-            left = self._sent + self._keep_alive_seconds - time.monotonic()
-            if left > 0:
-                await asyncio.sleep(left)
-                continue
-            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-            self._sent = time.monotonic()
+    async def _watch(self, send_event: Send, limit: asyncio.Timeout) -> None:
+        """Ends the stream of a client that reads nothing; comments where no event is sent for some time.
+
+        Looks now and then, since timers and tasks for each event would cost as much as the event.
+        """
+        keep_alive = self._keep_alive_seconds or math.inf
+        try:
+            while time.monotonic() < self._sending_since + self._client_seconds:
+                left = self._sent + keep_alive - time.monotonic()
+                if left > 0 or self._sending_since < math.inf:
+                    await asyncio.sleep(max(0.01, min(left, self._client_seconds / 8)))
+                    continue
+                async with asyncio.timeout(self._client_seconds):
+                    await send_event({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                self._sent = time.monotonic()
+        except TimeoutError:
+            pass
+        limit.reschedule(0)  # long ago
 
 
 def event(content: Mapping[str, Any]) -> bytes:

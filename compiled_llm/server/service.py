@@ -79,8 +79,12 @@ class Service:
         self._chats = ChatEncoder(self.tokenizer)
         parsers = self.settings.tool_call_parser, self.settings.reasoning_parser
         self.formats = AnswerFormats(*parsers, self.tokenizer)
-        self._started = started
         self.metrics.start(started)
+        self.restart(started)
+
+    def restart(self, started: Started) -> None:
+        """Another process serves the same model from now on."""
+        self._started = started
 
     def close(self) -> None:
         if self.client.started is not None:
@@ -134,8 +138,17 @@ class Service:
         finally:
             self.num_admitted -= count
 
-    async def serve(self, asked: OpenAIRequest, request_id: str) -> Served:
+    @property
+    def too_late(self) -> ApiError:
+        """What is said of an answer that takes too long. A client that asked again would wait as long."""
+        given = f"the answer took more than {self.settings.max_request_seconds:g} s"
+        return ApiError(408, given, {"x-should-retry": "false"})
+
+    async def serve(self, asked: OpenAIRequest, request_id: str, deadline: float) -> Served:
         """Encode a request and give it to the engine, which begins when its outputs are read.
+
+        Args:
+            deadline: of the event loop's clock, when its outputs end with an ``ApiError``.
 
         Raises:
             ApiError: it cannot be served.
@@ -167,11 +180,11 @@ class Service:
             Generate(one.request_id, one.token_ids, sampling, asked.priority, asked.cache_salt, one.scored_from)
             for one in prompts
         ]
-        return Served(asked, params, plan, prompts, self._outputs(requests))
+        return Served(asked, params, plan, prompts, self._outputs(requests, deadline))
 
-    async def _outputs(self, requests: Sequence[Generate]) -> AsyncIterator[Output]:
-        """``ApiError`` for what the engine refuses, and when it has ended."""
-        outputs = self.client.generate(requests)
+    async def _outputs(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
+        """``ApiError`` for what the engine refuses, when it has ended, and after the deadline."""
+        outputs = self.client.generate(requests, deadline)
         try:
             async for output in outputs:
                 if output.error is not None:
@@ -184,6 +197,8 @@ class Service:
             raise ApiError(503, str(error)) from error
         except RequestAbortedError as error:
             raise ApiError(500, "the request was aborted", {"x-should-retry": "false"}) from error
+        except TimeoutError:
+            raise self.too_late from None
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 

@@ -42,6 +42,8 @@ class ServerSettings:
         drain_seconds: for answers that are under way when the server is told to end.
         dev: there are also /reset_prefix_cache and /abort, with which a client changes what others get.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
+        restart_engine: start the engine again when its process has ended, 5 times within 10 minutes at most; without
+            it, that ends the server.
     """
 
     host: str = "127.0.0.1"
@@ -66,6 +68,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     dev: bool = False
     stall_seconds: float = 120.0
+    restart_engine: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, _INTEGERS, _NUMBERS)

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from compiled_llm import CompiledEngine
+from compiled_llm.server import run
 from tests.server.conftest import BrokenEngineError, Running, running_with
 
 LONG: Any = {"prompt": "import os", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
@@ -219,6 +220,36 @@ def test_the_end_of_the_engine_is_told_to_everyone(engine: CompiledEngine, monke
         assert "[DONE]" in text
         assert running.ended() == 1
     engine.abort([*engine._core.entries])
+
+
+def test_an_engine_that_ends_is_started_again_but_not_for_ever(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, failures = CompiledEngine.step, [False]
+
+    def breaking(self: CompiledEngine) -> Any:
+        if failures[-1]:  # a step is tried twice
+            failures.pop()
+            engine.abort([*engine._core.entries])  # another process would not have them
+            raise BrokenEngineError
+        return step(self)
+
+    monkeypatch.setattr(run, "_MOST_RESTARTS", 1)
+    monkeypatch.setattr(CompiledEngine, "step", breaking)
+    body = {"prompt": "import os", "max_tokens": 4, "temperature": 0}
+    with running_with(engine, restart_engine=True) as running:
+        before = running.http.post("/v1/completions", json=body).json()["choices"]
+        with open_request(running, {**LONG, "stream": True}) as stream:
+            until(lambda: len(engine.scheduler.running) == 1)
+            failures.extend((True, True))
+            text = b"".join(iter(lambda: stream.recv(65536), b"")).decode()
+        assert '{"error":{"message":"the engine\'s thread has ended"' in text
+        until(lambda: running.http.get("/ready").status_code == 200)
+        assert running.http.post("/v1/completions", json=body).json()["choices"] == before
+        assert running.http.get("/metrics").status_code == 200
+        failures.extend((True, True))
+        assert running.http.post("/v1/completions", json=LONG).status_code == 503
+        assert running.ended() == 1
 
 
 def test_a_step_that_fails_ends_its_requests_alone(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
