@@ -13,6 +13,7 @@ from compiled_llm.api.argument_checks import integer
 from compiled_llm.api.names import SAMPLING_PARAMETERS, name_hint
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.text.prompts import MAX_SALT_CHARACTERS
 
 Kind = Literal["chat", "completion"]
 
@@ -67,7 +68,7 @@ WITHOUT_EFFECT = (
 )
 _SERVING = ("stream", "stream_options", "return_token_ids", "priority", "cache_salt", "logprobs", "best_of")
 # Fields of which only the default is served: the values that mean it.
-_ONLY: Mapping[str, tuple[Any, ...]] = {
+ONLY: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "tool_choice": ("auto", "none"),
@@ -76,10 +77,10 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 # Kind of body -> the fields that it may have.
 FIELDS: Mapping[Kind, tuple[str, ...]] = {
-    "completion": ("prompt", "echo", *_SERVING, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *_ONLY),
+    "completion": ("prompt", "echo", *_SERVING, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *ONLY),
     "chat": (
         *("messages", "max_completion_tokens", "top_logprobs", "response_format"),
-        *(*_SERVING, *CHAT_OPTIONS, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *_ONLY),
+        *(*_SERVING, *CHAT_OPTIONS, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *ONLY),
     ),
 }
 _ELSEWHERE = {
@@ -99,6 +100,7 @@ _MEDIA = {
     **dict.fromkeys(("video", "video_url", "input_video"), "videos"),
     **dict.fromkeys(("file", "input_file"), "files"),
 }
+_LEAST_INTEGER, _MOST_INTEGER = -(2**63), 2**64 - 1
 _MOST_DEPTH = 100  # of lists and objects; far below what Python's own functions for JSON can go down
 
 
@@ -122,18 +124,18 @@ def read_request(kind: Kind, body: Mapping[str, Any]) -> OpenAIRequest:
         kind=kind,
         model=_text(body, "model"),
         priority=_priority(body.get("priority", 0)),
-        cache_salt=_text(body, "cache_salt") or "",
-        stream=_flag(body, "stream"),
-        include_usage=_flag(options, "include_usage") or _flag(options, "continuous_usage_stats"),
-        continuous_usage=_flag(options, "continuous_usage_stats"),
-        return_token_ids=_flag(body, "return_token_ids"),
+        cache_salt=_salt(body),
+        stream=flag(body, "stream"),
+        include_usage=flag(options, "include_usage") or flag(options, "continuous_usage_stats"),
+        continuous_usage=flag(options, "continuous_usage_stats"),
+        return_token_ids=flag(body, "return_token_ids"),
         **{**own, "sampling": checked_sampling(sampling)},
     )
 
 
 def _completion_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
     """Fields of the ``OpenAIRequest``; completes ``sampling``."""
-    prompt, echo = body.get("prompt"), _flag(body, "echo")
+    prompt, echo = body.get("prompt"), flag(body, "echo")
     is_several = isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt)
     prompts = prompt if is_several else [prompt]
     for item in prompts or ():
@@ -161,10 +163,10 @@ def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str,
     wanted, most = body.get("logprobs", False), body.get("top_logprobs", 0)
     if not isinstance(wanted, bool):
         raise ValueError(f"logprobs must be true or false in a chat, given {shown(wanted)}")
+    integer("top_logprobs", most, 0, 1000)
     if most and not wanted:
         raise ValueError("top_logprobs needs logprobs to be true")
     if wanted:
-        integer("top_logprobs", most, 0, 1000)
         sampling["logprobs"] = most
     if "response_format" in body:
         structured = _structured_outputs(body["response_format"])
@@ -182,8 +184,8 @@ def _check_names(kind: Kind, body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if name not in known:
             raise ValueError(f"{name:.100} is not served: {name_hint(name, known, _ELSEWHERE) or 'leave it out'}")
-        if name in _ONLY and value not in _ONLY[name]:
-            allowed = " or ".join(map(repr, _ONLY[name]))
+        if name in ONLY and value not in ONLY[name]:
+            allowed = " or ".join(map(repr, ONLY[name]))
             raise ValueError(f"{name} must be {allowed}, all that is served here, given {shown(value)}")
     n = body.get("n", 1)
     if body.get("best_of", n) != n:
@@ -198,11 +200,21 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def _salt(body: Mapping[str, Any]) -> str:
+    salt = _text(body, "cache_salt") or ""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise ValueError(f"cache_salt may have {MAX_SALT_CHARACTERS} characters at most, given {len(salt)}")
+    return salt
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false; a null is as no field."""
     value = body.get(name)
-    if value is not None and not isinstance(value, bool):
+    if value is None:
+        return default
+    if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, given {shown(value)}")
-    return bool(value)
+    return value
 
 
 def _priority(value: Any) -> int:
@@ -276,7 +288,7 @@ def check_messages(messages: Any) -> list[Any]:
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in _MEDIA:
+            if isinstance(kind, str) and kind in _MEDIA:
                 raise ValueError(f"{_MEDIA[kind]} are not served: messages[{number}] has a part of type {kind!r}")
     return messages
 
@@ -284,9 +296,13 @@ def check_messages(messages: Any) -> list[Any]:
 def check_json(name: str, value: Any, depth: int = 0) -> None:
     """``ValueError``, with the place in ``name``, unless ``value`` and all in it are values of JSON.
 
-    Columns of a table may hold more than those, and Python reads NaN from JSON.
+    Columns of a table may hold more than those, and Python reads NaN from JSON, and integers of any length.
     """
-    if value is None or isinstance(value, str | int):
+    if value is None or isinstance(value, str):
+        return
+    if isinstance(value, int):
+        if not _LEAST_INTEGER <= value <= _MOST_INTEGER:
+            raise ValueError(f"{name} must be an integer of 64 bits, given {shown(value)}")
         return
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -295,8 +311,10 @@ def check_json(name: str, value: Any, depth: int = 0) -> None:
     if depth >= _MOST_DEPTH:
         raise ValueError(f"{name} must not be more than {_MOST_DEPTH} lists and objects deep")
     if isinstance(value, list):
+        if set(map(type, value)) == {int} and _LEAST_INTEGER <= min(value) <= max(value) <= _MOST_INTEGER:
+            return  # token ids, of which there may be many
         for number, item in enumerate(value):
-            if not isinstance(item, str | int):  # most are: then no name is made
+            if not isinstance(item, str):  # then no name is made
                 check_json(f"{name}[{number}]", item, depth + 1)
     elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key, item in value.items():

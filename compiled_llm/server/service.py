@@ -19,7 +19,7 @@ from compiled_llm.server.messages import Generate, Output, Started
 from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.text.chat import ChatEncoder
-from compiled_llm.text.prompts import Capacity, EncodedPrompt, encode_prompt
+from compiled_llm.text.prompts import Capacity, EncodedPrompt, check_token_ids, encode_prompt
 from compiled_llm.text.tokenizer import Tokenizer
 
 # Characters of a prompt that may take long to encode: another thread does it.
@@ -139,6 +139,8 @@ class Service:
         try:
             params = SamplingParams(**sampling)
             encoded = await self.encode(asked, params)
+            for prompt in encoded:
+                check_token_ids("prompt", prompt.token_ids, self.started.vocab_size)
         except (ValueError, ImportError) as error:
             raise ApiError.of(error) from error
         sampling.pop("truncate_prompt_tokens", None)  # it was done

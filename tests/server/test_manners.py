@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from compiled_llm import CompiledEngine
+from compiled_llm.system.child_process import framed
 from tests.server.conftest import BrokenEngineError, Running, running_with
 
 LONG: Any = {"prompt": "import os", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
@@ -168,12 +169,9 @@ def test_states(running: Running) -> None:
     get = running.http.get
     assert get("/version").json()["version"]
     assert running.http.post("/ping").status_code == 200
-    described = get("/openapi.json").json()
-    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["properties"]["temperature"] == {"type": "number"}
-    assert {"messages", "top_k", "response_format"} <= body["properties"].keys()
     missing = get("/v1/completions")
     assert (missing.status_code, missing.headers["allow"]) == (405, "POST")
+    assert running.http.put("/ping").headers["allow"] == "GET, POST"
 
 
 def test_an_end_waits_for_answers(engine: CompiledEngine) -> None:
@@ -219,6 +217,14 @@ def test_the_end_of_the_engine_is_told_to_everyone(engine: CompiledEngine, monke
         assert "[DONE]" in text
         assert running.ended() == 1
     engine.abort([*engine._core.entries])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_is_sent_what_is_no_message_ends(engine: CompiledEngine) -> None:
+    """It would hear of no request any more, and of no abort."""
+    with running_with(engine) as running:
+        running._loop.call_soon_threadsafe(running.client._writer.write, framed(b"no message"))
+        assert running.ended() == 1
 
 
 def test_a_step_that_fails_ends_its_requests_alone(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
