@@ -112,16 +112,17 @@ class EngineClient:
 
         Raises:
             EngineEndedError: the process has ended, or ``fail_all`` was called.
+            OverflowError: an integer among the sampling parameters has more than 64 bits.
         """
         if self.ended is not None:
             raise EngineEndedError(self.ended)
+        frames = [framed(encode(request)) for request in requests]
         if not self._unread:
             self._heard_at = time.monotonic()
         unread, open_ids = _Unread(), {request.request_id for request in requests}
         assert not open_ids & self._unread.keys(), open_ids
         self._unread |= dict.fromkeys(open_ids, unread)
-        for request in requests:
-            self._send(request)
+        self._writer.writelines(frames)
         try:
             while open_ids:
                 output = await unread.next()

@@ -57,10 +57,10 @@ def _object(required: Sequence[str], is_closed: bool = False, **properties: Sche
 _IDS = _list(_integer(0), 1)
 _STOP: Schema = {"type": "string", "maxLength": MAX_STOP_CHARACTERS}
 _PART = _object(["type", "text"], type={"const": "text"}, text=_TEXT)
-_MESSAGE = _object(
-    ["role"],
-    role={"type": "string", "minLength": 1, "maxLength": 64},
-    content=_either(_TEXT, _list(_PART), {"type": "null"}),
+_ROLE: Schema = {"type": "string", "pattern": r"^[\w .:/-]{1,64}$"}
+_MESSAGE = _either(
+    _object(["role", "content"], role=_ROLE, content=_either(_TEXT, _list(_PART))),
+    _object(["role", "tool_calls"], role=_ROLE, tool_calls=_list(_OBJECT, 1)),
 )
 _STRUCTURE = _object(
     [],
@@ -135,8 +135,8 @@ def described(answer: Any, *bodies: str, chunk: Any = None) -> dict[str, Any]:
     """
     content: dict[str, Any] = {"application/json": {"schema": _of(answer)}}
     if chunk is not None:
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _of(chunk)}
-        content["text/event-stream"] = {"itemSchema": _object(["data"], data=data)}
+        data = {"contentMediaType": "application/json", "contentSchema": _either(_of(chunk), _of(schemas.Error))}
+        content["text/event-stream"] = {"itemSchema": _object(["data"], data=_either({"const": "[DONE]"}, data))}
     statuses = _ERRORS + (_ERRORS_OF_BODIES if bodies else ())
     errors = {str(status): {"description": KINDS[status][1] or KINDS[status][0]} for status in sorted(statuses)}
     for error in errors.values():

@@ -166,6 +166,8 @@ class Service:
                 yield output
         except EngineEndedError as error:
             raise ApiError(503, str(error)) from error
+        except OverflowError as error:
+            raise ApiError(400, "integers in logits_transforms and in schemas must have at most 64 bits") from error
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
