@@ -14,6 +14,7 @@ from compiled_llm.api.names import SAMPLING_PARAMETERS, name_hint
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.openai.tools import ToolUse, read_tool_use
+from compiled_llm.text.prompts import MAX_SALT_CHARACTERS
 
 Kind = Literal["chat", "completion"]  # of a body that ``read_request`` reads
 
@@ -75,7 +76,7 @@ WITHOUT_EFFECT = (
 )
 _SERVING = ("stream", "stream_options", "return_token_ids", "priority", "cache_salt", "logprobs", "best_of")
 # Fields of which only the default is served: the values that mean it.
-_ONLY: Mapping[str, tuple[Any, ...]] = {
+ONLY: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "use_beam_search": (False,),
@@ -83,10 +84,10 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 # Kind of body -> the fields that it may have.
 FIELDS: Mapping[Kind, tuple[str, ...]] = {
-    "completion": ("prompt", "echo", *_SERVING, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *_ONLY),
+    "completion": ("prompt", "echo", *_SERVING, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *ONLY),
     "chat": (
         *("messages", "max_completion_tokens", "top_logprobs", "response_format", "tool_choice", "parallel_tool_calls"),
-        *(*_SERVING, *CHAT_OPTIONS, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *_ONLY),
+        *(*_SERVING, *CHAT_OPTIONS, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *ONLY),
     ),
 }
 _ELSEWHERE = {
@@ -129,18 +130,18 @@ def read_request(kind: Kind, body: Mapping[str, Any]) -> OpenAIRequest:
         kind=kind,
         model=_text(body, "model"),
         priority=_priority(body.get("priority", 0)),
-        cache_salt=_text(body, "cache_salt") or "",
-        stream=_flag(body, "stream"),
-        include_usage=_flag(options, "include_usage") or _flag(options, "continuous_usage_stats"),
-        continuous_usage=_flag(options, "continuous_usage_stats"),
-        return_token_ids=_flag(body, "return_token_ids"),
+        cache_salt=_salt(body),
+        stream=flag(body, "stream"),
+        include_usage=flag(options, "include_usage") or flag(options, "continuous_usage_stats"),
+        continuous_usage=flag(options, "continuous_usage_stats"),
+        return_token_ids=flag(body, "return_token_ids"),
         **{**own, "sampling": checked_sampling(sampling)},
     )
 
 
 def _completion_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
     """Fields of the ``OpenAIRequest``; completes ``sampling``."""
-    prompt, echo = body.get("prompt"), _flag(body, "echo")
+    prompt, echo = body.get("prompt"), flag(body, "echo")
     is_several = isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt)
     prompts = prompt if is_several else [prompt]
     for item in prompts or ():
@@ -168,10 +169,10 @@ def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str,
     wanted, most = body.get("logprobs", False), body.get("top_logprobs", 0)
     if not isinstance(wanted, bool):
         raise ValueError(f"logprobs must be true or false in a chat, given {shown(wanted)}")
+    integer("top_logprobs", most, 0, 1000)
     if most and not wanted:
         raise ValueError("top_logprobs needs logprobs to be true")
     if wanted:
-        integer("top_logprobs", most, 0, 1000)
         sampling["logprobs"] = most
     if "response_format" in body:
         structured = _structured_outputs(body["response_format"])
@@ -189,8 +190,8 @@ def _check_names(kind: Kind, body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if name not in known:
             raise ValueError(f"{name:.100} is not served: {name_hint(name, known, _ELSEWHERE) or 'leave it out'}")
-        if name in _ONLY and value not in _ONLY[name]:
-            allowed = " or ".join(map(repr, _ONLY[name]))
+        if name in ONLY and value not in ONLY[name]:
+            allowed = " or ".join(map(repr, ONLY[name]))
             raise ValueError(f"{name} must be {allowed}, all that is served here, given {shown(value)}")
     n = body.get("n", 1)
     if body.get("best_of", n) != n:
@@ -205,11 +206,21 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def _salt(body: Mapping[str, Any]) -> str:
+    salt = _text(body, "cache_salt") or ""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise ValueError(f"cache_salt may have {MAX_SALT_CHARACTERS} characters at most, given {len(salt)}")
+    return salt
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false; a null is as no field."""
     value = body.get(name)
-    if value is not None and not isinstance(value, bool):
+    if value is None:
+        return default
+    if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, given {shown(value)}")
-    return bool(value)
+    return value
 
 
 def _priority(value: Any) -> int:

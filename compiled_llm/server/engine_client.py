@@ -126,9 +126,11 @@ class EngineClient:
             EngineEndedError: the process has ended, or ``fail_all`` was called.
             RequestAbortedError: ``abort`` was called for one of them.
             TimeoutError: ``deadline``, of the event loop's clock, has come.
+            OverflowError: an integer among the sampling parameters has more than 64 bits.
         """
         if self.ended is not None:
             raise EngineEndedError(self.ended)
+        frames = [framed(encode(request)) for request in requests]
         if not self._unread:
             self._heard_at = time.monotonic()
         unread, open_ids = _Unread(), {request.request_id for request in requests}
@@ -136,8 +138,7 @@ class EngineClient:
         self._unread |= dict.fromkeys(open_ids, unread)
         # One timer for all: a timeout around each wait would cost as much as what is waited for.
         timer = asyncio.get_running_loop().call_at(deadline, unread.fail, TimeoutError())
-        for request in requests:
-            self._send(request)
+        self._writer.writelines(frames)
         try:
             while open_ids:
                 output = await unread.next()

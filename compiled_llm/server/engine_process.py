@@ -113,6 +113,8 @@ class _Reader(threading.Thread):
                 assert not isinstance(message, Start)
                 self._commands.put(message)
         except (EOFError, OSError):
+            pass  # the server has gone
+        finally:  # also when it sends what is no message: an engine that hears nothing more must not go on
             if not self.serves:
                 os._exit(1)
             self._commands.put(None)

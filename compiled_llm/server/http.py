@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.anthropic.errors import OVERLOADED_STATUS, error_body
+from compiled_llm.openai.requests import check_json
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.settings import ServerSettings
 
@@ -29,6 +30,7 @@ PUBLIC_PATHS = frozenset(("/health", "/ready", "/ping"))
 _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Of a body that is too large, so much is read and thrown away, so that its sender gets to read the answer.
 _DISCARDED_TIMES = 16
+_LONG_BODY = 2**16  # bytes; a longer one is read in another thread, so that others do not wait for it
 GONE_STATUS = 499  # in the log: the client went away
 _COMMENT = b": keep-alive\n\n"  # of an event stream
 
@@ -138,10 +140,19 @@ async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any
     if size > most:
         given = length if length.isdigit() else f"at least {size}"
         raise ApiError(413, f"a body may have {most} bytes at most, given {given}", {"Connection": "close"})
+    if len(content) > _LONG_BODY:
+        return await asyncio.to_thread(_object_of, content)
+    return _object_of(content)
+
+
+def _object_of(content: bytearray) -> dict[str, Any]:
     try:
-        body = msgspec.json.decode(bytes(content))
+        body = msgspec.json.decode(content)
+        check_json("", body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body must be JSON: {error}") from error
+    except ValueError as error:
+        raise ApiError.of(error) from error
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, given {type(body).__name__}")
     return body

@@ -11,11 +11,12 @@ from starlette.responses import Response
 from compiled_llm.api.readable import shown
 from compiled_llm.openai.response_events import ResponseEvents
 from compiled_llm.openai.responses import ResponseRequest, read_response
+from compiled_llm.server import schemas
 from compiled_llm.server.answering import answered, read_body
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.event_answer import EventAnswer
 from compiled_llm.server.http import JsonResponse
-from compiled_llm.server.openapi import body_of
+from compiled_llm.server.openapi import described
 from compiled_llm.server.response_store import ResponseStore, Stored
 from compiled_llm.server.service import Served, Service
 
@@ -23,27 +24,29 @@ from compiled_llm.server.service import Served, Service
 def add_responses(app: FastAPI, service: Service) -> None:
     responses = _Responses(service)
 
-    @app.post("/v1/responses", openapi_extra=body_of("response"))
+    @app.post(
+        "/v1/responses", openapi_extra=described(schemas.Response, "ResponseRequest", chunk=schemas.ResponseEvent)
+    )
     async def create(request: Request) -> Response:
         """Answer a conversation of items."""
         asked = await read_body(service, request, responses.read)
         model = service.check_model(asked.chat.model)
         return await answered(service, request, asked.chat, lambda served: responses.begin(served, asked, model))
 
-    @app.get("/v1/responses/{response_id}")
+    @app.get("/v1/responses/{response_id}", openapi_extra=described(schemas.Response))
     async def retrieve(response_id: str, request: Request) -> Response:
         """An answer that is stored or under way."""
         if request.query_params.get("stream") == "true":
             raise ApiError(400, "stream must be false: a stored response is given as a whole")
         return JsonResponse(responses.get(response_id))
 
-    @app.delete("/v1/responses/{response_id}")
+    @app.delete("/v1/responses/{response_id}", openapi_extra=described(schemas.DeletedResponse))
     async def delete(response_id: str) -> Response:
         """Forget an answer that is stored."""
         responses.delete(response_id)
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @app.post("/v1/responses/{response_id}/cancel")
+    @app.post("/v1/responses/{response_id}/cancel", openapi_extra=described(schemas.Response))
     async def cancel(response_id: str) -> Response:
         """End an answer that is under way."""
         return JsonResponse(responses.cancel(response_id))

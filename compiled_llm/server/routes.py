@@ -7,10 +7,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Match
 
 from compiled_llm.api.version import __version__
 from compiled_llm.openai.requests import read_request
+from compiled_llm.server import schemas
 from compiled_llm.server.answering import FAULT, answered, read_body
 from compiled_llm.server.answers import OpenAIAnswer
 from compiled_llm.server.engine_client import EngineEndedError
@@ -26,7 +28,7 @@ from compiled_llm.server.http import (
 )
 from compiled_llm.server.message_routes import add_messages
 from compiled_llm.server.metrics import CONTENT_TYPE
-from compiled_llm.server.openapi import body_of
+from compiled_llm.server.openapi import DescribedApp, described
 from compiled_llm.server.response_routes import add_responses
 from compiled_llm.server.scores import ScoreAnswer, read_score
 from compiled_llm.server.server_routes import add_server
@@ -38,7 +40,7 @@ _STATS_SECONDS = 2.0  # a step may take so long; then /metrics is without the en
 
 def make_app(service: Service) -> Any:
     """The ASGI application."""
-    app = FastAPI(title="compiled-llm", version=__version__, docs_url=None, redoc_url=None)
+    app = DescribedApp(service.names, title="compiled-llm", version=__version__, docs_url=None, redoc_url=None)
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
@@ -47,9 +49,11 @@ def make_app(service: Service) -> Any:
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         """Paths and methods that there are none of."""
-        allowed = (error.headers or {}).get("Allow")
+        routes = [route for route in app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+        allowed = ", ".join(sorted({method for route in routes for method in route.methods}))  # type: ignore[attr-defined]
         what = f"{request.method} is not served there: {allowed} is" if allowed else "nothing is served there"
-        refused = ApiError(error.status_code, f"{request.url.path[:200]!r}: {what}", error.headers)
+        headers = {"Allow": allowed} if allowed else {}
+        refused = ApiError(error.status_code, f"{request.url.path[:200]!r}: {what}", headers)
         return error_response(refused, request.scope)
 
     @app.exception_handler(ClientGoneError)
@@ -76,18 +80,24 @@ def make_app(service: Service) -> Any:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=body_of("chat"))
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=described(schemas.ChatCompletion, "ChatCompletionRequest", chunk=schemas.ChatCompletionChunk),
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await _answer(service, request, "chat")
 
-    @app.post("/v1/completions", openapi_extra=body_of("completion"))
+    @app.post(
+        "/v1/completions",
+        openapi_extra=described(schemas.Completion, "CompletionRequest", chunk=schemas.CompletionChunk),
+    )
     async def completions(request: Request) -> Response:
         """Complete texts."""
         return await _answer(service, request, "completion")
 
-    @app.post("/score", openapi_extra=body_of("score"))
-    @app.post("/v1/score", openapi_extra=body_of("score"))
+    @app.post("/score", openapi_extra=described(schemas.Scores, "ScoreRequest"))
+    @app.post("/v1/score", openapi_extra=described(schemas.Scores, "ScoreRequest"))
     async def score(request: Request) -> Response:
         """How likely given continuations of prompts are."""
         most = service.client.config.max_logprobs
@@ -118,12 +128,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         except ValueError as error:
             raise ApiError.of(error) from error
 
-    @app.post("/tokenize", openapi_extra=body_of("tokenize"))
+    @app.post("/tokenize", openapi_extra=described(schemas.Tokens, "TokenizeTextRequest", "TokenizeChatRequest"))
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, or of a conversation by the chat template."""
         return await answer(request, tokens_of)
 
-    @app.post("/detokenize", openapi_extra=body_of("detokenize"))
+    @app.post("/detokenize", openapi_extra=described(schemas.Text, "DetokenizeRequest"))
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
         return await answer(request, text_of)
@@ -141,20 +151,20 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "max_model_len": service.started.max_model_len,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", openapi_extra=described(schemas.Models))
     async def models() -> Response:
         """The names of the model that is served."""
         return JsonResponse({"object": "list", "data": [card(name) for name in service.names]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", openapi_extra=described(schemas.Model))
     async def model(name: str) -> Response:
         """One of them."""
         return JsonResponse(card(service.check_model(name)))
 
 
 def _add_states(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
-    @app.get("/ready")
+    @app.get("/health", openapi_extra=described(schemas.State))
+    @app.get("/ready", openapi_extra=described(schemas.State))
     async def health() -> Response:
         """200 while requests are answered; 503 while the model loads, when the engine hangs, and before the end."""
         fault = service.fault
@@ -162,25 +172,25 @@ def _add_states(app: FastAPI, service: Service) -> None:
             raise ApiError(503, fault)
         return JsonResponse({"status": "ok"})
 
-    @app.get("/ping")
-    @app.post("/ping")
+    @app.get("/ping", openapi_extra=described(schemas.State))
+    @app.post("/ping", openapi_extra=described(schemas.State))
     async def ping() -> Response:
         """200 as long as the server itself works, also while the model loads."""
         return JsonResponse({"status": "ok"})
 
-    @app.get("/version")
+    @app.get("/version", openapi_extra=described(schemas.Version))
     async def version() -> Response:
         """This program's version."""
         return JsonResponse({"version": __version__})
 
-    @app.get("/load")
+    @app.get("/load", openapi_extra=described(schemas.Load))
     async def load() -> Response:
         """How many prompts are under way; of these the engine runs some, and others wait there."""
         client = service.client
         counts = {"running": client.num_running, "waiting": client.num_waiting}
         return JsonResponse({"server_load": service.num_admitted, **counts})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         stats = None

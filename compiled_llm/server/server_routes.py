@@ -13,10 +13,12 @@ from starlette.responses import Response
 from compiled_llm.api.names import refuse_unknown_fields
 from compiled_llm.api.readable import shown
 from compiled_llm.api.version import __version__
+from compiled_llm.server import schemas
 from compiled_llm.server.answering import read_body
 from compiled_llm.server.engine_client import EngineEndedError
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import JsonResponse
+from compiled_llm.server.openapi import described
 from compiled_llm.server.service import Service
 
 _SECRETS = ("api_key", "ssl_keyfile")
@@ -25,12 +27,12 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn")
 
 
 def add_server(app: FastAPI, service: Service) -> None:
-    @app.get("/server_info")
+    @app.get("/server_info", openapi_extra=described(schemas.ServerInfo))
     async def server_info() -> Response:
         """Arguments of the engine and the server without secrets, sizes that follow from them, and versions."""
         return JsonResponse(_server_info(service))
 
-    @app.get("/tokenizer_info")
+    @app.get("/tokenizer_info", openapi_extra=described(schemas.TokenizerInfo))
     async def tokenizer_info() -> Response:
         """Names of special tokens, and the chat template, as vLLM has them."""
         _ = service.started
@@ -58,7 +60,7 @@ def _server_info(service: Service) -> dict[str, Any]:
 
 
 def _add_dev(app: FastAPI, service: Service) -> None:
-    @app.post("/reset_prefix_cache")
+    @app.post("/reset_prefix_cache", openapi_extra=described(schemas.Reset))
     async def reset_prefix_cache() -> Response:
         """Forget cached prompts. 409 while requests are served."""
         _ = service.started
@@ -70,7 +72,7 @@ def _add_dev(app: FastAPI, service: Service) -> None:
             raise ApiError(503, str(error)) from error
         return JsonResponse({"reset": True})
 
-    @app.post("/abort")
+    @app.post("/abort", openapi_extra=described(schemas.Aborted))
     async def abort(request: Request) -> Response:
         """End the request of an id, the answer's header x-request-id, or all of them."""
         name = await read_body(service, request, _aborted)

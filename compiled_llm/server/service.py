@@ -20,7 +20,7 @@ from compiled_llm.server.messages import Generate, Output, Started
 from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.text.chat import ChatEncoder
-from compiled_llm.text.prompts import Capacity, EncodedPrompt, encode_prompt, encode_scored
+from compiled_llm.text.prompts import Capacity, EncodedPrompt, check_token_ids, encode_prompt, encode_scored
 from compiled_llm.text.tokenizer import Tokenizer
 
 # Characters of a prompt that may take long to encode: another thread does it.
@@ -163,6 +163,8 @@ class Service:
             else:
                 encoded = await self.encode(asked, params)
                 starts = [None] * len(encoded)
+            for prompt in encoded:
+                check_token_ids("prompt", prompt.token_ids, self.started.vocab_size)
             plan = await self.plan(asked, encoded)
             if plan is not None:
                 sampling |= plan.sampling
@@ -199,6 +201,8 @@ class Service:
             raise ApiError(500, "the request was aborted", {"x-should-retry": "false"}) from error
         except TimeoutError:
             raise self.too_late from None
+        except OverflowError as error:
+            raise ApiError(400, "integers in logits_transforms and in schemas must have at most 64 bits") from error
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 

@@ -15,6 +15,7 @@ import pytest
 
 from compiled_llm import CompiledEngine
 from compiled_llm.server import run
+from compiled_llm.system.child_process import framed
 from tests.server.conftest import BrokenEngineError, Running, running_with
 
 LONG: Any = {"prompt": "import os", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
@@ -169,12 +170,9 @@ def test_states(running: Running) -> None:
     get = running.http.get
     assert get("/version").json()["version"]
     assert running.http.post("/ping").status_code == 200
-    described = get("/openapi.json").json()
-    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["properties"]["temperature"] == {"type": "number"}
-    assert {"messages", "top_k", "response_format"} <= body["properties"].keys()
     missing = get("/v1/completions")
     assert (missing.status_code, missing.headers["allow"]) == (405, "POST")
+    assert running.http.put("/ping").headers["allow"] == "GET, POST"
 
 
 def test_an_end_waits_for_answers(engine: CompiledEngine) -> None:
@@ -249,6 +247,14 @@ def test_an_engine_that_ends_is_started_again_but_not_for_ever(
         assert running.http.get("/metrics").status_code == 200
         failures.extend((True, True))
         assert running.http.post("/v1/completions", json=LONG).status_code == 503
+        assert running.ended() == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_is_sent_what_is_no_message_ends(engine: CompiledEngine) -> None:
+    """It would hear of no request any more, and of no abort."""
+    with running_with(engine) as running:
+        running._loop.call_soon_threadsafe(running.client._writer.write, framed(b"no message"))
         assert running.ended() == 1
 
 
