@@ -116,6 +116,7 @@ _SCHEMAS: Mapping[str, Schema] = {
     "tools": _list(_OBJECT),
     "documents": _list(_OBJECT),
 }
+ABORT_FIELDS = ("request_id", "abort_all")
 _SYSTEM = _either(_TEXT, _list(_PART))
 _BLOCKS = _list(_object(["role", "content"], role={"enum": ["user", "assistant"]}, content=_SYSTEM), 1)
 _OF_MESSAGES: Mapping[str, Schema] = {
@@ -136,6 +137,7 @@ _BODIES: Mapping[str, tuple[Collection[str], Sequence[str], Mapping[str, Schema]
     "MessageRequest": (MESSAGE_FIELDS, ["messages", "max_tokens"], _OF_MESSAGES),
     "CountTokensRequest": (MESSAGE_FIELDS, ["messages"], _OF_MESSAGES),
     "ScoreRequest": (SCORE_FIELDS, ["prompt"], {"continuations": _SCHEMAS["prompt"]}),
+    "AbortRequest": (ABORT_FIELDS, [], {"request_id": _TEXT, "abort_all": {"const": True}}),
     "TokenizeTextRequest": (TEXT_FIELDS, ["prompt"], {"prompt": _TEXT}),
     "TokenizeChatRequest": (CHAT_FIELDS, ["messages"], {}),
     "DetokenizeRequest": (DETOKENIZE_FIELDS, ["tokens"], {}),

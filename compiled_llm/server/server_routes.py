@@ -18,7 +18,7 @@ from compiled_llm.server.answering import read_body
 from compiled_llm.server.engine_client import EngineEndedError
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import JsonResponse
-from compiled_llm.server.openapi import described
+from compiled_llm.server.openapi import ABORT_FIELDS, described
 from compiled_llm.server.service import Service
 
 _SECRETS = ("api_key", "ssl_keyfile")
@@ -72,7 +72,7 @@ def _add_dev(app: FastAPI, service: Service) -> None:
             raise ApiError(503, str(error)) from error
         return JsonResponse({"reset": True})
 
-    @app.post("/abort", openapi_extra=described(schemas.Aborted))
+    @app.post("/abort", openapi_extra=described(schemas.Aborted, "AbortRequest"))
     async def abort(request: Request) -> Response:
         """End the request of an id, the answer's header x-request-id, or all of them."""
         name = await read_body(service, request, _aborted)
@@ -83,7 +83,7 @@ def _add_dev(app: FastAPI, service: Service) -> None:
 
 def _aborted(body: Mapping[str, Any]) -> str | None:
     """The name of a request; None: of all. ``ValueError``: the body has neither."""
-    refuse_unknown_fields(body, ("request_id", "abort_all"), {"rid": "give request_id"})
+    refuse_unknown_fields(body, ABORT_FIELDS, {"rid": "give request_id"})
     if body.keys() == {"request_id"} and isinstance(body["request_id"], str):
         return body["request_id"]
     if body == {"abort_all": True}:

@@ -1,11 +1,14 @@
 """OpenAI's own client against a server: responses, whole, streamed, stored and cancelled."""
 
+import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.server import schemas
 from compiled_llm.server.settings import DEMO_NAME
 from tests.server.conftest import Running
 from tests.server.test_manners import until
@@ -60,6 +63,34 @@ def test_the_events_of_a_stream(running: Running) -> None:
     assert [one.logprob for one in last.output[0].content[0].logprobs] == [one.logprob for one in found]
     assert events[0].response.output == []
     assert {event.item_id for event in deltas} == {last.output[0].id}
+
+
+def test_answers_are_as_openapi_describes_them(running: Running) -> None:
+    """Other routes are held against it by the tests of their own."""
+    chat = [{"role": "user", "content": QUESTION}]
+    for path, body, kind in (
+        ("/v1/responses", {"input": QUESTION, "max_output_tokens": 2}, schemas.Response),
+        ("/v1/messages", {"messages": chat, "max_tokens": 2}, schemas.Message),
+        ("/v1/messages", {"messages": chat}, schemas.MessageError),
+        ("/v1/messages/count_tokens", {"messages": chat}, schemas.MessageTokens),
+        ("/score", {"prompt": "import os", "top_logprobs": 1}, schemas.Scores),
+    ):
+        msgspec.json.decode(running.http.post(path, json=body).content, type=kind)
+    for path, kind in (("/server_info", schemas.ServerInfo), ("/tokenizer_info", schemas.TokenizerInfo)):
+        msgspec.json.decode(running.http.get(path).content, type=kind)
+    paths = running.http.get("/openapi.json").json()["paths"]
+    assert {"/v1/responses/{response_id}/cancel", "/v1/messages", "/v1/score"} <= paths.keys()
+    assert "/abort" not in paths
+
+
+def test_a_response_whose_client_goes_is_forgotten(running: Running) -> None:
+    body = {"input": QUESTION, "stream": True, "max_output_tokens": 400, "ignore_eos": True}
+    with running.http.stream("POST", "/v1/responses", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: response.created"
+        path = f"/v1/responses/{json.loads(next(lines).removeprefix('data: '))['response']['id']}"
+        assert running.http.get(path).json()["status"] == "in_progress"
+    until(lambda: running.http.get(path).status_code == 404)
 
 
 def test_a_stored_response_is_gone_on_with(reference: CompiledEngine, running: Running) -> None:
