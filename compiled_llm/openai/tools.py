@@ -93,6 +93,8 @@ def _tool(place: str, value: Any) -> Tool:
         raise ValueError(
             f"{place}.function.parameters must be a JSON schema of type 'object', given {shown(parameters)}"
         )
+    if "x-guidance" in (parameters or {}):
+        raise ValueError(f"{place}.function.parameters: x-guidance is not served: leave it out")
     if not isinstance(function.get("description"), str | None):
         raise ValueError(f"{place}.function.description must be a str, given {shown(function['description'])}")
     if not isinstance(strict, bool | None):

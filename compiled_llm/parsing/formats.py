@@ -65,7 +65,7 @@ class ReasoningFormat:
 
 
 AUTO, NONE = "auto", "none"  # instead of a format: the one that the chat template tells of; no one
-HARMONY = "gpt_oss"  # of calls and of reasoning: both are messages of one format, see harmony.py
+HARMONY = "gpt_oss"  # of calls and of reasoning: both are messages of one format, see harmony_reader.py
 HARMONY_MARKS = (
     *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
     *("<|end|>", "<|call|>", "<|return|>"),
@@ -145,7 +145,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         after_name=(">",),
         tags=("<parameter=", ">", "\n", "</parameter>"),
         written=("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
-        template=(("<function=", "<parameter="),),
+        template=(("<tool_call>", "<function=", "<parameter="),),
     ),
     "glm45": CallFormat(
         "tagged",
@@ -185,7 +185,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         begins=("<tool_call>",),
         ends=("</tool_call>",),
         written=_json_written("name", before="<tool_call>\n", after="\n</tool_call>"),
-        template=(("<tool_call>",),),
+        template=(("<tool_call>", '{"name": '), ("<tool_call>", '{\\"name\\": ')),
     ),
     "llama3_json": CallFormat(
         "json",
@@ -194,7 +194,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         bare=True,
         written=_json_written("name", "parameters"),
         joined=("", "; ", ""),
-        template=(("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
+        template=(("<|python_tag|>", '"parameters"'), ('"parameters": dictionary of argument name',)),
     ),
 }
 _THINK = ReasoningFormat(("<think>",), ("</think>",), (("<think>",), ("</think>",)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from compiled_llm.parsing.events import Tool
 from compiled_llm.parsing.formats import CALL_FORMATS, HARMONY, REASONING_FORMATS, CallFormat
-from compiled_llm.parsing.values import dumps, types_of
+from compiled_llm.parsing.values import dumps, is_plain_text
 
 _HEAD = "TEXT: /(.|\\n)*/\n"
 _NO_CALL = r"/([^\s{\[](.|\n)*)?/"  # a text that does not begin as calls without a mark do
@@ -139,14 +139,21 @@ class _Grammar:
         before_key, after_key, before_value, after_value = known.tags
         found = []
         for key, own, is_required in _properties(schema):
-            text = own.get("enum") or self.until(after_value)
-            if isinstance(text, list):
-                choices = " | ".join(self.quoted(one if isinstance(one, str) else dumps(one)) for one in text)
-                text = f"({choices}) {self.quoted(after_value)}"
-            value = f"{_json(own)} {self.quoted(after_value)}" if _is_json(own) else text
+            if is_plain_text(own):
+                value = self._plain_text(own, after_value)
+            else:
+                value = f"{_json(own)} {self.quoted(after_value)}"
             head = self.quoted(before_key + key + after_key + before_value)
             found.append(self._rule(f'{head} {value} "\\n"') + "?" * (not is_required))
         return " ".join(found)
+
+    def _plain_text(self, schema: Mapping[str, Any], end: str) -> str:
+        """One of those that the schema lists, or any: what else it says of a string is not enforced between tags."""
+        listed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if not isinstance(listed, list):
+            return self.until(end)
+        choices = " | ".join(self.quoted(one if isinstance(one, str) else dumps(one)) for one in listed)
+        return f"({choices}) {self.quoted(end)}"
 
     def _python_arguments(self, schema: Mapping[str, Any]) -> str:
         properties = list(_properties(schema))
@@ -171,12 +178,6 @@ def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]
     for key, own in (properties if isinstance(properties, Mapping) else {}).items():
         own = own if isinstance(own, Mapping) else {}
         yield key, {**shared, **own}, isinstance(required, list) and key in required
-
-
-def _is_json(schema: Mapping[str, Any]) -> bool:
-    """Whether a value between tags is JSON; else it is plain text."""
-    kinds = types_of(schema)
-    return bool(kinds) and "string" not in kinds
 
 
 def _json(schema: Mapping[str, Any]) -> str:

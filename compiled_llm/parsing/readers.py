@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 
 from compiled_llm.parsing.events import Reader, Tool
 from compiled_llm.parsing.formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
-from compiled_llm.parsing.harmony import HarmonyReader
-from compiled_llm.parsing.reader import TextReader
+from compiled_llm.parsing.harmony_reader import HarmonyReader
+from compiled_llm.parsing.text_reader import TextReader
 
 
 def make_reader(

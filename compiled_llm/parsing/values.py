@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+_COMPOSED = {"$ref", "allOf", "anyOf", "oneOf", "properties", "items", "enum", "const"}
 _LITERALS = {"True": True, "False": False, "None": None}
 
 
@@ -12,9 +13,15 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def is_plain_text(schema: Any) -> bool:
+    """Whether a value between tags is text as it stands, by its schema; else it is JSON."""
+    kinds = _types(schema)
+    return "string" in kinds or not (kinds or (isinstance(schema, Mapping) and _COMPOSED & schema.keys()))
+
+
 def of_schema(text: str, schema: Any) -> str:
     """A text as JSON: a string if ``schema`` lets it be one, else what it spells, else a string all the same."""
-    kinds = types_of(schema)
+    kinds = _types(schema)
     if kinds == {"string"}:
         return dumps(text)
     plain = text.strip()
@@ -35,7 +42,7 @@ def of_python(text: str) -> str:
     return dumps(text)
 
 
-def types_of(schema: Any) -> set[str]:
+def _types(schema: Any) -> set[str]:
     """The types that a schema names; empty: it names none."""
     if not isinstance(schema, Mapping):
         return set()
@@ -43,8 +50,9 @@ def types_of(schema: Any) -> set[str]:
     kinds = {found} if isinstance(found, str) else {kind for kind in found if isinstance(kind, str)}
     for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
         for one in alternatives if isinstance(alternatives, list) else ():
-            kinds |= types_of(one)
-    if not kinds and isinstance(schema.get("enum"), list) and all(isinstance(one, str) for one in schema["enum"]):
+            kinds |= _types(one)
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not kinds and isinstance(listed, list) and all(isinstance(one, str) for one in listed):
         return {"string"}
     return kinds
 

@@ -119,11 +119,13 @@ class AnswerFormats:
                     "tool_choice 'none'"
                 )
             reasoning = NONE  # the form is of the whole output
+        own, end = REASONING_FORMATS.get(reasoning), prompt.rstrip()
+        if own is not None and end.endswith(own.ends):
+            own, reasoning = None, NONE  # the prompt has ended it
         calls = self._calls if tools else NONE
         if (calls, reasoning) == (NONE, NONE):
             return None
-        own = REASONING_FORMATS.get(reasoning)
-        begun = own is not None and prompt.rstrip().endswith(own.begins)
+        begun = own is not None and end.endswith(own.begins)
         marks = {mark for known in (own, CALL_FORMATS.get(calls)) if known is not None for mark in known.marks}
         special = {mark: self._special_tokens[mark] for mark in marks if mark in self._special_tokens}
         sampling: dict[str, Any] = {}

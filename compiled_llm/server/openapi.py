@@ -114,6 +114,8 @@ _SCHEMAS: Mapping[str, Schema] = {
     "stream_options": _object([], is_closed=True, **dict.fromkeys(("include_usage", "continuous_usage_stats"), _FLAG)),
     "chat_template_kwargs": _OBJECT,
     "tools": _list(_OBJECT),
+    "tool_choice": _either(_TEXT, _OBJECT),
+    "parallel_tool_calls": _FLAG,
     "documents": _list(_OBJECT),
 }
 ABORT_FIELDS = ("request_id", "abort_all")
@@ -126,7 +128,7 @@ _OF_MESSAGES: Mapping[str, Schema] = {
 _OF_RESPONSES: Mapping[str, Schema] = {
     **dict.fromkeys(("text", "reasoning", "metadata"), _OBJECT),
     **{"input": _either(_TEXT, _list(_OBJECT, 1)), "max_output_tokens": _integer(1), "top_logprobs": _integer(0, 20)},
-    **{"include": _list(_TEXT), "instructions": _TEXT, "store": _FLAG, "parallel_tool_calls": _FLAG},
+    **{"include": _list(_TEXT), "instructions": _TEXT, "store": _FLAG},
     **{"previous_response_id": _TEXT, "background": {"const": False}, "truncation": {"const": "disabled"}},
 }
 # Name of a body's schema -> its fields, those that must be there, and the schemas of those that are its own.

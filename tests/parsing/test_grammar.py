@@ -145,3 +145,22 @@ def test_json_after_reasoning_or_calls_instead(
     reader = make_reader(reasoning, calls, TYPED, is_reasoning=is_reasoning)
     found = joined([*reader.feed(before + call), *reader.finish()])
     assert (bool(found.reasoning), found.content, len(found.calls)) == ("A {b}" in before, "", 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "pythonic"])
+def test_values_that_are_written_one_by_one(name: str, matching: Matching) -> None:
+    schema = {
+        "type": "object",
+        "$defs": {"size": {"type": "array", "items": {"type": "integer"}, "minItems": 1}},
+        "properties": {"kind": {"enum": ["a", "b"]}, "one": {"const": "x"}, "size": {"$ref": "#/$defs/size"}},
+    }
+    known, tools = CALL_FORMATS[name], [Tool("f", schema)]
+    grammar = answer_grammar("none", name, matching.special_tokens, tools=tools, must_call=True)
+    good = {"kind": "b", "one": "x", "size": [1, 2]}
+    assert matching.takes(grammar, written(known, [("f", good)]))
+    assert matching.takes(grammar, written(known, [("f", {"size": [1]})]))
+    for bad in ({"kind": "c"}, {"one": "y"}, {"size": []}, {"size": "a"}, {"other": 1}):
+        assert not matching.takes(grammar, written(known, [("f", bad)])), bad
+    reader = make_reader("none", name, tools)
+    (call,) = joined([*reader.feed(written(known, [("f", good)])), *reader.finish()]).calls
+    assert json.loads(call[1]) == good

@@ -1,10 +1,13 @@
 """Texts as models write them, in every format: what is read of them, and that no cut changes it."""
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from compiled_llm.parsing.events import (
     ArgumentsDelta,
@@ -15,6 +18,7 @@ from compiled_llm.parsing.events import (
     ReasoningDelta,
     Tool,
 )
+from compiled_llm.parsing.formats import CALL_FORMATS, HARMONY, HARMONY_MARKS, REASONING_FORMATS
 from compiled_llm.parsing.readers import make_reader
 
 _PLACE = {
@@ -278,3 +282,49 @@ def test_values_are_of_their_schema() -> None:
     reader = make_reader("none", "qwen3_coder", [Tool("f", {"properties": schema})])
     (call,) = joined(reader.feed(f"<function=f>\n{text}</function>") + reader.finish()).calls
     assert json.loads(call[1]) == {"a": None, "b": 7, "c": "1", "d": "[1, tru", "e": '{"x": NaN}', "f": 1.5}
+
+
+_FORMATS = [("none", "none"), (HARMONY, HARMONY), (HARMONY, "none"), ("qwen3", "none"), ("granite", "none")]
+_FORMATS += [("qwen3", name) for name in CALL_FORMATS if name != HARMONY]
+_HIDDEN = ["<pad>", "<|pad|>", "</s>"]
+_PARTS = [
+    *_HIDDEN,
+    *HARMONY_MARKS,
+    " ",
+    "\n",
+    "<",
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "'",
+    "\\",
+    ",",
+    ":",
+    "a",
+    "é",
+    "weather",
+    "now",
+]
+_PARTS += ["functions.weather:0", "[ARGS]", '{"name": "weather"', '"arguments": ', "(", ")", "place=", "1", "<think>"]
+_PARTS += [mark for known in (*CALL_FORMATS.values(), *REASONING_FORMATS.values()) for mark in known.marks]
+_PARTS += [part for known in CALL_FORMATS.values() for part in (*known.tags, *known.written) if part]
+
+
+@pytest.mark.battery
+@settings(max_examples=2_000, deadline=None)
+@given(
+    st.sampled_from(_FORMATS),
+    st.lists(st.one_of(st.sampled_from(_PARTS), st.sampled_from([text for *_, text, _ in TEXTS])), max_size=12),
+    st.lists(st.integers(0, 400), max_size=12),
+    st.booleans(),
+)
+def test_any_text_is_read_alike_however_it_is_cut(
+    formats: tuple[str, str], parts: list[str], places: list[int], opened: bool
+) -> None:
+    text = "".join(parts)
+    whole = read([text], *formats, _HIDDEN, opened)
+    assert read(list(text), *formats, _HIDDEN, opened) == whole
+    cut = [0, *sorted(place for place in places if place < len(text)), len(text)]
+    assert read([text[start:end] for start, end in itertools.pairwise(cut)], *formats, _HIDDEN, opened) == whole

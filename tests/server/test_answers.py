@@ -141,6 +141,9 @@ def test_the_prompt_may_have_begun_the_reasoning(tokenizer: Tokenizer) -> None:
     assert answer.usage is not None
     assert answer.usage.completion_tokens_details is not None
     assert answer.usage.completion_tokens_details.reasoning_tokens == 4
+    asked = read_request("chat", {"messages": [{"role": "user"}], "response_format": {"type": "json_object"}})
+    formats = AnswerFormats("hermes", "qwen3", tokenizer)
+    assert formats.plan(asked, "<|assistant|><think>\n\n</think>\n\n") is None, "it was ended there, too"
 
 
 def test_a_form_comes_after_reasoning_or_is_that_of_all(tokenizer: Tokenizer) -> None:
@@ -156,7 +159,7 @@ def test_formats_are_those_of_the_template(tokenizer: Tokenizer) -> None:
         return str(AnswerFormats("auto", "auto", tokenizer))
 
     assert formats("{{ messages }}") == "tool calls: none; reasoning: none"
-    assert formats("<tool_call> </think>") == "tool calls: hermes; reasoning: deepseek_r1"
+    assert formats('<tool_call>{"name": f </think>') == "tool calls: hermes; reasoning: deepseek_r1"
     assert formats("<tool_call><function= <parameter=") == "tool calls: qwen3_coder; reasoning: none"
     assert formats("<|channel|><|message|>") == "tool calls: gpt_oss; reasoning: gpt_oss"
     assert formats("[TOOL_CALLS][ARGS]") == "tool calls: mistral; reasoning: none"

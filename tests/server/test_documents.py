@@ -29,21 +29,28 @@ def test_the_commands_of_curl(running: Running) -> None:
     assert likely > unlikely
 
 
-def test_the_snippets_of_both_libraries_print_one_answer_twice(
-    running: Running, capsys: pytest.CaptureFixture[str]
+def snippet(word: str) -> str:
+    """The first one with it."""
+    return next(block.text for block in blocks(PAGE, "python") if word in block.text)
+
+
+@pytest.mark.parametrize(
+    ("word", "greedy"),
+    [("chat.completions", "temperature=0"), ("messages.stream", 'extra_body={"temperature": 0}')],
+)
+def test_a_snippet_prints_one_answer_twice(
+    word: str, greedy: str, running: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat, message, _ = blocks(PAGE, "python")
-    for block, greedy in ((chat, "temperature=0"), (message, 'extra_body={"temperature": 0}')):
-        text = block.text.replace(URL, running.url).replace("max_tokens=24", f"max_tokens=24, {greedy}")
-        exec(compile(text, str(PAGE), "exec"), {})
-        printed = capsys.readouterr().out
-        half = len(printed) // 2
-        assert printed[:half] + "\n" + printed[:half] == printed
+    text = snippet(word).replace(URL, running.url).replace("max_tokens=24", f"max_tokens=24, {greedy}")
+    exec(compile(text, str(PAGE), "exec"), {})
+    printed = capsys.readouterr().out
+    half = len(printed) // 2
+    assert printed[:half] + "\n" + printed[:half] == printed
 
 
 def test_the_snippet_of_responses_goes_on_with_the_first(running: Running) -> None:
     variables: dict[str, Any] = {}
-    exec(compile(blocks(PAGE, "python")[2].text.replace(URL, running.url), str(PAGE), "exec"), variables)
+    exec(compile(snippet("responses.create").replace(URL, running.url), str(PAGE), "exec"), variables)
     first, second = variables["first"], variables["second"]
     assert (second.previous_response_id, second.usage.output_tokens) == (first.id, 24)
 

@@ -3,18 +3,20 @@
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import openai
 import pytest
+from pydantic import BaseModel
 
-import compiled_llm
 from compiled_llm import CompiledEngine
+from compiled_llm.parsing.formats import CALL_FORMATS, REASONING_FORMATS
 from compiled_llm.server.settings import DEMO_NAME
 from tests.chat_templates import CHATML_TOOLS
+from tests.docs.markdown import ROOT, blocks
 from tests.server.conftest import SIZES, Running, running_with
 
-DEMO_MODEL = Path(compiled_llm.__file__).parent / "demo_model"
+DEMO_MODEL = ROOT / "compiled_llm" / "demo_model"
 CHAT: Any = [{"role": "user", "content": "What is the weather?"}]
 PLACES = {"type": "string", "enum": ["Oslo", "Rome"]}
 WEATHER: Any = {
@@ -99,6 +101,22 @@ def test_a_named_tool_is_called_once(with_tools: Running) -> None:
     assert len(part.function.arguments) < len(call.function.arguments)
 
 
+class Weather(BaseModel):
+    place: Literal["Oslo", "Rome"]
+    days: Literal[1, 2]
+
+
+def test_openais_helpers_read_calls_and_their_streams(with_tools: Running) -> None:
+    tools: Any = [openai.pydantic_function_tool(Weather)]
+    asked: Any = {**ASKED, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False,
+                  "max_tokens": 240, "frequency_penalty": 1.5}  # fmt: skip
+    (call,) = with_tools.openai.chat.completions.parse(**asked).choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Weather)
+    with with_tools.openai.chat.completions.stream(**asked) as stream:
+        (done,) = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+    assert done.parsed_arguments == call.function.parsed_arguments
+
+
 def test_free_answers_with_strict_tools_are_content(with_tools: Running) -> None:
     short = {**ASKED, "max_tokens": 20}
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
@@ -149,3 +167,15 @@ def test_what_cannot_be_enforced_is_refused(fields: dict[str, Any], words: str, 
     answer = with_tools.http.post("/v1/chat/completions", json={"messages": CHAT, "tools": [WEATHER], **fields})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_the_snippet_of_the_document(with_tools: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "serving.md"
+    block = next(block for block in blocks(page, "python") if "tools=" in block.text)
+    exec(compile(block.text, str(page), "exec"), {"client": with_tools.openai})
+    assert capsys.readouterr().out.startswith("weather {")
+
+
+def test_every_format_is_in_the_document() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    assert [name for name in (*CALL_FORMATS, *REASONING_FORMATS) if f"`{name}`" not in text] == []

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from compiled_llm.parsing.calls import CallReader
+from compiled_llm.parsing.call_reader import CallReader
 from compiled_llm.parsing.events import ContentDelta, Event, ReasoningDelta, Tool
 from compiled_llm.parsing.formats import CallFormat, ReasoningFormat
 from compiled_llm.parsing.source import TextSource, Waiting

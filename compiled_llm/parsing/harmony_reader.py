@@ -10,10 +10,10 @@ The recipient may also come before the channel. Commentary for nobody is content
 import re
 from collections.abc import Sequence
 
-from compiled_llm.parsing.calls import Calls
+from compiled_llm.parsing.call_reader import Calls
 from compiled_llm.parsing.formats import CALL_FORMATS, HARMONY, HARMONY_MARKS
-from compiled_llm.parsing.reader import GeneratorReader, Prose
 from compiled_llm.parsing.source import Waiting
+from compiled_llm.parsing.text_reader import GeneratorReader, Prose
 
 _HEADERS = ("<|start|>", "<|channel|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
