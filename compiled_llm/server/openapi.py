@@ -115,7 +115,7 @@ _SCHEMAS: Mapping[str, Schema] = {
 }
 # Name of a body's schema -> its fields, those that must be there, and the schemas of those that are its own.
 _BODIES: Mapping[str, tuple[Collection[str], Sequence[str], Mapping[str, Schema]]] = {
-    "CompletionRequest": (FIELDS["completion"], ["prompt"], {}),
+    "CompletionRequest": (FIELDS["completion"], ["prompt"], {"max_tokens": _integer(0)}),
     "ChatCompletionRequest": (FIELDS["chat"], ["messages"], {"logprobs": _FLAG}),
     "TokenizeTextRequest": (TEXT_FIELDS, ["prompt"], {"prompt": _TEXT}),
     "TokenizeChatRequest": (CHAT_FIELDS, ["messages"], {}),
