@@ -20,10 +20,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.server.errors import ApiError
+from compiled_llm.server.page import PAGE_PATHS
 from compiled_llm.server.settings import ServerSettings
 
-# Paths that need no key: whether the server lives is not secret. All others do, also those that do not exist.
-PUBLIC_PATHS = frozenset(("/health", "/ready", "/ping"))
+# Paths that need no key: whether the server lives is not secret, nor is the page, which asks for the key itself. All
+# others do, also those that do not exist.
+PUBLIC_PATHS = frozenset(("/health", "/ready", "/ping", *PAGE_PATHS))
 _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Of a body that is too large, so much is read and thrown away, so that its sender gets to read the answer.
 _DISCARDED_TIMES = 16

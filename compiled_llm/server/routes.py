@@ -29,6 +29,7 @@ from compiled_llm.server.http import (
 from compiled_llm.server.messages import Output
 from compiled_llm.server.metrics import CONTENT_TYPE
 from compiled_llm.server.openapi import body_of
+from compiled_llm.server.page import add_page
 from compiled_llm.server.service import Served, Service
 from compiled_llm.server.tokens import text_of, tokens_of
 
@@ -66,6 +67,7 @@ def make_app(service: Service) -> Any:
     _add_tokens(app, service)
     _add_models(app, service)
     _add_states(app, service)
+    add_page(app)
     guarded: Any = Guard(app, service.settings)
     if service.settings.cors_origin:
         guarded = CORSMiddleware(
