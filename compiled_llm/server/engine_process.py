@@ -157,7 +157,7 @@ class EngineServer:
             for request_id in command.request_ids:
                 self._ended.pop(request_id, None)
         else:
-            self._send(Answer(command.number, dataclasses.asdict(self._engine.stats())))
+            self._send(Answer(command.number, _numbers(self._engine)))
 
     def _prepare(self, asked: Generate) -> None:
         """What may take long is done in another thread."""
@@ -242,6 +242,16 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         num_kv_blocks=engine.stats().num_kv_blocks,
         sampling=suggested_sampling(directory),
     )
+
+
+def _numbers(engine: CompiledEngine) -> dict[str, float]:
+    """What ``Answer`` says."""
+    compiled = [report.cache for report in engine.compile_report().reports if report.cache != "eager"]
+    numbers = dataclasses.asdict(engine.stats())
+    numbers |= {"num_graphs": len(compiled), "num_pending_graphs": compiled.count("pending")}
+    if (seconds := engine.limit_seconds()) is not None:
+        numbers["limit_seconds"], numbers["device_seconds"] = seconds
+    return numbers
 
 
 def _piece(completion: CompletionOutput) -> Piece:

@@ -153,7 +153,7 @@ class Outputs(Message, tag="outputs"):
 
 
 class Answer(Message, tag="answer"):
-    """``stats``: the fields of ``EngineStats``."""
+    """``stats``: the fields of ``EngineStats``, and more by name: graphs, and seconds at the machine's limits."""
 
     number: int
     stats: dict[str, float]

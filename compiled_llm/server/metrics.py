@@ -20,11 +20,13 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 _NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _N = (1, 2, 5, 10, 20)
-# Name -> what it is, and the field of ``EngineStats``.
+# Name -> what it is, and the field of ``Answer.stats``.
 _GAUGES = {
     "vllm:num_requests_running": ("Requests in steps", "num_running"),
     "vllm:num_requests_waiting": ("Requests that wait for a place in steps", "num_waiting"),
     "compiled_llm:kv_blocks_cached": ("Free KV blocks that can still be found", "cached_blocks"),
+    "compiled_llm:graphs": ("Graphs that steps use or will use; 0: they run uncompiled", "num_graphs"),
+    "compiled_llm:graphs_pending": ("Those of them that are still being loaded or compiled", "num_pending_graphs"),
 }
 _COUNTERS = {
     "vllm:prompt_tokens": ("Tokens of prompts", "num_prompt_tokens"),
@@ -36,6 +38,11 @@ _COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": ("Accepted ones of these", "num_accepted_draft_tokens"),
     "compiled_llm:steps": ("Steps of the engine", "num_steps"),
     "compiled_llm:step_seconds": ("Seconds in steps, host time around them left out", "execute_seconds"),
+    "compiled_llm:computed_tokens": ("Tokens in steps", "num_computed_tokens"),
+    "compiled_llm:padding_tokens": ("Rows of steps without a token", "num_padding_tokens"),
+    # Only where the machine's limits are known. Divided, the share of them.
+    "compiled_llm:limit_seconds": ("Seconds that steps would have taken at the machine's limits", "limit_seconds"),
+    "compiled_llm:device_seconds": ("Seconds that they took on the device", "device_seconds"),
 }
 
 
@@ -166,6 +173,8 @@ class _EngineCounts:
         info.add_metric([*values, *config.values()], 1)
         yield info
         for name, (text, field) in _COUNTERS.items():
+            if field not in self._stats:
+                continue
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, self._stats[field])
             yield counter

@@ -203,6 +203,7 @@ function showCallsToAnswer() {
     answer();
   }}, ...fields, el("button", {class: "main"}, "Send results"));
   views.at(-1).element.append(form);
+  $("messages").scrollTop = $("messages").scrollHeight;
 }
 
 function fitPrompt() {

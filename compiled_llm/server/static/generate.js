@@ -22,7 +22,7 @@ export async function generate(messages, model, signal, changed) {
       message.stats = {
         ...message.stats,
         ...(count && {first: firstAt - started, tokens: count}),
-        ...(choice && seconds > 0 && {rate: (count - firstCount) / seconds}),
+        ...(choice && count && seconds > 0 && {rate: (count - firstCount) / seconds}),
         ...(event.usage && {prompt: event.usage.prompt_tokens, cached: event.usage.prompt_tokens_details?.cached_tokens}),
         ...(choice?.finish_reason && {end: choice.finish_reason}),
       };

@@ -14,10 +14,10 @@ const milliseconds = seconds => `${exact(1000 * seconds)} ms`;
 const gauge = name => now => now.get(name);
 const change = name => (now, then) => now.get(name) - then.get(name);
 const rate = name => (now, then) => change(name)(now, then) / (now.time - then.time);
-const ratio = (name, of) => (now, then) => change(of)(now, then) && change(name)(now, then) / change(of)(now, then);
+const ratio = (name, of) => (now, then) => change(of)(now, then) ? change(name)(now, then) / change(of)(now, then) : NaN;
 const mean = name => ratio(`${name}_sum`, `${name}_count`);
 
-// A chart each: its title, how its values are written, the least value at its top, and its lines.
+// A chart each: its title, how its values are written, the least value at its top, its lines; and what is said without values.
 const TILES = [
   ["Requests", whole, 4, {running: gauge("vllm:num_requests_running"), waiting: gauge("vllm:num_requests_waiting")}],
   ["Tokens a second", exact, 10, {generated: rate("vllm:generation_tokens_total"), "of prompts": rate("vllm:prompt_tokens_total")}],
@@ -26,7 +26,8 @@ const TILES = [
     padding: ratio("compiled_llm:padding_tokens_total", "compiled_llm:steps_total"),
   }],
   ["Time of a step", milliseconds, 0.001, {mean: ratio("compiled_llm:step_seconds_total", "compiled_llm:steps_total")}],
-  ["Share of the machine's limit", percent, 1, {mean: ratio("compiled_llm:limit_seconds_total", "compiled_llm:step_seconds_total")}],
+  ["Share of the machine's limit", percent, 1, {mean: ratio("compiled_llm:limit_seconds_total", "compiled_llm:device_seconds_total")},
+    "Unknown until compiled-llm report run has measured this machine, and the server is started again."],
   ["KV cache in use", percent, 1, {now: gauge("vllm:kv_cache_usage_perc")}],
   ["Prompt tokens found in the cache", percent, 1, {found: ratio("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")}],
   ["Preemptions", whole, 4, {new: change("vllm:num_preemptions_total")}],
@@ -66,12 +67,13 @@ let tiles = [];
 let readings = [];
 
 export function startServer(model) {
-  tiles = TILES.map(([title, , , lines]) => {
+  tiles = TILES.map(([title, , , lines, note]) => {
     const values = Object.keys(lines).map(name => el("output", {"aria-label": `${title}: ${name}`}, "–"));
     const chart = makeChart(values.length), top = el("span", {class: "top", "aria-hidden": "true"});
     const legend = Object.keys(lines).map((name, index) => el("span", {class: `line-${index}`}, name, " ", values[index]));
-    $("tiles").append(el("section", {class: "tile"}, el("h2", {}, title), el("p", {}, ...legend), top, chart));
-    return {values, chart, top};
+    const hint = note && el("p", {class: "hint"}, note);
+    $("tiles").append(el("section", {class: "tile"}, el("h2", {}, title), el("p", {}, ...legend), top, chart, hint));
+    return {values, chart, top, hint};
   });
   look(model);
 }
@@ -100,7 +102,8 @@ function show(model) {
   TILES.forEach(([, written, least, lines], index) => {
     const points = Object.values(lines).map(value => readings.slice(1).map((reading, before) =>
       [now.time - reading.time, known(value(reading, readings[before]))]));
-    const {values, chart, top} = tiles[index];
+    const {values, chart, top, hint} = tiles[index];
+    if (hint) hint.hidden = !Number.isNaN(now.get("compiled_llm:limit_seconds_total"));
     top.textContent = written(draw(chart, points, SECONDS, least));
     points.forEach((line, number) => {
       const value = line.at(-1)?.[1] ?? null;

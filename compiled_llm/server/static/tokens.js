@@ -43,7 +43,7 @@ export function explainTokens(container) {
     const {text, logprob, top} = target.token;
     const others = top.some(([other]) => other === text) ? top : [[text, logprob], ...top];
     bubble.replaceChildren(el("table", {}, ...others.map(([other, value]) => {
-      const bar = el("meter", {min: 0, max: 1, value: Math.exp(value), "aria-hidden": "true"});
+      const bar = el("progress", {max: 1, value: Math.exp(value), "aria-hidden": "true"});
       return el("tr", {class: other === text && "chosen"},
         el("td", {}, visible(other)), el("td", {}, percent(value)), el("td", {}, bar));
     })));
