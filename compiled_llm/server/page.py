@@ -48,7 +48,7 @@ def add_page(app: FastAPI) -> None:
     """Its routes."""
 
     async def answer(request: Request) -> Response:
-        content, headers = _FILES[request.url.path]
+        content, headers = _FILES[request.scope["path"]]
         if request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)

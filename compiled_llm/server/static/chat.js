@@ -15,7 +15,8 @@ let needKey = () => {};
 export function startChat(askForKey) {
   needKey = askForKey;
   conversation = storedConversations()[0] ?? conversation;
-  startSettings(() => views.forEach(view => update(view, running !== null && view === views.at(-1))));
+  $("prompt").focus();
+  startSettings(() => views.length ? views.forEach(view => update(view, running && view === views.at(-1))) : showAll());
   showAll();
   $("composer").addEventListener("submit", event => { event.preventDefault(); send(); });
   $("prompt").addEventListener("keydown", event => {

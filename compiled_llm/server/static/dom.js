@@ -2,7 +2,7 @@
 
 export const $ = id => document.getElementById(id);
 
-// el("p", {class: "a", onclick: f}, "text", another): an element with attributes, listeners and children.
+// el("p", {class: "a", onclick: f}, "text", others): an element with attributes, listeners and children, or lists of these.
 export function el(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
@@ -16,7 +16,7 @@ function filled(made, attributes, children) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value !== false && value != null) made.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.filter(child => child != null));
+  for (const child of children.flat()) if (child != null) made.append(child);
   return made;
 }
 

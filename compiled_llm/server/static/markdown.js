@@ -11,7 +11,7 @@ export function showMarkdown(container, text) {
   blocks.forEach((block, index) => {
     const shown = container.children[index];
     if (shown?.source === block.source) return;
-    const made = block.code === undefined ? el("div", {}, ...lines(block.source.split("\n"))) : codeBlock(block);
+    const made = block.code === undefined ? el("div", {}, lines(block.source.split("\n"))) : codeBlock(block);
     made.source = block.source;
     if (shown) shown.replaceWith(made);
     else container.append(made);
@@ -63,32 +63,31 @@ const isSpecial = line => /^#{1,6}\s/.test(line) || /^\s*>/.test(line) || ITEM.t
 function lines(given, depth = 0) {
   if (depth > DEEPEST) return [el("p", {}, given.join("\n"))];
   const made = [];
-  const take = condition => {
-    const taken = [];
-    while (given.length && condition(given[0], taken)) taken.push(given.shift());
-    return taken;
+  const take = holds => {  // lines from the next one on; holds(line, whether it is the first one)
+    const end = given.findIndex((line, index) => !holds(line, index === 0));
+    return given.splice(0, end < 0 ? given.length : end);
   };
   given = [...given];
   while (given.length) {
     const heading = given[0].match(/^(#{1,6})\s+(.*)$/);
     if (heading) {
       // Those of the page come first, so that the outline is one of the whole page.
-      made.push(el(`h${Math.min(6, heading[1].length + 2)}`, {}, ...inline(heading[2].replace(/\s#+\s*$/, ""))));
+      made.push(el(`h${Math.min(6, heading[1].length + 2)}`, {}, inline(heading[2].replace(/\s#+\s*$/, ""))));
       given.shift();
     } else if (RULE.test(given[0])) {
       made.push(el("hr"));
       given.shift();
     } else if (/^\s*>/.test(given[0])) {
       const quoted = take(line => /^\s*>/.test(line)).map(line => line.replace(/^\s*> ?/, ""));
-      made.push(el("blockquote", {}, ...lines(quoted, depth + 1)));
+      made.push(el("blockquote", {}, lines(quoted, depth + 1)));
     } else if (ITEM.test(given[0])) {
-      const own = take((line, taken) => ITEM.test(line) || /^\s/.test(line) || (taken.length && !isSpecial(line)));
+      const own = take(line => ITEM.test(line) || /^\s/.test(line) || !isSpecial(line));
       made.push(list(own, depth));
     } else if (given.length > 1 && given[0].includes("|") && TABLE_RULE.test(given[1])) {
       made.push(table(take(line => line.includes("|"))));
     } else {
-      const text = take((line, taken) => !taken.length || !isSpecial(line));
-      made.push(el("p", {}, ...inline(text.join("\n"))));
+      const text = take((line, isFirst) => isFirst || !isSpecial(line));
+      made.push(el("p", {}, inline(text.join("\n"))));
     }
   }
   return made;
@@ -106,22 +105,22 @@ function list(given, depth) {
   const made = items.map(([first, ...more]) => {
     const text = [first];
     while (more.length && !isSpecial(more[0])) text.push(more.shift());
-    return el("li", {}, ...inline(text.join("\n")), ...lines(more, depth + 1));
+    return el("li", {}, inline(text.join("\n")), lines(more, depth + 1));
   });
-  return isOrdered ? el("ol", {start: parseInt(mark)}, ...made) : el("ul", {}, ...made);
+  return isOrdered ? el("ol", {start: parseInt(mark)}, made) : el("ul", {}, made);
 }
 
 function table([head, , ...rows]) {
   const cells = (row, name) => row.trim().replace(/^\||\|$/g, "").split("|")
-    .map(cell => el(name, {}, ...inline(cell.trim())));
+    .map(cell => el(name, {}, inline(cell.trim())));
   return el("div", {class: "wide", tabindex: 0}, el("table", {},
-    el("thead", {}, el("tr", {}, ...cells(head, "th"))),
-    el("tbody", {}, ...rows.map(row => el("tr", {}, ...cells(row, "td"))))));
+    el("thead", {}, el("tr", {}, cells(head, "th"))),
+    el("tbody", {}, rows.map(row => el("tr", {}, cells(row, "td"))))));
 }
 
 // What begins with a character within a line: patterns, and what they make of a match, or null.
 const LINK = [/!?\[([^\]\n]*)\]\(\s*<?([^\s)>]+)>?(?:\s+"[^"]*")?\s*\)/y, (match, depth) => link(match[2], match[1], depth)];
-const wrapped = (pattern, name) => [pattern, (match, depth) => el(name, {}, ...inline(match[1], depth + 1))];
+const wrapped = (pattern, name) => [pattern, (match, depth) => el(name, {}, inline(match[1], depth + 1))];
 const INLINE = {
   "\\": [[/\\([\\`*_{}[\]()#+\-.!~|<>])/y, match => match[1]]],
   "`": [[/(`+)(?!`)([^]*?[^`])\1(?!`)/y, match => el("code", {}, match[2].replace(/^ (.*) $/, "$1"))]],
@@ -172,5 +171,5 @@ function elementAt(text, at, depth) {
 function link(address, text, depth = 0) {
   if (!/^(https?:\/\/|mailto:)/i.test(address)) return null;
   const shown = !text || text === address ? [address] : inline(text, depth + 1);
-  return el("a", {href: address, target: "_blank", rel: "noopener noreferrer", title: address}, ...shown);
+  return el("a", {href: address, target: "_blank", rel: "noopener noreferrer", title: address}, shown);
 }

@@ -17,9 +17,11 @@ const NUMBERS = [
 const TEXT_TOKENS = 256;  // a server's own number for plain text is 16
 
 const form = $("settings");
+let changed = () => {};
 
-// changed() is called after each change.
-export function startSettings(changed) {
+// whenChanged() is called after each change.
+export function startSettings(whenChanged) {
+  changed = whenChanged;
   $("sampling").append(...NUMBERS.map(([name, label, title]) =>
     el("label", {title}, label, el("input", {name, type: "number", step: "any", placeholder: "default"}))));
   let stored = {};
@@ -31,7 +33,7 @@ export function startSettings(changed) {
     else if (typeof stored[field.name] === "string") field.value = stored[field.name];
   }
   const keep = () => {
-    const values = fields().map(field => [field.name, field.type === "checkbox" ? field.checked : field.value]);
+    const values = fields().filter(field => !field.disabled).map(field => [field.name, field.type === "checkbox" ? field.checked : field.value]);
     localStorage.setItem(STORED, JSON.stringify(Object.fromEntries(values)));
     form.classList.toggle("text", isText());
     changed();
@@ -54,6 +56,7 @@ export function allowOnlyText() {
   form.elements.mode.value = "text";
   form.elements.mode.disabled = true;
   form.classList.add("text");
+  changed();
 }
 
 // The fields of a request that come from the form. Error: the list of tools is none.
