@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine"),
 ]
 expect: Any = playwright.expect
+expect.set_options(timeout=20_000)
 LONG = 480  # tokens
 
 
@@ -430,8 +431,8 @@ def test_markdown(page: Any) -> None:
         const {showMarkdown} = await import("/page/markdown.js");
         const shown = document.createElement("div");
         showMarkdown(shown, text);
-        const text = (figure, name) => figure.querySelector(name).textContent;
-        return [...shown.querySelectorAll("figure")].map(one => [text(one, "span"), text(one, "code")]);
+        const of = (figure, name) => figure.querySelector(name).textContent;
+        return [...shown.querySelectorAll("figure")].map(one => [of(one, "span"), of(one, "code")]);
     }""", "```python x\na\n\n  b\n```\n~~~~\n```\n~~~~\n  ```\n  c\n    d\n  ```\n```unfinished\ne")  # fmt: skip
     assert code == [["python", "a\n\n  b"], ["text", "```"], ["text", "c\n  d"], ["unfinished", "e"]]
 

@@ -17,7 +17,7 @@ function select(name) {
     button.tabIndex = isSelected ? 0 : -1;
     $(tab).hidden = !isSelected;
   }
-  history.replaceState(null, "", name === "server" ? "#server" : location.pathname);
+  history.replaceState(null, "", name === "server" ? "#tab=server" : location.pathname);
 }
 
 function startTabs() {
@@ -28,7 +28,7 @@ function startTabs() {
     select(other);
     $(`${other}-tab`).focus();
   });
-  select(location.hash === "#server" ? "server" : "chat");
+  select(location.hash === "#tab=server" ? "server" : "chat");
 }
 
 function startSettingsButton() {

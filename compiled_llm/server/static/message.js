@@ -5,7 +5,7 @@ import {showMarkdown} from "./markdown.js";
 import {explainTokens, showTokens} from "./tokens.js";
 
 const NAMES = {user: "You", assistant: "Model", tool: "Result of a tool"};
-const ENDS = {length: "cut off at the most tokens", tool_calls: "calls tools", stopped: "stopped"};
+const ENDS = {length: "cut off at max tokens", tool_calls: "calls tools", stopped: "stopped"};
 
 // Args: the message; actions: a label and a function for each button.
 export class MessageView {

@@ -4,7 +4,7 @@ import {ApiError, ask} from "./api.js";
 import {draw, makeChart} from "./chart.js";
 import {$, el} from "./dom.js";
 
-const SECONDS = 300;  // that charts go back
+const SECONDS = 120;  // that charts go back
 const whole = value => value.toLocaleString("en", {maximumFractionDigits: 0});
 const exact = value => value.toLocaleString("en", {maximumSignificantDigits: 3});
 const percent = share => `${exact(100 * share)}%`;
@@ -36,7 +36,7 @@ const TILES = [
 ];
 const TOTALS = {
   "Answers that ended by themselves": now => now.get('vllm:request_success_total{finished_reason="stop"}'),
-  "Answers that were cut off at the most tokens": now => now.get('vllm:request_success_total{finished_reason="length"}'),
+  "Answers that were cut off at max tokens": now => now.get('vllm:request_success_total{finished_reason="length"}'),
   "Requests refused, as the queue was full": gauge("vllm:admission_rejections_total"),
   "Tokens of prompts": gauge("vllm:prompt_tokens_total"),
   "Tokens found in the prefix cache": gauge("vllm:prefix_cache_hits_total"),
@@ -104,7 +104,7 @@ function show(model) {
       [now.time - reading.time, known(value(reading, readings[before]))]));
     const {values, chart, top, hint} = tiles[index];
     if (hint) hint.hidden = !Number.isNaN(now.get("compiled_llm:limit_seconds_total"));
-    top.textContent = written(draw(chart, points, SECONDS, least));
+    top.textContent = `0 – ${written(draw(chart, points, SECONDS, least))}`;
     points.forEach((line, number) => {
       const value = line.at(-1)?.[1] ?? null;
       values[number].textContent = value === null ? "–" : written(value);
