@@ -14,8 +14,11 @@ class LimitSeconds:
 
     def total(self, log: StepLog) -> tuple[float, float]:
         """The seconds at the limits, and those that the device took."""
-        rows = log.rows()
-        for row in rows:
-            if self._known.get(row, (0, 0.0))[0] != row.count:
-                self._known[row] = row.count, self._work.seconds(row.work(), *self._rates)
-        return sum(self._known[row][1] for row in rows), sum(row.seconds for row in rows)
+        rows, known = log.rows(), self._known
+        self._known = {
+            row: known[row] if row in known and known[row][0] == row.count else self._of(row) for row in rows
+        }
+        return sum(seconds for _, seconds in self._known.values()), sum(row.seconds for row in rows)
+
+    def _of(self, row: StepRow) -> tuple[int, float]:
+        return row.count, self._work.seconds(row.work(), *self._rates)
