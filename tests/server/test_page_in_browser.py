@@ -44,7 +44,7 @@ def page(browser: Any, running: Running) -> Iterator[Any]:
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if is_fault(message) else None)
     page.on("request", lambda request: faults.append(request.url) if not is_own(request.url, running) else None)
-    page.on("dialog", lambda dialog: faults.append(dialog.message))
+    page.on("dialog", lambda dialog: dialog.accept() if dialog.type == "confirm" else faults.append(dialog.message))
     opened(page)
     yield page
     context.close()
@@ -127,6 +127,10 @@ def test_an_answer_streams_and_says_how_fast(page: Any, running: Running) -> Non
 
 
 def test_stopping_keeps_what_has_come_and_ends_the_request(page: Any, running: Running) -> None:
+    def never_ending(route: Any) -> None:
+        route.continue_(post_data=json.dumps({**json.loads(route.request.post_data), "ignore_eos": True}))
+
+    page.route("**/v1/chat/completions", never_ending)
     for stop in (lambda: page.keyboard.press("Escape"), page.get_by_role("button", name="Stop").click):
         say(page, "Write a long class", Max_tokens="500")
         expect(answers(page).last.locator(".stats")).to_contain_text("tokens/s")
@@ -204,6 +208,8 @@ def test_probabilities_of_tokens(page: Any) -> None:
         expect(rows).to_have_count(5)
         expect(rows.first).to_have_class("chosen")  # of temperature 0
         expect(rows.first).to_contain_text("%")
+    page.keyboard.press("ArrowRight")
+    expect(tokens.nth(6)).to_be_focused()
     page.get_by_label("Colour tokens by their probability").uncheck()
     expect(answers(page).locator(".tokens")).to_have_count(0)
     page.get_by_role("combobox", name="Mode").select_option("text")
@@ -268,9 +274,20 @@ def test_conversations_are_kept_exported_and_imported(page: Any, tmp_path: Path)
     expect(names).to_have_text(["New conversation"])
     page.locator("#file").set_input_files(tmp_path / "kept.json")
     expect(answers(page)).to_contain_text("kept")
-    (tmp_path / "bad.json").write_text('{"messages": [{"role": "user", "content": {}}]}')
-    page.locator("#file").set_input_files(tmp_path / "bad.json")
-    expect(page.locator("#notice")).to_have_text("bad.json is no conversation that this page has exported.")
+    sound = {"role": "assistant", "content": "a"}
+    bad = (
+        {"content": {}},
+        {"role": "x"},
+        {"stats": {"rate": "1"}},
+        {"tool_calls": [{}]},
+        {"tokens": [["a", "b", []]]},
+        {"error": 1},
+    )
+    for number, fields in enumerate(bad):
+        path = tmp_path / f"bad{number}.json"
+        path.write_text(json.dumps({"messages": [{**sound, **fields}]}))
+        page.locator("#file").set_input_files(path)
+        expect(page.locator("#notice")).to_have_text(f"{path.name} is no conversation that this page has exported.")
     page.evaluate("localStorage['compiled-llm.conversation.x'] = '{'; localStorage['compiled-llm.settings'] = '7'")
     opened(page)
     expect(answers(page)).to_contain_text("kept")
@@ -326,8 +343,8 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Any, engine: Compiled
         context = browser.new_context(base_url=running.url)
         page = context.new_page()
         page.goto("/")
-        for key in ("wrong", "secret"):
-            expect(page.get_by_role("dialog", name="The server needs a key")).to_be_visible()
+        for key, words in (("wrong", "The server needs a key"), ("secret", "The server does not know this key")):
+            expect(page.get_by_role("dialog", name=words)).to_be_visible()
             page.get_by_label("Key", exact=True).fill(key)
             page.keyboard.press("Enter")
         expect(page.locator("#model")).to_have_text("compiled-llm-demo")
@@ -550,7 +567,7 @@ def test_screen_readers_are_told(page: Any) -> None:
     say(page, "Is it so?")
     expect(page.locator("#spoken")).to_have_text("Answer: It is so.")
     for role, name in (
-        *(("banner", ""), ("region", "Conversation"), ("log", "Messages"), ("form", "Settings")),
+        *(("banner", ""), ("main", ""), ("region", "Conversation"), ("log", "Messages"), ("form", "Settings")),
         *(("tablist", "Views"), ("tabpanel", "Chat"), ("article", "You"), ("article", "Model")),
     ):
         expect(page.get_by_role(role, name=name or None, exact=True)).to_have_count(1)

@@ -7,6 +7,8 @@ export function useKey(given) {
   sessionStorage.setItem("key", given);
 }
 
+export const hasKey = () => key !== "";
+
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);

@@ -17,7 +17,7 @@ export function draw(chart, lines, seconds, least) {
     for (const [ago, value] of line) {
       if (value !== null) {
         const x = WIDTH * (1 - ago / seconds), y = HEIGHT - 2 - (HEIGHT - 4) * value / most;
-        path += `${last - ago < 5 ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
+        path += `${last - ago < 5 ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}h0`;  // h0: a dot, if no other point follows
       }
       last = value === null ? Infinity : ago;
     }

@@ -5,6 +5,7 @@ import {generate} from "./generate.js";
 import {MessageView} from "./message.js";
 import {isText, showsTokens, startSettings} from "./settings.js";
 import {exportToFile, forget, importFromFile, keep, newConversation, storedConversations, titleOf} from "./store.js";
+import {explainTokens} from "./tokens.js";
 
 let conversation = newConversation();
 let views = [];        // of its messages
@@ -16,6 +17,7 @@ export function startChat(askForKey) {
   needKey = askForKey;
   conversation = storedConversations()[0] ?? conversation;
   $("prompt").focus();
+  explainTokens($("messages"));
   startSettings(() => views.length ? views.forEach(view => update(view, running && view === views.at(-1))) : showAll());
   showAll();
   $("composer").addEventListener("submit", event => { event.preventDefault(); send(); });
@@ -73,10 +75,8 @@ function actionsOf(message) {
   const edit = ["Edit", view => view.edit(text => change(message, text))];
   if (message.role === "tool") return [edit];
   if (message.role === "user") return [edit, ["Retry", () => answerAfter(message)]];
-  return [edit, ["Continue", () => resume(message)], ["Regenerate", () => answerAfter(messageBefore(message))]];
+  return [edit, ["Continue", () => resume(message)], ["Regenerate", () => regenerate(message)]];
 }
-
-const messageBefore = message => conversation.messages[conversation.messages.indexOf(message) - 1];
 
 function change(message, text) {
   message.content = text;
@@ -94,6 +94,12 @@ function cutAfter(message) {
 
 function answerAfter(message) {
   cutAfter(message);
+  answer();
+}
+
+function regenerate(message) {
+  cutAfter(message);
+  conversation.messages.pop();
   answer();
 }
 
@@ -174,6 +180,7 @@ export function say(text) {
 }
 
 function remove() {
+  if (conversation.messages.length && !confirm("Delete this conversation?")) return;
   conversation.messages = [];  // an answer that still comes does not bring it back
   forget(conversation);
   show(storedConversations()[0] ?? newConversation());

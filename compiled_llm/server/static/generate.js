@@ -12,6 +12,7 @@ export async function generate(messages, model, signal, changed) {
   message.error = undefined;
   const before = message.content;
   if (before) message.tokens = undefined;  // those of its first part are only a part of all
+  else message.tool_calls = message.reasoning = undefined;
   try {
     const [path, body] = isText() ? textRequest(messages) : chatRequest(messages, before !== "");
     for await (const event of events(path, {model, ...body}, signal)) {
@@ -64,6 +65,5 @@ function take(message, choice, decoder, keepsTokens) {
     call.function.name += part?.name ?? "";
     call.function.arguments += part?.arguments ?? "";
   }
-  const tokens = keepsTokens ? tokensOf(choice, decoder) : [];
-  if (tokens.length) message.tokens = [...(message.tokens ?? []), ...tokens];
+  if (keepsTokens && choice.logprobs) (message.tokens ??= []).push(...tokensOf(choice, decoder));
 }

@@ -1,6 +1,6 @@
 // Starts the page: tabs, the key, and what the server says of itself.
 
-import {ask, useKey} from "./api.js";
+import {ask, hasKey, useKey} from "./api.js";
 import {say, startChat, useModel} from "./chat.js";
 import {$} from "./dom.js";
 import {startServer} from "./server.js";
@@ -42,6 +42,7 @@ function startSettingsButton() {
 }
 
 function askForKey() {
+  $("key-title").textContent = hasKey() ? "The server does not know this key" : "The server needs a key";
   if (!$("key-dialog").open) $("key-dialog").showModal();
 }
 
@@ -68,7 +69,6 @@ async function watch() {
         await ask("health");
         if (!model) await meet();
       } catch (error) {
-        if (error.status === undefined) throw error;
         [state, kind] = [error.message, "bad"];
         if (error.status === 401) askForKey();
       }

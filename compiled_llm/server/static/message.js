@@ -2,7 +2,7 @@
 
 import {copyButton, el} from "./dom.js";
 import {showMarkdown} from "./markdown.js";
-import {explainTokens, showTokens} from "./tokens.js";
+import {showTokens} from "./tokens.js";
 
 const NAMES = {user: "You", assistant: "Model", tool: "Result of a tool"};
 const ENDS = {length: "cut off at max tokens", tool_calls: "calls tools", stopped: "stopped"};
@@ -22,7 +22,6 @@ export class MessageView {
     this.element = el("article", {class: `message ${message.role}`, "aria-label": name},
       el("header", {}, el("h2", {}, name), el("div", {class: "actions"}, copyButton(() => message.content), ...buttons)),
       this.thinking, this.content, this.calls, this.error, this.stats);
-    explainTokens(this.content);
   }
 
   // Shows what the message has by now.

@@ -1,6 +1,6 @@
 // The tab "Server": what /metrics says, once a second while somebody looks.
 
-import {ApiError, ask} from "./api.js";
+import {ask} from "./api.js";
 import {draw, makeChart} from "./chart.js";
 import {$, el} from "./dom.js";
 
@@ -8,7 +8,7 @@ const SECONDS = 120;  // that charts go back
 const whole = value => value.toLocaleString("en", {maximumFractionDigits: 0});
 const exact = value => value.toLocaleString("en", {maximumSignificantDigits: 3});
 const percent = share => `${exact(100 * share)}%`;
-const milliseconds = seconds => `${exact(1000 * seconds)} ms`;
+const duration = seconds => seconds < 1 ? `${exact(1000 * seconds)} ms` : `${exact(seconds)} s`;
 
 // From one reading of the metrics and the one before it.
 const gauge = name => now => now.get(name);
@@ -25,14 +25,14 @@ const TILES = [
     computed: ratio("compiled_llm:computed_tokens_total", "compiled_llm:steps_total"),
     padding: ratio("compiled_llm:padding_tokens_total", "compiled_llm:steps_total"),
   }],
-  ["Time of a step", milliseconds, 0.001, {mean: ratio("compiled_llm:step_seconds_total", "compiled_llm:steps_total")}],
+  ["Time of a step", duration, 0.001, {mean: ratio("compiled_llm:step_seconds_total", "compiled_llm:steps_total")}],
   ["Share of the machine's limit", percent, 1, {mean: ratio("compiled_llm:limit_seconds_total", "compiled_llm:device_seconds_total")},
     "Unknown until compiled-llm report run has measured this machine, and the server is started again."],
   ["KV cache in use", percent, 1, {now: gauge("vllm:kv_cache_usage_perc")}],
-  ["Prompt tokens found in the cache", percent, 1, {found: ratio("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")}],
+  ["Prefix cache hits", percent, 1, {"of prompt tokens": ratio("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")}],
   ["Preemptions", whole, 4, {new: change("vllm:num_preemptions_total")}],
-  ["Time to the first token", milliseconds, 0.001, {mean: mean("vllm:time_to_first_token_seconds")}],
-  ["Time between tokens", milliseconds, 0.001, {mean: mean("vllm:inter_token_latency_seconds")}],
+  ["Time to the first token", duration, 0.001, {mean: mean("vllm:time_to_first_token_seconds")}],
+  ["Time between tokens", duration, 0.001, {mean: mean("vllm:inter_token_latency_seconds")}],
 ];
 const TOTALS = {
   "Answers that ended by themselves": now => now.get('vllm:request_success_total{finished_reason="stop"}'),
@@ -86,7 +86,6 @@ async function look(model) {
         show(model);
         $("fault").hidden = true;
       } catch (error) {
-        if (!(error instanceof ApiError)) throw error;
         $("fault").hidden = false;
         $("fault").textContent = error.message;
       }

@@ -53,16 +53,19 @@ export async function importFromFile(file) {
   }
 }
 
-// Only what has the form that this page gives it is shown and sent.
+// Only what has the form that this page gives it is shown and sent. Error: it has another form.
 function checked({id, changed, messages}) {
+  return {id: String(id), changed: Number(changed) || 0, messages: messages.map(checkedMessage)};
+}
+
+function checkedMessage({role, content, reasoning, tool_calls: calls, tool_call_id, tokens, error, stats}) {
   const isText = value => typeof value === "string";
   const isCall = call => isText(call.id) && isText(call.function.name) && isText(call.function.arguments);
-  const isToken = ([text, logprob, top]) =>
-    isText(text) && typeof logprob === "number" && top.every(([other, value]) => isText(other) && typeof value === "number");
-  for (const {role, content, reasoning, tool_calls, tool_call_id, tokens} of messages) {
-    const isSound = ROLES.includes(role) && isText(content) && isText(reasoning ?? "") && isText(tool_call_id ?? "")
-      && (tool_calls ?? []).every(isCall) && (tokens ?? []).every(isToken);
-    if (!isSound) throw new Error("a message of another form");
-  }
-  return {id: String(id), changed: Number(changed) || 0, messages};
+  const isToken = ([text, logprob, top]) => isText(text) && isFinite(logprob) && top.every(isLikely);
+  const isLikely = ([text, logprob]) => isText(text) && isFinite(logprob);
+  const isSound = ROLES.includes(role) && [content, reasoning ?? "", tool_call_id ?? "", error ?? ""].every(isText)
+    && (calls ?? []).every(isCall) && (tokens ?? []).every(isToken)
+    && Object.entries(stats ?? {}).every(([name, value]) => name === "end" || typeof value === "number");
+  if (!isSound) throw new Error("a message of another form");
+  return {role, content, reasoning, tool_calls: calls, tool_call_id, tokens, error, stats};
 }

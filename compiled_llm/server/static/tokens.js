@@ -4,7 +4,6 @@ import {el} from "./dom.js";
 
 // Of a chunk's choice, whose form is that of a chat or of a completion. ``decoder``: keeps bytes that are a part of a character.
 export function tokensOf({logprobs}, decoder) {
-  if (!logprobs) return [];
   if (logprobs.content) {
     return logprobs.content.map(one => [
       one.bytes ? decoder.decode(new Uint8Array(one.bytes), {stream: true}) : one.token,
@@ -23,7 +22,7 @@ export function showTokens(container, tokens) {
     container.replaceChildren();
   }
   for (const [text, logprob, top] of tokens.slice(container.children.length)) {
-    const span = el("span", {tabindex: 0}, text);
+    const span = el("span", {tabindex: container.children.length ? -1 : 0}, text);
     span.style.setProperty("--doubt", 1 - Math.exp(logprob));
     span.token = {text, logprob, top};
     container.append(span);
@@ -33,7 +32,7 @@ export function showTokens(container, tokens) {
 const percent = logprob => `${(100 * Math.exp(logprob)).toFixed(1)}%`;
 const visible = text => JSON.stringify(text).slice(1, -1) || "a part of a character";
 
-// The alternatives to the token under the pointer, or that the keyboard has come to.
+// The alternatives to the token under the pointer, or that the keyboard has come to: Tab, and then the arrows.
 export function explainTokens(container) {
   const bubble = el("div", {class: "bubble", role: "tooltip", id: "alternatives", hidden: true});
   document.body.append(bubble);
@@ -53,6 +52,10 @@ export function explainTokens(container) {
     bubble.style.top = `${below + bubble.offsetHeight < innerHeight ? below : place.top - bubble.offsetHeight - 6}px`;
     target.setAttribute("aria-describedby", "alternatives");
   };
+  container.addEventListener("keydown", ({key, target}) => {
+    if (target.token && key === "ArrowRight") target.nextElementSibling?.focus();
+    if (target.token && key === "ArrowLeft") target.previousElementSibling?.focus();
+  });
   for (const kind of ["mouseover", "focusin"]) container.addEventListener(kind, show);
   for (const kind of ["mouseleave", "focusout", "scroll"]) container.addEventListener(kind, () => { bubble.hidden = true; });
 }
