@@ -36,7 +36,7 @@ class OpenAIRequest:
         cache_salt: as the engine takes it with a prompt.
         stream: answer with an event for each step.
         include_usage: the last event of a stream counts tokens; ``continuous_usage``: every event does.
-        echo: of a completion: its text begins with the prompt.
+        echo: of a completion: its text begins with the prompt; ``only_echo``: and has no more (max_tokens is 0).
         return_token_ids: the answer has token ids beside the text.
     """
 
@@ -55,6 +55,7 @@ class OpenAIRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
+    only_echo: bool = False
     return_token_ids: bool = False
 
 
@@ -151,8 +152,12 @@ def _completion_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dic
         sampling["logprobs"] = body["logprobs"]
         if echo:
             sampling.setdefault("prompt_logprobs", body["logprobs"])
+    only_echo = echo and body.get("max_tokens") == 0
+    if only_echo:
+        sampling["max_tokens"] = 1  # the engine's least
     keys = ("prompt" if isinstance(item, str) else "prompt_token_ids" for item in prompts or ())
-    return {"prompts": [{key: item} for key, item in zip(keys, prompts or (), strict=True)], "echo": echo}
+    named = [{key: item} for key, item in zip(keys, prompts or (), strict=True)]
+    return {"prompts": named, "echo": echo, "only_echo": only_echo}
 
 
 def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class _Answering:
         self._facts: dict[str, Any] = request.state.facts
         if asked.ignored_tools:  # a warning, in the log
             self._facts["ignored_tools"] = ",".join(asked.ignored_tools)
+        self._headers = request.headers
         self._deadline = asyncio.get_running_loop().time() + service.settings.max_request_seconds
 
     async def whole(self) -> Response:
@@ -127,16 +128,21 @@ class _Answering:
 
     async def _observed(self, served: Served, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
         """The outputs, with what the log and the metrics have of them."""
-        params, facts = served.params, self._facts
+        params, facts, traces = served.params, self._facts, self._service.traces
+        num_prompt_tokens = {prompt.request_id: len(prompt.token_ids) for prompt in served.prompts}
         observers = {
-            prompt.request_id: self._service.metrics.observe(len(prompt.token_ids), params.max_tokens, params.n)
-            for prompt in served.prompts
+            request_id: self._service.metrics.observe(count, params.max_tokens, params.n)
+            for request_id, count in num_prompt_tokens.items()
         }
-        facts["prompt_tokens"] = sum(len(prompt.token_ids) for prompt in served.prompts)
+        facts["prompt_tokens"] = sum(num_prompt_tokens.values())
         facts["output_tokens"] = 0
         try:
             async for output in outputs:
-                observers[output.request_id].take(output)
+                observer, request_id = observers[output.request_id], output.request_id
+                observer.take(output)
+                if traces is not None and output.times is not None:
+                    counts = num_prompt_tokens[request_id], observer.num_tokens
+                    traces.add(self._headers, request_id, params, *counts, observer.seconds, output.times)
                 facts["output_tokens"] += sum(len(piece.token_ids) for piece in output.pieces)
                 if output.times is not None and output.times.first is not None:
                     facts.setdefault("first_seconds", output.times.first)

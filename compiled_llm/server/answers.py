@@ -105,6 +105,10 @@ class OpenAIAnswer:
     def _take(self, output: Output) -> "_PromptAnswer":
         prompt = self._prompts[output.request_id]
         prompt.num_cached_tokens = output.num_cached_tokens
+        if self._asked.only_echo:
+            output.pieces = [
+                Piece(piece.index, "", [], None if piece.logprobs is None else [], "length") for piece in output.pieces
+            ]
         if output.prompt_logprobs is not None:
             prompt.logprobs = [None if row is None else found_logprobs(row) for row in output.prompt_logprobs]
         return prompt

@@ -138,7 +138,8 @@ class EngineClient:
         self._unread |= dict.fromkeys(open_ids, unread)
         # One timer for all: a timeout around each wait would cost as much as what is waited for.
         timer = asyncio.get_running_loop().call_at(deadline, unread.fail, TimeoutError())
-        self._writer.writelines(frames)
+        writer = self._writer
+        writer.writelines(frames)
         try:
             while open_ids:
                 output = await unread.next()
@@ -148,8 +149,8 @@ class EngineClient:
         finally:
             timer.cancel()
             left = [request_id for request_id in open_ids if self._unread.pop(request_id, None) is not None]
-            if left and self.ended is None:
-                self._send(Abort(left))
+            if left and self.ended is None and self._writer is writer and not writer.is_closing():
+                self._send(Abort(left))  # to the process that has them: another one may have been started
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests, if they have not ended: they raise a ``RequestAbortedError``."""

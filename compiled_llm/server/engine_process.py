@@ -174,7 +174,7 @@ class EngineServer:
                 self._engine.reset_prefix_cache()
             except RuntimeError as unfinished:
                 error = str(unfinished)
-        self._send(Answer(question.number, dataclasses.asdict(self._engine.stats()), error))
+        self._send(Answer(question.number, _numbers(self._engine), error))
 
     def _prepare(self, asked: Generate) -> None:
         """What may take long is done in another thread."""
@@ -262,6 +262,16 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         num_kv_blocks=engine.stats().num_kv_blocks,
         sampling=suggested_sampling(directory),
     )
+
+
+def _numbers(engine: CompiledEngine) -> dict[str, float]:
+    """What ``Answer`` says."""
+    compiled = [report.cache for report in engine.compile_report().reports if report.cache != "eager"]
+    numbers = dataclasses.asdict(engine.stats())
+    numbers |= {"num_graphs": len(compiled), "num_pending_graphs": compiled.count("pending")}
+    if (seconds := engine.limit_seconds()) is not None:
+        numbers["limit_seconds"], numbers["device_seconds"] = seconds
+    return numbers
 
 
 def _piece(completion: CompletionOutput) -> Piece:

@@ -23,10 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from compiled_llm.anthropic.errors import OVERLOADED_STATUS, error_body
 from compiled_llm.openai.requests import check_json
 from compiled_llm.server.errors import ApiError
+from compiled_llm.server.page import PAGE_PATHS
 from compiled_llm.server.settings import ServerSettings
 
-# Paths that need no key: whether the server lives is not secret. All others do, also those that do not exist.
-PUBLIC_PATHS = frozenset(("/health", "/ready", "/ping"))
+# Paths that need no key: whether the server lives is not secret, nor is the page, which asks for the key itself. All
+# others do, also those that do not exist.
+PUBLIC_PATHS = frozenset(("/health", "/ready", "/ping", *PAGE_PATHS))
+_UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}  # asked for every second or so
 _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Of a body that is too large, so much is read and thrown away, so that its sender gets to read the answer.
 _DISCARDED_TIMES = 16
@@ -98,7 +101,7 @@ class Guard:
             traceback.print_exc()
             status = 500
         finally:
-            if scope["path"] not in PUBLIC_PATHS:
+            if scope["path"] not in _UNLOGGED_PATHS:
                 _log(scope, status or GONE_STATUS, request_id, time.monotonic() - started, facts)
         return None
 

@@ -160,7 +160,12 @@ class Outputs(Message, tag="outputs"):
 
 
 class Answer(Message, tag="answer"):
-    """``stats``: the fields of ``EngineStats``. ``error``: why what was asked for besides was not done."""
+    """What was asked for.
+
+    Attributes:
+        stats: the fields of ``EngineStats``, and more by name: graphs, and seconds at the machine's limits.
+        error: why what was asked for besides was not done.
+    """
 
     number: int
     stats: dict[str, float]

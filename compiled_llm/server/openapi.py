@@ -133,7 +133,7 @@ _OF_RESPONSES: Mapping[str, Schema] = {
 }
 # Name of a body's schema -> its fields, those that must be there, and the schemas of those that are its own.
 _BODIES: Mapping[str, tuple[Collection[str], Sequence[str], Mapping[str, Schema]]] = {
-    "CompletionRequest": (FIELDS["completion"], ["prompt"], {}),
+    "CompletionRequest": (FIELDS["completion"], ["prompt"], {"max_tokens": _integer(0)}),
     "ChatCompletionRequest": (FIELDS["chat"], ["messages"], {"logprobs": _FLAG}),
     "ResponseRequest": (RESPONSE_FIELDS, ["input"], _OF_RESPONSES),
     "MessageRequest": (MESSAGE_FIELDS, ["messages", "max_tokens"], _OF_MESSAGES),

@@ -29,6 +29,7 @@ from compiled_llm.server.http import (
 from compiled_llm.server.message_routes import add_messages
 from compiled_llm.server.metrics import CONTENT_TYPE
 from compiled_llm.server.openapi import DescribedApp, described
+from compiled_llm.server.page import add_page
 from compiled_llm.server.response_routes import add_responses
 from compiled_llm.server.scores import ScoreAnswer, read_score
 from compiled_llm.server.server_routes import add_server
@@ -71,6 +72,7 @@ def make_app(service: Service) -> Any:
     _add_models(app, service)
     _add_states(app, service)
     add_server(app, service)
+    add_page(app)
     guarded: Any = Guard(app, service.settings)
     if service.settings.cors_origin:
         guarded = CORSMiddleware(

@@ -23,6 +23,7 @@ from compiled_llm.server.service import Service
 from compiled_llm.server.settings import DEMO_NAME, ServerSettings
 
 _BACKLOG = 2048
+_OTHER_DESCRIPTORS = 64  # that the server needs besides those of connections
 _LAST_SECONDS = 5.0  # for streams to say that the server has ended, after the seconds for draining
 _MOST_RESTARTS, _RESTARTS_SECONDS = 5, 600.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -79,9 +80,10 @@ class Server:
         self._restarts: list[float] = []  # moments of ``time.monotonic``
         names = settings.served_model_name or (name,)
         self._service = Service(settings, client, names, Metrics(names[0]))
+        max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS
         config = uvicorn.Config(
             make_app(self._service),
-            http=bounded_protocol(settings.max_header_bytes, settings.client_seconds),
+            http=bounded_protocol(settings.max_header_bytes, settings.client_seconds, max_connections),
             ws="none",
             lifespan="off",
             log_config=None,

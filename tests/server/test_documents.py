@@ -56,8 +56,10 @@ def test_the_snippet_of_responses_goes_on_with_the_first(running: Running) -> No
 
 
 def test_every_flag_of_the_server_that_the_page_names_is_there() -> None:
+    from compiled_llm.bench.serve import parser as load
+    from compiled_llm.commands.chat import parser as chat
     from compiled_llm.commands.serve import parser
 
-    flags = set(parser("serve")._option_string_actions)
+    flags = set().union(*(each("it")._option_string_actions for each in (parser, load, chat)))
     named = {word.strip("`.,;:()") for word in PAGE.read_text().split() if word.strip("`(").startswith("--")}
     assert {flag.partition("`")[0] for flag in named} <= flags

@@ -1,6 +1,7 @@
 """What a server refuses, bounds and ends: keys, sizes, queues, times, clients that go, an engine that breaks."""
 
 import contextlib
+import itertools
 import json
 import re
 import socket
@@ -53,7 +54,7 @@ def test_all_but_the_public_paths_need_a_key(engine: CompiledEngine) -> None:
         for headers in ({"authorization": "Bearer first"}, {"x-api-key": "second"}, {"authorization": "bearer second"}):
             assert get("/v1/models", headers=headers).status_code == 200
         for wrong in ({}, {"authorization": "Bearer firs"}, {"authorization": "first"}, {"x-api-key": ""}):
-            for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/health/../v1/models", "//health"):
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/health/../v1/models", "/%2Fhealth"):
                 refused = get(path, headers=wrong)
                 assert refused.status_code == 401, path
                 assert refused.json()["error"]["code"] == "invalid_api_key"
@@ -287,3 +288,32 @@ def test_with_a_certificate_it_is_found_at_https_alone(engine: CompiledEngine) -
             plain.get(running.url.replace("https", "http") + "/ping")
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"), httpx.Client() as stranger:
             stranger.get(f"{running.url}/ping")
+
+
+def test_connections_leave_descriptors_for_the_rest(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.resource, "getrlimit", lambda which: (run._OTHER_DESCRIPTORS + 8, 100))
+    with running_with(engine) as running, contextlib.ExitStack() as stack:
+        address = "127.0.0.1", int(running.url.rpartition(":")[2])
+        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
+        until(lambda: len(running.server._http.server_state.connections) == 8)
+        with socket.create_connection(address) as refused:
+            text = b"".join(iter(lambda: refused.recv(65536), b"")).decode()
+        assert text.startswith("HTTP/1.1 503 ")
+        assert '"message":"8 connections are open, as many as may be"' in text
+        idle.pop().close()
+        until(lambda: running.http.get("/health").status_code == 200)
+
+
+def test_a_clock_that_is_moved_changes_no_time(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps, now = itertools.cycle((86400.0, -86400.0, 10.0**9)), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    body = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
+    with running_with(engine, max_request_seconds=30, client_seconds=10, stall_seconds=10) as running:
+        texts = {running.http.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(4)}
+        assert len(texts) == 1
+        pieces = events(running.http.post("/v1/completions", json={**body, "stream": True}).text)
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) in texts
+        assert running.http.get("/health").status_code == 200
+        seconds = [line for line in running.http.get("/metrics").text.splitlines() if "_seconds_sum" in line]
+        assert seconds
+        assert all(0 <= float(line.rpartition(" ")[2]) < 30 for line in seconds)
