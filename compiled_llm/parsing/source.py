@@ -130,8 +130,8 @@ class TextSource:
         return "".join(pieces).strip()
 
     def is_cut(self, marks: Sequence[str]) -> bool:
-        """Whether the text has ended before or amid one of ``marks``, which would come next."""
-        return self.has_ended and any(mark.startswith(self.rest.strip()) for mark in marks)
+        """Where ``next`` found none of ``marks``: whether the text has ended before or amid one."""
+        return any(mark.startswith(self.rest.strip()) for mark in marks)
 
     def back(self, text: str) -> None:
         """``text`` was read last, and is to be read again."""

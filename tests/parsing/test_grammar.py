@@ -138,6 +138,7 @@ def test_json_after_reasoning_or_calls_instead(
     for grammar in (alone, beside):
         assert matching.takes(grammar, before + text)
         assert not matching.takes(grammar, before + json.dumps(ILLEGAL[1]))
+        assert matching.takes(grammar, text) == (reasoning != HARMONY and not is_reasoning)
     call = written(CALL_FORMATS[calls], [LEGAL]).removesuffix("<|call|>")
     before = before.removesuffix("<|channel|>final<|message|>")
     assert matching.takes(beside, before + call)

@@ -250,12 +250,28 @@ def test_special_tokens_that_are_no_marks_are_hidden() -> None:
         assert read(pieces, "none", "deepseek_v31", ["<s>", "</s>", "<pad>"]) == Read("", "Yes.", [WEATHER])
 
 
+def test_special_tokens_may_begin_alike() -> None:
+    for pieces in cuts("a<x>b<x><y>c<x"):
+        assert read(pieces, "none", "hermes", ["<x>", "<x><y>"]) == Read("", "abc<x", [])
+
+
+def test_a_mark_that_the_end_of_the_text_cuts_is_not_shown() -> None:
+    text = '<tool_call>{"name": "now"}\n</tool_c'
+    assert read([text], "none", "hermes") == read(list(text), "none", "hermes") == Read("", "", [NOW])
+
+
+def test_messages_for_other_tools_than_functions_are_reasoning() -> None:
+    text = "<|channel|>commentary to=python<|message|>1 + 1<|end|><|start|>assistant<|channel|>final<|message|>2"
+    assert read([text], HARMONY, HARMONY) == Read("1 + 1", "2", [])
+
+
 def test_ids_are_those_that_the_model_gives_or_has_room_for() -> None:
     def ids(calls: str, text: str) -> list[str]:
         reader = make_reader("none", calls, TOOLS)
         return [event.id for event in reader.feed(text) + reader.finish() if isinstance(event, CallBegins)]
 
     assert ids("kimi_k2", _KIMI) == ["functions.weather:0"]
+    assert len(set(ids("kimi_k2", _KIMI + _KIMI))) == 2
     assert ids("mistral", f"[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{OSLO}") == ["a1b2c3d4e"]
     two = ids("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}")
     assert len(set(two)) == 2
