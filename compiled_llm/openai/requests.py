@@ -143,7 +143,7 @@ def read_request(kind: Kind, body: Mapping[str, Any]) -> OpenAIRequest:
 def _completion_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
     """Fields of the ``OpenAIRequest``; completes ``sampling``."""
     prompt, echo = body.get("prompt"), flag(body, "echo")
-    is_several = isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt)
+    is_several = isinstance(prompt, list) and not {str, list}.isdisjoint(map(type, prompt))
     prompts = prompt if is_several else [prompt]
     for item in prompts or ():
         if not isinstance(item, str | list):
@@ -326,8 +326,8 @@ def check_json(name: str, value: Any, depth: int = 0) -> None:
     if depth >= _MOST_DEPTH:
         raise ValueError(f"{name} must not be more than {_MOST_DEPTH} lists and objects deep")
     if isinstance(value, list):
-        for number, item in enumerate(value):
-            if not isinstance(item, str | int):  # most are: then no name is made
+        if not set(map(type, value)) <= {str, int}:  # most lists, and long ones, have nothing else
+            for number, item in enumerate(value):
                 check_json(f"{name}[{number}]", item, depth + 1)
     elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key, item in value.items():

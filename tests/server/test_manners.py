@@ -277,6 +277,24 @@ def _failing(launch: Any) -> Any:
     return fail
 
 
+def test_an_engine_that_hangs_is_not_healthy(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, hangs = CompiledEngine.step, threading.Event()
+
+    def hanging(self: CompiledEngine) -> Any:
+        hangs.wait(20)
+        return step(self)
+
+    with running_with(engine, stall_seconds=1) as running:
+        monkeypatch.setattr(CompiledEngine, "step", hanging)
+        with open_request(running, {**LONG, "max_tokens": 3}) as asked:
+            until(lambda: running.http.get("/health").status_code == 503)
+            assert "no step of the engine for 1 s" in running.http.get("/health").json()["error"]["message"]
+            assert running.http.get("/ping").status_code == 200
+            hangs.set()
+            assert asked.recv(4096).startswith(b"HTTP/1.1 200")
+            assert running.http.get("/health").status_code == 200
+
+
 def test_with_a_certificate_it_is_found_at_https_alone(engine: CompiledEngine) -> None:
     tls = Path(__file__).with_name("tls")
     files = {"ssl_certfile": str(tls / "certificate.pem"), "ssl_keyfile": str(tls / "key.pem")}
