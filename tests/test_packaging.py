@@ -36,6 +36,8 @@ def expected_files() -> set[str]:
         paths = [path for path in (ROOT / room).rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
         assert paths
         expected |= {f"compiled_llm/{path.relative_to(ROOT)}" for path in paths}
+    static = ROOT / "compiled_llm" / "server" / "static"
+    expected |= {str(path.relative_to(ROOT)) for path in static.iterdir()}
     expected |= {f"compiled_llm/demo_model/{path.name}" for path in (ROOT / "compiled_llm" / "demo_model").iterdir()}
     return expected | {"compiled_llm/py.typed"}
 

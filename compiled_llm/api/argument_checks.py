@@ -1,6 +1,7 @@
 """``ValueError`` for arguments out of their range: with the name, what is allowed and what was given."""
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -17,18 +18,32 @@ def check_fields(owner: Any, whole: Mapping[str, tuple[int, int]], ranges: Mappi
     Args:
         whole, ranges: by field: the least and the largest integer; the least and the largest number.
     """
-    for field in dataclasses.fields(owner):
-        name, value = field.name, getattr(owner, field.name)
-        if value is None and field.default is None:
+    for name, is_optional, allowed, is_flag in _described_fields(owner.__class__):
+        value = getattr(owner, name)
+        if value is None and is_optional:
             continue
-        if typing.get_origin(field.type) is Literal:
-            one_of(name, value, typing.get_args(field.type))
+        if allowed:
+            one_of(name, value, allowed)
         if name in whole:
             integer(name, value, *whole[name])
         if name in ranges:
             number(name, value, *ranges[name])
-        if isinstance(field.default, bool) and not isinstance(value, bool):
+        if is_flag and not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, given {shown(value)}")
+
+
+@functools.cache
+def _described_fields(owner: type) -> list[tuple[str, bool, tuple[str, ...], bool]]:
+    """Of each field: its name, whether it may be None, the values of a ``Literal``, whether it is a bool."""
+    return [
+        (
+            field.name,
+            field.default is None,
+            typing.get_args(field.type) if typing.get_origin(field.type) is Literal else (),
+            isinstance(field.default, bool),
+        )
+        for field in dataclasses.fields(owner)
+    ]
 
 
 def number(name: str, value: Any, low: float, high: float) -> None:

@@ -149,6 +149,13 @@ def name_hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> 
     return did_you_mean(name, known)
 
 
+def refuse_unknown_fields(body: Iterable[str], known: Sequence[str], elsewhere: Mapping[str, str]) -> None:
+    """``ValueError`` for a field of a request's body that is none of ``known``, as ``name_hint``."""
+    for name in body:
+        if name not in known:
+            raise ValueError(f"{name:.100} is not served: {name_hint(name, known, elsewhere) or 'leave it out'}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``did you mean 'a' or 'b'?``, the nearest first; empty where nothing is near."""
     found = [repr(one) for one in nearest(name, known)]

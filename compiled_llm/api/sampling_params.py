@@ -10,15 +10,15 @@ from compiled_llm.api.names import SAMPLING_PARAMETERS, refuse_unknown_names
 from compiled_llm.api.readable import shown
 from compiled_llm.api.structured_outputs import StructuredOutputsParams
 
-_MAX_STOPS = 64
-_MAX_STOP_CHARACTERS = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 300
-_MAX_BIAS = 100.0
+MAX_BIAS = 100.0
 _MAX_ALLOWED = 2**20
 _MAX_BAD_WORDS = 1000
 _MAX_TRANSFORMS = 64
 _MOST = 2**31 - 1
-_INTEGERS = {
+INTEGERS = {
     "n": (1, 256),
     "top_k": (-1, _MOST),
     "seed": (-(2**63), 2**63 - 1),
@@ -26,7 +26,7 @@ _INTEGERS = {
     "prompt_logprobs": (-1, 1000),
     "truncate_prompt_tokens": (-1, _MOST),
 }
-_NUMBERS = {
+NUMBERS = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -117,7 +117,7 @@ class SamplingParams:
     output_kind: Literal["cumulative", "delta", "final"] = "cumulative"
 
     def __post_init__(self) -> None:
-        check_fields(self, _INTEGERS, _NUMBERS)
+        check_fields(self, INTEGERS, NUMBERS)
         if self.max_tokens is not None:
             integer("max_tokens", self.max_tokens, 1, _MOST)
         integer("min_tokens", self.min_tokens, 0, _MOST if self.max_tokens is None else self.max_tokens)
@@ -127,8 +127,8 @@ class SamplingParams:
             )
         if self.top_p == 0:
             raise ValueError("top_p must be above 0 (1 is off; temperature=0 is greedy), given 0")
-        object.__setattr__(self, "stop", _strings("stop", self.stop, _MAX_STOPS))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, _MAX_STOPS) or ())
+        object.__setattr__(self, "stop", _strings("stop", self.stop, MAX_STOPS))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOPS) or ())
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, _MAX_ALLOWED)
         if allowed == ():
@@ -199,11 +199,11 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
         items = list(itertools.islice(value, most + 1))
     if not all(isinstance(item, str) and item for item in items):
         raise ValueError(f"{name} must be a non-empty string or a list of them, given {shown(value)}")
-    if len(items) > most or any(len(item) > _MAX_STOP_CHARACTERS for item in items):
+    if len(items) > most or any(len(item) > MAX_STOP_CHARACTERS for item in items):
         given = len(items) if len(items) <= most else "more"
         longest = max(map(len, items))
         raise ValueError(
-            f"{name} may hold {most} strings of {_MAX_STOP_CHARACTERS} characters at most, given {given}, the "
+            f"{name} may hold {most} strings of {MAX_STOP_CHARACTERS} characters at most, given {given}, the "
             f"longest of {longest}"
         )
     for item in items:
@@ -238,6 +238,6 @@ def _biases(value: Any) -> dict[int, float] | None:
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key  # as JSON has them
         integer("logit_bias: a token id", token_id, 0, _MOST)
-        number(f"logit_bias of token {token_id}", bias, -_MAX_BIAS, _MAX_BIAS)
+        number(f"logit_bias of token {token_id}", bias, -MAX_BIAS, MAX_BIAS)
         biases[token_id] = bias
     return biases

@@ -25,6 +25,10 @@ from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import run_program
 
 _PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
+_SELDOM = (
+    *("max_header_bytes", "max_stored_responses", "max_stored_bytes", "stored_seconds", "keep_alive_seconds", "dev"),
+    "stall_seconds",
+)
 _KEY_VARIABLE = "COMPILED_LLM_API_KEY"
 
 
@@ -40,12 +44,15 @@ def parser(program: str) -> FlagParser:
         default: Any = field.default
         if default == ():
             options, default = {"action": "append", "metavar": "STR"}, []
+        elif default is False:
+            options = {"action": "store_true"}
         group.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=default,
-            help=f"{docs[field.name]} (default: {default or 'none'})",
+            help=f"{docs[field.name]} (default: {'off' if default is False else default or 'none'})",
             **options,
         )
+    parser.seldom |= {f"--{name.replace('_', '-')}" for name in _SELDOM}
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, as --api-key")
     add_engine_arguments(parser, wait_for_compile=False)
     return parser

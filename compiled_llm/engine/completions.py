@@ -29,6 +29,7 @@ class Completion:
         last_token_time: as ``StepLog.token_time`` gave it; None before the first token that the log sees.
         num_read: output tokens whose text was read.
         read_at: with how many output tokens ``read_new_tokens`` is to be called, where nobody sees the text before.
+        num_shown: tokens that an output had.
     """
 
     def __init__(self, index: int, request: Request, text: OutputText | None, mask: TokenMask | None) -> None:
@@ -42,7 +43,7 @@ class Completion:
         self.num_read = 0
         self._may_end_anywhere = mask is not None or bool(request.sampling_params.stop)
         self.read_at: float = 0 if self._may_end_anywhere else _MOST_UNREAD if text is not None else math.inf
-        self._num_shown = 0  # tokens that an output had
+        self.num_shown = 0
         self._last_output: CompletionOutput | None = None  # unless it was a delta
 
     @property
@@ -88,9 +89,9 @@ class Completion:
 
     def output(self, is_delta: bool) -> CompletionOutput:
         """Its state now; ``is_delta``: with the text, tokens and log-probabilities since the last call alone."""
-        request, last, start = self.request, self._last_output, self._num_shown if is_delta else 0
-        self._num_shown = len(request.output_token_ids)
-        if last and len(last.token_ids) == self._num_shown and last.finish_reason == request.finish_reason:
+        request, last, start = self.request, self._last_output, self.num_shown if is_delta else 0
+        self.num_shown = len(request.output_token_ids)
+        if last and len(last.token_ids) == self.num_shown and last.finish_reason == request.finish_reason:
             return last
         new_text = self.text.take(request.status is Status.FINISHED) if self.text else ""
         has_logprobs = self.logprobs is not None
@@ -135,6 +136,12 @@ class UserRequest:
     def waits_for_the_end(self) -> bool:
         """Whether its user sees nothing of it before that, and no other completion waits for the first one."""
         return self.output_kind == "final" and self.is_forked
+
+    @property
+    def may_join_deltas(self) -> bool:
+        """Whether its next token may be shown with later ones: not the first one, nor beside other continuations."""
+        first, *others = self.completions
+        return self.output_kind == "delta" and not others and first.num_shown > 0
 
     @property
     def requests(self) -> list[Request]:

@@ -39,7 +39,11 @@ class EngineCore:
             once it has read the request, and calls ``forget`` for a finished one.
         launched: steps that the device works on, oldest first: one, or two where steps overlap.
         counts, log: of what was done.
+        delta_seconds: so many, and so many for each running request, go by before deltas are given again, which are of
+            several steps then. First and last tokens do not wait.
     """
+
+    delta_seconds = 0.0, 0.0
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class EngineCore:
         self._completions: dict[Request, tuple[UserRequest, Completion]] = {}
         self._beams: dict[Request, BeamGroup] = {}
         self._advanced: deque[Request] = deque()  # requests that got a token or ended, and are still to be processed
+        self._deltas_at = 0.0  # of ``time.perf_counter``: until then deltas are joined
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
@@ -234,6 +239,10 @@ class EngineCore:
         """Process the requests that got tokens or ended."""
         started = time.perf_counter()
         advanced, completions, now = self._advanced, self._completions, self.log.token_time(started)
+        joins_deltas = started < self._deltas_at
+        if not joins_deltas:
+            seconds, of_a_request = self.delta_seconds
+            self._deltas_at = started + seconds + of_a_request * len(self.scheduler.running)
         gaps = []
         while advanced:
             request = advanced.popleft()
@@ -247,7 +256,8 @@ class EngineCore:
                     gaps.append(now - completion.last_token_time)
                 completion.last_token_time = now
             # Where nobody sees this token yet, it is read with later ones.
-            is_due = len(request.output_token_ids) >= completion.read_at or not entry.waits_for_the_end
+            waits = entry.waits_for_the_end or (joins_deltas and entry.may_join_deltas)
+            is_due = len(request.output_token_ids) >= completion.read_at or not waits
             if is_due or request.status is Status.FINISHED or request.pending_error is not None:
                 self._process(request, entry, completion)
         self.log.gaps.extend(gaps)

@@ -22,6 +22,8 @@ from compiled_llm.engine.scoring import score_output, scoring_params
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.ops.torch_settings import own_settings
+from compiled_llm.report import machine_limits
+from compiled_llm.report.limit_seconds import LimitSeconds
 from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork, windows_of
 from compiled_llm.report.step_log import StepLog
@@ -64,6 +66,8 @@ class CompiledEngine(StepEngine):
         cache_bytes = bytes_per_layer(self.model_config, runner.cache_dtypes)
         state_bytes = bytes_per_slot(self.model_config, runner.dtype)
         self._work = ModelWork.of(self.model_config, _weights_of(self), cache_bytes, state_bytes)
+        limits = machine_limits.cached(runner.device, runner.dtype)
+        self._limit_seconds = None if limits is None else LimitSeconds(self._work, limits)
         self.reset_report()
 
     # -- Serving lists of prompts
@@ -394,6 +398,14 @@ class CompiledEngine(StepEngine):
                 model_code=code_of(self.model_config),
                 measure_limits=measure_limits,
             )
+
+    def limit_seconds(self) -> tuple[float, float] | None:
+        """Since ``reset_report``: seconds that the steps would have taken at the machine's limits, and that they took.
+
+        None where the limits were unknown at the start: ``report`` measures them. It takes microseconds, so a server
+        may ask once a second.
+        """
+        return None if self._limit_seconds is None else self._limit_seconds.total(self._core.log)
 
     def trace(self) -> dict[str, Any]:
         """The shapes of all steps since the start or ``reset_report``, as ``compiled-llm tune buckets`` reads them."""

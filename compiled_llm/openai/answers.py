@@ -14,7 +14,7 @@ from compiled_llm.text.output_text import OutputText
 from compiled_llm.text.tokenizer import TokenBytes, Tokenizer
 
 _PART = "bytes:"  # of a completion's token that is no whole characters, as OpenAI's completions write it
-_LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class TokenTexts:
@@ -128,7 +128,7 @@ def _token(token_id: int, logprob: Logprob, texts: TokenTexts) -> dict[str, Any]
     data = texts.bytes_of(token_id)
     return {
         "token": texts.text_of(token_id),
-        "logprob": max(logprob.logprob, _LEAST),
+        "logprob": max(logprob.logprob, LEAST),
         "bytes": None if data is None else list(data),
     }
 
@@ -143,7 +143,7 @@ def completion_logprobs(
     pairs = list(zip(token_ids, logprobs, strict=True))
     return {
         "tokens": [texts.text_of(token_id, _PART) for token_id in token_ids],
-        "token_logprobs": [found and max(found[token_id].logprob, _LEAST) for token_id, found in pairs],
+        "token_logprobs": [found and max(found[token_id].logprob, LEAST) for token_id, found in pairs],
         "top_logprobs": [found and _by_text(found, texts) for found in logprobs],
         "text_offset": offsets.next(token_ids),
     }
@@ -154,7 +154,7 @@ def _by_text(found: Mapping[int, Logprob], texts: TokenTexts) -> dict[str, float
     named: dict[str, float] = {}
     for token_id, logprob in found.items():
         text = texts.text_of(token_id, _PART)
-        named[texts.name_of(token_id) if text in named else text] = max(logprob.logprob, _LEAST)
+        named[texts.name_of(token_id) if text in named else text] = max(logprob.logprob, LEAST)
     return named
 
 

@@ -14,8 +14,9 @@ from compiled_llm.api.names import SAMPLING_PARAMETERS, name_hint
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.openai.tools import ToolUse, read_tool_use
+from compiled_llm.text.prompts import MAX_SALT_CHARACTERS
 
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion"]  # of a body that ``read_request`` reads
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,23 +25,28 @@ class OpenAIRequest:
 
     Attributes:
         model: what the body calls the model.
-        prompts: of a completion: each ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``.
+        prompts: of a completion: each ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``; of a score: each a
+            ``ScoredPrompt``.
         messages: of a chat.
         chat_options: of a chat: options of ``CompiledEngine.encode_chat``.
+        template_hints: of a chat: variables for a chat template that has a use for them.
+        ignored_tools: of a chat: types of tools that the provider would run, of which the model is not told.
         tool_use: of a chat: its tools, and what the answer may do with them.
         sampling: the sampling parameters that it gives; each was checked.
         cache_salt: as the engine takes it with a prompt.
         stream: answer with an event for each step.
         include_usage: the last event of a stream counts tokens; ``continuous_usage``: every event does.
-        echo: of a completion: its text begins with the prompt.
+        echo: of a completion: its text begins with the prompt; ``only_echo``: and has no more (max_tokens is 0).
         return_token_ids: the answer has token ids beside the text.
     """
 
-    kind: Kind
+    kind: Literal["chat", "completion", "score"]
     model: str | None
-    prompts: Sequence[Mapping[str, Any]] = ()
+    prompts: Sequence[Any] = ()
     messages: Sequence[Any] = ()
     chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    template_hints: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignored_tools: Sequence[str] = ()
     tool_use: ToolUse = dataclasses.field(default_factory=ToolUse)
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     priority: int = 0
@@ -49,6 +55,7 @@ class OpenAIRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     echo: bool = False
+    only_echo: bool = False
     return_token_ids: bool = False
 
 
@@ -70,7 +77,7 @@ WITHOUT_EFFECT = (
 )
 _SERVING = ("stream", "stream_options", "return_token_ids", "priority", "cache_salt", "logprobs", "best_of")
 # Fields of which only the default is served: the values that mean it.
-_ONLY: Mapping[str, tuple[Any, ...]] = {
+ONLY: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "use_beam_search": (False,),
@@ -78,10 +85,10 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 # Kind of body -> the fields that it may have.
 FIELDS: Mapping[Kind, tuple[str, ...]] = {
-    "completion": ("prompt", "echo", *_SERVING, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *_ONLY),
+    "completion": ("prompt", "echo", *_SERVING, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *ONLY),
     "chat": (
         *("messages", "max_completion_tokens", "top_logprobs", "response_format", "tool_choice", "parallel_tool_calls"),
-        *(*_SERVING, *CHAT_OPTIONS, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *_ONLY),
+        *(*_SERVING, *CHAT_OPTIONS, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *ONLY),
     ),
 }
 _ELSEWHERE = {
@@ -99,7 +106,7 @@ _MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image"), "images"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "videos"),
-    **dict.fromkeys(("file", "input_file"), "files"),
+    **dict.fromkeys(("file", "input_file", "document"), "files"),
 }
 _MOST_DEPTH = 100  # of lists and objects; far below what Python's own functions for JSON can go down
 
@@ -124,19 +131,19 @@ def read_request(kind: Kind, body: Mapping[str, Any]) -> OpenAIRequest:
         kind=kind,
         model=_text(body, "model"),
         priority=_priority(body.get("priority", 0)),
-        cache_salt=_text(body, "cache_salt") or "",
-        stream=_flag(body, "stream"),
-        include_usage=_flag(options, "include_usage") or _flag(options, "continuous_usage_stats"),
-        continuous_usage=_flag(options, "continuous_usage_stats"),
-        return_token_ids=_flag(body, "return_token_ids"),
+        cache_salt=_salt(body),
+        stream=flag(body, "stream"),
+        include_usage=flag(options, "include_usage") or flag(options, "continuous_usage_stats"),
+        continuous_usage=flag(options, "continuous_usage_stats"),
+        return_token_ids=flag(body, "return_token_ids"),
         **{**own, "sampling": checked_sampling(sampling)},
     )
 
 
 def _completion_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
     """Fields of the ``OpenAIRequest``; completes ``sampling``."""
-    prompt, echo = body.get("prompt"), _flag(body, "echo")
-    is_several = isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt)
+    prompt, echo = body.get("prompt"), flag(body, "echo")
+    is_several = isinstance(prompt, list) and not {str, list}.isdisjoint(map(type, prompt))
     prompts = prompt if is_several else [prompt]
     for item in prompts or ():
         if not isinstance(item, str | list):
@@ -145,8 +152,12 @@ def _completion_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dic
         sampling["logprobs"] = body["logprobs"]
         if echo:
             sampling.setdefault("prompt_logprobs", body["logprobs"])
+    only_echo = echo and body.get("max_tokens") == 0
+    if only_echo:
+        sampling["max_tokens"] = 1  # the engine's least
     keys = ("prompt" if isinstance(item, str) else "prompt_token_ids" for item in prompts or ())
-    return {"prompts": [{key: item} for key, item in zip(keys, prompts or (), strict=True)], "echo": echo}
+    named = [{key: item} for key, item in zip(keys, prompts or (), strict=True)]
+    return {"prompts": named, "echo": echo, "only_echo": only_echo}
 
 
 def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
@@ -163,10 +174,10 @@ def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str,
     wanted, most = body.get("logprobs", False), body.get("top_logprobs", 0)
     if not isinstance(wanted, bool):
         raise ValueError(f"logprobs must be true or false in a chat, given {shown(wanted)}")
+    integer("top_logprobs", most, 0, 1000)
     if most and not wanted:
         raise ValueError("top_logprobs needs logprobs to be true")
     if wanted:
-        integer("top_logprobs", most, 0, 1000)
         sampling["logprobs"] = most
     if "response_format" in body:
         structured = _structured_outputs(body["response_format"])
@@ -184,8 +195,8 @@ def _check_names(kind: Kind, body: Mapping[str, Any]) -> None:
     for name, value in body.items():
         if name not in known:
             raise ValueError(f"{name:.100} is not served: {name_hint(name, known, _ELSEWHERE) or 'leave it out'}")
-        if name in _ONLY and value not in _ONLY[name]:
-            allowed = " or ".join(map(repr, _ONLY[name]))
+        if name in ONLY and value not in ONLY[name]:
+            allowed = " or ".join(map(repr, ONLY[name]))
             raise ValueError(f"{name} must be {allowed}, all that is served here, given {shown(value)}")
     n = body.get("n", 1)
     if body.get("best_of", n) != n:
@@ -200,11 +211,21 @@ def _text(body: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def _salt(body: Mapping[str, Any]) -> str:
+    salt = _text(body, "cache_salt") or ""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise ValueError(f"cache_salt may have {MAX_SALT_CHARACTERS} characters at most, given {len(salt)}")
+    return salt
+
+
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false; a null is as no field."""
     value = body.get(name)
-    if value is not None and not isinstance(value, bool):
+    if value is None:
+        return default
+    if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, given {shown(value)}")
-    return bool(value)
+    return value
 
 
 def _priority(value: Any) -> int:
@@ -277,10 +298,18 @@ def check_messages(messages: Any) -> list[Any]:
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind in _MEDIA:
-                raise ValueError(f"{_MEDIA[kind]} are not served: messages[{number}] has a part of type {kind!r}")
+            part_type(f"messages[{number}]", part)
     return messages
+
+
+def part_type(place: str, part: Any) -> str | None:
+    """Of a part of a message's content. ``ValueError`` for images and the like."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str):
+        return None
+    if kind in _MEDIA:
+        raise ValueError(f"{_MEDIA[kind]} are not served: {place} has a part of type {kind!r}")
+    return kind
 
 
 def check_json(name: str, value: Any, depth: int = 0) -> None:
@@ -297,8 +326,8 @@ def check_json(name: str, value: Any, depth: int = 0) -> None:
     if depth >= _MOST_DEPTH:
         raise ValueError(f"{name} must not be more than {_MOST_DEPTH} lists and objects deep")
     if isinstance(value, list):
-        for number, item in enumerate(value):
-            if not isinstance(item, str | int):  # most are: then no name is made
+        if not set(map(type, value)) <= {str, int}:  # most lists, and long ones, have nothing else
+            for number, item in enumerate(value):
                 check_json(f"{name}[{number}]", item, depth + 1)
     elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key, item in value.items():

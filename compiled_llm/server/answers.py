@@ -19,6 +19,7 @@ from compiled_llm.openai.answers import (
     usage,
 )
 from compiled_llm.server.answer_formats import AnswerReader
+from compiled_llm.server.errors import ApiError
 from compiled_llm.server.messages import LogprobRow, Output, Piece
 from compiled_llm.server.service import Served, ServedPrompt
 
@@ -62,6 +63,12 @@ class OpenAIAnswer:
     def num_cached_tokens(self) -> int:
         return sum(prompt.num_cached_tokens for prompt in self._prompts.values())
 
+    last_event = b"data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The chunk that ends a stream with an error."""
+        return error.body()
+
     async def whole(self) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
         choices: list[dict[str, Any]] = []
@@ -98,8 +105,12 @@ class OpenAIAnswer:
     def _take(self, output: Output) -> "_PromptAnswer":
         prompt = self._prompts[output.request_id]
         prompt.num_cached_tokens = output.num_cached_tokens
+        if self._asked.only_echo:
+            output.pieces = [
+                Piece(piece.index, "", [], None if piece.logprobs is None else [], "length") for piece in output.pieces
+            ]
         if output.prompt_logprobs is not None:
-            prompt.logprobs = [None if row is None else _found(row) for row in output.prompt_logprobs]
+            prompt.logprobs = [None if row is None else found_logprobs(row) for row in output.prompt_logprobs]
         return prompt
 
     def _index(self, prompt: "_PromptAnswer", piece: Piece) -> int:
@@ -132,7 +143,7 @@ class OpenAIAnswer:
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if piece.logprobs is None:
             return None
-        rows = [_found(row) for row in piece.logprobs]
+        rows = [found_logprobs(row) for row in piece.logprobs]
         return chat_logprobs(piece.token_ids, rows, self._params.logprobs or 0, self._texts)
 
     def _completion_logprobs(
@@ -140,7 +151,7 @@ class OpenAIAnswer:
     ) -> dict[str, Any] | None:
         if piece.logprobs is None:
             return None
-        token_ids, rows = piece.token_ids, [_found(row) for row in piece.logprobs]
+        token_ids, rows = piece.token_ids, [found_logprobs(row) for row in piece.logprobs]
         is_echoed = prompt.echoed is not None
         if is_first:
             before = () if is_echoed else prompt.token_ids
@@ -207,5 +218,6 @@ class _Choice:
         self.offsets: TextOffsets | None = None
 
 
-def _found(row: LogprobRow) -> dict[int, Logprob]:
+def found_logprobs(row: LogprobRow) -> dict[int, Logprob]:
+    """The log-probabilities of one place, by token id."""
     return {token_id: Logprob(logprob, rank, text) for token_id, logprob, rank, text in row}

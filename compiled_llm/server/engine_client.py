@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from compiled_llm.api.config import EngineConfig
@@ -38,22 +38,27 @@ class EngineEndedError(Exception):
     """The engine's process has ended, and serves nothing any more."""
 
 
+class RequestAbortedError(Exception):
+    """Somebody else than its client has ended a request."""
+
+
 class EngineClient:
     """Starts a process with an engine of this ``config``, and speaks to it, all in one event loop.
 
     Attributes:
+        config: its arguments.
         started: what the engine says of itself; None until it serves.
         num_running, num_waiting: requests in the engine, as it last said.
         ended: how the process has ended; None while it runs.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+        self.config = config
         self.started: Started | None = None
         self.num_running = self.num_waiting = 0
         self.ended: str | None = None
         self._unread: dict[str, _Unread] = {}  # of requests that have not ended
-        self._questions: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._questions: dict[int, asyncio.Future[Answer]] = {}
         self._num_questions = 0
         self._heard_at = time.monotonic()
 
@@ -68,9 +73,16 @@ class EngineClient:
             )
         await self._connect(own)
 
+    async def restart(self) -> Started:
+        """Start another process after the one that has ended, and wait until it serves. Errors as in ``ready``."""
+        self._writer.close()
+        self.started, self.ended, self.num_running, self.num_waiting = None, None, 0, 0
+        await self.start()
+        return await self.ready()
+
     async def _connect(self, own: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=own)
-        config = {field.name: getattr(self._config, field.name) for field in dataclasses.fields(self._config)}
+        config = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
         self._send(Start(VERSION, config))
 
     async def ready(self) -> Started:
@@ -105,23 +117,29 @@ class EngineClient:
         """For how long the engine has said nothing while it had something to do. Each step is heard of."""
         return time.monotonic() - self._heard_at if self._unread else 0.0
 
-    async def generate(self, requests: Sequence[Generate]) -> AsyncIterator[Output]:
+    async def generate(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
         """What each step gives one of the requests, until all have ended. Leaving the iteration aborts them.
 
         What a slow reader has not read of a request is one output, which grows.
 
         Raises:
             EngineEndedError: the process has ended, or ``fail_all`` was called.
+            RequestAbortedError: ``abort`` was called for one of them.
+            TimeoutError: ``deadline``, of the event loop's clock, has come.
+            OverflowError: an integer among the sampling parameters has more than 64 bits.
         """
         if self.ended is not None:
             raise EngineEndedError(self.ended)
+        frames = [framed(encode(request)) for request in requests]
         if not self._unread:
             self._heard_at = time.monotonic()
         unread, open_ids = _Unread(), {request.request_id for request in requests}
         assert not open_ids & self._unread.keys(), open_ids
         self._unread |= dict.fromkeys(open_ids, unread)
-        for request in requests:
-            self._send(request)
+        # One timer for all: a timeout around each wait would cost as much as what is waited for.
+        timer = asyncio.get_running_loop().call_at(deadline, unread.fail, TimeoutError())
+        writer = self._writer
+        writer.writelines(frames)
         try:
             while open_ids:
                 output = await unread.next()
@@ -129,9 +147,21 @@ class EngineClient:
                     open_ids.remove(output.request_id)
                 yield output
         finally:
+            timer.cancel()
             left = [request_id for request_id in open_ids if self._unread.pop(request_id, None) is not None]
-            if left and self.ended is None:
-                self._send(Abort(left))
+            if left and self.ended is None and self._writer is writer and not writer.is_closing():
+                self._send(Abort(left))  # to the process that has them: another one may have been started
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests, if they have not ended: they raise a ``RequestAbortedError``."""
+        for request_id in request_ids:
+            if request_id in self._unread:
+                self._unread[request_id].fail(RequestAbortedError())
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of requests that have not ended."""
+        return list(self._unread)
 
     def fail_all(self, reason: str) -> None:
         """All requests raise an ``EngineEndedError`` with this reason, and the engine drops them."""
@@ -140,11 +170,25 @@ class EngineClient:
 
     async def stats(self) -> dict[str, float]:
         """The engine's statistics, between two steps. ``EngineEndedError`` as ``generate``."""
+        return (await self._ask()).stats
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prompts.
+
+        Raises:
+            RuntimeError: requests have not ended.
+            EngineEndedError: as ``generate``.
+        """
+        error = (await self._ask(resets_prefix_cache=True)).error
+        if error is not None:
+            raise RuntimeError(error)
+
+    async def _ask(self, resets_prefix_cache: bool = False) -> Answer:
         if self.ended is not None:
             raise EngineEndedError(self.ended)
         self._num_questions += 1
         answer = self._questions[self._num_questions] = asyncio.get_running_loop().create_future()
-        self._send(Ask(self._num_questions))
+        self._send(Ask(self._num_questions, resets_prefix_cache))
         return await answer
 
     async def close(self) -> None:
@@ -191,7 +235,7 @@ class EngineClient:
                     assert isinstance(message, Answer)
                     question = self._questions.pop(message.number)
                     if not question.done():
-                        question.set_result(message.stats)
+                        question.set_result(message)
         except EngineEndedError as error:
             self.ended = str(error)
             self.fail_all(self.ended)
@@ -218,7 +262,7 @@ class _Unread:
 
     def __init__(self) -> None:
         self._outputs: dict[str, Output] = {}
-        self._error: EngineEndedError | None = None
+        self._error: EngineEndedError | RequestAbortedError | TimeoutError | None = None
         self._news = asyncio.Event()
 
     def put(self, output: Output) -> None:
@@ -226,7 +270,7 @@ class _Unread:
         self._outputs[output.request_id] = output if earlier is None else _joined(earlier, output)
         self._news.set()
 
-    def fail(self, error: EngineEndedError) -> None:
+    def fail(self, error: EngineEndedError | RequestAbortedError | TimeoutError) -> None:
         self._error = error
         self._news.set()
 
@@ -234,7 +278,7 @@ class _Unread:
         while not self._outputs and self._error is None:
             self._news.clear()
             await self._news.wait()
-        if self._outputs:
+        if self._outputs and not isinstance(self._error, TimeoutError):
             return self._outputs.pop(next(iter(self._outputs)))
         assert self._error is not None
         raise self._error

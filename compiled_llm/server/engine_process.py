@@ -46,10 +46,14 @@ from compiled_llm.server.messages import (
     encode,
 )
 from compiled_llm.system.child_process import Channel, own_channel
-from compiled_llm.text.prompts import EncodedPrompt
+from compiled_llm.system.resources import granted_cores
+from compiled_llm.text.prompts import EncodedPrompt, Prompt, ScoredPrompt
 
 _PREPARING_THREADS = 8
 _HEARTBEAT_SECONDS = 1.0
+# Where the engine computes on all cores, the work of HTTP takes time from steps. An event of a stream takes 0.05 to 0.2
+# ms, so steps that are shorter than this, and than this for each request, share their events.
+_DELTA_SECONDS, _DELTA_SECONDS_OF_A_REQUEST = 0.006, 0.0005
 
 
 class _Prepared(NamedTuple):
@@ -109,6 +113,8 @@ class _Reader(threading.Thread):
                 assert not isinstance(message, Start)
                 self._commands.put(message)
         except (EOFError, OSError):
+            pass  # the server has gone
+        finally:  # also when it sends what is no message: an engine that hears nothing more must not go on
             if not self.serves:
                 os._exit(1)
             self._commands.put(None)
@@ -127,6 +133,8 @@ class EngineServer:
         self._preparing: set[str] = set()  # requests that the engine does not have yet
         self._ended: dict[str, set[int]] = {}  # of requests: continuations whose end was sent
         self._sent_at = 0.0
+        if engine.runner.device.type == "cpu" and engine.runner.num_threads >= granted_cores():
+            engine.join_deltas(_DELTA_SECONDS, _DELTA_SECONDS_OF_A_REQUEST)
 
     def serve(self) -> None:
         """Until the server goes."""
@@ -157,7 +165,16 @@ class EngineServer:
             for request_id in command.request_ids:
                 self._ended.pop(request_id, None)
         else:
-            self._send(Answer(command.number, dataclasses.asdict(self._engine.stats())))
+            self._reply(command)
+
+    def _reply(self, question: Ask) -> None:
+        error = None
+        if question.resets_prefix_cache:
+            try:
+                self._engine.reset_prefix_cache()
+            except RuntimeError as unfinished:
+                error = str(unfinished)
+        self._send(Answer(question.number, _numbers(self._engine), error))
 
     def _prepare(self, asked: Generate) -> None:
         """What may take long is done in another thread."""
@@ -168,7 +185,10 @@ class EngineServer:
             self._add(self._prepared(asked))
 
     def _prepared(self, asked: Generate) -> _Prepared:
-        prompt = EncodedPrompt(None, asked.prompt_token_ids, asked.cache_salt)
+        token_ids, start = asked.prompt_token_ids, asked.scored_from
+        prompt: Prompt = EncodedPrompt(None, token_ids[:start], asked.cache_salt)
+        if start is not None:
+            prompt = ScoredPrompt(prompt, token_ids[start:])
         try:
             return _Prepared(asked, self._engine.prepare(prompt, SamplingParams(**asked.sampling)))
         except Exception as error:
@@ -242,6 +262,16 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         num_kv_blocks=engine.stats().num_kv_blocks,
         sampling=suggested_sampling(directory),
     )
+
+
+def _numbers(engine: CompiledEngine) -> dict[str, float]:
+    """What ``Answer`` says."""
+    compiled = [report.cache for report in engine.compile_report().reports if report.cache != "eager"]
+    numbers = dataclasses.asdict(engine.stats())
+    numbers |= {"num_graphs": len(compiled), "num_pending_graphs": compiled.count("pending")}
+    if (seconds := engine.limit_seconds()) is not None:
+        numbers["limit_seconds"], numbers["device_seconds"] = seconds
+    return numbers
 
 
 def _piece(completion: CompletionOutput) -> Piece:

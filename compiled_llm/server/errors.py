@@ -5,15 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from compiled_llm.openai.requests import FIELDS
+from compiled_llm.openai.responses import FIELDS as RESPONSE_FIELDS
 
-_FIELDS = frozenset(name for names in FIELDS.values() for name in names)
+_FIELDS = frozenset(name for names in (*FIELDS.values(), RESPONSE_FIELDS) for name in names)
 # Status -> OpenAI's type and code of it.
-_KINDS = {
+KINDS = {
     400: ("invalid_request_error", None),
     401: ("invalid_request_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("timeout_error", "timeout"),
+    409: ("invalid_request_error", "conflict"),
     413: ("invalid_request_error", "body_too_large"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     431: ("invalid_request_error", "headers_too_large"),
@@ -42,7 +44,7 @@ class ApiError(Exception):
         return cls(400, str(error))
 
     def body(self) -> dict[str, Any]:
-        kind, code = _KINDS[self.status]
+        kind, code = KINDS[self.status]
         # Errors of arguments begin with the argument's name.
         first = re.match(r"\w+", self.message)
         param = first[0] if first is not None and self.status == 400 and first[0] in _FIELDS else None

@@ -6,6 +6,7 @@
 import asyncio
 import hashlib
 import hmac
+import math
 import re
 import secrets
 import sys
@@ -19,14 +20,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from compiled_llm.anthropic.errors import OVERLOADED_STATUS, error_body
+from compiled_llm.openai.requests import check_json
 from compiled_llm.server.errors import ApiError
+from compiled_llm.server.page import PAGE_PATHS
 from compiled_llm.server.settings import ServerSettings
 
-# Paths that need no key: whether the server lives is not secret. All others do, also those that do not exist.
-PUBLIC_PATHS = frozenset(("/health", "/ready", "/ping"))
+# Paths that need no key: whether the server lives is not secret, nor is the page, which asks for the key itself. All
+# others do, also those that do not exist.
+PUBLIC_PATHS = frozenset(("/health", "/ready", "/ping", *PAGE_PATHS))
+_UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}  # asked for every second or so
 _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Of a body that is too large, so much is read and thrown away, so that its sender gets to read the answer.
 _DISCARDED_TIMES = 16
+_LONG_BODY = 2**16  # bytes; a longer one is read in another thread, so that others do not wait for it
 GONE_STATUS = 499  # in the log: the client went away
 _COMMENT = b": keep-alive\n\n"  # of an event stream
 
@@ -46,8 +53,16 @@ class JsonResponse(Response):
         return encode_json(content)
 
 
-def error_response(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body(), error.status, error.headers)
+def error_response(error: ApiError, scope: Scope) -> JsonResponse:
+    """In the form of the dialect that the request's path belongs to."""
+    if not _is_anthropic(scope):
+        return JsonResponse(error.body(), error.status, error.headers)
+    status = OVERLOADED_STATUS if error.status == 503 else error.status
+    return JsonResponse(error_body(error.status, error.message), status, error.headers)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    return scope["path"].startswith("/v1/messages")
 
 
 class Guard:
@@ -64,27 +79,29 @@ class Guard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _NAME.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
-        state["request_id"], facts = request_id, state.setdefault("facts", {})
+        state["request_id"], state["send"], facts = request_id, send, state.setdefault("facts", {})
+        names = (b"x-request-id", b"request-id") if _is_anthropic(scope) else (b"x-request-id",)
         started, status = time.monotonic(), 0
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode())]}
+                named = [(name, request_id.encode()) for name in names]
+                message = {**message, "headers": [*message["headers"], *named]}
             await send(message)
 
         try:
             if self._keys and scope["path"] not in PUBLIC_PATHS and not self._has_key(headers):
                 error = ApiError(401, "the request needs an API key: a bearer token, or the header x-api-key")
-                await error_response(error)(scope, receive, send_named)
+                await error_response(error, scope)(scope, receive, send_named)
             else:
                 await self._app(scope, receive, send_named)
         except Exception:  # which was answered, if nothing had been sent
             traceback.print_exc()
             status = 500
         finally:
-            if scope["path"] not in PUBLIC_PATHS:
+            if scope["path"] not in _UNLOGGED_PATHS:
                 _log(scope, status or GONE_STATUS, request_id, time.monotonic() - started, facts)
         return None
 
@@ -126,10 +143,19 @@ async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any
     if size > most:
         given = length if length.isdigit() else f"at least {size}"
         raise ApiError(413, f"a body may have {most} bytes at most, given {given}", {"Connection": "close"})
+    if len(content) > _LONG_BODY:
+        return await asyncio.to_thread(_object_of, content)
+    return _object_of(content)
+
+
+def _object_of(content: bytearray) -> dict[str, Any]:
     try:
-        body = msgspec.json.decode(bytes(content))
+        body = msgspec.json.decode(content)
+        check_json("", body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body must be JSON: {error}") from error
+    except ValueError as error:
+        raise ApiError.of(error) from error
     if not isinstance(body, dict):
         raise ApiError(400, f"the body must be a JSON object, given {type(body).__name__}")
     return body
@@ -175,40 +201,52 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._write(send))
+            await unless_gone(receive, self._write(send, scope["state"]["send"]))
         except ClientGoneError:
             scope["state"]["facts"]["client"] = "gone"
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, send_event: Send) -> None:
+        """``send_event``: of the server itself. What stands before it has to do with the start of an answer alone."""
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            self._sent = time.monotonic()
-            comments = asyncio.ensure_future(self._keep_alive(send))
-            try:
-                async for event in self._events:
-                    async with asyncio.timeout(self._client_seconds):
-                        await send({"type": "http.response.body", "body": event, "more_body": True})
-                    self._sent = time.monotonic()
-            finally:
-                comments.cancel()
-                await asyncio.gather(comments, return_exceptions=True)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with asyncio.timeout(None) as limit:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                self._sent, self._sending_since = time.monotonic(), math.inf
+                watching = asyncio.ensure_future(self._watch(send_event, limit))
+                try:
+                    async for event in self._events:
+                        self._sending_since = time.monotonic()
+                        await send_event({"type": "http.response.body", "body": event, "more_body": True})
+                        self._sent, self._sending_since = self._sending_since, math.inf
+                finally:
+                    watching.cancel()
+                    await asyncio.gather(watching, return_exceptions=True)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             raise ClientGoneError from None
 
-    async def _keep_alive(self, send: Send) -> None:
-        """Comments where no event is sent for some time. A task for each event would cost as much as the event."""
-        while self._keep_alive_seconds:
-            left = self._sent + self._keep_alive_seconds - time.monotonic()
-            if left > 0:
-                await asyncio.sleep(left)
-                continue
-            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
-            self._sent = time.monotonic()
+    async def _watch(self, send_event: Send, limit: asyncio.Timeout) -> None:
+        """Ends the stream of a client that reads nothing; comments where no event is sent for some time.
+
+        Looks now and then, since timers and tasks for each event would cost as much as the event.
+        """
+        keep_alive = self._keep_alive_seconds or math.inf
+        try:
+            while time.monotonic() < self._sending_since + self._client_seconds:
+                left = self._sent + keep_alive - time.monotonic()
+                if left > 0 or self._sending_since < math.inf:
+                    await asyncio.sleep(max(0.01, min(left, self._client_seconds / 8)))
+                    continue
+                async with asyncio.timeout(self._client_seconds):
+                    await send_event({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                self._sent = time.monotonic()
+        except TimeoutError:
+            pass
+        limit.reschedule(0)  # long ago
 
 
-def event(content: Any) -> bytes:
-    """One event with a value of JSON."""
-    return b"data: " + encode_json(content) + b"\n\n"
+def event(content: Mapping[str, Any]) -> bytes:
+    """One event with an object of JSON, which is named by its type if it has one."""
+    head = b"event: " + content["type"].encode() + b"\n" if "type" in content else b""
+    return head + b"data: " + encode_json(content) + b"\n\n"

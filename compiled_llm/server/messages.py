@@ -13,7 +13,7 @@ import msgspec
 
 from compiled_llm.text.tokenizer_parts import TokenizerParts
 
-VERSION = 1
+VERSION = 2
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -35,6 +35,7 @@ class Generate(Message, tag="generate"):
 
     Attributes:
         sampling: arguments of ``SamplingParams``.
+        scored_from: score the tokens from this index on, and generate none.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Generate(Message, tag="generate"):
     sampling: dict[str, Any]
     priority: int = 0
     cache_salt: str = ""
+    scored_from: int | None = None
 
 
 class Abort(Message, tag="abort"):
@@ -51,9 +53,14 @@ class Abort(Message, tag="abort"):
 
 
 class Ask(Message, tag="ask"):
-    """What are the engine's statistics? ``number``: of the question, which the answer repeats."""
+    """What are the engine's statistics? ``number``: of the question, which the answer repeats.
+
+    Attributes:
+        resets_prefix_cache: forget cached prompts first.
+    """
 
     number: int
+    resets_prefix_cache: bool = False
 
 
 # -- To the server
@@ -153,10 +160,16 @@ class Outputs(Message, tag="outputs"):
 
 
 class Answer(Message, tag="answer"):
-    """``stats``: the fields of ``EngineStats``."""
+    """What was asked for.
+
+    Attributes:
+        stats: the fields of ``EngineStats``, and more by name: graphs, and seconds at the machine's limits.
+        error: why what was asked for besides was not done.
+    """
 
     number: int
     stats: dict[str, float]
+    error: str | None = None
 
 
 ToEngine = Start | Generate | Abort | Ask

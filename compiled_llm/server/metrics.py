@@ -20,11 +20,13 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 _NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _N = (1, 2, 5, 10, 20)
-# Name -> what it is, and the field of ``EngineStats``.
+# Name -> what it is, and the field of ``Answer.stats``.
 _GAUGES = {
     "vllm:num_requests_running": ("Requests in steps", "num_running"),
     "vllm:num_requests_waiting": ("Requests that wait for a place in steps", "num_waiting"),
     "compiled_llm:kv_blocks_cached": ("Free KV blocks that can still be found", "cached_blocks"),
+    "compiled_llm:graphs": ("Graphs that steps use or will use; 0: they run uncompiled", "num_graphs"),
+    "compiled_llm:graphs_pending": ("Those of them that are still being loaded or compiled", "num_pending_graphs"),
 }
 _COUNTERS = {
     "vllm:prompt_tokens": ("Tokens of prompts", "num_prompt_tokens"),
@@ -36,6 +38,11 @@ _COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": ("Accepted ones of these", "num_accepted_draft_tokens"),
     "compiled_llm:steps": ("Steps of the engine", "num_steps"),
     "compiled_llm:step_seconds": ("Seconds in steps, host time around them left out", "execute_seconds"),
+    "compiled_llm:computed_tokens": ("Tokens in steps", "num_computed_tokens"),
+    "compiled_llm:padding_tokens": ("Rows of steps without a token", "num_padding_tokens"),
+    # Only where the machine's limits are known. Divided, the share of them.
+    "compiled_llm:limit_seconds": ("Seconds that steps would have taken at the machine's limits", "limit_seconds"),
+    "compiled_llm:device_seconds": ("Seconds that they took on the device", "device_seconds"),
 }
 
 
@@ -106,19 +113,28 @@ class Metrics:
 
 
 class RequestObserver:
-    """Times of one engine's request as its outputs come."""
+    """Times of one engine's request as its outputs come.
+
+    Attributes:
+        num_tokens: that came.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._arrived = metrics, time.monotonic()
         self._last: dict[int, float] = {}  # of each continuation: when its last token came
-        self._num_tokens = 0
+        self.num_tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the request came."""
+        return time.monotonic() - self._arrived
 
     def take(self, output: Output) -> None:
         """An output came. Of several tokens at once, each took its share of the time."""
         metrics, now = self._metrics, time.monotonic()
         for piece in output.pieces:
             num_tokens = len(piece.token_ids)
-            self._num_tokens += num_tokens
+            self.num_tokens += num_tokens
             for _ in range(num_tokens if piece.index in self._last else 0):
                 metrics._next.observe((now - self._last[piece.index]) / num_tokens)
             self._last[piece.index] = now
@@ -126,7 +142,7 @@ class RequestObserver:
                 metrics._success.labels(**metrics._labels, finished_reason=piece.finish_reason).inc()
         if output.times is not None:
             metrics._cached.inc(output.num_cached_tokens)
-            metrics._generated.observe(self._num_tokens)
+            metrics._generated.observe(self.num_tokens)
             metrics._whole.observe(now - self._arrived)
             self._observe_parts(output.times)
 
@@ -138,8 +154,8 @@ class RequestObserver:
             metrics._first.observe(times.first)
         if times.prefill is not None and times.decode is not None:
             parts["inference"] = times.prefill + times.decode
-            if self._num_tokens > 1:
-                metrics._mean.observe(times.decode / (self._num_tokens - 1))
+            if self.num_tokens > 1:
+                metrics._mean.observe(times.decode / (self.num_tokens - 1))
         for part, seconds in parts.items():
             if seconds is not None:
                 metrics._parts[part].observe(seconds)
@@ -166,6 +182,8 @@ class _EngineCounts:
         info.add_metric([*values, *config.values()], 1)
         yield info
         for name, (text, field) in _COUNTERS.items():
+            if field not in self._stats:
+                continue
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, self._stats[field])
             yield counter

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP with a limit of a request's head, in bytes and in time."""
+"""uvicorn's HTTP with a limit of a request's head, in bytes and in time, and of connections."""
 
 import asyncio
 from typing import Any
@@ -8,13 +8,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import encode_json
 
-_STATUS = {408: b"408 Request Timeout", 431: b"431 Request Header Fields Too Large"}
+_STATUS = {
+    408: b"408 Request Timeout",
+    431: b"431 Request Header Fields Too Large",
+    503: b"503 Service Unavailable",
+}
 
 
-def bounded_protocol(max_header_bytes: int, client_seconds: float) -> type[asyncio.Protocol]:
+def bounded_protocol(max_header_bytes: int, client_seconds: float, max_connections: int) -> type[asyncio.Protocol]:
     """The class for uvicorn's ``http`` argument.
 
-    Without it the line and headers of a request may be as long, and take as long, as their sender likes.
+    Without it the line and headers of a request may be as long, and take as long, as their sender likes, and
+    connections may take all descriptors, without which the server cannot start the processes that it needs.
     """
 
     class BoundedProtocol(HttpToolsProtocol):
@@ -24,6 +29,8 @@ def bounded_protocol(max_header_bytes: int, client_seconds: float) -> type[async
             super().connection_made(transport)
             self._in_head, self._head_bytes = True, 0
             self._timer: asyncio.TimerHandle | None = self.loop.call_later(client_seconds, self._refuse_slow)
+            if len(self.connections) > max_connections:
+                self._refuse(503, f"{max_connections} connections are open, as many as may be")
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._end_timer()

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -22,7 +23,9 @@ from compiled_llm.server.service import Service
 from compiled_llm.server.settings import DEMO_NAME, ServerSettings
 
 _BACKLOG = 2048
+_OTHER_DESCRIPTORS = 64  # that the server needs besides those of connections
 _LAST_SECONDS = 5.0  # for streams to say that the server has ended, after the seconds for draining
+_MOST_RESTARTS, _RESTARTS_SECONDS = 5, 600.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -74,11 +77,13 @@ class Server:
         self, program: str, client: EngineClient, settings: ServerSettings, listener: socket.socket, name: str
     ) -> None:
         self._program, self._client, self._settings, self._listener = program, client, settings, listener
+        self._restarts: list[float] = []  # moments of ``time.monotonic``
         names = settings.served_model_name or (name,)
         self._service = Service(settings, client, names, Metrics(names[0]))
+        max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS
         config = uvicorn.Config(
             make_app(self._service),
-            http=bounded_protocol(settings.max_header_bytes, settings.client_seconds),
+            http=bounded_protocol(settings.max_header_bytes, settings.client_seconds, max_connections),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -110,11 +115,10 @@ class Server:
             self._service.start(started)
             self._say(str(self._service.formats))
             self._say(f"serves {', '.join(self._service.names)} at {self.url}")
-            ended = asyncio.create_task(self._client.wait_ended())
-            await asyncio.wait((http, ended), return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():
-                self._say(f"error: {self._client.ended}")
-                status = 1
+            while await self._has_ended(http):
+                if not await self._restart():
+                    status = 1
+                    break
             self._http.should_exit = True
             await http
         finally:
@@ -125,6 +129,35 @@ class Server:
             for number in numbers:
                 loop.remove_signal_handler(number)
         return status
+
+    async def _has_ended(self, http: asyncio.Task[None]) -> bool:
+        """Wait until the engine's process ends, or HTTP does, in whose case it is False."""
+        ended = asyncio.create_task(self._client.wait_ended())
+        await asyncio.wait((http, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            ended.cancel()
+            return False
+        self._say(f"error: {self._client.ended}")
+        return True
+
+    async def _restart(self) -> bool:
+        """Start the engine again, if that is asked for, and has not happened too often. Whether it serves."""
+        now = time.monotonic()
+        self._restarts = [moment for moment in self._restarts if moment > now - _RESTARTS_SECONDS]
+        if self._service.is_draining or not self._settings.restart_engine:
+            return False
+        if len(self._restarts) == _MOST_RESTARTS:
+            self._say(f"error: the engine has ended {_MOST_RESTARTS + 1} times within {_RESTARTS_SECONDS:g} s")
+            return False
+        self._restarts.append(now)
+        self._say("starts the engine again")
+        try:
+            self._service.restart(await self._client.restart())
+        except (RuntimeError, ValueError) as error:
+            self._say(f"error: {error}")
+            return False
+        self._say("serves again")
+        return True
 
     def stop(self, number: int) -> None:
         """The first signal: answer what is under way, and end. A second one, or one while the model loads: end now."""

@@ -14,29 +14,31 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.openai.answers import TokenTexts
 from compiled_llm.openai.requests import OpenAIRequest
 from compiled_llm.server.answer_formats import AnswerFormats, AnswerPlan
-from compiled_llm.server.engine_client import EngineClient, EngineEndedError
+from compiled_llm.server.engine_client import EngineClient, EngineEndedError, RequestAbortedError
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.messages import Generate, Output, Started
 from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.settings import ServerSettings
+from compiled_llm.server.traces import Traces, otlp_exporter
 from compiled_llm.text.chat import ChatEncoder
-from compiled_llm.text.prompts import Capacity, EncodedPrompt, encode_prompt
+from compiled_llm.text.prompts import Capacity, EncodedPrompt, check_token_ids, encode_prompt, encode_scored
 from compiled_llm.text.tokenizer import Tokenizer
 
 # Characters of a prompt that may take long to encode: another thread does it.
 _LONG_PROMPT = 4096
 _THREADS = 4
-_MAX_TOKENS = {"completion": 16, "chat": None}  # where neither request nor model says
+_MAX_TOKENS = {"completion": 16, "chat": None, "score": None}  # where neither request nor model says
 
 Result = TypeVar("Result")
 
 
 class ServedPrompt(NamedTuple):
-    """A prompt with its tokens, and the engine's name of it."""
+    """A prompt with its tokens, and the engine's name of it. ``scored_from``: where those begin that are scored."""
 
     request_id: str
     text: str | None
     token_ids: list[int]
+    scored_from: int | None = None
 
 
 @dataclasses.dataclass
@@ -58,6 +60,7 @@ class Service:
         tokenizer, texts: None, and without texts, for a model that has none. Set by ``start``.
         formats: of reasoning and tool calls; set by ``start``.
         is_draining: no new requests are taken.
+        traces: None unless they are asked for.
         num_admitted: prompts that are served or wait.
     """
 
@@ -67,6 +70,8 @@ class Service:
         self.is_draining = False
         self.tokenizer: Tokenizer | None = None
         self.num_admitted = 0
+        endpoint = settings.otlp_traces_endpoint
+        self.traces = Traces(otlp_exporter(endpoint), self.names[0]) if endpoint else None
         self._numbers = itertools.count()
         self._pool = ThreadPoolExecutor(_THREADS, "compiled_llm text")
 
@@ -78,13 +83,19 @@ class Service:
         self._chats = ChatEncoder(self.tokenizer)
         parsers = self.settings.tool_call_parser, self.settings.reasoning_parser
         self.formats = AnswerFormats(*parsers, self.tokenizer)
-        self._started = started
         self.metrics.start(started)
+        self.restart(started)
+
+    def restart(self, started: Started) -> None:
+        """Another process serves the same model from now on."""
+        self._started = started
 
     def close(self) -> None:
         if self.client.started is not None:
             self._chats.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.traces is not None:
+            self.traces.close()
 
     @property
     def started(self) -> Started:
@@ -133,8 +144,17 @@ class Service:
         finally:
             self.num_admitted -= count
 
-    async def serve(self, asked: OpenAIRequest, request_id: str) -> Served:
+    @property
+    def too_late(self) -> ApiError:
+        """What is said of an answer that takes too long. A client that asked again would wait as long."""
+        given = f"the answer took more than {self.settings.max_request_seconds:g} s"
+        return ApiError(408, given, {"x-should-retry": "false"})
+
+    async def serve(self, asked: OpenAIRequest, request_id: str, deadline: float) -> Served:
         """Encode a request and give it to the engine, which begins when its outputs are read.
+
+        Args:
+            deadline: of the event loop's clock, when its outputs end with an ``ApiError``.
 
         Raises:
             ApiError: it cannot be served.
@@ -143,7 +163,14 @@ class Service:
         sampling = {**defaults, **asked.sampling, "output_kind": "delta" if asked.stream else "final"}
         try:
             params = SamplingParams(**sampling)
-            encoded = await self.encode(asked, params)
+            starts: Sequence[int | None]
+            if asked.kind == "score":
+                encoded, starts = await self._encode_scored(asked)
+            else:
+                encoded = await self.encode(asked, params)
+                starts = [None] * len(encoded)
+            for prompt in encoded:
+                check_token_ids("prompt", prompt.token_ids, self.started.vocab_size)
             plan = await self.plan(asked, encoded)
             if plan is not None:
                 sampling |= plan.sampling
@@ -153,16 +180,19 @@ class Service:
         sampling.pop("truncate_prompt_tokens", None)  # it was done
         # Clients may give two requests one name.
         names = (f"{request_id}-{next(self._numbers)}" for _ in encoded)
-        prompts = [ServedPrompt(name, one.text, one.token_ids) for name, one in zip(names, encoded, strict=True)]
-        requests = [
-            Generate(prompt.request_id, prompt.token_ids, sampling, asked.priority, asked.cache_salt)
-            for prompt in prompts
+        prompts = [
+            ServedPrompt(name, one.text, one.token_ids, start)
+            for name, one, start in zip(names, encoded, starts, strict=True)
         ]
-        return Served(asked, params, plan, prompts, self._outputs(requests))
+        requests = [
+            Generate(one.request_id, one.token_ids, sampling, asked.priority, asked.cache_salt, one.scored_from)
+            for one in prompts
+        ]
+        return Served(asked, params, plan, prompts, self._outputs(requests, deadline))
 
-    async def _outputs(self, requests: Sequence[Generate]) -> AsyncIterator[Output]:
-        """``ApiError`` for what the engine refuses, and when it has ended."""
-        outputs = self.client.generate(requests)
+    async def _outputs(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
+        """``ApiError`` for what the engine refuses, when it has ended, and after the deadline."""
+        outputs = self.client.generate(requests, deadline)
         try:
             async for output in outputs:
                 if output.error is not None:
@@ -173,26 +203,45 @@ class Service:
                 yield output
         except EngineEndedError as error:
             raise ApiError(503, str(error)) from error
+        except RequestAbortedError as error:
+            raise ApiError(500, "the request was aborted", {"x-should-retry": "false"}) from error
+        except TimeoutError:
+            raise self.too_late from None
+        except OverflowError as error:
+            raise ApiError(400, "integers in logits_transforms and in schemas must have at most 64 bits") from error
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
     async def encode(self, asked: OpenAIRequest, params: SamplingParams) -> list[EncodedPrompt]:
         """The prompts of a request as tokens. ``ValueError``: they cannot be served."""
-        started = self.started
-        capacity = Capacity(started.capacity, started.limit)
+        capacity = self._capacity
         keep, split = params.truncate_prompt_tokens, bool(params.split_special_tokens)
 
         def encode_all(prompts: Sequence[Any]) -> list[EncodedPrompt]:
             return [encode_prompt(prompt, self.tokenizer, capacity, keep, split) for prompt in prompts]
 
         def encode_chat() -> list[EncodedPrompt]:
-            return encode_all([self.chat_prompt(asked.messages, asked.chat_options)])
+            return encode_all([self.chat_prompt(asked.messages, {**asked.chat_options, "hints": asked.template_hints})])
 
         if asked.kind == "chat":
             return await self.in_thread(encode_chat)
         if sum(len(prompt.get("prompt", "")) for prompt in asked.prompts) > _LONG_PROMPT:
             return await self.in_thread(lambda: encode_all(asked.prompts))
         return encode_all(asked.prompts)
+
+    async def _encode_scored(self, asked: OpenAIRequest) -> tuple[list[EncodedPrompt], list[int]]:
+        """Prompts with their continuations, and where these begin. ``ValueError`` as ``encode``."""
+        capacity, split = self._capacity, bool(asked.sampling.get("split_special_tokens"))
+
+        def encode_all() -> list[tuple[EncodedPrompt, int]]:
+            return [encode_scored(prompt, self.tokenizer, capacity, split) for prompt in asked.prompts]
+
+        found = await self.in_thread(encode_all)
+        return [encoded for encoded, _ in found], [start for _, start in found]
+
+    @property
+    def _capacity(self) -> Capacity:
+        return Capacity(self.started.capacity, self.started.limit)
 
     async def plan(self, asked: OpenAIRequest, encoded: Sequence[EncodedPrompt]) -> AnswerPlan | None:
         """How the answer to a request is read. ``ValueError``: it wants calls in a way that cannot be served."""

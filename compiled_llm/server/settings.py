@@ -34,10 +34,18 @@ class ServerSettings:
         max_completions: prompts of a request times its n.
         max_request_seconds: from a request's arrival to the end of its answer.
         client_seconds: that a client may take to send a request, and to read what was sent to it.
+        max_stored_responses: answers of /v1/responses that are kept, so that clients can go on with them; 0: none.
+        max_stored_bytes: of them together, with the conversations that led to them.
+        stored_seconds: for which one is kept.
         keep_alive_seconds: without an event, after which a stream has a comment, lest a proxy takes it for dead; 0:
             never.
         drain_seconds: for answers that are under way when the server is told to end.
+        dev: there are also /reset_prefix_cache and /abort, with which a client changes what others get.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
+        restart_engine: start the engine again when its process has ended, 5 times within 10 minutes at most; without
+            it, that ends the server.
+        otlp_traces_endpoint: a collector of OpenTelemetry, which gets a span for each prompt that was answered, such as
+            http://localhost:4318/v1/traces; none: no traces.
     """
 
     host: str = "127.0.0.1"
@@ -55,9 +63,15 @@ class ServerSettings:
     max_completions: int = 1024
     max_request_seconds: float = 3600.0
     client_seconds: float = 60.0
+    max_stored_responses: int = 1024
+    max_stored_bytes: int = 64 * 2**20
+    stored_seconds: float = 3600.0
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
+    dev: bool = False
     stall_seconds: float = 120.0
+    restart_engine: bool = False
+    otlp_traces_endpoint: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, _INTEGERS, _NUMBERS)
@@ -102,10 +116,13 @@ _INTEGERS = {
     "max_header_bytes": (1024, 2**24),
     "max_waiting_requests": (0, 2**20),
     "max_completions": (1, 2**16),
+    "max_stored_responses": (0, 2**20),
+    "max_stored_bytes": (0, 2**40),
 }
 _NUMBERS = {
     "max_request_seconds": (0.1, 10**6),
     "client_seconds": (0.1, 10**6),
+    "stored_seconds": (0.0, 10**6),
     "keep_alive_seconds": (0.0, 10**6),
     "drain_seconds": (0.0, 10**6),
     "stall_seconds": (1.0, 10**6),

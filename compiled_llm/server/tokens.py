@@ -3,30 +3,27 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_llm.api.names import name_hint
+from compiled_llm.api.names import refuse_unknown_fields
 from compiled_llm.api.readable import shown
-from compiled_llm.openai.requests import CHAT_OPTIONS, chat_options, check_messages
+from compiled_llm.openai.requests import CHAT_OPTIONS, chat_options, check_messages, flag
 from compiled_llm.server.service import Service
 from compiled_llm.text.prompts import check_token_ids, check_unicode
 
-_OF_TEXT = ("model", "prompt", "add_special_tokens", "return_token_strs")
-_OF_CHAT = ("model", "messages", "return_token_strs", *CHAT_OPTIONS)
-TOKENIZE_FIELDS = tuple(dict.fromkeys((*_OF_TEXT, *_OF_CHAT)))
+TEXT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
+CHAT_FIELDS = ("model", "messages", "return_token_strs", *CHAT_OPTIONS)
 DETOKENIZE_FIELDS = ("model", "tokens")
 
 
 def tokens_of(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
     """The tokens of a text or a conversation. ``ValueError`` as for a prompt."""
     is_chat = "messages" in body
-    _check(service, body, _OF_CHAT if is_chat else _OF_TEXT)
+    _check(service, body, CHAT_FIELDS if is_chat else TEXT_FIELDS)
     if is_chat:
         token_ids = service.chat_prompt(check_messages(body["messages"]), chat_options(body)).token_ids
     else:
-        prompt, special = body.get("prompt"), body.get("add_special_tokens", True)
-        if not isinstance(prompt, str) or not isinstance(special, bool):
-            raise ValueError(
-                f"prompt must be a str, and add_special_tokens true or false, given {shown(prompt)}, {shown(special)}"
-            )
+        prompt, special = body.get("prompt"), flag(body, "add_special_tokens", True)
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt must be a str, given {shown(prompt)}")
         if service.tokenizer is None:
             raise ValueError("the model has no tokenizer")
         check_unicode("prompt", prompt)
@@ -36,7 +33,7 @@ def tokens_of(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
         "max_model_len": service.started.max_model_len,
         "tokens": token_ids,
     }
-    if body.get("return_token_strs"):
+    if flag(body, "return_token_strs"):
         found["token_strs"] = [service.texts.text_of(token_id) for token_id in token_ids]
     return found
 
@@ -52,9 +49,7 @@ def text_of(service: Service, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(service: Service, body: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in body:
-        if name not in known:
-            raise ValueError(f"{name:.100} is not served: {name_hint(name, known, {}) or 'leave it out'}")
+    refuse_unknown_fields(body, known, {})
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise ValueError(f"model must be a str, given {shown(model)}")

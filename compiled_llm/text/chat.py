@@ -60,6 +60,7 @@ class ChatEncoder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        hints: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:
         """(text, token ids) of one conversation.
 
@@ -70,6 +71,7 @@ class ChatEncoder:
                 passed to the template.
             max_tokens: a chat of more text than these could hold is refused. How many tokens come out is for the caller
                 to check.
+            hints: variables like ``chat_template_kwargs``, for a template that has a use for them.
             others: as in ``CompiledEngine.chat``.
 
         Raises:
@@ -88,6 +90,7 @@ class ChatEncoder:
                 "documents": _check_dicts("documents", documents),
             }
             template, marker = self._compile(chat_template, bool(tools))
+            variables = {**{name: hint for name, hint in (hints or {}).items() if name in template.names}, **variables}
             _check_use(template, variables)
         except ValueError as error:  # it would be raised for any messages
             raise UnservableError(str(error)) from error

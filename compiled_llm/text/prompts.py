@@ -57,7 +57,7 @@ class Capacity(NamedTuple):
 
 # No token is longer, so a longer text cannot fit, and is refused without being encoded.
 MAX_CHARACTERS_PER_TOKEN = 256
-_MAX_SALT_CHARACTERS = 1024
+MAX_SALT_CHARACTERS = 1024
 
 
 def prompt_list(prompts: Any, name: str = "prompts", one: str = "prompt (str, list of token ids or dict)") -> list[Any]:
@@ -190,9 +190,9 @@ def _unpacked(prompt: Any) -> tuple[Any, str]:
             f"'cache_salt', given {shown(sorted(map(str, itertools.islice(prompt, 5))))}"
         )
     cache_salt = prompt.get("cache_salt", "")
-    if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT_CHARACTERS:
+    if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_CHARACTERS:
         raise ValueError(
-            f"cache_salt must be a str of at most {_MAX_SALT_CHARACTERS} characters, given {shown(cache_salt)}"
+            f"cache_salt must be a str of at most {MAX_SALT_CHARACTERS} characters, given {shown(cache_salt)}"
         )
     check_unicode("cache_salt", cache_salt)
     key = "prompt" if "prompt" in prompt else "prompt_token_ids"

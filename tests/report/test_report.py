@@ -14,6 +14,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, RequestsFailedWarning, SamplingParams
 from compiled_llm.report import machine_limits
+from compiled_llm.report.limit_seconds import LimitSeconds
 from compiled_llm.report.machine_limits import MachineLimits
 from compiled_llm.report.report import RunReport
 
@@ -79,6 +80,18 @@ def test_shares_are_of_the_limits(engine: CompiledEngine) -> None:
         longest = max(steps.bytes / 1e12, steps.flops / 1e13)
         assert longest <= steps.limit_seconds * (1 + 1e-9)
         assert steps.limit_seconds <= steps.bytes / 1e12 + steps.flops / 1e13
+
+
+def test_seconds_at_the_limits_can_be_asked_for_again_and_again(engine: CompiledEngine) -> None:
+    asked = LimitSeconds(engine._work, LIMITS)
+    engine.reset_report()
+    assert asked.total(engine._core.log) == (0, 0)
+    for _ in range(2):  # the second time finds the shapes of the first one
+        serve(engine)
+        phases = engine.report().phases
+        expected = sum(phase.limit_seconds or 0 for phase in phases), sum(phase.seconds for phase in phases)
+        assert asked.total(engine._core.log) == pytest.approx(expected)
+        assert asked.total(engine._core.log) == pytest.approx(expected)
 
 
 def test_it_covers_what_came_since_the_reset(engine: CompiledEngine) -> None:

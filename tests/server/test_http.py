@@ -25,7 +25,7 @@ def test_a_client_that_does_not_read_is_gone() -> None:
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    scope: Any = {"type": "http", "state": {"facts": {}}}
+    scope: Any = {"type": "http", "state": {"facts": {}, "send": send}}
     asyncio.run(asyncio.wait_for(EventStream(events(), 0.05, 0)(scope, receive, send), 10))
     assert len(sent) == 4
     assert closed == [True]
@@ -48,7 +48,7 @@ def test_a_stream_that_waits_has_comments_and_none_after_its_end() -> None:
         await asyncio.Event().wait()
 
     async def run() -> None:
-        await EventStream(events(), 5, 0.05)({"type": "http", "state": {"facts": {}}}, receive, send)
+        await EventStream(events(), 5, 0.05)({"type": "http", "state": {"facts": {}, "send": send}}, receive, send)
         await asyncio.sleep(0.2)
 
     asyncio.run(asyncio.wait_for(run(), 30))

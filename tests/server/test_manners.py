@@ -1,6 +1,7 @@
 """What a server refuses, bounds and ends: keys, sizes, queues, times, clients that go, an engine that breaks."""
 
 import contextlib
+import itertools
 import json
 import re
 import socket
@@ -14,6 +15,8 @@ import httpx
 import pytest
 
 from compiled_llm import CompiledEngine
+from compiled_llm.server import run
+from compiled_llm.system.child_process import framed
 from tests.server.conftest import BrokenEngineError, Running, running_with
 
 LONG: Any = {"prompt": "import os", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
@@ -51,7 +54,7 @@ def test_all_but_the_public_paths_need_a_key(engine: CompiledEngine) -> None:
         for headers in ({"authorization": "Bearer first"}, {"x-api-key": "second"}, {"authorization": "bearer second"}):
             assert get("/v1/models", headers=headers).status_code == 200
         for wrong in ({}, {"authorization": "Bearer firs"}, {"authorization": "first"}, {"x-api-key": ""}):
-            for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/health/../v1/models", "//health"):
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/health/../v1/models", "/%2Fhealth"):
                 refused = get(path, headers=wrong)
                 assert refused.status_code == 401, path
                 assert refused.json()["error"]["code"] == "invalid_api_key"
@@ -168,12 +171,9 @@ def test_states(running: Running) -> None:
     get = running.http.get
     assert get("/version").json()["version"]
     assert running.http.post("/ping").status_code == 200
-    described = get("/openapi.json").json()
-    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert body["properties"]["temperature"] == {"type": "number"}
-    assert {"messages", "top_k", "response_format"} <= body["properties"].keys()
     missing = get("/v1/completions")
     assert (missing.status_code, missing.headers["allow"]) == (405, "POST")
+    assert running.http.put("/ping").headers["allow"] == "GET, POST"
 
 
 def test_an_end_waits_for_answers(engine: CompiledEngine) -> None:
@@ -221,6 +221,44 @@ def test_the_end_of_the_engine_is_told_to_everyone(engine: CompiledEngine, monke
     engine.abort([*engine._core.entries])
 
 
+def test_an_engine_that_ends_is_started_again_but_not_for_ever(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, failures = CompiledEngine.step, [False]
+
+    def breaking(self: CompiledEngine) -> Any:
+        if failures[-1]:  # a step is tried twice
+            failures.pop()
+            engine.abort([*engine._core.entries])  # another process would not have them
+            raise BrokenEngineError
+        return step(self)
+
+    monkeypatch.setattr(run, "_MOST_RESTARTS", 1)
+    monkeypatch.setattr(CompiledEngine, "step", breaking)
+    body = {"prompt": "import os", "max_tokens": 4, "temperature": 0}
+    with running_with(engine, restart_engine=True) as running:
+        before = running.http.post("/v1/completions", json=body).json()["choices"]
+        with open_request(running, {**LONG, "stream": True}) as stream:
+            until(lambda: len(engine.scheduler.running) == 1)
+            failures.extend((True, True))
+            text = b"".join(iter(lambda: stream.recv(65536), b"")).decode()
+        assert '{"error":{"message":"the engine\'s thread has ended"' in text
+        until(lambda: running.http.get("/ready").status_code == 200)
+        assert running.http.post("/v1/completions", json=body).json()["choices"] == before
+        assert running.http.get("/metrics").status_code == 200
+        failures.extend((True, True))
+        assert running.http.post("/v1/completions", json=LONG).status_code == 503
+        assert running.ended() == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_is_sent_what_is_no_message_ends(engine: CompiledEngine) -> None:
+    """It would hear of no request any more, and of no abort."""
+    with running_with(engine) as running:
+        running._loop.call_soon_threadsafe(running.client._writer.write, framed(b"no message"))
+        assert running.ended() == 1
+
+
 def test_a_step_that_fails_ends_its_requests_alone(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = engine.own_runner
     with running_with(engine) as running:
@@ -239,6 +277,24 @@ def _failing(launch: Any) -> Any:
     return fail
 
 
+def test_an_engine_that_hangs_is_not_healthy(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, hangs = CompiledEngine.step, threading.Event()
+
+    def hanging(self: CompiledEngine) -> Any:
+        hangs.wait(20)
+        return step(self)
+
+    with running_with(engine, stall_seconds=1) as running:
+        monkeypatch.setattr(CompiledEngine, "step", hanging)
+        with open_request(running, {**LONG, "max_tokens": 3}) as asked:
+            until(lambda: running.http.get("/health").status_code == 503)
+            assert "no step of the engine for 1 s" in running.http.get("/health").json()["error"]["message"]
+            assert running.http.get("/ping").status_code == 200
+            hangs.set()
+            assert asked.recv(4096).startswith(b"HTTP/1.1 200")
+            assert running.http.get("/health").status_code == 200
+
+
 def test_with_a_certificate_it_is_found_at_https_alone(engine: CompiledEngine) -> None:
     tls = Path(__file__).with_name("tls")
     files = {"ssl_certfile": str(tls / "certificate.pem"), "ssl_keyfile": str(tls / "key.pem")}
@@ -250,3 +306,32 @@ def test_with_a_certificate_it_is_found_at_https_alone(engine: CompiledEngine) -
             plain.get(running.url.replace("https", "http") + "/ping")
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"), httpx.Client() as stranger:
             stranger.get(f"{running.url}/ping")
+
+
+def test_connections_leave_descriptors_for_the_rest(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.resource, "getrlimit", lambda which: (run._OTHER_DESCRIPTORS + 8, 100))
+    with running_with(engine) as running, contextlib.ExitStack() as stack:
+        address = "127.0.0.1", int(running.url.rpartition(":")[2])
+        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
+        until(lambda: len(running.server._http.server_state.connections) == 8)
+        with socket.create_connection(address) as refused:
+            text = b"".join(iter(lambda: refused.recv(65536), b"")).decode()
+        assert text.startswith("HTTP/1.1 503 ")
+        assert '"message":"8 connections are open, as many as may be"' in text
+        idle.pop().close()
+        until(lambda: running.http.get("/health").status_code == 200)
+
+
+def test_a_clock_that_is_moved_changes_no_time(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps, now = itertools.cycle((86400.0, -86400.0, 10.0**9)), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    body = {"prompt": "import os", "max_tokens": 8, "temperature": 0}
+    with running_with(engine, max_request_seconds=30, client_seconds=10, stall_seconds=10) as running:
+        texts = {running.http.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(4)}
+        assert len(texts) == 1
+        pieces = events(running.http.post("/v1/completions", json={**body, "stream": True}).text)
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) in texts
+        assert running.http.get("/health").status_code == 200
+        seconds = [line for line in running.http.get("/metrics").text.splitlines() if "_seconds_sum" in line]
+        assert seconds
+        assert all(0 <= float(line.rpartition(" ")[2]) < 30 for line in seconds)

@@ -1,7 +1,12 @@
 """/metrics: what dashboards made for vLLM ask for."""
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from compiled_llm import CompiledEngine
+from compiled_llm.compiling.report import CompileReport, GraphReport
+from compiled_llm.report.limit_seconds import LimitSeconds
+from compiled_llm.report.machine_limits import MachineLimits
 from tests.server.conftest import Running
 
 NAMES = {
@@ -52,3 +57,22 @@ def test_counts_and_latencies(running: Running) -> None:
     # Those of the stream: at most one for each token but the first. Events that nobody has read yet are joined.
     assert 1 <= change["inter_token_latency_seconds_count"] <= 2 * 4
     assert after["num_requests_running"] == after["kv_cache_usage_perc"] == 0
+
+
+def test_share_of_the_limit_and_state_of_compiling(
+    engine: CompiledEngine, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_limit_seconds", None)
+    before = metrics(running)
+    assert not {name for name in before if "limit_seconds" in name or "device_seconds" in name}
+    assert before["compiled_llm:graphs"] == before["compiled_llm:graphs_pending"] == 0, "it runs uncompiled"
+    limits = MachineLimits("cpu", "bfloat16", 1e12, 1e13, "made up", "2026-01-01T00:00:00+00:00")
+    monkeypatch.setattr(engine, "_limit_seconds", LimitSeconds(engine._work, limits))
+    reports = [GraphReport(cache, 1, 0, 0, 1.0, cache, 0) for cache in ("hit", "pending", "pending", "miss", "eager")]
+    monkeypatch.setattr(engine, "compile_report", lambda: CompileReport(tuple(reports)))
+    assert running.http.post("/v1/completions", json={"prompt": "import os", "max_tokens": 8}).status_code == 200
+    after = metrics(running)
+    assert (after["compiled_llm:graphs"], after["compiled_llm:graphs_pending"]) == (4, 2)
+    assert 0 < after["compiled_llm:limit_seconds_total"] < after["compiled_llm:device_seconds_total"]
+    assert after["compiled_llm:computed_tokens_total"] > before["compiled_llm:computed_tokens_total"]
+    assert after["compiled_llm:padding_tokens_total"] > 0

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 import psutil
@@ -38,11 +39,11 @@ class Program:
         http: a client for it.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, command: Sequence[str] = COMMAND, stderr: Any = subprocess.PIPE) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.process = subprocess.Popen(
-            [*COMMAND, "--port", str(port), *flags], stderr=subprocess.PIPE, text=True, env=with_package(os.environ)
+            [*command, "--port", str(port), *flags], stderr=stderr, text=True, env=with_package(os.environ)
         )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
 
@@ -70,9 +71,9 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(*flags: str) -> Iterator[Program]:
+def program(*flags: str, command: Sequence[str] = COMMAND, stderr: Any = subprocess.PIPE) -> Iterator[Program]:
     """One that is ended after the test, whatever happens."""
-    started = Program(*flags)
+    started = Program(*flags, command=command, stderr=stderr)
     try:
         yield started
     finally:
