@@ -154,7 +154,7 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if _CHROMIUM is None:
         pytest.skip("there is no chromium on this machine")
-    playwright.expect.set_options(timeout=20_000)
+    playwright.expect.set_options(timeout=60_000)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
         yield browser
@@ -167,7 +167,7 @@ def page(browser: Any, running: Running) -> Iterator[Any]:
     faults: list[str] = []
     context = browser.new_context(viewport={"width": 1200, "height": 800}, base_url=running.url)
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.on("console", lambda message: faults.append(message.text) if is_fault(message) else None)
     page.on("request", lambda request: faults.append(request.url) if not is_own(request.url, running.url) else None)
