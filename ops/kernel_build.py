@@ -150,7 +150,7 @@ def shipped() -> Iterator[Library]:
     yield pack_library()
     yield quantize_rows_library()
     yield decode_blocks_library()
-    for op in (*OPS, "limits_cpu"):
+    for op in (*OPS, "limits_cpu", "program_cpu"):
         yield op_library(op)
     for op in OPS:
         yield from (kernel_library(op, isa) for isa in isas_of(op) if isa != "amx_in_software")

@@ -14,6 +14,8 @@ from torch import Tensor
 from compiled_llm.ops import native
 
 LIBRARY = torch.library.Library("compiled_llm", "DEF")
+CPU_KERNELS: dict[str, str] = {}
+"""Op -> the C++ file of its kernels for CPUs."""
 
 
 def define_op(
@@ -46,6 +48,7 @@ def define_op(
     plain = reference
     if cpu is not None:
         assert reference is not None, "what runs without a C++ compiler"
+        CPU_KERNELS[name] = cpu
         plain = functools.partial(_without_kernels, name, cpu, reference)
     _define(schema, fake, plain, gpu or reference)
     if gpu_exact is not None:

@@ -144,6 +144,11 @@ class Kernels:
         """The sets that there are kernels for and that this CPU has, best first."""
         return list(self._isas)
 
+    def address_of(self, name: str) -> int:
+        """Of the function that computes an op, as a ``native_program`` calls it."""
+        self._library.find_op.argtypes, self._library.find_op.restype = (ctypes.c_char_p,), ctypes.c_void_p
+        return self._library.find_op(name.encode())
+
     def run(self, name: str, *args: Any, isa: str | None = None) -> Any:
         """The op ``name`` on the set ``isa``, which is built if need be; without one on the best, as torch runs it."""
         function = getattr(torch.ops.compiled_llm, name)

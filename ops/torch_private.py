@@ -57,6 +57,11 @@ def op_without_python(overload: Any) -> Callable:
     return overload._op
 
 
+def is_profiling() -> bool:
+    """Whether torch's profiler is on, which sees the calls of ops that go through torch."""
+    return torch.autograd._profiler_enabled()
+
+
 def reinterpret_tensor() -> Callable:
     """(tensor, sizes, strides, offset) -> a view of its memory that begins ``offset`` elements behind its own."""
     return torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]

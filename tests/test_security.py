@@ -58,6 +58,7 @@ ALLOWED = {
     ("scripts/gpu_step_tables.py", "multiprocessing"): _OWN_PIPE,
     ("ops/native.py", "ctypes.CDLL"): _OWN_LIBRARY,
     ("compiled_llm/report/cpu_loops.py", "ctypes.CDLL"): _OWN_LIBRARY,
+    ("ops/native_program.py", "ctypes.CDLL"): _OWN_LIBRARY,
     ("ops/torch_private_gpu.py", "ctypes.CDLL"): "torch's own library",
     ("compiled_llm/bench/peers/worker.py", "ctypes.CDLL"): "the C library",
     ("ops/torch_private.py", "importlib.util.spec_from_file_location"): "torch's own files",

@@ -12,13 +12,16 @@ from compiled_llm.text.tokenizer import Tokenizer
 END = "<|end|>"  # a special token
 
 
-def byte_level(directory: Path, tokens: Sequence[str] = ()) -> Tokenizer:
-    """Of GPT-2's kind. ``tokens``: as its vocabulary spells them, with the ids from 0 on; then all bytes, then END."""
+def byte_level(directory: Path, tokens: Sequence[str] = (), special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Of GPT-2's kind. ``tokens``: as its vocabulary spells them, with the ids from 0 on; then all bytes, then END.
+
+    ``special_tokens``: after these.
+    """
     names = dict.fromkeys([*tokens, *sorted(pre_tokenizers.ByteLevel.alphabet())])
     backend = Backend(models.BPE({name: index for index, name in enumerate(names)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return _saved(directory, backend)
+    return _saved(directory, backend, special_tokens)
 
 
 def byte_fallback(directory: Path, tokens: Sequence[str] = ()) -> Tokenizer:
@@ -33,7 +36,8 @@ def byte_fallback(directory: Path, tokens: Sequence[str] = ()) -> Tokenizer:
     return _saved(directory, backend)
 
 
-def _saved(directory: Path, backend: Backend) -> Tokenizer:
-    backend.add_special_tokens([AddedToken(END, normalized=False)])
+def _saved(directory: Path, backend: Backend, special_tokens: Sequence[str] = ()) -> Tokenizer:
+    names = dict.fromkeys([END, *special_tokens])
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in names])
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
     return Tokenizer(directory)

@@ -23,6 +23,7 @@ NAMED_VALUES = {
     "quantization": QUANTIZATIONS,
     "quantization_head": ("auto", "none", *QUANTIZATIONS),
     "quantization_embedding": ("none", *QUANTIZATIONS),
+    "quantization_activations": ("auto", "model", "int8"),
 }
 MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
 
@@ -57,6 +58,9 @@ class EngineConfig:
             not at all.
         quantization_embedding: with ``quantization``: how an embedding is rounded that is not the head as well, of
             which a step reads single rows; "none": not at all.
+        quantization_activations: of layers that the checkpoint has in groups of 4 or 8 bits: "int8" rounds a group of a
+            token's activations at a time, which decodes faster; "model": they stay in the model's dtype; "auto":
+            "int8" for a GGUF file on a CPU, as llama.cpp does, unless the model is in float32, else "model".
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``. None: on a CPU 1, 8
             and 32; on a GPU the powers of two from 1 to 256.
@@ -143,6 +147,7 @@ class EngineConfig:
     quantization_skip: tuple[str, ...] = ()
     quantization_head: str = "auto"
     quantization_embedding: str = "none"
+    quantization_activations: str = "auto"
     max_model_len: int | None = None
     bucket_sizes: tuple[int, ...] | None = None
     token_bucket_sizes: tuple[int, ...] | None = None

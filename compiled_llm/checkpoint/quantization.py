@@ -1,5 +1,6 @@
 """Which kind of linear layer the engine's arguments for quantised weights ask for."""
 
+import dataclasses
 import json
 
 import torch
@@ -38,7 +39,7 @@ def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.de
 
     Raises:
         ValueError: ``quantization_skip`` names no layer that the checkpoint has in plain form, or it has none that
-            ``quantization`` could round.
+            ``quantization`` could round, or none whose activations ``quantization_activations`` could.
     """
     linears = quantizing(config, linear_kind(device, dtype, config.exact), dtype)
     if isinstance(linears, Quantizing) and (config.quantization_skip or model_config.published):
@@ -51,7 +52,33 @@ def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.de
                 f"keeps all that it could round quantised ({described(json.loads(model_config.published))}), and they "
                 "stay as they are: leave it out"
             )
-    return published(model_config, linears)
+    linears = published(model_config, linears)
+    asked = config.quantization_activations
+    is_file = isinstance(linears, Published) and linears.plan.method == "gguf"
+    if asked == "int8" or (asked == "auto" and is_file and device.type == "cpu" and dtype != torch.float32):
+        linears = _with_int8_activations(linears, model_config, dtype, must=asked == "int8")
+    elif asked == "model" and not isinstance(linears, Published):
+        raise ValueError(
+            "quantization_activations must be 'auto' for a checkpoint that is not quantised, given 'model'"
+        )
+    return linears
+
+
+def _with_int8_activations(linears: LinearKind, config: ModelConfig, dtype: torch.dtype, must: bool) -> LinearKind:
+    """``must``: ``ValueError`` where no layer could have them."""
+    names = Names()
+    family_of(config).describe(config, dtype, names)
+    if isinstance(linears, Published):
+        rounded = dataclasses.replace(linears, plan=linears.plan.with_int8_activations())
+        if any(rounded.scheme(part) != linears.scheme(part) for part in names.parts):
+            return rounded
+    if must:
+        raise ValueError(
+            "quantization_activations='int8' rounds activations that a checkpoint leaves as they are, of layers in "
+            "int4 or int8 with groups, but this one has none such: leave it out, or round plain weights by "
+            "quantization='int4_w4a8' or 'int8_w8a8'"
+        )
+    return linears
 
 
 def published(config: ModelConfig, plain: LinearKind) -> LinearKind:

@@ -18,6 +18,7 @@ from torch import fx
 from compiled_llm.compiling.argument_specs import examples_of, tensors_in
 from compiled_llm.compiling.costs import CostMeter
 from compiled_llm.compiling.cut_graph import cut_graph
+from compiled_llm.compiling.native_runs import native_runs
 from compiled_llm.compiling.ready_code import run_program
 from compiled_llm.ops.torch_private import (
     compiler_counters,
@@ -117,7 +118,8 @@ class CutFunction:
         cut = cut_graph(module)
         compiled = {name: compile_part(*piece, _OPTIONS) for name, piece in cut.pieces.items()}
         self.source, self.results = cut.source, {name: result for name, (_, result) in compiled.items()}
-        self._call = run_program(self.source, {name: _of_list(function) for name, (function, _) in compiled.items()})
+        pieces = {name: _of_list(function) for name, (function, _) in compiled.items()}
+        self._call = run_program(self.source, pieces, native_runs(self.source))
 
     def __call__(self, *inputs: Any) -> Any:
         return self._call(*inputs)

@@ -22,10 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm.compiling.native_runs import native_runs, packed, unpacked
+from compiled_llm.ops.native_program import Program, prepare
 from compiled_llm.ops.torch_private import (
     aot_result,
     cache_dir,
     inductor_module,
+    is_profiling,
     load_kernel,
     op_without_python,
     reinterpret_tensor,
@@ -81,7 +84,7 @@ def ready_code(ahead: Any) -> bytes | None:
         return None
     bytecode = bytecode.replace(co_consts=())  # where Dynamo also puts what marshal cannot write
     return marshal.dumps(
-        (_program(ast.parse(source).body), pieces, bytecode, ahead._artifacts.backend_id, modules, pickled)
+        (_program(source), _packed(source), pieces, bytecode, ahead._artifacts.backend_id, modules, pickled)
     )
 
 
@@ -94,8 +97,9 @@ def load_ready(
 
     ``load_triton``: (name, source) of a Triton kernel -> what has ``run``.
     """
-    program, pieces, bytecode, graph_name, modules, pickled = marshal.loads(code)
-    graph = run_program(program, {name: _load_piece(name, load_triton, *parts) for name, parts in pieces.items()})
+    program, native, pieces, bytecode, graph_name, modules, pickled = marshal.loads(code)
+    loaded = {name: _load_piece(name, load_triton, *parts) for name, parts in pieces.items()}
+    graph = run_program(program, loaded, None if native is None else (native[0], unpacked(native[1])))
     constants, closed_over, used_globals, defaults, keyword_defaults = pickle.loads(pickled)
     imported = {alias: importlib.import_module(name) if name else _Helpers for alias, name in modules.items()}
     known = {**imported, **used_globals, **function_globals, graph_name: graph}
@@ -105,14 +109,41 @@ def load_ready(
     return function
 
 
-def run_program(program: str | types.CodeType, pieces: Mapping[str, Callable]) -> Callable:
-    """The ``call`` of the program of a ``CutGraph``. ``pieces``: what its own names call, which takes a list."""
+def run_program(
+    program: str | types.CodeType,
+    pieces: Mapping[str, Callable],
+    native: tuple[str | types.CodeType, Mapping[str, Program]] | None,
+) -> Callable:
+    """The ``call`` of the program of a ``CutGraph``.
+
+    Args:
+        pieces: what its own names call, which takes a list.
+        native: ``NativeRuns`` of the program. It does without where there is no C++ compiler, and while torch's
+            profiler looks at ops.
+    """
     namespace: dict[str, Any] = {
         "torch": torch, "device": torch.device, "reinterpret_tensor": reinterpret_tensor(),
         "op_without_python": op_without_python, **pieces,
     }  # fmt: skip
+    with_runs = dict(namespace)
     exec(program, namespace)
-    return namespace["call"]
+    by_ops = namespace["call"]
+    runs = {} if native is None else {name: prepare(run) for name, run in native[1].items()}
+    if native is None or None in runs.values():
+        return by_ops
+    with_runs |= runs
+    exec(native[0], with_runs)
+    by_runs = with_runs["call"]
+
+    def call(*inputs: Any) -> Any:
+        return by_ops(*inputs) if is_profiling() else by_runs(*inputs)
+
+    return call
+
+
+def _packed(source: str) -> tuple[types.CodeType, dict[str, tuple]] | None:
+    found = native_runs(source)
+    return None if found is None else (_program(found.source), packed(found.runs))
 
 
 def _load_piece(
@@ -216,9 +247,10 @@ def _inductor_program(graph: Any) -> tuple[types.CodeType, dict[str, str], dict[
     return _program([statement for statement in map(_Needed(kept).visit, kept) if statement]), kernels, triton_kernels
 
 
-def _program(statements: list[ast.stmt]) -> types.CodeType:
-    """Code that defines what ``statements`` define, and names its ops first."""
+def _program(source: str | list[ast.stmt]) -> types.CodeType:
+    """Code that defines what ``source`` defines, and names its ops first."""
     ops = _Ops()
+    statements = ast.parse(source).body if isinstance(source, str) else source
     statements = [ops.visit(statement) for statement in statements]
     first = next(i for i, statement in enumerate(statements) if isinstance(statement, ast.FunctionDef | ast.ClassDef))
     program = ast.fix_missing_locations(ast.Module([*statements[:first], *ops.names(), *statements[first:]], []))

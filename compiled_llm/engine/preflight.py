@@ -21,6 +21,7 @@ from compiled_llm.checkpoint.model_files import checkpoint_directory, load_token
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of, with_stream
 from compiled_llm.step import kv_cache
@@ -78,7 +79,7 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
     description = family_of(served).describe(served, dtype, linears)
     weight_bytes = num_bytes(description.weights)
-    kept = f", {described(json.loads(made.published))}" if made.published else ""
+    kept = f", {described(json.loads(made.published), rounds_activations(linears))}" if made.published else ""
     kept += f", rounded to {config.quantization}" if config.quantization is not None else ""
     yield "weights", f"{kv_cache.dtype_name(dtype)}{kept}: {weight_bytes / _MIB:,.1f} MiB in memory"
     if config.model is not None and not Path(config.model).expanduser().is_dir() and not _has_weights(directory):

@@ -46,6 +46,9 @@ def _fields(kind: Kind, body: Mapping[str, Any]) -> dict[str, Any]:
     for name in _OF_A_SERVER:
         if body.get(name) not in (None, False):
             raise ValueError(f"{name} must be False, all that is served here, given {shown(body[name])}")
+    if body.get("tool_choice") not in (None, "auto", "none"):  # a call stays text here, and none is forced
+        given = shown(body["tool_choice"])
+        raise ValueError(f"tool_choice must be 'auto' or 'none', all that is served here, given {given}")
     asked = read_request(kind, body)
     fields = {"format": kind, "model": asked.model, "sampling": asked.sampling, "priority": asked.priority}
     if kind == "chat":

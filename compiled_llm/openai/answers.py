@@ -9,6 +9,7 @@ from typing import Any
 
 from compiled_llm.api.outputs import Logprob
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.parsing.events import ArgumentsDelta, CallBegins, ContentDelta, Event, ReasoningDelta
 from compiled_llm.text.output_text import OutputText
 from compiled_llm.text.tokenizer import TokenBytes, Tokenizer
 
@@ -79,6 +80,38 @@ class TextOffsets:
         return offsets
 
 
+def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
+    """What is new of a message. Its reasoning has the older and the newer of vLLM's names."""
+    content, reasoning = "", ""
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, ContentDelta):
+            content += event.text
+        elif isinstance(event, ReasoningDelta):
+            reasoning += event.text
+        elif isinstance(event, CallBegins):
+            function = {"name": event.name, "arguments": ""}
+            calls[event.index] = {"index": event.index, "id": event.id, "type": "function", "function": function}
+        elif isinstance(event, ArgumentsDelta):
+            call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += event.text
+    delta: dict[str, Any] = {"content": content} if content or not (reasoning or calls) else {}
+    if reasoning:
+        delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def chat_message(events: Iterable[Event]) -> dict[str, Any]:
+    """A whole message. Beside calls its content is null, unless there is some."""
+    delta = chat_delta(events)
+    for call in delta.get("tool_calls", ()):
+        del call["index"]
+    content = delta.pop("content", None if "tool_calls" in delta else "")
+    return {"role": "assistant", "content": content, **delta}
+
+
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], most: int, texts: TokenTexts
 ) -> dict[str, Any]:
@@ -137,11 +170,15 @@ def readable(logprobs: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
     return {token_id: dataclasses.asdict(logprob) for token_id, logprob in logprobs.items()}
 
 
-def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-    """How many tokens a request had."""
+def usage(
+    num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int, num_reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """How many tokens a request had. ``num_reasoning_tokens``: None: it is not known, or there is no such."""
+    reasoning = {"reasoning_tokens": num_reasoning_tokens}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        **({} if num_reasoning_tokens is None else {"completion_tokens_details": reasoning}),
     }

@@ -13,6 +13,7 @@ from compiled_llm.api.argument_checks import integer
 from compiled_llm.api.names import SAMPLING_PARAMETERS, name_hint
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.openai.tools import ToolUse, read_tool_use
 
 Kind = Literal["chat", "completion"]
 
@@ -26,6 +27,7 @@ class OpenAIRequest:
         prompts: of a completion: each ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``.
         messages: of a chat.
         chat_options: of a chat: options of ``CompiledEngine.encode_chat``.
+        tool_use: of a chat: its tools, and what the answer may do with them.
         sampling: the sampling parameters that it gives; each was checked.
         cache_salt: as the engine takes it with a prompt.
         stream: answer with an event for each step.
@@ -39,6 +41,7 @@ class OpenAIRequest:
     prompts: Sequence[Mapping[str, Any]] = ()
     messages: Sequence[Any] = ()
     chat_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tool_use: ToolUse = dataclasses.field(default_factory=ToolUse)
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     priority: int = 0
     cache_salt: str = ""
@@ -63,14 +66,13 @@ CHAT_OPTIONS = (
 # Fields that change no token: names of users, of the account's plan, hints to caches, and the like.
 WITHOUT_EFFECT = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "parallel_tool_calls", "request_id", "verbosity", "prediction"),
+    *("prompt_cache_retention", "request_id", "verbosity", "prediction"),
 )
 _SERVING = ("stream", "stream_options", "return_token_ids", "priority", "cache_salt", "logprobs", "best_of")
 # Fields of which only the default is served: the values that mean it.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
-    "tool_choice": ("auto", "none"),
     "use_beam_search": (False,),
     "length_penalty": (1,),
 }
@@ -78,7 +80,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 FIELDS: Mapping[Kind, tuple[str, ...]] = {
     "completion": ("prompt", "echo", *_SERVING, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *_ONLY),
     "chat": (
-        *("messages", "max_completion_tokens", "top_logprobs", "response_format"),
+        *("messages", "max_completion_tokens", "top_logprobs", "response_format", "tool_choice", "parallel_tool_calls"),
         *(*_SERVING, *CHAT_OPTIONS, *SAMPLING_FIELDS, *WITHOUT_EFFECT, *_ONLY),
     ),
 }
@@ -171,10 +173,10 @@ def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str,
         if structured is not None and "structured_outputs" in sampling:
             raise ValueError("give response_format or structured_outputs, not both")
         sampling |= {} if structured is None else {"structured_outputs": structured}
-    options = chat_options(body)
-    if body.get("tool_choice") == "none":
+    options, tool_use = chat_options(body), read_tool_use(body)
+    if not tool_use.tools:
         options.pop("tools", None)
-    return {"messages": check_messages(body["messages"]), "chat_options": options}
+    return {"messages": check_messages(body["messages"]), "chat_options": options, "tool_use": tool_use}
 
 
 def _check_names(kind: Kind, body: Mapping[str, Any]) -> None:

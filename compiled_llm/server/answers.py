@@ -11,11 +11,14 @@ from compiled_llm.api.outputs import Logprob
 from compiled_llm.openai.answers import (
     TextOffsets,
     TokenTexts,
+    chat_delta,
     chat_logprobs,
+    chat_message,
     completion_logprobs,
     prompt_logprobs,
     usage,
 )
+from compiled_llm.server.answer_formats import AnswerReader
 from compiled_llm.server.messages import LogprobRow, Output, Piece
 from compiled_llm.server.service import Served, ServedPrompt
 
@@ -37,7 +40,7 @@ class OpenAIAnswer:
     def __init__(
         self, served: Served, model: str, request_id: str, texts: TokenTexts, echoed: Sequence[str] = ()
     ) -> None:
-        self._asked, self._params, self._texts = served.asked, served.params, texts
+        self._asked, self._params, self._texts, self._plan = served.asked, served.params, texts, served.plan
         self._outputs = served.outputs
         self._kind = served.asked.kind
         self._id, self._created, self._model = f"{_PREFIX[self._kind]}-{request_id}", int(time.time()), model
@@ -83,7 +86,8 @@ class OpenAIAnswer:
                         role = {"role": "assistant", "content": ""}
                         yield self._chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
                 choice = self._choice(prompt, piece, "delta")
-                says = piece.text or piece.finish_reason or piece.logprobs or choice.get("text")
+                new = choice["text"] if "text" in choice else any(choice["delta"].values())
+                says = new or piece.finish_reason or piece.logprobs
                 if says or (piece.token_ids and self._asked.return_token_ids):
                     yield {**self._chunk([choice]), **extras}
         if self._asked.include_usage:
@@ -104,12 +108,16 @@ class OpenAIAnswer:
     def _choice(self, prompt: "_PromptAnswer", piece: Piece, whole_or_delta: str) -> dict[str, Any]:
         index = self._index(prompt, piece)
         is_first = index not in self._choices
-        state = self._choices.setdefault(index, _Choice())
+        if is_first:
+            self._choices[index] = _Choice(AnswerReader(self._plan))
+        state, finish_reason = self._choices[index], piece.finish_reason
         state.num_tokens += len(piece.token_ids)
         choice: dict[str, Any] = {"index": index}
         if self._kind == "chat":
-            message = {"role": "assistant", "content": piece.text} if whole_or_delta == "message" else None
-            choice[whole_or_delta] = message or {"content": piece.text}
+            events = state.reader.read(piece)
+            choice[whole_or_delta] = chat_message(events) if whole_or_delta == "message" else chat_delta(events)
+            if finish_reason == "stop" and state.reader.has_calls and self._asked.tool_use.choice != "named":
+                finish_reason = "tool_calls"
             choice["logprobs"] = self._chat_logprobs(piece)
         else:
             echoed = prompt.echoed if is_first and prompt.echoed is not None else ""
@@ -119,7 +127,7 @@ class OpenAIAnswer:
             choice |= self._of_the_prompt(prompt, is_first)
         if self._asked.return_token_ids:
             choice["token_ids"] = piece.token_ids
-        return {**choice, "finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        return {**choice, "finish_reason": finish_reason, "stop_reason": piece.stop_reason}
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if piece.logprobs is None:
@@ -165,7 +173,10 @@ class OpenAIAnswer:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
+        counts = [choice.reader.num_reasoning_tokens for choice in self._choices.values()]
+        known = [count for count in counts if count is not None]
+        num_reasoning_tokens = sum(known) if known else None
+        return usage(self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens, num_reasoning_tokens)
 
 
 class _PromptAnswer:
@@ -190,7 +201,8 @@ class _Choice:
         offsets: of its tokens, where they have log-probabilities.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reader: AnswerReader) -> None:
+        self.reader = reader
         self.num_tokens = self.num_characters = 0
         self.offsets: TextOffsets | None = None
 

@@ -37,6 +37,8 @@ _SCHEMAS: Mapping[str, dict[str, Any]] = {
     "structured_outputs": _OBJECT,
     "chat_template_kwargs": _OBJECT,
     "tools": {"type": "array", "items": _OBJECT},
+    "tool_choice": {"anyOf": [_TEXT, _OBJECT]},
+    "parallel_tool_calls": _FLAG,
     "documents": {"type": "array", "items": _OBJECT},
     **dict.fromkeys(("cache_salt", "user", "reasoning_effort", "suffix", "request_id"), _TEXT),
     **dict.fromkeys(("stream", "echo", "return_token_ids", "continue_final_message", "add_generation_prompt"), _FLAG),

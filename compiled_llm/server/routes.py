@@ -93,9 +93,6 @@ async def _answer(service: Service, request: Request, kind: Any) -> Response:
     body = await read_json(request, service.settings)
     try:
         asked = read_request(kind, body)
-        if asked.chat_options.get("tools"):
-            raise ValueError("tools are not served: calls of functions would be text; leave them out, or give "
-                             "tool_choice 'none'")  # fmt: skip
     except ValueError as error:
         raise ApiError.of(error) from error
     answer = _Answering(service, request, asked, service.check_model(asked.model))

@@ -108,6 +108,7 @@ class Server:
                 self._say(f"error: {error}")
                 return 1
             self._service.start(started)
+            self._say(str(self._service.formats))
             self._say(f"serves {', '.join(self._service.names)} at {self.url}")
             ended = asyncio.create_task(self._client.wait_ended())
             await asyncio.wait((http, ended), return_when=asyncio.FIRST_COMPLETED)

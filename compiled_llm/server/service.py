@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.openai.answers import TokenTexts
 from compiled_llm.openai.requests import OpenAIRequest
+from compiled_llm.server.answer_formats import AnswerFormats, AnswerPlan
 from compiled_llm.server.engine_client import EngineClient, EngineEndedError
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.messages import Generate, Output, Started
@@ -40,10 +41,11 @@ class ServedPrompt(NamedTuple):
 
 @dataclasses.dataclass
 class Served:
-    """A client's request in the engine. ``params``: of each prompt."""
+    """A client's request in the engine. ``params``: of each prompt. ``plan``: None: answers are content alone."""
 
     asked: OpenAIRequest
     params: SamplingParams
+    plan: AnswerPlan | None
     prompts: list[ServedPrompt]
     outputs: AsyncIterator[Output]
 
@@ -54,6 +56,7 @@ class Service:
     Attributes:
         names: of the model; the first one stands in answers.
         tokenizer, texts: None, and without texts, for a model that has none. Set by ``start``.
+        formats: of reasoning and tool calls; set by ``start``.
         is_draining: no new requests are taken.
         num_admitted: prompts that are served or wait.
     """
@@ -73,6 +76,8 @@ class Service:
             self.tokenizer = Tokenizer(Path("the model's directory"), started.tokenizer)
         self.texts = TokenTexts(self.tokenizer)
         self._chats = ChatEncoder(self.tokenizer)
+        parsers = self.settings.tool_call_parser, self.settings.reasoning_parser
+        self.formats = AnswerFormats(*parsers, self.tokenizer)
         self._started = started
         self.metrics.start(started)
 
@@ -139,6 +144,10 @@ class Service:
         try:
             params = SamplingParams(**sampling)
             encoded = await self.encode(asked, params)
+            plan = await self.plan(asked, encoded)
+            if plan is not None:
+                sampling |= plan.sampling
+                params = SamplingParams(**sampling)
         except (ValueError, ImportError) as error:
             raise ApiError.of(error) from error
         sampling.pop("truncate_prompt_tokens", None)  # it was done
@@ -149,7 +158,7 @@ class Service:
             Generate(prompt.request_id, prompt.token_ids, sampling, asked.priority, asked.cache_salt)
             for prompt in prompts
         ]
-        return Served(asked, params, prompts, self._outputs(requests))
+        return Served(asked, params, plan, prompts, self._outputs(requests))
 
     async def _outputs(self, requests: Sequence[Generate]) -> AsyncIterator[Output]:
         """``ApiError`` for what the engine refuses, and when it has ended."""
@@ -184,6 +193,15 @@ class Service:
         if sum(len(prompt.get("prompt", "")) for prompt in asked.prompts) > _LONG_PROMPT:
             return await self.in_thread(lambda: encode_all(asked.prompts))
         return encode_all(asked.prompts)
+
+    async def plan(self, asked: OpenAIRequest, encoded: Sequence[EncodedPrompt]) -> AnswerPlan | None:
+        """How the answer to a request is read. ``ValueError``: it wants calls in a way that cannot be served."""
+        if asked.kind != "chat":
+            return None
+        text = encoded[0].text or ""
+        if not asked.tool_use.tools:
+            return self.formats.plan(asked, text)
+        return await self.in_thread(lambda: self.formats.plan(asked, text))  # grammars may be long
 
     def chat_prompt(self, messages: Sequence[Any], options: Mapping[str, Any]) -> EncodedPrompt:
         """A conversation as the chat template writes it; waits for that. ``ValueError`` as ``ChatEncoder.encode``."""

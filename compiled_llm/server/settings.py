@@ -6,6 +6,7 @@ import ssl
 
 from compiled_llm.api.argument_checks import check_fields, names
 from compiled_llm.api.names import refuse_unknown_names
+from compiled_llm.parsing.formats import AUTO, CALL_FORMATS, NONE, REASONING_FORMATS
 
 DEMO_NAME = "compiled-llm-demo"
 
@@ -19,6 +20,8 @@ class ServerSettings:
         host: address to listen on; 0.0.0.0 is every one of the machine's.
         port: 0 takes a free one.
         served_model_name: what clients call the model, and answers name; given several times, each is a name of it.
+        tool_call_parser: how the model writes tool calls; auto: as its chat template tells; none: tools are refused.
+        reasoning_parser: how the model writes its reasoning; auto: as its chat template tells; none: it is content.
         api_key: a request needs one of these, as a bearer token or in the header x-api-key; none: all are answered.
             Other users of the machine see it on the command line: give --api-key-file, or COMPILED_LLM_API_KEY.
         ssl_certfile: a certificate in PEM form, and those that lead to it: clients then find the server at https.
@@ -40,6 +43,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     api_key: tuple[str, ...] = ()
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
@@ -58,6 +63,10 @@ class ServerSettings:
         check_fields(self, _INTEGERS, _NUMBERS)
         for name in ("served_model_name", "api_key", "cors_origin"):
             object.__setattr__(self, name, names(name, getattr(self, name)))
+        for name, formats in (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+            allowed = (AUTO, NONE, *formats)
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, given {getattr(self, name)!r:.100}")
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host must be an address or a name of this machine, given {self.host!r}")
 

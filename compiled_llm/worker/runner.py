@@ -24,6 +24,7 @@ from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.weights import tensors
@@ -389,7 +390,9 @@ class ModelRunner(Worker):
             compiled = f"uncompiled until {pending} graphs are loaded or compiled"
         took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled}"
         published = self.model_config.published
-        weights = f"; checkpoint: {described(json.loads(published))}" if published else ""
+        weights = (
+            f"; checkpoint: {described(json.loads(published), rounds_activations(self.linears))}" if published else ""
+        )
         return f"{took}; model: {code_of(self.model_config)}{weights}; same results in any batch: {self.exact}"
 
     def compiled_files(self) -> list[Path]:

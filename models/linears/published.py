@@ -49,22 +49,23 @@ class Published:
     def bytes_while_taking(self, nbytes: int) -> int:
         return self.plain.bytes_while_taking(nbytes)
 
-    def _scheme(self, part: StoredLinear) -> Scheme | None:
+    def scheme(self, part: StoredLinear) -> Scheme | None:
+        """How a layer is kept; None: plainly."""
         return self.plan.scheme(part.name)
 
     def _is_plain(self, parts: Sequence[StoredLinear]) -> bool:
-        schemes = [self._scheme(part) for part in parts]
+        schemes = [self.scheme(part) for part in parts]
         return all(scheme is None or not scheme.form.has_kernels for scheme in schemes)
 
     def _decoded(self, take: Take, parts: Sequence[StoredLinear]) -> Take:
         """``take``, in which the weights of ``parts`` are in the model's dtype."""
-        schemes = {f"{part.name}.weight": (part, scheme) for part in parts if (scheme := self._scheme(part))}
+        schemes = {f"{part.name}.weight": (part, scheme) for part in parts if (scheme := self.scheme(part))}
         return _Decoded(take, schemes) if schemes else take
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         if self._is_plain(parts):
             return self.plain.take(self._decoded(take, parts), parts)
-        schemes = [self._scheme(part) for part in parts]
+        schemes = [self.scheme(part) for part in parts]
         first = schemes[0]
         # Parts that have an order of inputs or a scale of activations each need not have the same.
         alike = (
@@ -91,7 +92,7 @@ class Published:
     def take_table(self, take: Take, part: StoredLinear) -> Linear:
         if self._is_plain([part]):
             return self.plain.take_table(self._decoded(take, [part]), part)
-        scheme = self._scheme(part)
+        scheme = self.scheme(part)
         if scheme is not None and scheme.ordered:
             raise ValueError(
                 f"actorder must be 'weight' or null for {part.name}, of which rows are read, given 'group'"
@@ -100,7 +101,7 @@ class Published:
 
     def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> GroupedLinear:
         parts = [part for each in experts for part in each]
-        schemes = [self._scheme(part) for part in parts]
+        schemes = [self.scheme(part) for part in parts]
         first = schemes[0]
         if any(scheme != first for scheme in schemes) or (first and (first.ordered or first.static_activations)):
             raise ValueError(
@@ -129,6 +130,11 @@ class Published:
         self, take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
     ) -> tuple[HeadLinear, HeadLinear]:
         return self.plain.take_heads(self._decoded(take, parts), parts, num_heads, first)
+
+
+def rounds_activations(linears: LinearKind) -> bool:
+    """Whether layers round activations that the checkpoint leaves as they are."""
+    return isinstance(linears, Published) and linears.plan.int8_activations
 
 
 class _Decoded(NamedTuple):

@@ -4,16 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def described(config: Mapping[str, Any]) -> str:
+def described(config: Mapping[str, Any], int8_activations: bool = False) -> str:
     """Such as "modelopt NVFP4 (kept as fp4 in groups of 16; activations stay in the model's dtype)".
 
     Args:
         config: one that ``plan.read_quantization`` reads.
+        int8_activations: ``QuantizationPlan.int8_activations``.
     """
     method = config["quant_method"]
     kinds, kept = _READERS.get(method, _bits)(config)
     notes = ["kept as fp4 in groups of 16"] if any("nvfp4" in kind.lower() for kind in kinds) else []
     notes += ["experts, kept as fp4 in groups of 32"] if method == "mxfp4" else []
+    notes += ["activations in int8"] if int8_activations else []
     notes += ["activations stay in the model's dtype"] if kept else []
     notes += ["expanded to the model's dtype at load"] if method == "bitsandbytes" else []
     return " ".join([method, *kinds]) + (f" ({'; '.join(notes)})" if notes else "")

@@ -1,7 +1,8 @@
 """``quantization_config`` of a ``config.json`` -> how each linear layer is kept in the checkpoint."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from compiled_llm.models.quantized import fields
 from compiled_llm.models.quantized.bitsandbytes import read_bitsandbytes
@@ -25,10 +26,25 @@ class QuantizationPlan(NamedTuple):
     Attributes:
         method: as ``quant_method`` calls it.
         scheme: name of a linear layer, such as ``model.layers.0.mlp.up_proj`` -> how it is kept; None: plainly.
+        int8_activations: whether layers round activations that the checkpoint leaves as they are.
     """
 
     method: str
     scheme: Callable[[str], Scheme | None]
+    int8_activations: bool = False
+
+    def with_int8_activations(self) -> "QuantizationPlan":
+        """Layers in groups of 4 or 8 bits round the activations that the checkpoint leaves as they are."""
+
+        def rounded(module: str) -> Scheme | None:
+            found = self.scheme(module)
+            if found is None or found.activations != "model":
+                return found
+            form = found.form
+            fits = form.element in ("int4", "int8") and form.group_size > 0
+            return dataclasses.replace(cast(Any, found), activations="int8_groups") if fits else found
+
+        return QuantizationPlan(self.method, rounded, int8_activations=True)
 
 
 def read_quantization(config: Mapping[str, Any], methods: Sequence[str] = ()) -> QuantizationPlan | None:

@@ -36,7 +36,8 @@ class Scheme(Protocol):
 
     Attributes:
         form: how the kernels keep the weights.
-        activations: "model": they stay in the model's dtype; "int8": they are quantised.
+        activations: "model": they stay in the model's dtype; "int8": they are quantised;
+            "int8_groups": each group of a row.
         static_activations: whether the checkpoint has one scale for all activations, the tensor ``input_scale``.
         ordered: whether inputs may have an order of their own.
         in_pieces: name of the tensor of which ``decode`` gets rows alone; None: it gets whole tensors.

@@ -113,6 +113,6 @@ Tensor paged_attention(
   return out;
 }
 
-const std::vector<Op> ops = {{"paged_attention", Boxed<paged_attention>::call}};
+const std::vector<Op> ops = {{"paged_attention", Boxed<paged_attention>::call, Boxed<paged_attention>::direct}};
 
 }  // namespace

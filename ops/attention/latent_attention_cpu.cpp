@@ -83,6 +83,6 @@ Tensor latent_attention(
   return out;
 }
 
-const std::vector<Op> ops = {{"latent_attention", Boxed<latent_attention>::call}};
+const std::vector<Op> ops = {{"latent_attention", Boxed<latent_attention>::call, Boxed<latent_attention>::direct}};
 
 }  // namespace

@@ -5,11 +5,12 @@
 
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <vector>
 
-#include "tensor.h"
+#include "direct.h"
 
 namespace {
 
@@ -45,6 +46,12 @@ T argument(StableIValue value) {
   }
 }
 
+inline void put(Slot* const* slots, Tensor result) { *slots[0] = std::move(result); }
+template <class... Results>
+void put(Slot* const* slots, std::tuple<Results...> results) {
+  std::apply([&](auto&... each) { ((*slots++[0] = std::move(each)), ...); }, results);
+}
+
 inline void give(StableIValue* stack, Tensor result) { stack[0] = reinterpret_cast<StableIValue>(result.release()); }
 template <class... Results>
 void give(StableIValue* stack, std::tuple<Results...> results) {
@@ -57,8 +64,15 @@ struct Boxed;
 template <class Result, class... Args, Result (*op)(Args...)>
 struct Boxed<op> {
   static void call(StableIValue* stack, uint64_t, uint64_t) { call_with(stack, std::index_sequence_for<Args...>()); }
+  static void direct(const void* const* arguments, Slot* const* results) {
+    direct_with(arguments, results, std::index_sequence_for<Args...>());
+  }
 
  private:
+  template <size_t... I>
+  static void direct_with(const void* const* arguments, Slot* const* results, std::index_sequence<I...>) {
+    put(results, op(*static_cast<const std::remove_cvref_t<Args>*>(arguments[I])...));
+  }
   template <size_t... I>
   static void call_with(StableIValue* stack, std::index_sequence<I...>) {
     std::tuple<std::remove_cvref_t<Args>...> args{argument<std::remove_cvref_t<Args>>(stack[I])...};
@@ -69,6 +83,7 @@ struct Boxed<op> {
 struct Op {
   const char* name;
   void (*call)(StableIValue*, uint64_t, uint64_t);
+  Direct direct;
 };
 extern const std::vector<Op> ops;  // of the .cpp file
 
@@ -88,4 +103,11 @@ extern "C" __attribute__((visibility("default"))) void use_kernels(const void* k
   const bool first = best == nullptr;
   (always ? best : named) = static_cast<const Kernels*>(kernels);
   if (first) register_ops();
+}
+
+// For ../native_program.py: how an op of this library is called without torch; null if it has none of that name.
+extern "C" __attribute__((visibility("default"))) Direct find_op(const char* name) {
+  for (const Op& op : ops)
+    if (std::string_view(op.name) == name) return op.direct;
+  return nullptr;
 }

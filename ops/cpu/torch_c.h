@@ -11,9 +11,11 @@
 struct AtenTensorOpaque;
 class TorchLibraryOpaque;
 struct StringOpaque;
+struct StableListOpaque;
 using AtenTensorHandle = AtenTensorOpaque*;
 using TorchLibraryHandle = TorchLibraryOpaque*;
 using StringHandle = StringOpaque*;
+using StableListHandle = StableListOpaque*;
 using StableIValue = uint64_t;
 using AOTITorchError = int32_t;  // 0: no error
 
@@ -40,11 +42,20 @@ AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* ret_is_co
 AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr,
                                         int32_t dtype, int32_t device_type, int32_t device_index,
                                         AtenTensorHandle* ret_new_tensor);
+AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ndim, const int64_t* sizes_ptr,
+                                              const int64_t* strides_ptr, int64_t storage_offset,
+                                              AtenTensorHandle* ret_new_tensor);
 AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int32_t non_blocking);
 
 AOTITorchError torch_string_length(StringHandle handle, size_t* length);
 AOTITorchError torch_string_c_str(StringHandle handle, const char** data);
 AOTITorchError torch_delete_string(StringHandle handle);
+
+AOTITorchError torch_new_list_reserve_size(size_t size, StableListHandle* ret);
+AOTITorchError torch_list_size(StableListHandle list_handle, size_t* size);
+AOTITorchError torch_list_get_item(StableListHandle list_handle, size_t index, StableIValue* element);
+AOTITorchError torch_list_push_back(StableListHandle list_handle, StableIValue element);
+AOTITorchError torch_delete_list(StableListHandle list_handle);
 
 AOTITorchError torch_get_num_threads(uint32_t* out_num_threads);
 

@@ -207,8 +207,8 @@ Tensor grouped_packed_linear(const Tensor& x, const Tensor& packed, const std::o
 
 
 const std::vector<Op> ops = {
-    {"packed_linear", Boxed<packed_linear>::call},
-    {"grouped_packed_linear", Boxed<grouped_packed_linear>::call},
+    {"packed_linear", Boxed<packed_linear>::call, Boxed<packed_linear>::direct},
+    {"grouped_packed_linear", Boxed<grouped_packed_linear>::call, Boxed<grouped_packed_linear>::direct},
 };
 
 }  // namespace

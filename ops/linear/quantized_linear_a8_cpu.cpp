@@ -18,7 +18,6 @@
 
 namespace {
 
-constexpr int64_t FEW_ROWS = 4;              // up to here a single stream of weights is read the fastest
 constexpr int64_t TILED_ROWS = 8;            // from here on tile registers are faster, where there are any
 constexpr int64_t BLOCK_ROWS = 32;           // of products on tile registers
 constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
@@ -101,21 +100,25 @@ void with_dtype(Dtype dtype, const Work& work) {
   else work(chosen().f16);
 }
 
-// Rows of x, as they are or as `index` names them, quantised. `memory` keeps them.
+// Rows of x, as they are or as `index` names them, quantised. `memory` keeps them: one piece, since to allocate five takes
+// as long as to quantise a row.
 struct Quantized {
-  Tensor codes, starts, inputs, scales, of_groups;
+  Tensor memory;
   Rows8 rows;
 
   Quantized(const Arguments& of, const int32_t* index, int64_t first, int64_t end) {
     const int64_t count = end - first, groups = of.groups(), K = of.K();
     const int64_t stride = (K + 63) / 64 * 64 + 64;  // rows a power of two apart would share a few sets of L1
-    codes = empty({count + TILE, stride}, kChar);  // tile registers take 16 rows
-    starts = empty({count, groups}, kInt);
-    inputs = empty({count, groups}, kFloat);
-    scales = empty({count}, kFloat);
-    of_groups = empty({of.by_groups ? count : 0, groups}, kFloat);
-    rows = {codes.data<int8_t>(), stride, starts.data<int32_t>(), inputs.data<float>(), scales.data<float>(),
-            of.by_groups ? of_groups.data<float>() : nullptr, groups};
+    const int64_t codes = (count + TILE) * stride;   // tile registers take 16 rows
+    memory = empty({codes + count * (3 * groups + 1) * 4}, kChar);
+    float* const after = reinterpret_cast<float*>(memory.data<int8_t>() + codes);
+    rows = {.codes = memory.data<int8_t>(),
+            .stride = stride,
+            .starts = reinterpret_cast<int32_t*>(after),
+            .inputs = after + count * groups,
+            .scales = after + 3 * count * groups,
+            .of_groups = of.by_groups ? after + 2 * count * groups : nullptr,
+            .groups = groups};
     const Quantize how = {K, of.group(), of.x_scale ? of.x_scale->data<float>() : nullptr,
                           of.element == "int4" ? 8 : chosen().offset};
     with_dtype(of.x.dtype(), [&]<class T>(const KernelsOf8<T>& kernels) {
@@ -131,7 +134,7 @@ struct Quantized {
 
 // A thread's memory.
 struct Workplace8 {
-  std::vector<float> scales, zeros;
+  std::vector<float> scales, zeros, of_stream;
   alignas(64) float totals[MAX_ROWS * MAX_COLS * TILE];
   // For products on tile registers.
   std::vector<float> block_totals;
@@ -147,6 +150,30 @@ void widen_zeros(const Kernels& all, const Tensor& zeros, int64_t at, int64_t co
 }
 
 bool on_tiles(const Kernels& all, int64_t rows) { return all.tiles.int8 != nullptr && rows >= TILED_ROWS; }
+
+// Few rows take their weights as a stream. `x` and `out` begin with the first row of all layers.
+template <class T, class S>
+void stream_unit(const KernelsOf8<T>& kernels, const KernelsOf8<S>& of_scales, const Arguments& of, const Unit& unit,
+                 const Rows8& x, T* out, std::vector<float>& totals) {
+  const int64_t at = unit.layer * of.tiles() + unit.tile, count = unit.end - unit.tile, column = unit.tile * TILE;
+  const int64_t groups = of.groups() * TILE;
+  const auto* const stream = of.element == "int4" ? of_scales.streams.int4 : of_scales.streams.int8;
+  const Rows8 own = x.from(unit.row);
+  totals.resize(unit.rows * count * TILE);
+  stream[unit.rows - 1]({
+      .x = own,
+      .tiles = count,
+      .w = of.codes_of(at),
+      .words = of.words(),
+      .group = (of.group() + of.inputs() - 1) / of.inputs(),
+      .scales = of.scales.data<const S>() + at * groups,
+      .zeros = of.zeros ? of.zeros->data<const S>() + at * groups : nullptr,
+      .totals = totals.data(),
+  });
+  kernels.finish({unit.rows, std::min(count * TILE, of.N - column), totals.data(), count * TILE, own.scales,
+                  of.bias ? of.bias->data<const T>() + unit.layer * of.N + column : nullptr,
+                  out + unit.row * of.N + column, of.N});
+}
 
 // `x` and `out` begin with the first row of all layers. `next` is the thread's next tile after the unit.
 template <class T, class S>
@@ -214,25 +241,31 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
   const std::vector<Unit> units = units_of(starts, tiles, cols, block, threads);
   fetch_first(of.codes_of(units[0].layer * tiles));
   const Quantized quantized(of, index, first, first + rows);
-  std::atomic<size_t> free = 0;
+  Shares shares(units.size(), threads);
+  const bool alike = !of.zeros || of.zeros->dtype() == of.scales.dtype();
   with_dtype(of.x.dtype(), [&]<class T>(const KernelsOf8<T>& kernels) {
     with_dtype(of.scales.dtype(), [&]<class S>(const KernelsOf8<S>& of_scales) {
       T* const out = result.data<T>() + first * of.N;
-      parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+      parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
         Workplace8 place;
-        place.scales.resize(cols * of.groups() * TILE);
-        if (of.zeros) place.zeros.resize(cols * of.groups() * TILE);
+        if (most > FEW_ROWS || !alike) {
+          place.scales.resize(cols * of.groups() * TILE);
+          if (of.zeros) place.zeros.resize(cols * of.groups() * TILE);
+        }
         if (tiled) {
           const int64_t block_rows = (std::min(block, most) + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
           place.block_totals.resize(block_rows * cols * TILE);
           place.sums.resize(block_rows * cols * TILE);
           place.codes.resize(all.tiles.code_bytes);
         }
-        for (size_t next, i = free++; i < units.size(); i = next) {
-          next = free++;
-          const Unit& then = units[next < units.size() ? next : i];
-          multiply_unit(all, kernels, of_scales, of, units[i], quantized.rows, cols, then.layer * tiles + then.tile,
-                        out, place);
+        for (int64_t next, i = shares.claim(thread); i >= 0; i = next) {
+          next = shares.claim(thread);
+          const Unit &unit = units[i], &then = units[next >= 0 ? next : i];
+          if (unit.rows <= FEW_ROWS && alike)
+            stream_unit(kernels, of_scales, of, unit, quantized.rows, out, place.of_stream);
+          else
+            multiply_unit(all, kernels, of_scales, of, unit, quantized.rows, cols, then.layer * tiles + then.tile, out,
+                          place);
         }
       });
     });
@@ -281,8 +314,8 @@ Tensor grouped_quantized_linear_a8(const Tensor& x, const Tensor& codes, const T
 }
 
 const std::vector<Op> ops = {
-    {"quantized_linear_a8", Boxed<quantized_linear_a8>::call},
-    {"grouped_quantized_linear_a8", Boxed<grouped_quantized_linear_a8>::call},
+    {"quantized_linear_a8", Boxed<quantized_linear_a8>::call, Boxed<quantized_linear_a8>::direct},
+    {"grouped_quantized_linear_a8", Boxed<grouped_quantized_linear_a8>::call, Boxed<grouped_quantized_linear_a8>::direct},
 };
 
 }  // namespace

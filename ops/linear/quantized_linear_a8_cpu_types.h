@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t TILE = 16;       // outputs of a tile of the weights
 constexpr int64_t WORD_BYTES = 64;  // of a tile: 4 inputs of 16 outputs in int8, 8 inputs in int4
 constexpr int64_t MAX_ROWS = 8, MAX_COLS = 3;  // of a product
+constexpr int64_t FEW_ROWS = 4;                // up to here a single stream of weights is read the fastest
 
 // Rows of activations. Codes are followed by zeros up to a multiple of 8 inputs.
 struct Rows8 {
@@ -46,6 +47,25 @@ struct Work8 {
   const float* zeros;   // [C, groups, TILE], or null
   float* totals;        // [M, C, TILE]
   const uint8_t* later;  // weights of the same shape that are fetched into L2 meanwhile
+};
+
+// Products of few rows and column tiles that lie behind each other.
+template <class S>
+struct Stream8 {
+  Rows8 x;
+  int64_t tiles;
+  const uint8_t* w;  // [tiles, words, 64]
+  int64_t words;
+  int64_t group;    // words
+  const S* scales;  // [tiles, groups, TILE]
+  const S* zeros;   // [tiles, groups, TILE], or null
+  float* totals;    // [rows, tiles, TILE]
+};
+
+template <class S>
+struct Streams {  // entry [rows - 1]
+  void (*int8[FEW_ROWS])(const Stream8<S>&);
+  void (*int4[FEW_ROWS])(const Stream8<S>&);
 };
 
 // Products of a block of rows and one or two column tiles, over all inputs.
@@ -88,6 +108,7 @@ struct KernelsOf8 {
   void (*quantize)(const T* x, const Quantize& how, const Rows8& to);  // one row
   void (*widen)(const T* from, int64_t count, float* to);              // scales or zeros; a multiple of TILE
   void (*finish)(const Finish8<T>&);
+  Streams<T> streams;  // of scales in this dtype
 };
 
 struct Kernels {

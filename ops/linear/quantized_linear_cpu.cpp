@@ -413,8 +413,8 @@ Tensor grouped_quantized_linear(const Tensor& x, const Tensor& codes, const Tens
 }
 
 const std::vector<Op> ops = {
-    {"quantized_linear", Boxed<quantized_linear>::call},
-    {"grouped_quantized_linear", Boxed<grouped_quantized_linear>::call},
+    {"quantized_linear", Boxed<quantized_linear>::call, Boxed<quantized_linear>::direct},
+    {"grouped_quantized_linear", Boxed<grouped_quantized_linear>::call, Boxed<grouped_quantized_linear>::direct},
 };
 
 }  // namespace

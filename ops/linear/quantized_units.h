@@ -4,7 +4,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace {
@@ -31,6 +33,31 @@ std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, in
                          std::min(tile + piece, tiles)});
   return units;
 }
+
+// Each thread takes the units of its own share one after the other, as they lie in memory, and then what other shares have
+// left. So weights come as one stream a thread, and a thread that lost its core keeps nobody waiting.
+class Shares {
+ public:
+  Shares(int64_t units, int64_t threads) : threads_(threads), shares_(new Share[threads]) {
+    for (int64_t t = 0; t < threads; ++t) shares_[t].next = units * t / threads, shares_[t].end = units * (t + 1) / threads;
+  }
+  // The number of a unit; -1: none is left.
+  int64_t claim(int64_t thread) {
+    for (int64_t t = thread; t < thread + threads_; ++t) {
+      Share& share = shares_[t % threads_];
+      if (const int64_t unit = share.next++; unit < share.end) return unit;
+    }
+    return -1;
+  }
+
+ private:
+  struct alignas(64) Share {
+    std::atomic<int64_t> next = 0;
+    int64_t end = 0;
+  };
+  const int64_t threads_;
+  const std::unique_ptr<Share[]> shares_;
+};
 
 // Fetches the first weights that a thread will take, while it prepares rows for them.
 inline void fetch_first(const uint8_t* codes) {

@@ -216,9 +216,9 @@ Tensor mamba2_scan(const Tensor& x, const Tensor& dt, const Tensor& b, const Ten
 }
 
 const std::vector<Op> ops = {
-    {"short_convolution", Boxed<short_convolution>::call},
-    {"gated_delta_rule", Boxed<gated_delta_rule>::call},
-    {"mamba2_scan", Boxed<mamba2_scan>::call},
+    {"short_convolution", Boxed<short_convolution>::call, Boxed<short_convolution>::direct},
+    {"gated_delta_rule", Boxed<gated_delta_rule>::call, Boxed<gated_delta_rule>::direct},
+    {"mamba2_scan", Boxed<mamba2_scan>::call, Boxed<mamba2_scan>::direct},
 };
 
 }  // namespace

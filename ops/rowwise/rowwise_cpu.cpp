@@ -226,22 +226,22 @@ std::tuple<Tensor, Tensor> log_sum_exp(const Tensor& logits) {
 }
 
 const std::vector<Op> ops = {
-    {"rms_norm", Boxed<rms_norm>::call},
-    {"add_rms_norm", Boxed<add_rms_norm>::call},
-    {"gated_rms_norm", Boxed<gated_rms_norm>::call},
-    {"layer_norm", Boxed<layer_norm>::call},
-    {"add_layer_norm", Boxed<add_layer_norm>::call},
-    {"rope", Boxed<rope>::call},
-    {"gated_activation", Boxed<gated_activation>::call},
-    {"activation", Boxed<activation>::call},
-    {"clamped_swiglu", Boxed<clamped_swiglu>::call},
-    {"soft_cap", Boxed<soft_cap>::call},
-    {"scaled_sum", Boxed<scaled_sum>::call},
-    {"sigmoid_gated", Boxed<sigmoid_gated>::call},
-    {"log_sum_exp", Boxed<log_sum_exp>::call},
-    {"route", Boxed<route>::call},
-    {"expert_rows", Boxed<expert_rows>::call},
-    {"weighted_sum", Boxed<weighted_sum>::call},
+    {"rms_norm", Boxed<rms_norm>::call, Boxed<rms_norm>::direct},
+    {"add_rms_norm", Boxed<add_rms_norm>::call, Boxed<add_rms_norm>::direct},
+    {"gated_rms_norm", Boxed<gated_rms_norm>::call, Boxed<gated_rms_norm>::direct},
+    {"layer_norm", Boxed<layer_norm>::call, Boxed<layer_norm>::direct},
+    {"add_layer_norm", Boxed<add_layer_norm>::call, Boxed<add_layer_norm>::direct},
+    {"rope", Boxed<rope>::call, Boxed<rope>::direct},
+    {"gated_activation", Boxed<gated_activation>::call, Boxed<gated_activation>::direct},
+    {"activation", Boxed<activation>::call, Boxed<activation>::direct},
+    {"clamped_swiglu", Boxed<clamped_swiglu>::call, Boxed<clamped_swiglu>::direct},
+    {"soft_cap", Boxed<soft_cap>::call, Boxed<soft_cap>::direct},
+    {"scaled_sum", Boxed<scaled_sum>::call, Boxed<scaled_sum>::direct},
+    {"sigmoid_gated", Boxed<sigmoid_gated>::call, Boxed<sigmoid_gated>::direct},
+    {"log_sum_exp", Boxed<log_sum_exp>::call, Boxed<log_sum_exp>::direct},
+    {"route", Boxed<route>::call, Boxed<route>::direct},
+    {"expert_rows", Boxed<expert_rows>::call, Boxed<expert_rows>::direct},
+    {"weighted_sum", Boxed<weighted_sum>::call, Boxed<weighted_sum>::direct},
 };
 
 }  // namespace

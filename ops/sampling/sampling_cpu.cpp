@@ -99,9 +99,9 @@ Tensor uniform(const Tensor& seed, const Tensor& position) {
 }
 
 const std::vector<Op> ops = {
-    {"greedy_tokens", Boxed<greedy_tokens>::call},
-    {"sample_tokens", Boxed<sample_tokens>::call},
-    {"uniform", Boxed<uniform>::call},
+    {"greedy_tokens", Boxed<greedy_tokens>::call, Boxed<greedy_tokens>::direct},
+    {"sample_tokens", Boxed<sample_tokens>::call, Boxed<sample_tokens>::direct},
+    {"uniform", Boxed<uniform>::call, Boxed<uniform>::direct},
 };
 
 }  // namespace

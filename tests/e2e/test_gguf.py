@@ -64,3 +64,40 @@ def test_a_file_with_nothing_to_round_takes_no_quantization(tmp_path: Path) -> N
         CompiledEngine(str(whole), **arguments)
     with CompiledEngine(str(write(tmp_path / "some.gguf", *given, kind_of)), **arguments) as engine:
         assert engine.generate(PROMPTS[:1], SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_activations_are_rounded_as_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By default in 16 bits, as llama.cpp rounds them; float32 and plain checkpoints keep theirs."""
+    name = "llama in blocks"
+    path = write(tmp_path / "blocks.gguf", MODELS[name][0], metadata_of(name), tensors_of(name), kind_of)
+
+    def logprobs(dtype: str, activations: str) -> list[float]:
+        arguments = {"dtype": dtype, "quantization_activations": activations, "progress": "lines", **SIZES}
+        with CompiledEngine(str(path), enforce_eager=True, **arguments) as engine:
+            asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
+            output = engine.generate(PROMPTS[2], asked, use_tqdm=False)[0]
+        said = "activations in int8" in capfd.readouterr().err
+        assert said is (activations == "int8" or (activations, dtype) == ("auto", "bfloat16"))
+        found = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        return [row[token_id].logprob for row, token_id in found]
+
+    kept, rounded = logprobs("bfloat16", "model"), logprobs("bfloat16", "int8")
+    assert logprobs("bfloat16", "auto") == rounded != kept
+    assert rounded == pytest.approx(kept, abs=0.4)
+    assert logprobs("float32", "auto") == logprobs("float32", "model") != logprobs("float32", "int8")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "asked", "message"),
+    [
+        ("F32", "model", r"quantization_activations must be 'auto' for a checkpoint that is not quantised, given"),
+        ("F32", "int8", r"rounds activations .* but this one has none such: leave it out, or .*'int4_w4a8' or"),
+        ("MXFP4", "int8", "but this one has none such"),
+    ],
+)
+def test_activations_that_nothing_rounds(kinds: str, asked: str, message: str, tmp_path: Path) -> None:
+    name = "llama in blocks"
+    kind = {"F32": lambda one: "F32", "MXFP4": lambda one: "F32" if kind_of(one) == "F32" else "MXFP4"}[kinds]
+    path = write(tmp_path / "one.gguf", MODELS[name][0], metadata_of(name), tensors_of(name), kind)
+    with pytest.raises(ValueError, match=message):
+        CompiledEngine(str(path), dtype="bfloat16", enforce_eager=True, quantization_activations=asked, **SIZES)

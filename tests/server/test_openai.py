@@ -12,6 +12,7 @@ from compiled_llm.server.settings import DEMO_NAME
 from tests.server.conftest import Running
 
 CHAT: Any = [{"role": "user", "content": "Return the larger of two numbers"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "now"}}]
 PROMPTS = ["import os", "def f(x):", "class Stack:\n    def pop(self):", "import sys\n"]
 GREEDY: Any = {"model": DEMO_NAME, "temperature": 0, "max_tokens": 12}
 
@@ -187,7 +188,9 @@ def test_the_end_of_a_message_is_continued(reference: CompiledEngine, running: R
         ({"prompt": "a", "priority": 1}, 400, "priority must be 0 unless the engine's scheduling_policy"),
         ({"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "invalid regex"),
         ({"prompt": "a", "stream_options": {}, "stream": True, "suffix": "b"}, 400, "suffix must be ''"),
-        ({"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools are not served"),
+        ({"messages": CHAT, "tools": [{"type": "function"}]}, 400, "tools[0] must be {'type': 'function'"),
+        ({"messages": CHAT, "tools": TOOLS}, 400, "the chat template has no use for 'tools'"),
+        ({"messages": CHAT, "tools": TOOLS, "tool_choice": {}}, 400, "tool_choice must be of type 'function'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "images are not served"),
         ({"messages": []}, 400, "messages must be a list of one or more"),
         ({"messages": CHAT, "chat_template_kwargs": {"tokenize": True}}, 400, "no use for 'tokenize'"),

@@ -1,0 +1,226 @@
+"""The program of a cut graph, with what lies between its pieces as native programs (``ops/native_program.py``).
+
+A *run* is several statements, one after the other, that call ops with C++ kernels or make views. It becomes one call::
+
+    b7, b9, = run_0([b0, b1, a2, a3], (s0, 8*s0))
+"""
+
+import ast
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from compiled_llm.ops.library import CPU_KERNELS
+from compiled_llm.ops.native_program import KINDS, VIEW, Program, Step
+
+_OPS = "torch.ops.compiled_llm."
+_VIEW = "reinterpret_tensor"
+
+
+class NativeRuns(NamedTuple):
+    """``source``: the program of a ``CutGraph``, in which each run is a call of a name in ``runs``."""
+
+    source: str
+    runs: dict[str, Program]
+
+
+def native_runs(source: str) -> NativeRuns | None:
+    """None if ``source`` has no run."""
+    module = ast.parse(source)
+    (function,) = (statement for statement in module.body if isinstance(statement, ast.FunctionDef))
+    several = {
+        one.targets[0].id  # type: ignore[attr-defined]
+        for one in function.body
+        if _is_call(one) and _num_results(one.value) > 1  # type: ignore[attr-defined]
+    }
+    used_later: set[str] = set()
+    body: list[ast.stmt] = []
+    runs: dict[str, Program] = {}
+    pending: list[ast.stmt] = []
+
+    def end_run() -> None:
+        """Of statements that are gathered from the last one to the first."""
+        nonlocal body
+        statements = pending[::-1]
+        begin = next((place for place, one in enumerate(statements) if _is_call(one)), len(statements))
+        if sum(map(_is_call, statements)) > 1:
+            name = f"run_{len(runs)}"
+            run = _Run(statements[begin:], used_later)
+            runs[name] = run.program
+            statements[begin:] = ast.parse(run.text(name)).body
+        for statement in pending:
+            used_later.update(_names(statement))
+        body = [*statements, *body]
+        pending.clear()
+
+    for statement in reversed(function.body):
+        if isinstance(statement, ast.Delete) or _is_native(statement, several):
+            pending.append(statement)
+        else:
+            end_run()
+            used_later.update(_names(statement))
+            body = [statement, *body]
+    end_run()
+    function.body = body
+    return NativeRuns(ast.unparse(ast.fix_missing_locations(module)), runs) if runs else None
+
+
+def _names(statement: ast.stmt) -> set[str]:
+    """What a statement uses; what it deletes is no use."""
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def _is_call(statement: ast.stmt) -> bool:
+    """Among statements of a run: it is no ``del``, and does not pick one of an op's results."""
+    return isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
+
+
+def _num_results(call: ast.Call) -> int:
+    """Of an op that a native program can call; 0: of another function."""
+    if not ast.unparse(call.func).startswith(_OPS) or _arguments(call) is None:
+        return 0
+    return len(getattr(torch.ops.compiled_llm, _op_of(call)).default._schema.returns)
+
+
+def _is_native(statement: ast.stmt, several: set[str]) -> bool:
+    """``several``: variables that are all results of an op which has several."""
+    if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
+        return False
+    value = statement.value
+    if isinstance(value, ast.Subscript):
+        return isinstance(value.value, ast.Name) and value.value.id in several
+    if not isinstance(value, ast.Call):
+        return False
+    return ast.unparse(value.func) == _VIEW or _num_results(value) > 0
+
+
+def _arguments(call: ast.Call) -> list[tuple[str, ast.expr]] | None:
+    """(kind, expression) of each argument of an op; None if a native program cannot call it."""
+    name = _op_of(call)
+    if name not in CPU_KERNELS or call.keywords:
+        return None
+    schema = getattr(torch.ops.compiled_llm, name).default._schema
+    kinds = [str(argument.type) for argument in schema.arguments]
+    if len(kinds) != len(call.args) or not set(kinds) <= set(KINDS):
+        return None
+    return list(zip(kinds, call.args, strict=True))
+
+
+def _op_of(call: ast.Call) -> str:
+    return ast.unparse(call.func).removeprefix(_OPS).split(".")[0]
+
+
+class _Run:
+    """Statements as a program.
+
+    Args:
+        used_later: names that are used after them.
+    """
+
+    def __init__(self, statements: list[ast.stmt], used_later: set[str]) -> None:
+        made = {one.targets[0].id for one in statements if isinstance(one, ast.Assign)}  # type: ignore[attr-defined]
+        tensors = self._inputs = list[str]()
+        self._sizes: list[str] = []
+        self._gone = [
+            target.id
+            for one in statements
+            if isinstance(one, ast.Delete)
+            for target in one.targets
+            if isinstance(target, ast.Name) and target.id not in made
+        ]
+        self._slots: dict[str, int] = {}
+        calls = [one for one in statements if isinstance(one, ast.Assign) and _is_call(one)]
+        for call in calls:
+            assert isinstance(call.value, ast.Call)
+            for kind, expression in self._described(call.value):
+                if kind.endswith(("Tensor", "Tensor]")) and isinstance(expression, ast.Name):
+                    name = expression.id
+                    if name not in made and name not in tensors:
+                        tensors.append(name)
+        self._slots = {name: slot for slot, name in enumerate(tensors)}
+        self._count = len(tensors)
+        steps = [self._step(call, statements) for call in calls]
+        self._outputs = [name for name in self._slots if name in used_later and name in made]
+        outputs = tuple(self._slots[name] for name in self._outputs)
+        self.program = Program(self._count, len(tensors), outputs, _with_last(steps, outputs))
+
+    def _described(self, call: ast.Call) -> list[tuple[str, ast.expr]]:
+        if ast.unparse(call.func) != _VIEW:
+            found = _arguments(call)
+            assert found is not None
+            return found
+        base, sizes, strides, offset = call.args
+        values = [*sizes.elts, *strides.elts, offset]  # type: ignore[attr-defined]
+        return [("Tensor", base), *(("int", value) for value in values)]
+
+    def _step(self, assign: ast.Assign, statements: list[ast.stmt]) -> Step:
+        call = assign.value
+        assert isinstance(call, ast.Call)
+        arguments = tuple(self._argument(kind, expression) for kind, expression in self._described(call))
+        name = assign.targets[0].id  # type: ignore[attr-defined]
+        if ast.unparse(call.func) == _VIEW:
+            return Step(VIEW, arguments, (self._new(name),), ())
+        op = _op_of(call)
+        count = _num_results(call)
+        if count == 1:
+            return Step(op, arguments, (self._new(name),), ())
+        picked = {
+            one.value.slice.value: one.targets[0].id  # type: ignore[attr-defined]
+            for one in statements
+            if isinstance(one, ast.Assign) and isinstance(one.value, ast.Subscript) and one.value.value.id == name  # type: ignore[attr-defined]
+        }
+        return Step(op, arguments, tuple(self._new(picked.get(place, "")) for place in range(count)), ())
+
+    def _new(self, name: str) -> int:
+        """The slot of a tensor that a step makes; "": nothing uses it."""
+        slot = self._count
+        self._count += 1
+        if name:
+            self._slots[name] = slot
+        return slot
+
+    def _argument(self, kind: str, expression: ast.expr) -> tuple[str, Any]:
+        if kind in ("Tensor", "Optional[Tensor]"):
+            return kind, self._slots[expression.id] if isinstance(expression, ast.Name) else -1
+        try:
+            value = ast.literal_eval(expression)
+        except ValueError:
+            text = ast.unparse(expression)
+            if kind == "float":  # float('inf')
+                return kind, float(ast.literal_eval(expression.args[0]))  # type: ignore[attr-defined]
+            if text not in self._sizes:
+                self._sizes.append(text)
+            return "size", self._sizes.index(text)
+        return kind, value
+
+    def text(self, name: str) -> str:
+        """The statements that take the place of all these."""
+        made = f"{', '.join(self._outputs)}, = " if self._outputs else ""
+        sizes = "".join(f"{size}, " for size in self._sizes)
+        lines = [f"{made}{name}([{', '.join(self._inputs)}], ({sizes}))"]
+        return "\n".join([*lines, *([f"del {', '.join(self._gone)}"] if self._gone else [])])
+
+
+def _with_last(steps: list[Step], outputs: tuple[int, ...]) -> tuple[Step, ...]:
+    kept = set(outputs)
+    done: list[Step] = []
+    for step in reversed(steps):
+        used = {value for kind, value in step.arguments if kind in ("Tensor", "Optional[Tensor]") and value >= 0}
+        last = sorted({*used, *step.results} - kept)
+        kept.update(used, step.results)
+        done.append(step._replace(last=tuple(last)))
+    return tuple(reversed(done))
+
+
+def packed(runs: Mapping[str, Program]) -> dict[str, tuple]:
+    """In plain tuples, which ``marshal`` writes."""
+    return {name: (*run[:3], tuple(tuple(step) for step in run.steps)) for name, run in runs.items()}
+
+
+def unpacked(runs: Mapping[str, tuple]) -> dict[str, Program]:
+    """What ``packed`` was given."""
+    return {
+        name: Program(slots, inputs, outputs, tuple(Step(*step) for step in steps))
+        for name, (slots, inputs, outputs, steps) in runs.items()
+    }

@@ -1,0 +1,160 @@
+// Runs calls of ops one after the other, as a part of the program of a compiled graph has them. ../native_program.py says
+// what a program is, and writes it as the words that `make_program` reads.
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "direct.h"
+
+namespace {
+
+constexpr size_t MOST_ARGUMENTS = 32, MOST_RESULTS = 4, MOST_DIMENSIONS = 8;
+
+enum Kind : int64_t { TENSOR, OPTIONAL, INTEGER, SIZE, NUMBER, FLAG, TEXT };
+
+struct Argument {
+  Kind kind;
+  int64_t value;  // INTEGER; the number of a slot, a size or a text
+  double number;
+  bool flag;
+};
+
+struct Step {
+  Direct call;  // null: a view of the tensor in the first slot of `arguments`; sizes, strides and an offset follow
+  std::vector<Argument> arguments;
+  std::vector<int64_t> results;  // slots
+  std::vector<int64_t> last;     // slots that no later step uses
+};
+
+struct Program {
+  int64_t slots, inputs;
+  std::vector<int64_t> outputs;
+  std::vector<std::string> texts;
+  std::vector<Step> steps;
+};
+
+// Reads words one after the other.
+struct Reader {
+  const int64_t* at;
+
+  int64_t next() { return *at++; }
+  std::vector<int64_t> list() {
+    const int64_t count = next();
+    at += count;
+    return {at - count, at};
+  }
+  Argument argument() {
+    const auto kind = static_cast<Kind>(next());
+    const int64_t value = next();
+    return {kind, value, __builtin_bit_cast(double, value), value != 0};
+  }
+  Step step() {
+    Step step;
+    step.call = reinterpret_cast<Direct>(next());
+    const int64_t count = next();
+    for (int64_t i = 0; i < count; ++i) step.arguments.push_back(argument());
+    step.results = list();
+    step.last = list();
+    return step;
+  }
+};
+
+int64_t integer(const Argument& argument, const int64_t* sizes) {
+  return argument.kind == SIZE ? sizes[argument.value] : argument.value;
+}
+
+void view(const Step& step, std::vector<Slot>& slots, const int64_t* sizes) {
+  const size_t dimensions = step.arguments.size() / 2 - 1;
+  std::array<int64_t, 2 * MOST_DIMENSIONS + 1> values;
+  for (size_t i = 1; i < step.arguments.size(); ++i) values[i - 1] = integer(step.arguments[i], sizes);
+  AtenTensorHandle made;
+  succeeded(aoti_torch__reinterpret_tensor(slots[step.arguments[0].value]->get(), dimensions, values.data(),
+                                           values.data() + dimensions, values[2 * dimensions], &made));
+  slots[step.results[0]] = Tensor(made);
+}
+
+void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes) {
+  static const Slot none;
+  for (const Step& step : program.steps) {
+    if (step.call == nullptr) {
+      view(step, slots, sizes);
+    } else {
+      std::array<const void*, MOST_ARGUMENTS> arguments;
+      std::array<Slot*, MOST_RESULTS> results;
+      for (size_t i = 0; i < step.arguments.size(); ++i) {
+        const Argument& argument = step.arguments[i];
+        switch (argument.kind) {
+          case TENSOR: arguments[i] = &*slots[argument.value]; break;
+          case OPTIONAL: arguments[i] = argument.value < 0 ? &none : &slots[argument.value]; break;
+          case INTEGER: arguments[i] = &argument.value; break;
+          case SIZE: arguments[i] = &sizes[argument.value]; break;
+          case NUMBER: arguments[i] = &argument.number; break;
+          case FLAG: arguments[i] = &argument.flag; break;
+          case TEXT: arguments[i] = &program.texts[argument.value]; break;
+        }
+      }
+      for (size_t i = 0; i < step.results.size(); ++i) results[i] = &slots[step.results[i]];
+      step.call(arguments.data(), results.data());
+    }
+    for (const int64_t slot : step.last) slots[slot].reset();
+  }
+}
+
+// A list that torch gave, as `count` values; each is owned by who takes it.
+std::vector<StableIValue> taken(StableIValue given) {
+  const auto list = reinterpret_cast<StableListHandle>(given);
+  size_t count;
+  succeeded(torch_list_size(list, &count));
+  std::vector<StableIValue> values(count);
+  for (size_t i = 0; i < count; ++i) succeeded(torch_list_get_item(list, i, &values[i]));
+  succeeded(torch_delete_list(list));
+  return values;
+}
+
+// run_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]
+void run_program(StableIValue* stack, uint64_t, uint64_t) {
+  const auto& program = *reinterpret_cast<const Program*>(stack[0]);
+  std::vector<Slot> slots(program.slots);
+  const std::vector<StableIValue> inputs = taken(stack[1]), sizes = taken(stack[2]);
+  for (size_t i = 0; i < inputs.size(); ++i) slots[i] = Tensor(reinterpret_cast<AtenTensorHandle>(inputs[i]));
+  CHECK_VALUE(static_cast<int64_t>(inputs.size()) == program.inputs, "run_program: the program takes ", program.inputs,
+              " tensors, got ", inputs.size());
+  run(program, slots, reinterpret_cast<const int64_t*>(sizes.data()));
+  StableListHandle outputs;
+  succeeded(torch_new_list_reserve_size(program.outputs.size(), &outputs));
+  for (const int64_t slot : program.outputs)
+    succeeded(torch_list_push_back(outputs, reinterpret_cast<StableIValue>(slots[slot]->release())));
+  stack[0] = reinterpret_cast<StableIValue>(outputs);
+}
+
+}  // namespace
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED void register_program_op() {
+  TorchLibraryHandle library;
+  succeeded(aoti_torch_library_init_impl("compiled_llm", "CPU", __FILE__, __LINE__, &library));
+  succeeded(torch_library_impl(library, "run_program", run_program, uint64_t{2} << 56 | uint64_t{11} << 48));
+}
+
+// Words: slots, inputs, list of outputs, number of steps, steps. A list is its length and its items.
+EXPORTED const void* make_program(const int64_t* words, const char* const* texts, int64_t num_texts) {
+  auto program = std::make_unique<Program>();
+  Reader reader = {words};
+  program->slots = reader.next();
+  program->inputs = reader.next();
+  program->outputs = reader.list();
+  program->texts.assign(texts, texts + num_texts);
+  const int64_t steps = reader.next();
+  for (int64_t i = 0; i < steps; ++i) program->steps.push_back(reader.step());
+  for (const Step& step : program->steps)
+    if (step.arguments.size() > MOST_ARGUMENTS || step.results.size() > MOST_RESULTS ||
+        (step.call == nullptr && step.arguments.size() > 2 * MOST_DIMENSIONS + 2))
+      return nullptr;
+  return program.release();
+}
+
+EXPORTED void delete_program(const void* program) { delete static_cast<const Program*>(program); }

@@ -1,0 +1,109 @@
+"""Several calls of ops in one: a CPU runs them one after the other, without Python and without torch between them.
+
+torch takes 2 us to find what an op of three arguments calls, and 5 us for one of ten: for a small model that is a fifth
+of a step. A program has the calls with their arguments as C++ wants them (``cpu/program_cpu.cpp``). The interpreter's
+lock is free while it runs.
+
+Tensors lie in numbered slots: first the inputs, then what the steps make.
+"""
+
+import ctypes
+import functools
+import itertools
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.kernel_build import op_library
+from compiled_llm.ops.library import CPU_KERNELS, LIBRARY
+from compiled_llm.ops.torch_private import op_without_python
+
+# An argument: its kind, by its number in program_cpu.cpp, and a value.
+KINDS = ("Tensor", "Optional[Tensor]", "int", "size", "float", "bool", "str")
+VIEW = ""  # in the place of an op's name
+
+LIBRARY.define("run_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]")
+
+
+class Step(NamedTuple):
+    """A call of an op, or a view.
+
+    Attributes:
+        op: its name; ``VIEW``: of ``arguments`` the first is a tensor, then come sizes, strides and an offset.
+        arguments: (kind, value): the slot of a tensor (-1: none), the place of a size among ``sizes``, or a value.
+        results: slots that it writes.
+        last: slots that no later step uses.
+    """
+
+    op: str
+    arguments: tuple[tuple[str, Any], ...]
+    results: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+class Program(NamedTuple):
+    """Attributes:
+    num_slots, num_inputs: of the slots the first are the inputs.
+    outputs: slots.
+    """
+
+    num_slots: int
+    num_inputs: int
+    outputs: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+
+def prepare(program: Program) -> Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]] | None:
+    """(inputs, sizes) -> outputs. None without a C++ compiler. Kernels that it needs are built and loaded."""
+    library, texts = _library(), list[str]()
+    if library is None:
+        return None
+    addresses = {op: address for op in {step.op for step in program.steps} if (address := _address(op)) is not None}
+    if any(step.op not in addresses for step in program.steps):
+        return None
+    words = [program.num_slots, program.num_inputs, len(program.outputs), *program.outputs, len(program.steps)]
+    for step in program.steps:
+        arguments = [_word(kind, value, texts) for kind, value in step.arguments]
+        words += [addresses[step.op], len(arguments), *itertools.chain(*arguments)]
+        words += [len(step.results), *step.results, len(step.last), *step.last]
+    of_texts = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+    made = library.make_program((ctypes.c_int64 * len(words))(*words), of_texts, len(texts))
+    assert made, "no op has so many arguments"
+    run = functools.partial(op_without_python(torch.ops.compiled_llm.run_program.default), made)
+    weakref.finalize(run, library.delete_program, made)
+    return run
+
+
+def _word(kind: str, value: Any, texts: list[str]) -> tuple[int, int]:
+    number = KINDS.index(kind)
+    if kind == "str":
+        texts.append(value)
+        return number, len(texts) - 1
+    if kind == "float":
+        return number, struct.unpack("<q", struct.pack("<d", value))[0]
+    return number, int(value)
+
+
+def _address(op: str) -> int | None:
+    """Of the function that computes an op."""
+    if op == VIEW:
+        return 0
+    kernels = native.load(CPU_KERNELS[op])
+    return None if kernels is None else kernels.address_of(op)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = native.open_library(op_library("program_cpu"))
+    if library is None:
+        return None
+    library.make_program.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+    library.make_program.restype = ctypes.c_void_p
+    library.delete_program.argtypes, library.delete_program.restype = (ctypes.c_void_p,), None
+    library.register_program_op()
+    return library

@@ -1,0 +1,66 @@
+"""A native program does what its calls do one by one, with every kind of argument, and keeps nothing."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from compiled_llm import ops
+from compiled_llm.ops import native
+from compiled_llm.ops.native_program import VIEW, Program, Step, prepare
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+
+
+def test_all_kinds_of_arguments() -> None:
+    """A view of a size that is known at the call, an op of two results with an optional tensor, text, numbers."""
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    logits = torch.randn(3, 6)
+    steps = (
+        Step(VIEW, (("Tensor", 0), ("size", 0), ("int", 4), ("int", 8), ("int", 1), ("size", 1)), (4,), ()),
+        Step("rms_norm", (("Tensor", 4), ("Tensor", 1), ("float", 1e-6)), (5,), (1,)),
+        Step(
+            "route",
+            (
+                *(("Tensor", 2), ("Optional[Tensor]", -1), ("int", 2), ("str", "softmax"), ("float", 1.5)),
+                *(("int", 1), ("int", 1)),
+            ),
+            (6, 7),
+            (),
+        ),
+        Step("add_rms_norm", (("Tensor", 5), ("Tensor", 4), ("Tensor", 3), ("float", 1e-6)), (8, 9), (8,)),
+    )
+    run = prepare(Program(10, 4, (9, 6, 7), steps))
+    assert run is not None
+    half = torch.rand(4)
+    for rows, offset in ((3, 4), (2, 0)):
+        outputs = run([x, weight[:4].contiguous(), logits, half], [rows, offset])
+        part = x[:rows, offset : offset + 4]
+        normed = ops.rms_norm(part, weight[:4].contiguous(), 1e-6)
+        expected = (
+            ops.add_rms_norm(normed, part, half, 1e-6)[1],
+            *torch.ops.compiled_llm.route(logits, None, 2, "softmax", 1.5, 1, 1),
+        )
+        assert all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
+
+
+def test_what_an_op_refuses_is_its_own_error() -> None:
+    run = prepare(Program(3, 2, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
+    assert run is not None
+    with pytest.raises(ValueError, match="weight must be"):
+        run([torch.randn(2, 8), torch.rand(4)], [])
+    with pytest.raises(ValueError, match="the program takes 2 tensors, got 1"):
+        run([torch.randn(2, 8)], [])
+
+
+def test_nothing_is_kept() -> None:
+    """Neither an input after the call, nor the program after its function."""
+    run = prepare(Program(3, 2, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
+    assert run is not None
+    x, weight = torch.randn(2, 8), torch.rand(8)
+    output = run([x, weight], [])[0]
+    ends = [weakref.ref(tensor) for tensor in (x, weight, output)]
+    del x, weight, output
+    gc.collect()
+    assert [end() for end in ends] == [None] * 3
