@@ -279,7 +279,7 @@ def test_the_other_tab_shows_what_moves(page: Any, running: Running) -> None:
     before = page.get_by_role("row", name="Tokens generated").get_by_role("cell")
     expect(before).to_be_visible()
     count = int(before.inner_text().replace(",", ""))
-    body = {"prompt": ["def f(x):"] * 4, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"prompt": ["def f(x):"] * 20, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with running.http.stream("POST", "/v1/completions", json=body) as answer:
         expect(page.get_by_label("Requests: running")).to_have_text("4")
         expect(page.get_by_label("Tokens a second: generated")).to_have_text(re.compile("[1-9]"))
@@ -287,7 +287,7 @@ def test_the_other_tab_shows_what_moves(page: Any, running: Running) -> None:
         expect(page.get_by_label("Time of a step: mean")).to_have_text(re.compile("[1-9].* ms"))
         answer.read()
     expect(page.get_by_label("Requests: running")).to_have_text("0")
-    expect(before).to_have_text(f"{count + 1600:,}")
+    expect(before).to_have_text(f"{count + 8000:,}")
     expect(page.locator("#facts")).to_have_text("compiled-llm-demo: at most 512 tokens · uncompiled")
     paths = page.locator("#tiles path").evaluate_all("paths => paths.map(path => path.getAttribute('d'))")
     assert sum("L" in path for path in paths) >= 5
