@@ -402,8 +402,8 @@ class CompiledEngine(StepEngine):
     def limit_seconds(self) -> tuple[float, float] | None:
         """Since ``reset_report``: seconds that the steps would have taken at the machine's limits, and that they took.
 
-        None where the limits were unknown at the start: ``report`` measures them. It takes microseconds, so a server
-        may ask once a second.
+        None where the limits were unknown at the start: ``report`` measures them. Much cheaper than a report, for who
+        asks once a second.
         """
         return None if self._limit_seconds is None else self._limit_seconds.total(self._core.log)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import shutil
 import signal
 import socket
 import ssl
@@ -22,7 +23,9 @@ from compiled_llm.server.engine_client import EngineClient
 from compiled_llm.server.run import Server
 from compiled_llm.server.settings import DEMO_NAME, ServerSettings
 from compiled_llm.system.child_process import Channel
+from tests.server.browser import is_fault, is_own, opened
 
+_CHROMIUM = shutil.which("chromium")
 SIZES = {"bucket_sizes": (1, 4), "token_bucket_sizes": (64,), "num_kv_blocks": 256, "max_model_len": 512}
 
 
@@ -143,3 +146,33 @@ def running_with(engine: CompiledEngine, **settings: Any) -> Iterator[Running]:
 def running(engine: CompiledEngine) -> Iterator[Running]:
     with running_with(engine) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's Chromium, headless, through playwright: ``apt install chromium; pip install playwright``."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if _CHROMIUM is None:
+        pytest.skip("there is no chromium on this machine")
+    playwright.expect.set_options(timeout=60_000)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, running: Running) -> Iterator[Any]:
+    """The page in a browser that has seen nothing before. Nothing may be amiss in its scripts, or leave the server."""
+    faults: list[str] = []
+    context = browser.new_context(viewport={"width": 1200, "height": 800}, base_url=running.url)
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if is_fault(message) else None)
+    page.on("request", lambda request: faults.append(request.url) if not is_own(request.url, running.url) else None)
+    page.on("dialog", lambda dialog: dialog.accept() if dialog.type == "confirm" else faults.append(dialog.message))
+    opened(page)
+    yield page
+    context.close()
+    assert faults == []

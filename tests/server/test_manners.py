@@ -144,7 +144,8 @@ def test_requests_have_names(running: Running) -> None:
 def test_a_line_of_the_log_has_no_prompt(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
     running.http.post("/v1/completions", json={"prompt": "secret", "max_tokens": 2}, headers={"x-request-id": "one"})
     running.http.get("/a%0Ab")
-    running.http.get("/health")
+    for often in ("/health", "/metrics", "/", "/page/main.js"):
+        assert running.http.get(often).status_code == 200
     lines: list[str] = []
     until(lambda: lines.extend(capsys.readouterr().err.splitlines()) or len(lines) == 2)
     served, missing = lines

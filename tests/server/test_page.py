@@ -1,4 +1,4 @@
-"""The page at /: what the server sends. ``test_page_in_browser.py`` looks at it in a browser."""
+"""The page at /: what the server sends. ``test_page_in_browser.py`` and ``test_page_texts.py`` run it in a browser."""
 
 import re
 from html.parser import HTMLParser

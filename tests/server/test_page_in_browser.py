@@ -1,122 +1,33 @@
-"""The page at / in Debian's Chromium, headless, through playwright: ``apt install chromium; pip install playwright``.
+"""The page at / in a browser: all that one can do there.
 
 Answers come from the demo model, or, where the words matter, from a route that the browser takes for the server.
 """
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compiled_llm import CompiledEngine
+from tests.server.browser import answering, answers, ended, opened, say, sse, text_of
 from tests.server.conftest import Running, running_with
 
-CHROMIUM = shutil.which("chromium")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = [
-    pytest.mark.battery,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine"),
-]
-expect: Any = playwright.expect
-expect.set_options(timeout=20_000)
-LONG = 480  # tokens
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Any, running: Running) -> Iterator[Any]:
-    """The page in a browser that has seen nothing before. Nothing may be amiss in its scripts, or leave the server."""
-    faults: list[str] = []
-    context = browser.new_context(viewport={"width": 1200, "height": 800}, base_url=running.url)
-    page = context.new_page()
-    page.set_default_timeout(20_000)
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if is_fault(message) else None)
-    page.on("request", lambda request: faults.append(request.url) if not is_own(request.url, running) else None)
-    page.on("dialog", lambda dialog: dialog.accept() if dialog.type == "confirm" else faults.append(dialog.message))
-    opened(page)
-    yield page
-    context.close()
-    assert faults == []
-
-
-def is_fault(message: Any) -> bool:
-    """Statuses that a test wants are no faults, and the browser logs them."""
-    return message.type in ("error", "warning") and "Failed to load resource" not in message.text
-
-
-def is_own(url: str, running: Running) -> bool:
-    return url.startswith((f"{running.url}/", "blob:"))
-
-
-def opened(page: Any) -> None:
-    page.goto("/")
-    expect(page.locator("#state")).to_have_text("ready")
-
-
-def say(page: Any, text: str, **settings: str) -> None:
-    """Write a message and send it, with these settings by their labels."""
-    for label, value in settings.items():
-        page.get_by_label(label.replace("_", " ").capitalize(), exact=True).fill(value)
-    page.get_by_label("Message", exact=True).fill(text)
-    page.get_by_label("Message", exact=True).press("Enter")
-
-
-def answers(page: Any) -> Any:
-    return page.get_by_role("article", name="Model", exact=True)
-
-
-def text_of(answer: Any) -> str:
-    return answer.locator("> .content").evaluate("one => one.textContent")
-
-
-def ended(page: Any) -> None:
-    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
-
-
-def sse(*deltas: Any, end: str = "stop") -> str:
-    """A chat's stream of these deltas."""
-    choices: list[Any] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
-    choices.append({"index": 0, "delta": {}, "finish_reason": end})
-    usage = {"prompt_tokens": 5, "completion_tokens": 3}
-    events = [json.dumps({"choices": [choice], "usage": usage}) for choice in choices]
-    return "".join(f"data: {event}\n\n" for event in (*events, "[DONE]"))
-
-
-def answering(page: Any, *bodies: str, path: str = "v1/chat/completions", status: int = 200) -> list[Any]:
-    """Requests to the path get these streams, one after the other. Returns what they asked, as it comes."""
-    asked: list[Any] = []
-
-    def answer(route: Any) -> None:
-        asked.append(json.loads(route.request.post_data))
-        kind = "text/event-stream" if status == 200 else "application/json"
-        route.fulfill(status=status, content_type=kind, body=bodies[min(len(asked), len(bodies)) - 1])
-
-    page.route(f"**/{path}", answer)
-    return asked
+expect: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
+pytestmark = pytest.mark.battery
 
 
 # -- Chat
 
 
 def test_an_answer_streams_and_says_how_fast(page: Any, running: Running) -> None:
-    say(page, "Add two numbers", Max_tokens=str(LONG), Temperature="0")
+    say(page, "Add two numbers", Max_tokens="480", Temperature="0")
     stats = answers(page).locator(".stats")
     expect(stats).to_have_text(re.compile(r"first token \d+ ms · \d+ tokens? · [\d.]+ tokens/s · prompt of \d+"))
     early = text_of(answers(page))
     ended(page)
-    body = {"messages": [{"role": "user", "content": "Add two numbers"}], "max_tokens": LONG, "temperature": 0}
+    body = {"messages": [{"role": "user", "content": "Add two numbers"}], "max_tokens": 480, "temperature": 0}
     whole = running.http.post("/v1/chat/completions", json=body).json()
     shown = page.evaluate(
         "JSON.parse(localStorage[Object.keys(localStorage).find(n => n.includes('conversation'))]).messages[1]"
@@ -360,115 +271,6 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(browser: Any, engine: Compiled
         context.close()
 
 
-HOSTILE = """<script>alert(1)</script><img src=x onerror=alert(2)><iframe src="javascript:alert(3)"></iframe>
-<svg onload=alert(4)><a href="javascript:alert(5)">x</a>
-
-[a](javascript:alert(6)) [b](data:text/html,<script>alert(7)</script>) [c]( javascript:alert(8)) ![d](http://evil.test/pixel.png)
-[e](JaVaScRiPt:alert(9)) [f](//evil.test) [g](https://evil.test/" onclick="alert(10)) <https://evil.test/?<script>>
-
-```html"><script>alert(11)</script>
-</code></pre><script>alert(12)</script>
-```
-
-| <b onmouseover=alert(13)>x</b> | y |
-|---|---|
-| `<script>alert(14)</script>` | [z](vbscript:alert(15)) |
-"""
-
-
-def test_hostile_texts_stay_texts(page: Any) -> None:
-    call = {"index": 0, "id": HOSTILE, "function": {"name": HOSTILE, "arguments": HOSTILE}}
-    answering(page, sse({"reasoning_content": HOSTILE}, {"content": HOSTILE}, {"tool_calls": [call]}))
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": HOSTILE, "max_model_len": 5}]}))
-    opened(page)
-    say(page, HOSTILE)
-    expect(answers(page).locator(".call")).to_contain_text("alert(12)")
-    page.get_by_role("button", name="New").click()
-    page.get_by_label("Conversation to show").select_option(index=1)
-    expect(answers(page)).to_contain_text("alert(14)")
-    made = page.evaluate("[...document.querySelectorAll('main *')].map(one => one.localName)")
-    assert not {"script", "img", "iframe", "object", "embed", "style", "link", "base", "b"} & set(made)
-    for message in page.locator(".message").all():
-        names = message.evaluate("one => [...one.querySelectorAll('*')].flatMap(each => each.getAttributeNames())")
-        assert not any(name.startswith("on") for name in names)
-    links = page.locator("main a").evaluate_all("links => links.map(link => [link.href, link.rel])")
-    assert links
-    assert all(re.match(r"https?://evil\.test/", href) and rel == "noopener noreferrer" for href, rel in links)
-
-
-def test_the_browser_keeps_the_policy_of_the_page(browser: Any, running: Running) -> None:
-    """So that a mistake of the page would do no harm either."""
-    context = browser.new_context(base_url=running.url)
-    page = context.new_page()
-    opened(page)
-    done = page.evaluate("""async () => {
-        const works = async act => { try { await act(); return true } catch { return false } };
-        const attempts = [
-            () => { document.body.innerHTML = "<b>x</b>" },
-            () => { document.createElement("script").text = "1" },
-            () => document.body.setAttribute("onclick", "1"),
-            () => setTimeout("1"),
-            () => fetch("http://127.0.0.1:1/"),
-        ];
-        return await Promise.all(attempts.map(works));
-    }""")
-    assert done == [False] * 5
-    context.close()
-
-
-def test_markdown(page: Any) -> None:
-    cases = {
-        "a **b** *c* `d*e*` ~~f~~": "<p>a <strong>b</strong> <em>c</em> <code>d*e*</code> <del>f</del></p>",
-        "__g__ _h_ i_j_k 2*3*4": "<p><strong>g</strong> <em>h</em> i_j_k 2<em>3</em>4</p>",
-        "# One #\n## Two": "<h3>One</h3><h4>Two</h4>",
-        "one\ntwo\\*": "<p>one<br>two*</p>",
-        "- a\n  - b\n- c": "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>",
-        "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
-        "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
-        "---": "<hr>",
-        "a & b < c": "<p>a &amp; b &lt; c</p>",
-        "``a`b`` ` c": "<p><code>a`b</code> ` c</p>",
-        "* unfinished **bold": "<ul><li>unfinished **bold</li></ul>",
-        "![x](http://a.test/b.png)": '<p><a href="http://a.test/b.png" target="_blank" rel="noopener noreferrer" '
-        'title="http://a.test/b.png">x</a></p>',
-        "|a|b|\n|-|:-:|\n|1|2|": '<div class="wide" tabindex="0"><table><thead><tr><th>a</th><th>b</th></tr></thead>'
-        "<tbody><tr><td>1</td><td>2</td></tr></tbody></table></div>",
-    }
-    shown = page.evaluate("""async texts => {
-        const {showMarkdown} = await import("/page/markdown.js");
-        return texts.map(text => {
-            const [whole, grown] = [document.createElement("div"), document.createElement("div")];
-            showMarkdown(whole, text);
-            for (let end = 0; end <= text.length; end++) showMarkdown(grown, text.slice(0, end));
-            return [[...whole.children].map(one => one.innerHTML).join(""), whole.innerHTML === grown.innerHTML];
-        });
-    }""", list(cases))  # fmt: skip
-    assert shown == [[html, True] for html in cases.values()]
-    code = page.evaluate("""async text => {
-        const {showMarkdown} = await import("/page/markdown.js");
-        const shown = document.createElement("div");
-        showMarkdown(shown, text);
-        const of = (figure, name) => figure.querySelector(name).textContent;
-        return [...shown.querySelectorAll("figure")].map(one => [of(one, "span"), of(one, "code")]);
-    }""", "```python x\na\n\n  b\n```\n~~~~\n```\n~~~~\n  ```\n  c\n    d\n  ```\n```unfinished\ne")  # fmt: skip
-    assert code == [["python", "a\n\n  b"], ["text", "```"], ["text", "c\n  d"], ["unfinished", "e"]]
-
-
-def test_long_and_deep_texts_take_no_time(page: Any) -> None:
-    pieces = (
-        *("*", "**a ", "_a", "`", "``a", "[", "[a](", "![", "<http://", "http://", "~~a", "> ", "- ", "* ", "#", "# #"),
-        *("|", "|-", "~", "```a", " ", "\\", "1. ", "**_~~", "  - a\n", "a\n", "> a\n", "\u202e", "[[a](b)"),
-    )
-    for piece in pieces:
-        seconds = page.evaluate("""async text => {
-            const {showMarkdown} = await import("/page/markdown.js");
-            const shown = document.createElement("div"), started = performance.now();
-            for (const end of ["", "`", "x\\n|-|"]) showMarkdown(shown, text + end);
-            return (performance.now() - started) / 1000;
-        }""", piece * (100_000 // len(piece)))  # fmt: skip
-        assert seconds < 3, piece
-
-
 # -- Server
 
 
@@ -477,7 +279,7 @@ def test_the_other_tab_shows_what_moves(page: Any, running: Running) -> None:
     before = page.get_by_role("row", name="Tokens generated").get_by_role("cell")
     expect(before).to_be_visible()
     count = int(before.inner_text().replace(",", ""))
-    body = {"prompt": ["def f(x):"] * 4, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"prompt": ["def f(x):"] * 20, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with running.http.stream("POST", "/v1/completions", json=body) as answer:
         expect(page.get_by_label("Requests: running")).to_have_text("4")
         expect(page.get_by_label("Tokens a second: generated")).to_have_text(re.compile("[1-9]"))
@@ -485,7 +287,7 @@ def test_the_other_tab_shows_what_moves(page: Any, running: Running) -> None:
         expect(page.get_by_label("Time of a step: mean")).to_have_text(re.compile("[1-9].* ms"))
         answer.read()
     expect(page.get_by_label("Requests: running")).to_have_text("0")
-    expect(before).to_have_text(f"{count + 1600:,}")
+    expect(before).to_have_text(f"{count + 8000:,}")
     expect(page.locator("#facts")).to_have_text("compiled-llm-demo: at most 512 tokens · uncompiled")
     paths = page.locator("#tiles path").evaluate_all("paths => paths.map(path => path.getAttribute('d'))")
     assert sum("L" in path for path in paths) >= 5

@@ -88,6 +88,7 @@ def test_it_loads_streams_and_ends_after_its_answers() -> None:
         loading = server.http.post("/v1/completions", json=LONG)
         assert (loading.status_code, loading.headers["retry-after"]) == (503, "1")
         assert server.http.get("/health").json()["error"]["message"] == "the model is being loaded"
+        assert server.http.get("/").status_code == 200, "the page says so"
         server.wait_until("/health")
         engine = server.engine()
         maps = [one.path for one in psutil.Process(server.process.pid).memory_maps()]

@@ -191,6 +191,7 @@ async function load(event) {
   event.target.value = "";
   try {
     show(await importFromFile(file));
+    say("");
     store(conversation);
     showList();
   } catch (error) {
