@@ -21,7 +21,7 @@ def test_no_case_is_a_fault(seed: int, running: Running) -> None:
     """2,000 cases or more, of all routes. Cases that the schemas allow may be refused: fields may contradict others."""
     assert PROGRAM is not None
     flags = ["--max-examples", "200", "--seed", str(seed), "--exclude-checks", "positive_data_acceptance"]
-    flags += ["--request-timeout", "60", "--continue-on-failure", "--no-color", "--output-sanitize", "false"]
+    flags += ["--request-timeout", "300", "--continue-on-failure", "--no-color", "--output-sanitize", "false"]
     done = subprocess.run(
         [PROGRAM, "run", f"{running.url}/openapi.json", *flags], capture_output=True, text=True, check=False
     )
