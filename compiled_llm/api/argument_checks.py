@@ -18,7 +18,7 @@ def check_fields(owner: Any, whole: Mapping[str, tuple[int, int]], ranges: Mappi
     Args:
         whole, ranges: by field: the least and the largest integer; the least and the largest number.
     """
-    for name, is_optional, allowed, is_flag in _described_fields(type(owner)):
+    for name, is_optional, allowed, is_flag in _described_fields(owner.__class__):
         value = getattr(owner, name)
         if value is None and is_optional:
             continue
@@ -34,7 +34,7 @@ def check_fields(owner: Any, whole: Mapping[str, tuple[int, int]], ranges: Mappi
 
 @functools.cache
 def _described_fields(owner: type) -> list[tuple[str, bool, tuple[str, ...], bool]]:
-    """Of each field of a dataclass: its name, whether it may be None, the values of a ``Literal``, whether it is a bool."""
+    """Of each field: its name, whether it may be None, the values of a ``Literal``, whether it is a bool."""
     return [
         (
             field.name,

@@ -15,9 +15,7 @@ _STATUS = {
 }
 
 
-def bounded_protocol(
-    max_header_bytes: int, client_seconds: float, max_connections: int
-) -> type[asyncio.Protocol]:
+def bounded_protocol(max_header_bytes: int, client_seconds: float, max_connections: int) -> type[asyncio.Protocol]:
     """The class for uvicorn's ``http`` argument.
 
     Without it the line and headers of a request may be as long, and take as long, as their sender likes, and

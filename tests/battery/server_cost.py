@@ -77,7 +77,8 @@ class Server:
     def __init__(self, engine_args: dict[str, Any], flags: Sequence[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
-        command = [sys.executable, "-m", "compiled_llm", "serve", "--port", str(self._port), *flags, *_flags(engine_args)]
+        own = ["--port", str(self._port), *flags, *_flags(engine_args)]
+        command = [sys.executable, "-m", "compiled_llm", "serve", *own]
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         while True:
             if self.process.poll() is not None:
@@ -126,7 +127,6 @@ def _flags(engine_args: dict[str, Any]) -> Iterator[str]:
 
 def _request(prompt: Sequence[int], max_tokens: int) -> bytes:
     fields = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-    fields["return_token_ids"] = False
     content = json.dumps(fields).encode()
     return b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(content), content)
 
@@ -192,8 +192,9 @@ def _compare(generator: Generator, server: Server, count: int, max_tokens: int, 
     print(
         f"{count} streams: generate {generated:.0f} tokens/s at best, serve {served:.0f}, ratio "
         f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); first event "
-        f"{1e3 * statistics.median(firsts):.1f} ms, first {1e3 * statistics.median(alone):.1f} ms; {num_rounds * tokens / num_events:.1f} tokens "
-        "an event; processor time of a token: " + ", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in zip(processes, used, strict=True)),
+        f"{1e3 * statistics.median(firsts):.1f} ms, first {1e3 * statistics.median(alone):.1f} ms; "
+        f"{num_rounds * tokens / num_events:.1f} tokens an event; processor time of a token: "
+        + ", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in zip(processes, used, strict=True)),
         flush=True,
     )
 

@@ -1,6 +1,7 @@
 """What the server does when something around it breaks: each time it ends, or goes on, as docs/serving.md says."""
 
 import contextlib
+import re
 import resource
 import signal
 import socket
@@ -56,21 +57,31 @@ def test_a_killed_engine_is_started_again() -> None:
         assert "the engine has ended 6 times within 600 s" in err
 
 
-def test_a_killed_grammar_process_ends_its_requests_alone() -> None:
-    body = {**SHORT, "max_tokens": 20, "structured_outputs": {"regex": "[a-z]{5,9}"}}
+def test_killed_grammar_processes_end_their_requests_alone() -> None:
     with program() as server:
         server.wait_until("/health")
-        before = server.http.post("/v1/completions", json=body)
-        assert before.status_code == 200
-        for _ in range(5):
-            workers = [one for one in server.engine().children() if "grammar" in " ".join(one.cmdline())]
-            assert workers
-            for worker in workers:
-                worker.kill()
-            answers = [server.http.post("/v1/completions", json=body) for _ in range(3)]
-            assert {one.status_code for one in answers} <= {200, 500}
-            assert answers[-1].json()["choices"] == before.json()["choices"]
-            assert server.http.post("/v1/completions", json=SHORT).status_code == 200
+        for length in range(5, 10):
+            body = {**LONG, "max_tokens": 400, "ignore_eos": False, "structured_outputs": {"regex": "[a-z]{300}"}}
+            with server.http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                for worker in grammar_processes(server):
+                    worker.kill()
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert "error" in rest[-2] or '"finish_reason":"stop"' in rest[-2]
+            # Another grammar needs a new process.
+            regex = f"[a-z]{{{length}}}"
+            body = {**SHORT, "max_tokens": 20, "structured_outputs": {"regex": regex}}
+            text = server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            assert re.fullmatch(regex, text)
+            assert grammar_processes(server)
+
+
+def grammar_processes(server: Program) -> list[psutil.Process]:
+    """That which compiles, and those that it has made."""
+    children = [one for one in server.engine().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in children if "grammar" in " ".join(one.cmdline())]
 
 
 def test_a_log_that_cannot_be_written_ends_nothing() -> None:
