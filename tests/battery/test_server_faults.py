@@ -60,8 +60,8 @@ def test_a_killed_engine_is_started_again() -> None:
 def test_killed_grammar_processes_end_their_requests_alone() -> None:
     with program() as server:
         server.wait_until("/health")
-        for length in range(5, 10):
-            body = {**LONG, "max_tokens": 400, "ignore_eos": False, "structured_outputs": {"regex": "[a-z]{300}"}}
+        for length in range(5, 8):
+            body = {**LONG, "max_tokens": 100, "ignore_eos": False, "structured_outputs": {"regex": "[a-z]{60}"}}
             with server.http.stream("POST", "/v1/completions", json=body) as answer:
                 lines = answer.iter_lines()
                 next(lines)
