@@ -55,6 +55,7 @@ class _Answering:
         self._service, self._asked, self._make = service, asked, make
         self._request_id: str = request.state.request_id
         self._facts: dict[str, Any] = request.state.facts
+        self._headers = request.headers
         self._deadline = asyncio.get_running_loop().time() + service.settings.max_request_seconds
 
     async def whole(self) -> Response:
@@ -106,16 +107,21 @@ class _Answering:
 
     async def _observed(self, served: Served, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
         """The outputs, with what the log and the metrics have of them."""
-        params, facts = served.params, self._facts
+        params, facts, traces = served.params, self._facts, self._service.traces
+        num_prompt_tokens = {prompt.request_id: len(prompt.token_ids) for prompt in served.prompts}
         observers = {
-            prompt.request_id: self._service.metrics.observe(len(prompt.token_ids), params.max_tokens, params.n)
-            for prompt in served.prompts
+            request_id: self._service.metrics.observe(count, params.max_tokens, params.n)
+            for request_id, count in num_prompt_tokens.items()
         }
-        facts["prompt_tokens"] = sum(len(prompt.token_ids) for prompt in served.prompts)
+        facts["prompt_tokens"] = sum(num_prompt_tokens.values())
         facts["output_tokens"] = 0
         try:
             async for output in outputs:
-                observers[output.request_id].take(output)
+                observer, request_id = observers[output.request_id], output.request_id
+                observer.take(output)
+                if traces is not None and output.times is not None:
+                    counts = num_prompt_tokens[request_id], observer.num_tokens
+                    traces.add(self._headers, request_id, params, *counts, observer.seconds, output.times)
                 facts["output_tokens"] += sum(len(piece.token_ids) for piece in output.pieces)
                 if output.times is not None and output.times.first is not None:
                     facts.setdefault("first_seconds", output.times.first)

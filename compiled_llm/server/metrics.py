@@ -106,19 +106,28 @@ class Metrics:
 
 
 class RequestObserver:
-    """Times of one engine's request as its outputs come."""
+    """Times of one engine's request as its outputs come.
+
+    Attributes:
+        num_tokens: that came.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._arrived = metrics, time.monotonic()
         self._last: dict[int, float] = {}  # of each continuation: when its last token came
-        self._num_tokens = 0
+        self.num_tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since the request came."""
+        return time.monotonic() - self._arrived
 
     def take(self, output: Output) -> None:
         """An output came. Of several tokens at once, each took its share of the time."""
         metrics, now = self._metrics, time.monotonic()
         for piece in output.pieces:
             num_tokens = len(piece.token_ids)
-            self._num_tokens += num_tokens
+            self.num_tokens += num_tokens
             for _ in range(num_tokens if piece.index in self._last else 0):
                 metrics._next.observe((now - self._last[piece.index]) / num_tokens)
             self._last[piece.index] = now
@@ -126,7 +135,7 @@ class RequestObserver:
                 metrics._success.labels(**metrics._labels, finished_reason=piece.finish_reason).inc()
         if output.times is not None:
             metrics._cached.inc(output.num_cached_tokens)
-            metrics._generated.observe(self._num_tokens)
+            metrics._generated.observe(self.num_tokens)
             metrics._whole.observe(now - self._arrived)
             self._observe_parts(output.times)
 
@@ -138,8 +147,8 @@ class RequestObserver:
             metrics._first.observe(times.first)
         if times.prefill is not None and times.decode is not None:
             parts["inference"] = times.prefill + times.decode
-            if self._num_tokens > 1:
-                metrics._mean.observe(times.decode / (self._num_tokens - 1))
+            if self.num_tokens > 1:
+                metrics._mean.observe(times.decode / (self.num_tokens - 1))
         for part, seconds in parts.items():
             if seconds is not None:
                 metrics._parts[part].observe(seconds)

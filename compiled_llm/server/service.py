@@ -18,6 +18,7 @@ from compiled_llm.server.errors import ApiError
 from compiled_llm.server.messages import Generate, Output, Started
 from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.settings import ServerSettings
+from compiled_llm.server.traces import Traces, otlp_exporter
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Capacity, EncodedPrompt, encode_prompt
 from compiled_llm.text.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class Service:
         names: of the model; the first one stands in answers.
         tokenizer, texts: None, and without texts, for a model that has none. Set by ``start``.
         is_draining: no new requests are taken.
+        traces: None unless they are asked for.
         num_admitted: prompts that are served or wait.
     """
 
@@ -64,6 +66,8 @@ class Service:
         self.is_draining = False
         self.tokenizer: Tokenizer | None = None
         self.num_admitted = 0
+        endpoint = settings.otlp_traces_endpoint
+        self.traces = Traces(otlp_exporter(endpoint), self.names[0]) if endpoint else None
         self._numbers = itertools.count()
         self._pool = ThreadPoolExecutor(_THREADS, "compiled_llm text")
 
@@ -84,6 +88,8 @@ class Service:
         if self.client.started is not None:
             self._chats.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.traces is not None:
+            self.traces.close()
 
     @property
     def started(self) -> Started:

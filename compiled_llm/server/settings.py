@@ -37,6 +37,8 @@ class ServerSettings:
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
         restart_engine: start the engine again when its process has ended, 5 times within 10 minutes at most; without
             it, that ends the server.
+        otlp_traces_endpoint: a collector of OpenTelemetry, which gets a span for each prompt that was answered, such as
+            http://localhost:4318/v1/traces; none: no traces.
     """
 
     host: str = "127.0.0.1"
@@ -56,6 +58,7 @@ class ServerSettings:
     drain_seconds: float = 30.0
     stall_seconds: float = 120.0
     restart_engine: bool = False
+    otlp_traces_endpoint: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, _INTEGERS, _NUMBERS)
