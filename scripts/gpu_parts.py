@@ -121,7 +121,7 @@ PARTS = {
     "sampling": Part(240, f"{_BENCH} sampling --batch-size 32 --json {{json}}"),
     "serve": Part(
         240,
-        f"{_BENCH} serve --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20",
+        f"{_BENCH} arrivals --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20",
     ),
     "report": Part(120, f"scripts/serve_offline.py --device cuda {_BUCKETS} --quiet --report {{folder}}"),
     "phases-compiled-llm": Part(150, f"{_PHASES} {_PHASE_BUCKETS}"),

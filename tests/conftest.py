@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Set before the libraries are imported: no forks of a threaded tokenizer, no network.
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.processes import build_kernels, num_processes
+from tests.scripted_server import Script, starting_scripts
 
 # The one compiles the graphs that many files then find in the cache; the other takes about as long, without that cache.
 _FIRST = ("tests/docs/test_commands.py", "tests/compiling/test_function.py")
@@ -127,3 +128,10 @@ def _interruptible() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def script() -> Iterator[Callable[..., Script]]:
+    """Makes servers that answer as they are told."""
+    with starting_scripts() as make:
+        yield make

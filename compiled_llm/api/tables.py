@@ -1,6 +1,7 @@
 """What commands print in the end: tables for people, and a line of JSON for programs."""
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,16 @@ def output_file(text: str) -> Path:
     path = Path(text)
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path}: its directory is not there, or may not be written to")
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """A picture to write, for argparse."""
+    path = output_file(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, given {text!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib, or compiled-llm[plot]")
     return path
 
 

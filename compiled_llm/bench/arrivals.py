@@ -1,95 +1,82 @@
-"""The load of ``bench serve``: arrival times, the loop that serves the requests, and metrics of their times."""
+"""Requests that arrive over time at an engine of this process: latencies and goodput under load.
 
-import dataclasses
+    compiled-llm bench arrivals --request-rate 2 --random-input-len 128 --random-output-len 64 --num-prompts 100
+    compiled-llm bench arrivals --workload W2 --goodput ttft:500 tpot:100 --find-goodput
+
+There is no server, as there is for ``bench serve``, which has the same flags: a loop adds each request when it is due
+and runs steps. A request's times count from the moment when it was due, even if the loop could add it only after a
+running step. With ``--max-concurrency`` they count from the moment when a place was free, as vLLM counts them, and the
+time before is the ``client_queue_time``. A token's time is when ``step()`` has returned it. Random requests, and those
+of ``--workload``, generate exactly ``output_len`` tokens.
+
+Goodput counts the requests that meet all targets, in milliseconds. ``--find-goodput`` searches the highest rate at
+which ``--goodput-share`` of the requests meet them. It serves all requests at once to measure the capacity, then tries
+rates from 1/16 to 16 times the capacity by halving or doubling and bisection, each with the same requests in the same
+pattern. The result is the run at the best rate. Use many requests: with few, a queue has no time to grow.
+
+``--save-result`` writes vLLM's keys, ``--save-detailed`` those of each request too; ``--report`` writes the engine's
+report. The last line is JSON. Exit status: 0, 1 if a request failed or no rate was found, 2 for bad arguments.
+"""
+
+import argparse
 import heapq
-import itertools
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
+from tqdm import tqdm
 
+from compiled_llm.api import tables
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.bench.serving import summary
+from compiled_llm.bench import serving
+from compiled_llm.bench.load import Served, arrival_times, metrics_of
+from compiled_llm.bench.load_runs import LoadRun, add_load_flags, check_load, conclude, rows_of, search
 from compiled_llm.bench.workloads import Requests
+from compiled_llm.checkpoint.shapes import engine_parser
 from compiled_llm.engine.engine import CompiledEngine
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
-QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")  # with --max-concurrency
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+def parser(program: str) -> FlagParser:
+    made = engine_parser(program, "Requests that arrive over time: latencies and goodput under load.")
+    serving.add_request_flags(made)
+    serving.add_engine_flags(made)
+    add_load_flags(made, "engine", percentiles="99")
+    made.add_argument("--ignore-eos", action="store_true", help="generate exactly output_len; for --dataset-path")
+    made.seldom |= {"--disable-detokenize", "--ignore-eos"}
+    return made
 
 
-@dataclasses.dataclass
-class Served:
-    """The times of a request, in seconds on the loop's clock.
-
-    Attributes:
-        arrival: when it was due.
-        sent: its arrival, or when ``max_concurrency`` allowed it, if later. Its latencies count from here.
-        added: when it was added to the engine, after the step that ran when it was sent.
-        token_times: when each token was returned.
-        error: why it failed, or "".
-    """
-
-    input_len: int
-    arrival: float
-    sent: float = math.nan
-    added: float = math.nan
-    token_times: list[float] = dataclasses.field(default_factory=list)
-    finished: float = math.nan
-    text: str = ""
-    error: str = ""
-
-    @property
-    def ttft(self) -> float:
-        return self.token_times[0] - self.sent
-
-    @property
-    def e2el(self) -> float:
-        """Seconds from sending to the end."""
-        return self.finished - self.sent
-
-    @property
-    def tpot(self) -> float:
-        """Seconds per token after the first; 0 if there is no other."""
-        count = len(self.token_times)
-        return (self.finished - self.token_times[0]) / (count - 1) if count > 1 else 0.0
-
-    @property
-    def itls(self) -> list[float]:
-        """Seconds between each token and the next."""
-        return [after - before for before, after in itertools.pairwise(self.token_times)]
-
-    @property
-    def queue_time(self) -> float:
-        """Seconds that ``max_concurrency`` held it back."""
-        return self.sent - self.arrival
-
-    def advance(self, output: RequestOutput, now: float) -> None:
-        """Record its output of a step that ended at ``now``."""
-        completion = output.outputs[0]
-        self.token_times += [now] * (len(completion.token_ids) - len(self.token_times))
-        if output.finished:
-            self.finished, self.text = now, completion.text
-            if completion.finish_reason == "error":
-                self.error = str(completion.stop_reason)
+def _check(args: argparse.Namespace, flags: FlagParser) -> None:
+    """``ValueError`` for bad arguments; checked before a model is loaded."""
+    serving.check_serving(args, flags)
+    check_load(args, {"report": "which is many runs"})
 
 
-def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which ``count`` requests arrive, ``rate`` a second, the last after ``count / rate``.
+class Bench:
+    """Runs of the same requests at different rates."""
 
-    The intervals have a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less than 1 gives bursts,
-    infinity even intervals. The same seed gives the same pattern at any rate. At an infinite rate, all arrive at once.
-    """
-    if math.isinf(rate):
-        return [0.0] * count
-    even = math.isinf(burstiness)
-    times = np.cumsum(np.ones(count) if even else np.random.default_rng(seed).gamma(shape=burstiness, size=count))
-    # With a very small shape all intervals can be zero: then all arrive at once, at the end.
-    return (times * (count / rate / times[-1])).tolist() if times[-1] > 0 else [count / rate] * count
+    def __init__(self, backend: serving.EngineRuns, args: argparse.Namespace) -> None:
+        self.backend, self.engine, self.requests, self.args = backend, backend.engine, backend.requests, args
+        ignore_eos = args.dataset_path is None or args.ignore_eos
+        self.params = serving.sampling_of(args, self.requests, ignore_eos=ignore_eos)
+
+    def warm_up(self) -> None:
+        count = self.args.num_warmups
+        drive(self.engine, self.requests[:1] * count, self.params[:1] * count, [0.0] * count)
+
+    def run(self, rate: float) -> LoadRun:
+        args = self.args
+        self.backend.begin(empty_cache=True)  # the prompts are the same in each run
+        arrivals = arrival_times(len(self.requests), rate, args.burstiness, args.seed)
+        with tqdm(total=len(self.requests), desc=f"rate {rate:g}", disable=None) as bar:
+            load = self.requests, self.params, arrivals, args.max_concurrency
+            served, duration = drive(self.engine, *load, progress=bar.update)
+        metrics = metrics_of(served, duration, args.goodput, args.percentile_metrics, args.metric_percentiles)
+        return LoadRun(rate, metrics | {"steps": self.backend.steps()}, served)
 
 
 def drive(
@@ -131,7 +118,7 @@ def drive(
             outputs = engine.step()
             now = clock()
             for output in outputs:
-                in_flight[output.request_id].advance(output, now)
+                _advance(in_flight[output.request_id], output, now)
                 if output.finished:
                     del in_flight[output.request_id]
                     heapq.heappush(seats, now)
@@ -141,90 +128,34 @@ def drive(
     return served, clock() - start
 
 
-def metrics_of(
-    served: Sequence[Served],
-    duration: float,
-    targets_ms: Mapping[str, float],
-    metrics: Sequence[str],
-    shown_percentiles: Sequence[float],
-) -> dict[str, Any]:
-    """The keys of ``vllm bench serve``; requests that failed count in ``failed`` alone."""
-    done = [request for request in served if not request.error]
-    good = sum(all(getattr(request, name) * 1e3 <= most for name, most in targets_ms.items()) for request in done)
-    prompt_tokens = sum(request.input_len for request in done)
-    output_tokens = sum(len(request.token_times) for request in done)
-    delays = [request.added - request.sent for request in done]
-    result: dict[str, Any] = {
-        "duration": duration,
-        "completed": len(done),
-        "failed": len(served) - len(done),
-        "total_input_tokens": prompt_tokens,
-        "total_output_tokens": output_tokens,
-        "request_throughput": len(done) / duration,
-        "request_goodput": good / duration if targets_ms else None,
-        "goodput_share": good / len(served) if targets_ms else None,
-        "output_throughput": output_tokens / duration,
-        "total_token_throughput": (prompt_tokens + output_tokens) / duration,
-        "max_output_tokens_per_s": _most_tokens_a_second(done),
-        "max_concurrent_requests": _most_at_once(done),
-        # Part of these latencies, not of the engine's own: time until the running step was over and it was added.
-        "mean_submit_delay_ms": float(np.mean(delays or [0.0])) * 1e3,
-        "max_submit_delay_ms": max(delays, default=0.0) * 1e3,
-    }
-    values: dict[str, list[float]] = {
-        "ttft": [request.ttft for request in done],
-        "tpot": [request.tpot for request in done if len(request.token_times) > 1],
-        "itl": [itl for request in done for itl in request.itls],
-        "e2el": [request.e2el for request in done],
-        "client_queue_time": [request.queue_time for request in done],
-        "e2el_including_client_queue": [request.finished - request.arrival for request in done],
-    }
-    for metric in metrics:
-        result |= summary(metric, values[metric], shown_percentiles)
-    return result
+def _advance(request: Served, output: RequestOutput, now: float) -> None:
+    """Record its output of a step that ended at ``now``."""
+    completion = output.outputs[0]
+    request.token_times += [now] * (len(completion.token_ids) - request.num_tokens)
+    request.num_tokens = len(completion.token_ids)
+    if output.finished:
+        request.finished, request.text = now, completion.text
+        if completion.finish_reason == "error":
+            request.error = str(completion.stop_reason)
 
 
-def details_of(served: Sequence[Served]) -> dict[str, list[Any]]:
-    """vLLM's keys that have an entry for each request; times in seconds."""
-    return {
-        "input_lens": [request.input_len for request in served],
-        "output_lens": [0 if request.error else len(request.token_times) for request in served],
-        "ttfts": [0.0 if request.error else request.ttft for request in served],
-        "itls": [[] if request.error else request.itls for request in served],
-        "latencies": [0.0 if request.error else request.e2el for request in served],
-        "start_times": [request.sent for request in served],
-        "queue_times": [request.queue_time for request in served],
-        "generated_texts": [request.text for request in served],
-        "errors": [request.error for request in served],
-    }
-
-
-def highest_rate(passes: Callable[[float], bool], start: float, steps: int) -> float | None:
-    """The highest rate that ``passes``, found by doubling or halving ``start``, then by ``steps`` bisections.
-
-    At most 16 times ``start``. None if not even 1/16 of ``start`` passes; lower rates would take very long.
-    """
-    low, high, rate = None, None, start
-    while (low is None or high is None) and start / 16 <= rate <= start * 16:
-        if passes(rate):
-            low, rate = rate, rate * 2
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    flags = parser(program)
+    least = {"max_concurrency": 1, "num_warmups": 0, "goodput_steps": 0}
+    args = flags.parse_checked(lambda args: _check(args, flags), arguments, **least)
+    with serving.started(program, args, serving.requests_of) as (backend, start_seconds):
+        bench = Bench(backend, args)
+        bench.warm_up()
+        if args.find_goodput:
+            run = search(bench.run, args)
         else:
-            high, rate = rate, rate / 2
-    if low is None or high is None:
-        return low
-    for _ in range(steps):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if passes(middle) else (low, middle)
-    return low
+            run = bench.run(math.inf if args.request_rate is None else args.request_rate)
+        figures = backend.figures(start_seconds)
+    names = {"backend": "compiled-llm", "model": backend.name, "model_id": backend.name}
 
+    def table(result: dict[str, Any]) -> None:
+        title = serving.title(result, f"{len(run.served)} requests, {run.rate:g} a second")
+        tables.print_table(title, rows_of(result, args) | serving.engine_rows(result))
 
-def _most_tokens_a_second(done: Sequence[Served]) -> float:
-    first = min((request.sent for request in done), default=0.0)
-    seconds = Counter(int(t - first) for request in done for t in request.token_times)
-    return float(max(seconds.values(), default=0))
-
-
-def _most_at_once(done: Sequence[Served]) -> int:
-    # Of requests that end and start at the same moment, those that end come first.
-    changes = sorted([(request.sent, 1) for request in done] + [(request.finished, -1) for request in done])
-    return max(itertools.accumulate(change for _, change in changes), default=0)
+    facts = {**names, "tokenizer_id": backend.tokenizer, **figures}
+    return conclude("arrivals", args, run, facts, table=table, device=backend.device)

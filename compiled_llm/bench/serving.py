@@ -66,8 +66,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_request_flags(parser: FlagParser) -> None:
     add = parser.add_argument_group("requests").add_argument
     add("--workload", choices=WORKLOADS, help="of docs/performance.md; it defines all requests")
-    add("--dataset-name", choices=("random", "custom"), help="custom where there is a --dataset-path")
-    rows = "rows with prompt or prompt_token_ids, and output_len unless --output-len is given"
+    add("--dataset-name", choices=("random", "custom", "sharegpt"), help="custom where there is a --dataset-path")
+    rows = "rows with prompt or prompt_token_ids, and output_len unless --output-len is given; or ShareGPT's JSON"
     add("--dataset-path", type=Path, metavar="FILE.jsonl", help=rows)
     add("--num-prompts", type=int, help=f"default: {NUM_PROMPTS} random ones, or all of a file, else its first ones")
     add("--input-len", type=int, help="the same as --random-input-len")
@@ -172,20 +172,27 @@ def sampling_of(args: argparse.Namespace, requests: Requests, *, ignore_eos: boo
 
 
 def requests_of(args: argparse.Namespace, model: Model) -> Requests:
+    return requests_for(args, model.model_config.vocab_size, model.tokenizer)
+
+
+def requests_for(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Requests:
     """The requests of the flags; ``ValueError`` for bad ones. Text is encoded here: no measured time includes it."""
     if args.workload is not None:
         _refuse(args, _LENGTH_FLAGS, "--workload, which defines its requests")
-        return WORKLOADS[args.workload](model.model_config.vocab_size, args.seed)
+        return WORKLOADS[args.workload](vocab_size, args.seed)
     check_least(args, num_prompts=1, input_len=1, output_len=1, random_input_len=1, random_output_len=1)
     check_least(args, random_prefix_len=0)
     if args.dataset_path is None:
-        if args.dataset_name == "custom":
-            raise ValueError("--dataset-name custom needs --dataset-path FILE.jsonl")
-        return _random_requests(args, model.model_config.vocab_size)
+        if args.dataset_name in ("custom", "sharegpt"):
+            raise ValueError(f"--dataset-name {args.dataset_name} needs --dataset-path FILE")
+        return _random_requests(args, vocab_size)
     if args.dataset_name == "random":
-        raise ValueError(f"--dataset-name must be custom with --dataset-path {args.dataset_path}, given 'random'")
+        raise ValueError(
+            f"--dataset-name must be custom or sharegpt with --dataset-path {args.dataset_path}, given 'random'"
+        )
     _refuse(args, _RANDOM_FLAGS, "--dataset-path, whose prompts have their own lengths")
-    requests = _read_requests(args.dataset_path, args.output_len, model)
+    read = _read_conversations if args.dataset_name == "sharegpt" else _read_rows
+    requests = read(args, vocab_size, tokenizer)
     if args.num_prompts is not None and args.num_prompts > len(requests):
         raise ValueError(
             f"--num-prompts must be at most {len(requests)}, the rows of {args.dataset_path}, given {args.num_prompts}"
@@ -225,17 +232,48 @@ def _first_given(*values: int | None) -> int:
     return next(value for value in values if value is not None)
 
 
-def _read_requests(path: Path, output_len: int | None, model: Model) -> Requests:
+def _read_rows(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Requests:
+    path, output_len = args.dataset_path, args.output_len
     # Not splitlines(), which also splits at line separators that JSON strings may hold.
     lines = path.read_text(encoding="utf-8").split("\n")
     requests = [
-        _parse_row(f"{path}, line {number}", line, output_len, model.tokenizer, model.model_config.vocab_size)
+        _parse_row(f"{path}, line {number}", line, output_len, tokenizer, vocab_size)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
     if not requests:
         raise ValueError(f"--dataset-path {path} must hold at least one row, given none")
     return requests
+
+
+def _read_conversations(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Requests:
+    """The first turn of each conversation that has an answer, as long as that one, drawn by the seed; as vLLM does."""
+    path = args.dataset_path
+    if tokenizer is None:
+        raise ValueError("--dataset-name sharegpt has texts, and the model has no tokenizer: give --tokenizer")
+    try:
+        turns = [row["conversations"] for row in json.loads(path.read_text(encoding="utf-8"))]
+        pairs = [(str(turn[0]["value"]), str(turn[1]["value"])) for turn in turns if len(turn) > 1]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--dataset-path {path} must be a JSON list of objects with conversations, lists of objects with value; "
+            f"given {type(error).__name__}: {error}"
+        ) from error
+    random.Random(args.seed).shuffle(pairs)
+    found: Requests = []
+    for prompt, answer in pairs:
+        token_ids = tokenizer.encode(prompt)
+        count = args.output_len or len(tokenizer.encode_piece(answer))
+        # vLLM's bounds: what is very short or long says little of a chat.
+        if min(len(token_ids), count) >= 4 and len(token_ids) <= 1024 and len(token_ids) + count <= 2048:
+            found.append(WorkloadRequest(token_ids, count))
+        if len(found) == args.num_prompts:
+            break
+    if not found:
+        raise ValueError(
+            f"--dataset-path {path} must have a conversation of an answered turn of usual length, given none"
+        )
+    return found
 
 
 def _parse_row(

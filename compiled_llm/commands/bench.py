@@ -10,7 +10,8 @@ from compiled_llm.commands import module_of
 BENCHES = {
     "latency": "one batch of requests from start to end; also transformers.generate",
     "throughput": "many requests at once; also transformers.generate",
-    "serve": "requests that arrive over time: TTFT, TPOT, goodput",
+    "serve": "a server over HTTP, this one or another: TTFT, TPOT, goodput under load",
+    "arrivals": "the same load on an engine without a server",
     "peers": "the same requests through vLLM, OpenVINO, llama.cpp and transformers",
     "settings": "several precisions or engine arguments, in turns",
     "shared": "what an engine keeps of its speed on a machine that others use",

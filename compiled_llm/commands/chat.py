@@ -3,19 +3,23 @@
     compiled-llm chat
     compiled-llm chat MODEL.gguf
     compiled-llm chat DIR --system "Answer in one sentence."
+    compiled-llm chat --url http://127.0.0.1:8000
     printf 'Hello\\n/stats\\n' | compiled-llm chat
 
 A line is a message; one that begins with ``/`` is a command (``/help`` lists them). Ctrl-C ends the answer, Ctrl-D
 leaves. The model's chat template makes the prompt; a model without one gets the turns as text. What is not a terminal
-is read as a script of lines: answers go to stdout, everything else to stderr.
+is read as a script of lines: answers go to stdout, everything else to stderr. With ``--url`` a server with OpenAI's
+interface answers, and no model is loaded here.
 
 Exit status: 0, 1 when a line of a script could not be answered, 2 for bad arguments, 143 after SIGTERM, 130 after
 SIGINT in a script, 141 when stdout was closed.
 """
 
 import argparse
+import dataclasses
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from compiled_llm.api.command_line import (
     FlagParser,
@@ -26,6 +30,7 @@ from compiled_llm.api.command_line import (
     sampling_arguments,
     sampling_params,
 )
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import run_program
 from compiled_llm.system.quick_start import quick_start
@@ -53,6 +58,8 @@ def parser(program: str) -> FlagParser:
     parser = FlagParser(prog=program, description="Talk with a model in the terminal. /help there lists its commands.")
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="what to talk with, as after --model")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    parser.add_argument("--url", help="of a server that answers, as http://127.0.0.1:8000; MODEL is its name there")
+    parser.add_argument("--api-key", metavar="KEY", help="of the server (default: OPENAI_API_KEY of the environment)")
     add_sampling_arguments(parser, _WITHOUT, max_tokens="a quarter of the context", temperature="the model's, or 0.7")
     add_engine_arguments(parser, wait_for_compile=False)
     return parser
@@ -65,9 +72,40 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         flags = parser(program)
         args = flags.parse_args(arguments)
         with flags.ending_errors():
+            if args.url is not None:
+                return _chat_with_server(program, args, flags, stdout)
+            if args.api_key is not None:
+                raise ValueError("--api-key must be left out without --url")
             return _chat(program, args, stdout)
 
     return run_program(program, run)
+
+
+def _chat_with_server(program: str, args: argparse.Namespace, flags: FlagParser, stdout: GuardedStream) -> int:
+    from compiled_llm.terminal.chat import Chat
+    from compiled_llm.terminal.server_client import ServerClient
+    from compiled_llm.terminal.server_conversation import ServerConversation
+
+    for field in dataclasses.fields(EngineConfig):
+        if getattr(args, field.name, None) != flags.get_default(field.name):
+            raise ValueError(f"--{field.name.replace('_', '-')} must be left out with --url: the server has the engine")
+    sampling_params(args)
+    client = ServerClient(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    with errors_end(program, (OSError,), 1):
+        conversation = ServerConversation(
+            client, args.model_name, sampling_arguments(args), _writer(stdout), args.system
+        )
+    return Chat(conversation, _WITHOUT).run()
+
+
+def _writer(stdout: GuardedStream) -> Callable[[str], None]:
+    def write(piece: str) -> None:
+        stdout.write(piece)
+        stdout.flush()
+        if isinstance(stdout.failure, BrokenPipeError):
+            raise stdout.failure
+
+    return write
 
 
 def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
@@ -83,7 +121,7 @@ def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
         from compiled_llm.offline.serving import run_sampling
         from compiled_llm.scheduling.worker import WorkerFailedError
         from compiled_llm.terminal.chat import Chat
-        from compiled_llm.terminal.conversation import Conversation
+        from compiled_llm.terminal.engine_conversation import EngineConversation
 
         if not has_tokenizer(config, checkpoint_directory(config)):
             raise ValueError("the model has no tokenizer, and a chat needs one: give --tokenizer")
@@ -91,17 +129,11 @@ def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
         sampling, _ = run_sampling(config, given)
         started = CompiledEngine.from_config(config)
 
-    def write(piece: str) -> None:
-        stdout.write(piece)
-        stdout.flush()
-        if isinstance(stdout.failure, BrokenPipeError):
-            raise stdout.failure
-
     with errors_end(program, (WorkerFailedError,), 1), started as engine:
         if "max_tokens" not in given:
             sampling["max_tokens"] = max(1, engine.scheduler.request_capacity // 4)
         sampling = {name: value for name, value in sampling.items() if name not in _WITHOUT}
-        conversation = Conversation(engine, sampling, write, args.system)
+        conversation = EngineConversation(engine, sampling, _writer(stdout), args.system)
         note = _BUNDLED if config.model is None else None if conversation.has_template else _WITHOUT_TEMPLATE
         if note is not None:
             print(f"({note})", file=sys.stderr, flush=True)

@@ -39,6 +39,9 @@ class Answer:
             self.num_tokens += len(completion.token_ids)
             if completion.finish_reason is not None:
                 self.ends[completion.index] = completion.finish_reason, completion.stop_reason
+        self._print()
+
+    def _print(self) -> None:
         while self._current < len(self.texts):
             self._print_current()
             if self._current not in self.ends:
@@ -58,6 +61,11 @@ class Answer:
         """End the line of the continuation that is printed, also of one that is cut off."""
         if self._current < len(self.texts) and not self.texts[self._current].endswith("\n"):
             self._write("\n")
+
+    @property
+    def said(self) -> str:
+        """What stays in a conversation."""
+        return self.texts[0]
 
     @property
     def error(self) -> str | None:

@@ -103,14 +103,13 @@ class Chat:
         conversation = self._conversation
         rows = {
             "last answer": "none" if conversation.last is None else conversation.last.summary,
-            "conversation": f"{len(conversation.messages)} messages, {conversation.num_tokens()} of "
-            f"{conversation.capacity} tokens",
-            **conversation.engine.stats().rows(),
+            "conversation": f"{len(conversation.messages)} messages, {conversation.size()}",
+            **conversation.facts(),
         }
         width = max(map(len, rows))
         for name, text in rows.items():
             print(f"{name:{width}}  {text}")
-        for line in conversation.engine.compile_report().change_overs():
+        for line in conversation.notes():
             print(line)
 
     def _save(self, argument: str) -> None:

@@ -1,28 +1,19 @@
-"""Conversation: messages, how they become a prompt, and the answers of an engine to them."""
+"""Conversation: messages, and the answers to them."""
 
+import abc
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.terminal.answer import Answer
-from compiled_llm.text.prompts import EncodedPrompt
-
-# Of a model without a chat template. The empty line and the name of the other speaker end an answer.
-_NAMES = {"user": "User", "assistant": "Assistant"}
-_END_OF_TURN = "\n\nUser:"
 
 
-class Conversation:
-    """Messages so far, and what the model answers to them. Each prompt begins with the one before it and its answer.
-
-    So the prefix cache holds the keys and values of all but the last message. A model without a chat template gets the
-    messages as text: a line with the speaker's name, what was said, and an empty line.
+class Conversation(abc.ABC):
+    """Messages so far, and what a model answers to them.
 
     Args:
-        engine: has a tokenizer.
         sampling: arguments of ``SamplingParams`` for each answer; ``max_tokens`` None: until the context is full.
         write: gets each piece of an answer as it comes.
 
@@ -32,25 +23,39 @@ class Conversation:
         last: the last answer.
     """
 
-    def __init__(
-        self,
-        engine: CompiledEngine,
-        sampling: dict[str, Any],
-        write: Callable[[str], object],
-        system: str | None = None,
-    ) -> None:
-        assert engine.tokenizer is not None
-        self.engine, self.sampling, self.system = engine, sampling, system
-        self.has_template = "default" in engine.tokenizer.chat_templates
+    def __init__(self, sampling: dict[str, Any], write: Callable[[str], object], system: str | None = None) -> None:
+        self.sampling, self.system = sampling, system
         self.messages: list[dict[str, str]] = []
         self.last: Answer | None = None
         self._write = write
-        self._params(1)  # what is wrong with the arguments is told now
+        self._check_sampling()  # what is wrong with the arguments is told now
 
-    @property
-    def capacity(self) -> int:
-        """Most tokens that the conversation may have."""
-        return self.engine.scheduler.request_capacity
+    @abc.abstractmethod
+    def size(self) -> str:
+        """The tokens of the conversation, and how many it may have."""
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, str]:
+        """What answers the conversation, in rows of name and value."""
+
+    def notes(self) -> list[str]:
+        """What there is to say besides, a line each."""
+        return []
+
+    @abc.abstractmethod
+    def _begin(self) -> tuple[Answer, Any]:
+        """An answer to the messages that has nothing yet, and an iterator over what it takes, with ``close``.
+
+        Raises:
+            ValueError: the messages cannot be answered.
+        """
+
+    @abc.abstractmethod
+    def _cut(self) -> str | None:
+        """What to say of the last answer, which ended as it had all the tokens that it may have."""
+
+    def _check_sampling(self) -> None:
+        SamplingParams(**self.sampling)
 
     def say(self, text: str) -> str | None:
         """Add a message of the user and print the answer. Returns what there is to say about its end, or None.
@@ -83,7 +88,7 @@ class Conversation:
         before = self.sampling
         self.sampling = {**before, name: value}
         try:
-            self._params(1)
+            self._check_sampling()
         except ValueError:
             self.sampling = before
             raise
@@ -93,28 +98,24 @@ class Conversation:
         with path.open("x", encoding="utf-8") as file:
             file.write(json.dumps({"messages": self._all_messages()}, ensure_ascii=False) + "\n")
 
-    def num_tokens(self) -> int:
-        """Tokens of the conversation, as the next prompt would have them."""
-        return len(self._prompt().token_ids) if self.messages else 0
-
     def _answer(self, kept: int) -> str | None:
         """Print the answer to ``messages`` and add it to them. Where that fails, ``kept`` messages stay."""
         try:
-            prompt = self._prompt()
-            room = self.capacity - len(prompt.token_ids)
-            if room < 1:
-                raise ValueError(self._is_full(len(prompt.token_ids)))
-            params = self._params(room)
-            stream = self.engine.stream(prompt, params)
+            answer, stream = self._begin()
         except (ValueError, KeyboardInterrupt):
             del self.messages[kept:]
             raise
-        self.last = answer = Answer(self._write)
+        self.last = answer
         try:
             for output in stream:
                 answer.take(output)
+        except (ValueError, OSError) as error:  # of a server
+            del self.messages[kept:]
+            if answer.texts[0] and not isinstance(error, BrokenPipeError):
+                answer.end_line()
+            raise
         except KeyboardInterrupt as interrupt:
-            self.messages.append({"role": "assistant", "content": answer.texts[0]})
+            self.messages.append({"role": "assistant", "content": answer.said})
             stream.close()
             answer.end_line()
             if interrupt.args:  # not Ctrl-C, but a signal that ends the program
@@ -123,39 +124,13 @@ class Conversation:
         if answer.error is not None:
             del self.messages[kept:]
             raise ValueError(answer.error)
-        self.messages.append({"role": "assistant", "content": answer.texts[0]})
-        if answer.ends[0][0] != "length":
-            return None
-        if params.max_tokens == room:
-            return self._is_full(self.capacity)
-        return f"cut at max_tokens={params.max_tokens}: /set max_tokens {2 * (params.max_tokens or 1)}, then /retry"
-
-    def _is_full(self, given: int) -> str:
-        return (
-            f"the conversation has {given} tokens, and all the model's context holds is {self.capacity}: /clear begins "
-            "anew, /save FILE keeps what was said"
-        )
-
-    def _params(self, room: int) -> SamplingParams:
-        asked = self.sampling.get("max_tokens")
-        stop = SamplingParams(stop=self.sampling.get("stop")).stop or ()
-        ends = (*stop, *([] if self.has_template else [_END_OF_TURN]))
-        SamplingParams(**self.sampling)  # with max_tokens as it was given
-        more = {"max_tokens": room if asked is None else min(asked, room), "stop": ends, "output_kind": "delta"}
-        least = {"min_tokens": min(self.sampling.get("min_tokens", 0), more["max_tokens"])}
-        return SamplingParams(**{**self.sampling, **more, **least})
+        self.messages.append({"role": "assistant", "content": answer.said})
+        return self._cut() if answer.ends.get(0, ("",))[0] == "length" else None
 
     def _all_messages(self) -> list[dict[str, str]]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
 
-    def _prompt(self) -> EncodedPrompt:
-        if self.has_template:
-            return self.engine.encode_chat(self._all_messages())
-        system = "" if self.system is None else f"{self.system}\n\n"
-        turns = (f"{_NAMES[message['role']]}:\n{message['content'].rstrip()}\n\n" for message in self.messages)
-        text = f"{system}{''.join(turns)}Assistant:\n"
-        assert self.engine.tokenizer is not None
-        if excess := self.engine.tokenizer.excess(text, self.capacity):
-            raise ValueError(self._is_full(excess[0]))
-        return EncodedPrompt(text, self.engine.tokenizer.encode(text, split_special_tokens=True))
+
+def cut_at(max_tokens: int) -> str:
+    return f"cut at max_tokens={max_tokens}: /set max_tokens {2 * max_tokens}, then /retry"

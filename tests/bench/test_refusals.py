@@ -44,6 +44,18 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         (" ".join((*HF, "--temperature", "1")), "--temperature has no meaning"),
     ],
     "serve": [
+        ("--rates 1,fast", "given 'fast'"),
+        ("--rates 0", "--rates must be numbers above 0"),
+        ("--rates 1 --request-rate 1", "--request-rate must be left out"),
+        (f"{' '.join(GOODPUT)} --rates 1", "--rates must be left out"),
+        ("--goodput itl:5", "given 'itl:5'"),
+        ("--extra-body []", "--extra-body must be a JSON object"),
+        ("--header x", "--header must be NAME=VALUE"),
+        ("--max-concurrency 0", "--max-concurrency must be at least 1"),
+        ("--picture load.txt", "must end in .png, .svg or .pdf"),
+        ("--base-url ftp://here", "URL must be as http://127.0.0.1:8000"),
+    ],
+    "arrivals": [
         ("--request-rate 0", "--request-rate must be above 0"),
         ("--burstiness -1", "--burstiness must be above 0"),
         ("--max-concurrency 0", "--max-concurrency must be at least 1"),

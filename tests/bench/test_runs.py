@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from compiled_llm.bench import (
+    arrivals,
     gpt_fast,
     harness,
     hf,
@@ -24,7 +25,6 @@ from compiled_llm.bench import (
     product_ways,
     products,
     sampling,
-    serve,
     settings,
     shared,
     start,
@@ -137,10 +137,10 @@ def test_throughput_of_transformers(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert (result["total_output_tokens"], result["hf_max_batch_size"]) == (20, 3)
 
 
-def test_serve(run: Run, tmp_path: Path) -> None:
+def test_arrivals(run: Run, tmp_path: Path) -> None:
     words = ("--request-rate", "200", "--goodput", "ttft:1e9", "tpot:1e9", "--metric-percentiles", "90,99")
     result, _ = run(
-        serve, *SMALL, *RANDOM, *words, "--save-result", "--save-detailed", "--result-dir", tmp_path / "new"
+        arrivals, *SMALL, *RANDOM, *words, "--save-result", "--save-detailed", "--result-dir", tmp_path / "new"
     )
     (path,) = (tmp_path / "new").iterdir()
     assert path.name.startswith("compiled-llm-200qps-tiny-")
@@ -156,15 +156,15 @@ def test_serve(run: Run, tmp_path: Path) -> None:
         assert ttft + sum(itls) == pytest.approx(whole)
 
 
-def test_serve_searches_a_rate_and_queues_at_the_client(run: Run) -> None:
-    result, _ = run(serve, *SMALL, *RANDOM, "--goodput", "e2el:1e9", "--find-goodput")
+def test_a_rate_is_searched_and_requests_queue_at_the_client(run: Run) -> None:
+    result, _ = run(arrivals, *SMALL, *RANDOM, "--goodput", "e2el:1e9", "--find-goodput")
     assert result["request_rate"] == result["goodput_search"]["max_request_rate"] == "inf"
     words = ("--goodput", "e2el:0", "--find-goodput", "--num-warmups", "0", "--num-prompts", "2", "--input-len", "5")
-    result, out = run(serve, *SMALL, *words, "--output-len", "2", status=1)
+    result, out = run(arrivals, *SMALL, *words, "--output-len", "2", status=1)
     assert "no rate with 90% of the requests" in out
     assert [trial["goodput_share"] for trial in result["goodput_search"]["trials"]] == [0] * 6
     metrics = "client_queue_time,e2el_including_client_queue,e2el"
-    result, _ = run(serve, *SMALL, *RANDOM, "--max-concurrency", "1", "--percentile-metrics", metrics)
+    result, _ = run(arrivals, *SMALL, *RANDOM, "--max-concurrency", "1", "--percentile-metrics", metrics)
     together = result["mean_client_queue_time_ms"] + result["mean_e2el_ms"]
     assert result["mean_e2el_including_client_queue_ms"] == pytest.approx(together)
 

@@ -65,6 +65,22 @@ def test_requests_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "given none"),
+        ('[{"conversations": [{"value": "a"}, {"value": "b"}]}]', "given none"),
+        ('[{"talk": []}]', "must be a JSON list of objects with conversations"),
+        ("{", "must be a JSON list"),
+    ],
+)
+def test_a_bad_file_of_conversations_is_named(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "talks.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=words):
+        requests("--dataset-path", str(path), "--dataset-name", "sharegpt", model=("--model", str(DEMO_MODEL)))
+
+
+@pytest.mark.parametrize(
     ("row", "words"),
     [
         ("{", "line 2: not JSON"),

@@ -145,6 +145,8 @@ NOT_RUN = (
     NotRun(_COMMAND + r" report lm-eval .*", "needs lm-eval, and its tasks the network", parse_command),
     NotRun(_COMMAND + r" serve\b.*", "serves until it is ended; tests/server/test_run.py runs it", parse_command),
     NotRun(r"curl .*", "tests/server/test_documents.py sends it to a server", check_nothing),
+    NotRun(r"llm .*", "tests/server/test_documents.py runs it with a server", check_nothing),
+    NotRun(r"printf .* chat --url .*", "tests/server/test_documents.py runs it with a server", parse_command),
     NotRun(_COMMAND + r" quantize .*", "tests/quantizing/test_quantize.py runs it", parse_command),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_command),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_command),

@@ -26,9 +26,14 @@ def test_the_commands_of_curl(running: Running) -> None:
     assert stream.endswith("data: [DONE]\n\n")
 
 
-def test_the_snippet_prints_one_answer_twice(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = blocks(PAGE, "python")
-    text = block.text.replace(URL, running.url).replace("max_tokens=24", "max_tokens=24, temperature=0")
+def snippet(word: str) -> str:
+    """The first one with it."""
+    return next(block.text for block in blocks(PAGE, "python") if word in block.text)
+
+
+def test_a_snippet_prints_one_answer_twice(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    text = snippet("chat.completions").replace(URL, running.url)
+    text = text.replace("max_tokens=24", "max_tokens=24, temperature=0")
     exec(compile(text, str(PAGE), "exec"), {})
     printed = capsys.readouterr().out
     half = len(printed) // 2
@@ -36,8 +41,10 @@ def test_the_snippet_prints_one_answer_twice(running: Running, capsys: pytest.Ca
 
 
 def test_every_flag_of_the_server_that_the_page_names_is_there() -> None:
+    from compiled_llm.bench.serve import parser as load
+    from compiled_llm.commands.chat import parser as chat
     from compiled_llm.commands.serve import parser
 
-    flags = set(parser("serve")._option_string_actions)
+    flags = set().union(*(each("it")._option_string_actions for each in (parser, load, chat)))
     named = {word.strip("`.,;:()") for word in PAGE.read_text().split() if word.strip("`(").startswith("--")}
     assert {flag.partition("`")[0] for flag in named} <= flags

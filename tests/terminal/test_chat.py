@@ -8,21 +8,21 @@ import pytest
 from compiled_llm import CompiledEngine
 from compiled_llm.compiling.report import CompileReport, GraphReport
 from compiled_llm.terminal.chat import COMMANDS, Chat
-from compiled_llm.terminal.conversation import Conversation
+from compiled_llm.terminal.engine_conversation import EngineConversation
 
 
 @pytest.fixture
-def talk(engine: CompiledEngine) -> Conversation:
-    return Conversation(engine, {"temperature": 0, "max_tokens": 4}, lambda piece: print(piece, end=""))
+def talk(engine: CompiledEngine) -> EngineConversation:
+    return EngineConversation(engine, {"temperature": 0, "max_tokens": 4}, lambda piece: print(piece, end=""))
 
 
-def run(talk: Conversation, script: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def run(talk: EngineConversation, script: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(script))
     return Chat(talk, without=["n"]).run()
 
 
 def test_lines_are_messages_and_commands(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    talk: EngineConversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "talk.jsonl"
     script = f"""
@@ -65,7 +65,7 @@ not read
 
 
 def test_stats_say_which_graphs_have_taken_over(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: EngineConversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def graph(name: str, cache: str, took_over: float | None) -> GraphReport:
         return GraphReport(name, 1, 0, 0, 1.0, cache, 0, took_over=took_over)
@@ -97,7 +97,7 @@ def test_stats_say_which_graphs_have_taken_over(
     ],
 )
 def test_what_cannot_be_done_is_told_and_the_script_goes_on(
-    line: str, said: str, talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, said: str, talk: EngineConversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(talk, f"{line}\n/system be brief", monkeypatch) == 1
     assert capsys.readouterr().err == f"(error: {said})\n"
@@ -105,14 +105,14 @@ def test_what_cannot_be_done_is_told_and_the_script_goes_on(
 
 
 def test_help_has_every_command(
-    talk: Conversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: EngineConversation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(talk, "/help", monkeypatch) == 0
     out = capsys.readouterr().out
     assert all(f"/{name}" in out and command.text in out for name, command in COMMANDS.items())
 
 
-def test_values_of_every_kind_can_be_set(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_every_kind_can_be_set(talk: EngineConversation, monkeypatch: pytest.MonkeyPatch) -> None:
     script = '/set stop END\n/set logit_bias {"3": 1.5}\n/set seed none\n/set bad_words a b\n/set stop_token_ids 1,2'
     assert run(talk, script, monkeypatch) == 0
     params = talk._params(9)

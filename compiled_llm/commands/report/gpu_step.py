@@ -13,7 +13,6 @@ Exit status: 0, or 2 for bad arguments.
 """
 
 import argparse
-import importlib.util
 import json
 import re
 import warnings
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
-from compiled_llm.api.tables import add_json_flag, output_file
+from compiled_llm.api.tables import add_json_flag, picture_file
 from compiled_llm.checkpoint.shapes import SHAPES, engine_parser
 from compiled_llm.gpu_step.gpus import GPUS
 from compiled_llm.system.gpu_packages import check_triton
@@ -40,7 +39,7 @@ def parser(program: str) -> FlagParser:
     add("--layers", type=int, default=4, metavar="N", help="layers to generate, others count alike (default: 4)")
     measured = "what compiled-llm bench kernels --json measured of this step"
     add("--measured", type=Path, metavar="FILE", help=measured)
-    add("--picture", type=_picture, metavar="FILE.png", help="draw a layer; needs matplotlib")
+    add("--picture", type=picture_file, metavar="FILE.png", help="draw a layer; needs matplotlib")
     add_json_flag(made)
     return made
 
@@ -73,16 +72,6 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
         draw(inspection, args.picture, measured)
     return 0
-
-
-def _picture(text: str) -> Path:
-    """A picture to write, for argparse."""
-    path = output_file(text)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, given {text!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib, or compiled-llm[plot]")
-    return path
 
 
 def _read_model(args: argparse.Namespace) -> "ModelConfig":

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
-from compiled_llm.bench import arrivals
+from compiled_llm.bench import arrivals, load
 from compiled_llm.bench.workloads import WorkloadRequest
 
 
@@ -101,10 +101,10 @@ def test_failed_requests_are_counted_and_leave_their_seat() -> None:
     )
     assert len(ended) == 4
     assert [request.error for request in served] == ["", "unlucky", "broken", ""]
-    metrics = arrivals.metrics_of(served, duration, {"e2el": 1e9}, ["ttft"], [99.0])
+    metrics = load.metrics_of(served, duration, {"e2el": 1e9}, ["ttft"], [99.0])
     assert (metrics["completed"], metrics["failed"], metrics["goodput_share"]) == (2, 2, 0.5)
     assert (metrics["total_input_tokens"], metrics["total_output_tokens"]) == (2, 4)
-    details = arrivals.details_of(served)
+    details = load.details_of(served)
     assert details["output_lens"] == [2, 0, 0, 2]
     assert details["itls"] == [[1.0], [], [], [1.0]]
     assert details["errors"] == ["", "unlucky", "broken", ""]
@@ -112,7 +112,7 @@ def test_failed_requests_are_counted_and_leave_their_seat() -> None:
 
 def test_metrics() -> None:
     _, served, duration = drive([0.0, 0.5, 0.5], [3, 2, 1])
-    metrics = arrivals.metrics_of(served, duration, {"ttft": 1000, "tpot": 1000}, arrivals.METRICS, [50.0, 99.9])
+    metrics = load.metrics_of(served, duration, {"ttft": 1000, "tpot": 1000}, load.METRICS, [50.0, 99.9])
     assert (metrics["duration"], metrics["request_throughput"], metrics["output_throughput"]) == (3, 1, 2)
     assert metrics["total_token_throughput"] == 3
     assert (metrics["request_goodput"], metrics["goodput_share"]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
@@ -123,38 +123,38 @@ def test_metrics() -> None:
     assert metrics["mean_tpot_ms"] == metrics["mean_itl_ms"] == 1000, "a request of one token has none"
     assert (metrics["mean_submit_delay_ms"], metrics["max_submit_delay_ms"]) == (pytest.approx(1000 / 3), 500)
     assert (metrics["max_concurrent_requests"], metrics["max_output_tokens_per_s"]) == (3, 3)
-    assert arrivals.metrics_of(served, duration, {}, [], [])["request_goodput"] is None
+    assert load.metrics_of(served, duration, {}, [], [])["request_goodput"] is None
 
 
 def test_nothing_completed_is_no_error() -> None:
     _, served, _ = drive([0.0], [1], [[13]])
-    metrics = arrivals.metrics_of(served, 1.0, {"ttft": 1.0}, arrivals.METRICS, [99.0])
+    metrics = load.metrics_of(served, 1.0, {"ttft": 1.0}, load.METRICS, [99.0])
     assert (metrics["completed"], metrics["p99_itl_ms"], metrics["goodput_share"]) == (0, 0, 0)
     assert (metrics["max_concurrent_requests"], metrics["max_output_tokens_per_s"]) == (0, 0)
 
 
 def test_arrivals() -> None:
-    assert arrivals.arrival_times(3, math.inf, 1.0, 0) == [0, 0, 0]
-    assert arrivals.arrival_times(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1, 1.5, 2])
-    assert arrivals.arrival_times(3, 1.0, 1e-9, 0) == [3, 3, 3], "a burst of all"
+    assert load.arrival_times(3, math.inf, 1.0, 0) == [0, 0, 0]
+    assert load.arrival_times(4, 2.0, math.inf, 0) == pytest.approx([0.5, 1, 1.5, 2])
+    assert load.arrival_times(3, 1.0, 1e-9, 0) == [3, 3, 3], "a burst of all"
     spread = {}
     for burstiness in (0.25, 1.0, 4.0):
-        times = arrivals.arrival_times(5000, 10.0, burstiness, 1)
+        times = load.arrival_times(5000, 10.0, burstiness, 1)
         assert times[-1] == pytest.approx(500)
         intervals = [after - before for before, after in zip([0.0, *times], times, strict=False)]
         assert min(intervals) >= 0
         spread[burstiness] = statistics.pstdev(intervals) / statistics.mean(intervals)
     # The coefficient of variation of a gamma distribution: 1 / sqrt(shape).
     assert spread == {0.25: pytest.approx(2, rel=0.1), 1.0: pytest.approx(1, rel=0.1), 4.0: pytest.approx(0.5, rel=0.1)}
-    times = arrivals.arrival_times(5, 1.0, 1.0, 1)
-    assert arrivals.arrival_times(5, 4.0, 1.0, 1) == pytest.approx([t / 4 for t in times])
-    assert arrivals.arrival_times(5, 1.0, 1.0, 2) != times
+    times = load.arrival_times(5, 1.0, 1.0, 1)
+    assert load.arrival_times(5, 4.0, 1.0, 1) == pytest.approx([t / 4 for t in times])
+    assert load.arrival_times(5, 1.0, 1.0, 2) != times
 
 
 @pytest.mark.parametrize(("start", "limit"), [(1.0, 5.3), (8.0, 5.3), (5.0, 5.0), (80.0, 5.3)])
 def test_the_highest_rate_is_found(start: float, limit: float) -> None:
     tried: list[float] = []
-    best = arrivals.highest_rate(lambda rate: tried.append(rate) or rate <= limit, start, 10)
+    best = load.highest_rate(lambda rate: tried.append(rate) or rate <= limit, start, 10)
     assert best <= limit
     assert best == pytest.approx(limit, rel=1e-2)
     assert len(tried) == len(set(tried)) <= 16
@@ -162,7 +162,7 @@ def test_the_highest_rate_is_found(start: float, limit: float) -> None:
 
 def test_the_search_for_a_rate_ends() -> None:
     tried: list[float] = []
-    assert arrivals.highest_rate(lambda rate: tried.append(rate) or False, 1.0, 3) is None
+    assert load.highest_rate(lambda rate: tried.append(rate) or False, 1.0, 3) is None
     assert tried == [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16]
-    assert arrivals.highest_rate(lambda rate: True, 1.0, 3) == 16
-    assert arrivals.highest_rate(lambda rate: rate < 3, 2.0, 0) == 2
+    assert load.highest_rate(lambda rate: True, 1.0, 3) == 16
+    assert load.highest_rate(lambda rate: rate < 3, 2.0, 0) == 2

@@ -9,13 +9,13 @@ import pytest
 
 from compiled_llm import CompiledEngine
 from compiled_llm.offline.reading import RowReader
-from compiled_llm.terminal.conversation import Conversation
+from compiled_llm.terminal.engine_conversation import EngineConversation
 
 SAMPLING = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
-def conversation(engine: CompiledEngine, written: list[str] | None = None, **sampling: Any) -> Conversation:
-    return Conversation(engine, {**SAMPLING, **sampling}, [].append if written is None else written.append)
+def conversation(engine: CompiledEngine, written: list[str] | None = None, **sampling: Any) -> EngineConversation:
+    return EngineConversation(engine, {**SAMPLING, **sampling}, [].append if written is None else written.append)
 
 
 def test_each_prompt_goes_on_from_the_one_before_and_finds_it_cached(engine: CompiledEngine) -> None:
@@ -76,7 +76,7 @@ def test_an_interrupt_ends_the_answer_alone(engine: CompiledEngine) -> None:
         if len(written) == 3:
             raise KeyboardInterrupt
 
-    talk = Conversation(engine, {**SAMPLING, "max_tokens": 100}, write)
+    talk = EngineConversation(engine, {**SAMPLING, "max_tokens": 100}, write)
     assert "stopped" in str(talk.say("a"))
     assert not engine.has_unfinished_requests()
     assert talk.messages[1]["content"].startswith("".join(written[:3]))
@@ -90,7 +90,7 @@ def test_a_signal_that_ends_the_program_is_no_ctrl_c(engine: CompiledEngine) -> 
     def write(piece: str) -> None:
         raise KeyboardInterrupt(signal.SIGTERM)
 
-    talk = Conversation(engine, {**SAMPLING, "max_tokens": 100}, write)
+    talk = EngineConversation(engine, {**SAMPLING, "max_tokens": 100}, write)
     with pytest.raises(KeyboardInterrupt):
         talk.say("a")
     assert not engine.has_unfinished_requests()
@@ -99,7 +99,7 @@ def test_a_signal_that_ends_the_program_is_no_ctrl_c(engine: CompiledEngine) -> 
 def test_an_interrupt_before_the_answer_keeps_the_conversation(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = Conversation(engine, {**SAMPLING, "max_tokens": 2}, lambda piece: None)
+    talk = EngineConversation(engine, {**SAMPLING, "max_tokens": 2}, lambda piece: None)
     talk.say("a")
     before = list(talk.messages)
 
