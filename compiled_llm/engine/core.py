@@ -64,7 +64,7 @@ class EngineCore:
         self._completions: dict[Request, tuple[UserRequest, Completion]] = {}
         self._beams: dict[Request, BeamGroup] = {}
         self._advanced: deque[Request] = deque()  # requests that got a token or ended, and are still to be processed
-        self._deltas_at = 0.0  # of ``time.perf_counter``: until then deltas are joined
+        self._deltas_at = 0.0  # of ``time.perf_counter``: when they were last given
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
@@ -239,10 +239,10 @@ class EngineCore:
         """Process the requests that got tokens or ended."""
         started = time.perf_counter()
         advanced, completions, now = self._advanced, self._completions, self.log.token_time(started)
-        joins_deltas = started < self._deltas_at
+        seconds, of_a_request = self.delta_seconds
+        joins_deltas = started - self._deltas_at < seconds + of_a_request * len(self.scheduler.running)
         if not joins_deltas:
-            seconds, of_a_request = self.delta_seconds
-            self._deltas_at = started + seconds + of_a_request * len(self.scheduler.running)
+            self._deltas_at = started
         gaps = []
         while advanced:
             request = advanced.popleft()

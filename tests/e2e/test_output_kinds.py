@@ -84,6 +84,22 @@ def test_streams(engine: CompiledEngine, case: str) -> None:
     assert found["final"][0].prompt_logprobs == whole.prompt_logprobs
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_joined_deltas(engine: CompiledEngine, case: str) -> None:
+    """Of several steps. The first and the last do not wait, nor do those that may be the last."""
+    (whole,) = engine.generate(PROMPT, params_of(case, "delta"), use_tqdm=False)
+    engine.join_deltas(1000, 0)
+    try:
+        deltas = list(engine.stream(PROMPT, params_of(case, "delta")))
+    finally:
+        engine.join_deltas(0, 0)
+    for completion in whole.outputs:
+        assert joined([delta.outputs[completion.index] for delta in deltas]) == completion
+    assert [delta.prompt_logprobs for delta in deltas] == [whole.prompt_logprobs] + [None] * (len(deltas) - 1)
+    if case in ("plain", "log-probabilities", "no text"):
+        assert [len(delta.outputs[0].token_ids) for delta in deltas] == [1, 23]
+
+
 def test_a_loop_of_ones_own(engine: CompiledEngine) -> None:
     found: dict[str, list[RequestOutput]] = {"delta": [], "cumulative": [], "final": []}
     for kind in found:

@@ -1,5 +1,6 @@
 """What a server refuses, bounds and ends: keys, sizes, queues, times, clients that go, an engine that breaks."""
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -307,6 +308,22 @@ def test_with_a_certificate_it_is_found_at_https_alone(engine: CompiledEngine) -
             plain.get(running.url.replace("https", "http") + "/ping")
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"), httpx.Client() as stranger:
             stranger.get(f"{running.url}/ping")
+
+
+def test_nothing_is_left_of_requests(engine: CompiledEngine) -> None:
+    body = {"prompt": "import os", "max_tokens": 3, "temperature": 0}
+    with running_with(engine) as running:
+        until(lambda: not running.server._http.server_state.tasks)
+        num_tasks = len(asyncio.all_tasks(running._loop))
+        for asked, status in ((body, 200), ({**body, "stream": True}, 200), ({**body, "n": 0}, 400)):
+            assert running.http.post("/v1/completions", json=asked).status_code == status
+        for asked in (LONG, {**LONG, "stream": True}):
+            with open_request(running, asked):
+                until(lambda: len(engine.scheduler.running) == 1)
+        until(lambda: not engine.scheduler.has_unfinished_requests())
+        assert engine.stats().used_blocks == 0
+        until(lambda: len(asyncio.all_tasks(running._loop)) == num_tasks)
+        assert running.client.num_unfinished == running.server._service.num_admitted == 0
 
 
 def test_connections_leave_descriptors_for_the_rest(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
