@@ -3,6 +3,7 @@
 Joined, the chunks of a stream are the whole answer: both are made of the same parts.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -76,7 +77,9 @@ class OpenAIAnswer:
         async for output in self._outputs:
             prompt = self._take(output)
             extras |= self._of_the_prompt(prompt, is_first=True) if self._kind == "chat" else {}
-            choices += [self._choice(prompt, piece, "message") for piece in output.pieces]
+            for piece in output.pieces:
+                choices.append(self._choice(prompt, piece, "message"))
+                await asyncio.sleep(0)  # many continuations with log-probabilities take seconds; others go on meanwhile
         choices.sort(key=lambda choice: choice["index"])
         return {**self._body(_OBJECT[self._kind], choices), **extras, "usage": self._usage()}
 
