@@ -1,6 +1,7 @@
 """A missing compiler is a clear warning and a slower run, not a traceback; a broken build is an error."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -230,6 +231,7 @@ def test_a_changed_header_is_a_new_build(tmp_path: Path) -> None:
 def test_the_environment_limits_the_instruction_set() -> None:
     """Read when a library is first used, so in a process of its own."""
     code = """
+import itertools
 import os
 from compiled_llm.ops import native
 os.environ["COMPILED_LLM_ISA"] = "portable"
@@ -244,3 +246,18 @@ except ValueError as error:
     first, second = done.stdout.splitlines()[:2]
     assert first == "['portable']"
     assert second.startswith("COMPILED_LLM_ISA must be amx, avx512_bf16, avx512, avx2 or portable, given 'sse9'")
+
+
+def test_small_tensors_share_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side, each zeroed and of its own memory; a new mapping begins where one is full."""
+    monkeypatch.setattr(native, "_PAGES", native._Pages())
+    made = [native.huge_zeros((5, 1000), torch.float32) for _ in range(3)]
+    starts = [tensor.data_ptr() for tensor in made]
+    assert [later - start for start, later in itertools.pairwise(starts)] == [20_096] * 2
+    made[0].fill_(1)
+    assert not made[1].any()
+    many = [native.huge_zeros((1_000_000,), torch.uint8) for _ in range(20)]
+    assert len({tensor.data_ptr() for tensor in many}) == 20
+    assert not any(tensor.any() for tensor in many)
+    large = native.huge_zeros((3 << 20,), torch.uint8)
+    assert large.data_ptr() % (2 << 20) == 0
