@@ -131,8 +131,8 @@ def drive(
 def _advance(request: Served, output: RequestOutput, now: float) -> None:
     """Record its output of a step that ended at ``now``."""
     completion = output.outputs[0]
-    request.token_times += [now] * (len(completion.token_ids) - request.num_tokens)
-    request.num_tokens = len(completion.token_ids)
+    request.token_times += [now] * (len(completion.token_ids) - request.output_len)
+    request.output_len = len(completion.token_ids)
     if output.finished:
         request.finished, request.text = now, completion.text
         if completion.finish_reason == "error":

@@ -221,7 +221,7 @@ class _Connection(asyncio.Protocol):
         elif usage is None:
             served.error = served.error or "the stream ended without usage, which counts the tokens"
         else:
-            served.input_len, served.num_tokens = usage.prompt_tokens, usage.completion_tokens
+            served.input_len, served.output_len = usage.prompt_tokens, usage.completion_tokens
 
     def _fail(self, error: BaseException) -> None:
         if hasattr(self, "_end") and not self._end.done():

@@ -24,7 +24,7 @@ class Served:
         arrival: when it was due.
         sent: its arrival, or when ``max_concurrency`` allowed it, if later. Its latencies count from here.
         added: when it was added to the engine, after the step that ran when it was sent; or sent to the server.
-        num_tokens: that it was answered with.
+        output_len: tokens that it was answered with.
         token_times: when each token was returned; from a server, when each event with text came.
         error: why it failed, or "".
     """
@@ -33,7 +33,7 @@ class Served:
     arrival: float
     sent: float = math.nan
     added: float = math.nan
-    num_tokens: int = 0
+    output_len: int = 0
     token_times: list[float] = dataclasses.field(default_factory=list)
     finished: float = math.nan
     text: str = ""
@@ -51,7 +51,7 @@ class Served:
     @property
     def tpot(self) -> float:
         """Seconds per token after the first; 0 if there is no other."""
-        count = self.num_tokens
+        count = self.output_len
         return (self.finished - self.token_times[0]) / (count - 1) if count > 1 else 0.0
 
     @property
@@ -90,7 +90,7 @@ def metrics_of(
     done = [request for request in served if not request.error]
     good = sum(all(getattr(request, name) * 1e3 <= most for name, most in targets_ms.items()) for request in done)
     prompt_tokens = sum(request.input_len for request in done)
-    output_tokens = sum(request.num_tokens for request in done)
+    output_tokens = sum(request.output_len for request in done)
     delays = [request.added - request.sent for request in done]
     result: dict[str, Any] = {
         "duration": duration,
@@ -111,7 +111,7 @@ def metrics_of(
     }
     values: dict[str, list[float]] = {
         "ttft": [request.ttft for request in done],
-        "tpot": [request.tpot for request in done if request.num_tokens > 1],
+        "tpot": [request.tpot for request in done if request.output_len > 1],
         "itl": [itl for request in done for itl in request.itls],
         "e2el": [request.e2el for request in done],
         "client_queue_time": [request.queue_time for request in done],
@@ -126,7 +126,7 @@ def details_of(served: Sequence[Served]) -> dict[str, list[Any]]:
     """vLLM's keys that have an entry for each request; times in seconds."""
     return {
         "input_lens": [request.input_len for request in served],
-        "output_lens": [0 if request.error else request.num_tokens for request in served],
+        "output_lens": [0 if request.error else request.output_len for request in served],
         "ttfts": [0.0 if request.error else request.ttft for request in served],
         "itls": [[] if request.error else request.itls for request in served],
         "latencies": [0.0 if request.error else request.e2el for request in served],
@@ -161,7 +161,7 @@ def _most_tokens_a_second(done: Sequence[Served]) -> float:
     seconds: dict[int, float] = defaultdict(float)
     for request in done:
         for t in request.token_times:  # an event may have brought several tokens
-            seconds[int(t - first)] += request.num_tokens / len(request.token_times)
+            seconds[int(t - first)] += request.output_len / len(request.token_times)
     return float(max(seconds.values(), default=0))
 
 

@@ -38,7 +38,7 @@ def _over_time(figure: Figure, done: Sequence[Served]) -> None:
     latencies.set_ylabel("seconds")
     edges = np.linspace(0, max((one.finished - start for one in done), default=1.0), 61)
     times = [t - start for one in done for t in one.token_times]
-    weights = [one.num_tokens / len(one.token_times) for one in done for _ in one.token_times]
+    weights = [one.output_len / len(one.token_times) for one in done for _ in one.token_times]
     tokens = np.histogram(times, edges, weights=weights)[0] / (edges[1] - edges[0])
     at_once = [sum(one.sent - start <= edge < one.finished - start for one in done) for edge in edges[:-1]]
     rates.stairs(tokens, edges, color=_GREEN, label="output tokens a second")

@@ -32,7 +32,7 @@ def test_tokens_are_those_of_the_usage_and_times_those_of_events_with_text(
     pieces = [chunked(LINES[start : start + size]) for start in range(0, len(LINES), size)]
     server = script(lambda path, body: iter([SSE, *pieces, END]))
     served, seconds, cpu = send(server, 3, max_concurrency=1)
-    assert [(one.error, one.text, one.num_tokens, one.input_len) for one in served] == [("", "abéc", 4, 5)] * 3
+    assert [(one.error, one.text, one.output_len, one.input_len) for one in served] == [("", "abéc", 4, 5)] * 3
     for one in served:
         assert len(one.token_times) == 3
         assert one.sent <= one.added <= one.token_times[0] <= one.finished == one.token_times[-1]
@@ -53,7 +53,7 @@ def test_chats_count_thoughts_and_no_role(script: Callable[..., Script]) -> None
 def test_an_answer_without_text_came_when_it_ended(script: Callable[..., Script]) -> None:
     text = events(completion(""), {"choices": [], "usage": USAGE})
     (one,), *_ = send(script(lambda path, body: iter([SSE, chunked(text), END])))
-    assert (one.error, one.num_tokens, one.ttft) == ("", 4, one.e2el)
+    assert (one.error, one.output_len, one.ttft) == ("", 4, one.e2el)
 
 
 @pytest.mark.parametrize(
