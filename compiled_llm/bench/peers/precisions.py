@@ -34,7 +34,7 @@ class Precision(NamedTuple):
 def precision(name: str, group_size: int) -> Precision:
     """``name``: "bf16", "int8", "int4" or "file", a GGUF file as it is; ``group_size``: of int4, but for llama.cpp."""
     if name == "file":
-        words = {"engine": ("the file's", "bfloat16", "the file's")}
+        words = {"engine": ("the file's", "int8 per group", "the file's")}
         words["llama.cpp"] = ("the file's", "Q8 (int8 per 32 or 256)", "the file's")
         return Precision({"engine": {}}, 16, 0, [], ("", ""), words)
     if name == "bf16":
