@@ -132,14 +132,28 @@ struct Quantized {
   }
 };
 
+// Numbers that begin with a cache line: a vector or a row of a tile that lies in two lines takes twice as long.
+template <class T>
+class Lines {
+ public:
+  void resize(int64_t count) { memory_.resize(count + 64 / sizeof(T)); }
+  T* data() {
+    const auto at = reinterpret_cast<uintptr_t>(memory_.data());
+    return reinterpret_cast<T*>((at + 63) / 64 * 64);
+  }
+
+ private:
+  std::vector<T> memory_;
+};
+
 // A thread's memory.
 struct Workplace8 {
-  std::vector<float> scales, zeros, of_stream;
+  Lines<float> scales, zeros, of_stream;
   alignas(64) float totals[MAX_ROWS * MAX_COLS * TILE];
   // For products on tile registers.
-  std::vector<float> block_totals;
-  std::vector<int32_t> sums;
-  std::vector<uint8_t> codes;
+  Lines<float> block_totals;
+  Lines<int32_t> sums;
+  Lines<uint8_t> codes;
 };
 
 // `count` zeros from `at` on, as float32.
@@ -154,7 +168,7 @@ bool on_tiles(const Kernels& all, int64_t rows) { return all.tiles.int8 != nullp
 // Few rows take their weights as a stream. `x` and `out` begin with the first row of all layers.
 template <class T, class S>
 void stream_unit(const KernelsOf8<T>& kernels, const KernelsOf8<S>& of_scales, const Arguments& of, const Unit& unit,
-                 const Rows8& x, T* out, std::vector<float>& totals) {
+                 const Rows8& x, T* out, Lines<float>& totals) {
   const int64_t at = unit.layer * of.tiles() + unit.tile, count = unit.end - unit.tile, column = unit.tile * TILE;
   const int64_t groups = of.groups() * TILE;
   const auto* const stream = of.element == "int4" ? of_scales.streams.int4 : of_scales.streams.int8;

@@ -235,48 +235,73 @@ constexpr Streams<S> streams() {
           {stream<4, 1, S>, stream<4, 2, S>, stream<4, 3, S>, stream<4, 4, S>}};
 }
 
-// Quantises `count` numbers by one scale, which it returns: theirs, or the given one.
-template <class T>
-INLINE float quantize_together(const T* x, int64_t count, const float* given, int8_t* to) {
+// All lanes in one, by halves: one lane after the other takes four times as long.
+template <class Join>
+INLINE int32_t joined(IntVec lanes, const Join& join) {
+  lanes = join(lanes, __builtin_shuffle(lanes, IntVec{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+  lanes = join(lanes, __builtin_shuffle(lanes, IntVec{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+  lanes = join(lanes, __builtin_shuffle(lanes, IntVec{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+  lanes = join(lanes, __builtin_shuffle(lanes, IntVec{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  return lanes[0];
+}
+
+struct Quantised {
+  float scale;
+  int32_t sum;  // of the codes
+};
+
+// Quantises `count` numbers by one scale: theirs, or the given one. WHOLE: `count` is a multiple of kLanes.
+template <bool WHOLE, class T>
+INLINE Quantised quantize_numbers(const T* x, int64_t count, const float* given, int8_t* to) {
+  const auto numbers = [&](int64_t k) TARGET { return WHOLE ? load_floats(x + k) : load_floats(x + k, count - k); };
   // Numbers that are not finite are those of the largest bits.
   IntVec most = {};
   for (int64_t k = 0; k < count; k += kLanes) {
-    const IntVec size = bits(load_floats(x + k, count - k)) & 0x7fffffff;
+    const IntVec size = bits(numbers(k)) & 0x7fffffff;
     most = size > most ? size : most;
   }
-  int32_t largest = 0;
-  for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
+  const int32_t largest = joined(most, [](IntVec a, IntVec b) TARGET { return a > b ? a : b; });
   const bool finite = largest < 0x7f800000;
   const float scale = given != nullptr ? *given : __builtin_bit_cast(float, largest) / 127.f;
   if (!finite || !(scale > 0)) {
     std::memset(to, 0, count);
-    return finite ? scale : __builtin_nanf("");
+    return {finite ? scale : __builtin_nanf(""), 0};
   }
   const Vec divisor = broadcast(scale), limit = broadcast(127.f);
   const Vec magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  IntVec sums = {};
   for (int64_t k = 0; k < count; k += kLanes) {
-    Vec codes = load_floats(x + k, count - k) / divisor;
+    Vec codes = numbers(k) / divisor;
     codes = codes > limit ? limit : codes;
     codes = codes < -limit ? -limit : codes;
-    const Codes bytes = __builtin_convertvector(bits(codes + magic) - bits(magic), Codes);
-    std::memcpy(to + k, &bytes, std::min(kLanes, count - k));
+    const IntVec whole = bits(codes + magic) - bits(magic);
+    sums += whole;  // beyond the last number they are 0
+    const Codes bytes = __builtin_convertvector(whole, Codes);
+    std::memcpy(to + k, &bytes, WHOLE ? kLanes : std::min(kLanes, count - k));
   }
-  return scale;
+  return {scale, joined(sums, [](IntVec a, IntVec b) TARGET { return a + b; })};
+}
+
+template <class T>
+INLINE Quantised quantize_together(const T* x, int64_t count, const float* given, int8_t* to) {
+  return count % kLanes == 0 ? quantize_numbers<true>(x, count, given, to) : quantize_numbers<false>(x, count, given, to);
 }
 
 template <class T>
 TARGET void quantize(const T* x, const Quantize& how, const Rows8& to) {
   std::memset(to.codes + how.K, 0, (how.K + 7) / 8 * 8 - how.K);
-  if (to.of_groups == nullptr) {
-    to.scales[0] = quantize_together(x, how.K, how.x_scale, to.codes);
-  } else {
-    to.scales[0] = 1;
-    for (int64_t g = 0, k = 0; k < how.K; ++g, k += how.group)
-      to.of_groups[g] = quantize_together(x + k, std::min(how.group, how.K - k), nullptr, to.codes + k);
-  }
-  for (int64_t g = 0; g < to.groups; ++g) {
+  if (to.of_groups == nullptr) to.scales[0] = quantize_together(x, how.K, how.x_scale, to.codes).scale;
+  else to.scales[0] = 1;
+  for (int64_t g = 0, k = 0; k < how.K; ++g, k += how.group) {
+    const int64_t count = std::min(how.group, how.K - k);
     int32_t sum = 0;
-    for (int64_t k = g * how.group; k < std::min(how.K, (g + 1) * how.group); ++k) sum += to.codes[k];
+    if (to.of_groups != nullptr) {
+      const Quantised group = quantize_together(x + k, count, nullptr, to.codes + k);
+      to.of_groups[g] = group.scale;
+      sum = group.sum;
+    } else {
+      for (int64_t i = k; i < k + count; ++i) sum += to.codes[i];
+    }
     // The last bits alone: without them it may not fit.
     to.starts[g] = static_cast<int32_t>(-static_cast<uint32_t>(how.offset) * static_cast<uint32_t>(sum));
     to.inputs[g] = static_cast<float>(sum);
