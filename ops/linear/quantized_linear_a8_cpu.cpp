@@ -19,6 +19,7 @@
 namespace {
 
 constexpr int64_t TILED_ROWS = 8;            // from here on tile registers are faster, where there are any
+constexpr int64_t MOST_SUMS = 128;           // rows of sums of the short groups that are multiplied at a time
 constexpr int64_t BLOCK_ROWS = 32;           // of products on tile registers
 constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
 constexpr int64_t TILES_BYTES = 1 << 18;     // of the column tiles that are used together, about
@@ -110,14 +111,14 @@ struct Quantized {
     const int64_t count = end - first, groups = of.groups(), K = of.K();
     const int64_t stride = (K + 63) / 64 * 64 + 64;  // rows a power of two apart would share a few sets of L1
     const int64_t codes = (count + TILE) * stride;   // tile registers take 16 rows
-    memory = empty({codes + count * (3 * groups + 1) * 4}, kChar);
+    memory = empty({codes + (count + TILE) * (3 * groups + 1) * 4}, kChar);
     float* const after = reinterpret_cast<float*>(memory.data<int8_t>() + codes);
     rows = {.codes = memory.data<int8_t>(),
             .stride = stride,
             .starts = reinterpret_cast<int32_t*>(after),
-            .inputs = after + count * groups,
-            .scales = after + 3 * count * groups,
-            .of_groups = of.by_groups ? after + 2 * count * groups : nullptr,
+            .inputs = after + (count + TILE) * groups,
+            .scales = after + 3 * (count + TILE) * groups,
+            .of_groups = of.by_groups ? after + 2 * (count + TILE) * groups : nullptr,
             .groups = groups};
     const Quantize how = {K, of.group(), of.x_scale ? of.x_scale->data<float>() : nullptr,
                           of.element == "int4" ? 8 : chosen().offset};
@@ -269,7 +270,7 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
         if (tiled) {
           const int64_t block_rows = (std::min(block, most) + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
           place.block_totals.resize(block_rows * cols * TILE);
-          place.sums.resize(block_rows * cols * TILE);
+          place.sums.resize(std::max(block_rows * cols, MOST_SUMS) * TILE);
           place.codes.resize(all.tiles.code_bytes);
         }
         for (int64_t next, i = shares.claim(thread); i >= 0; i = next) {

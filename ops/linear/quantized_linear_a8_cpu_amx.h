@@ -44,6 +44,8 @@ INLINE ByteRegister load_bytes(const uint8_t* from) {
 }
 
 #ifdef TILES
+constexpr int64_t SHORT = 32;  // quads of a group, up to which converting its sums takes longer than multiplying
+constexpr int64_t SLOTS = 8;   // for sums of short groups: while those of one are converted, later ones are multiplied
 constexpr int64_t CHUNK = 256;  // quads: 32 KiB of two column tiles; with a chunk's rows and sums more than L1 holds
 
 // Quads of a tile of weights, where groups have `group` of them.
@@ -156,6 +158,45 @@ struct BlockProduct {
       }
   }
 
+  // A tile of rows, and one of columns, over the whole groups of a chunk. Totals stay in registers: to load and store
+  // them for each group takes longer than to multiply it.
+  template <bool ZEROS, bool BY_GROUPS, class Meanwhile>
+  INLINE void take_short_groups(const Chunk& chunk, const uint8_t* w, int64_t padded, int64_t row, int c,
+                                Meanwhile& fetch) const {
+    const int64_t groups = work.x.groups;
+    float* const to = work.totals + (row * C + c) * TILE;
+    Vec totals[TILE_ROWS];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_ROWS; ++i) totals[i] = chunk.g == 0 ? Vec{} : load(to + i * C * TILE);
+    const auto multiply = [&](int64_t j) TARGET __attribute__((always_inline)) {
+      if (j >= chunk.count) return;
+      multiply_quads<1, 1>(work.x.codes + row * work.x.stride + (chunk.g + j) * group * 4, work.x.stride,
+                           w + j * padded * WORD_BYTES, 0, (quads_at(chunk, j) + step - 1) / step, step,
+                           work.sums + j % SLOTS * TILE_ROWS * TILE, true, fetch);
+    };
+    for (int64_t j = 0; j < SLOTS - 1; ++j) multiply(j);
+    for (int64_t j = 0; j < chunk.count; ++j) {
+      multiply(j + SLOTS - 1);
+      const int64_t g = chunk.g + j;
+      const int32_t* const sums = work.sums + j % SLOTS * TILE_ROWS * TILE;
+      const float* const inputs = work.x.inputs + row * groups + g;
+      const float* const of_groups = work.x.of_groups + (BY_GROUPS ? row * groups + g : 0);
+      const Vec scale = load(work.scales + (c * groups + g) * TILE);
+      const Vec zero = ZEROS ? load(work.zeros + (c * groups + g) * TILE) : Vec{};
+#pragma GCC unroll 16
+      for (int i = 0; i < TILE_ROWS; ++i) {
+        IntVec whole;
+        std::memcpy(&whole, sums + i * TILE, sizeof(whole));
+        Vec sum = convert(whole);
+        if constexpr (ZEROS) sum = fma(-zero, broadcast(inputs[i * groups]), sum);
+        if constexpr (BY_GROUPS) sum *= broadcast(of_groups[i * groups]);
+        totals[i] = fma(sum, scale, totals[i]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE_ROWS; ++i) store(to + i * C * TILE, totals[i]);
+  }
+
   // `next`: the weights that are taken after this chunk, which its products fetch.
   TARGET void take(const Chunk& chunk, const uint8_t* next) const {
     const int64_t steps = (chunk.quads + step - 1) / step, padded = steps * step;
@@ -174,6 +215,18 @@ struct BlockProduct {
         for (int c = 0; c < C; ++c) __builtin_prefetch(line + c * w_stride, 0, 2);
       lines -= each;
     };
+    if (group <= SHORT) {
+      for (int64_t row = 0; row < work.rows; row += TILE_ROWS)
+        for (int c = 0; c < C; ++c) {
+          const uint8_t* const of_column = w + c * stride;
+          const bool by_groups = work.x.of_groups != nullptr;
+          if (work.zeros != nullptr && by_groups) take_short_groups<true, true>(chunk, of_column, padded, row, c, fetch);
+          else if (work.zeros != nullptr) take_short_groups<true, false>(chunk, of_column, padded, row, c, fetch);
+          else if (by_groups) take_short_groups<false, true>(chunk, of_column, padded, row, c, fetch);
+          else take_short_groups<false, false>(chunk, of_column, padded, row, c, fetch);
+        }
+      return;
+    }
     const bool parts = chunk.skip > 0 || !chunk.last;  // their sums wait for the next chunk
     for (int64_t row = 0; row < work.rows; row += 2 * TILE_ROWS) {
       const int64_t rows = std::min(2 * TILE_ROWS, work.rows - row);

@@ -70,7 +70,7 @@ struct Streams {  // entry [rows - 1]
 
 // Products of a block of rows and one or two column tiles, over all inputs.
 struct Block8 {
-  Rows8 x;             // up to 15 rows after the last are read, and not used
+  Rows8 x;             // up to 15 rows after the last are read, codes and what belongs to groups, and not used
   int64_t rows, columns;
   const uint8_t* w;    // [columns, words, 64]
   int64_t words;
@@ -78,7 +78,7 @@ struct Block8 {
   const float* scales;  // [columns, groups, TILE]
   const float* zeros;   // [columns, groups, TILE], or null
   float* totals;        // [rows, columns, TILE]
-  int32_t* sums;        // memory for [rows rounded up to 32, columns, TILE]
+  int32_t* sums;        // memory for [rows rounded up to 32, columns, TILE], at least [128, TILE]
   uint8_t* codes;       // and for `code_bytes`
 };
 
