@@ -43,7 +43,7 @@ class EngineCore:
             several steps then. First and last tokens do not wait.
     """
 
-    delta_seconds = 0.0, 0.0
+    delta_seconds = 0.0, 0.0, 0.0
 
     def __init__(
         self,
@@ -239,8 +239,8 @@ class EngineCore:
         """Process the requests that got tokens or ended."""
         started = time.perf_counter()
         advanced, completions, now = self._advanced, self._completions, self.log.token_time(started)
-        seconds, of_a_request = self.delta_seconds
-        joins_deltas = started - self._deltas_at < seconds + of_a_request * len(self.scheduler.running)
+        seconds, of_a_request, most = self.delta_seconds
+        joins_deltas = started - self._deltas_at < min(most, seconds + of_a_request * len(self.scheduler.running))
         if not joins_deltas:
             self._deltas_at = started
         gaps = []

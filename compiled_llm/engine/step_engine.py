@@ -217,14 +217,15 @@ class StepEngine:
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
-    def join_deltas(self, seconds: float, of_a_request: float) -> None:
+    def join_deltas(self, seconds: float, of_a_request: float, most: float) -> None:
         """Give the deltas of several steps at once, where steps are short, and so spare whoever takes them.
 
         Args:
             seconds, of_a_request: so many, and so many for each running request, go by from one output of a request to
-                the next. The first and the last one of a request do not wait, nor do those of several continuations.
+                the next, and not more than ``most``. The first and the last one of a request do not wait, nor do those
+                of several continuations.
         """
-        self._core.delta_seconds = seconds, of_a_request
+        self._core.delta_seconds = seconds, of_a_request, most
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests now and free their blocks. Unknown and finished ids are passed over.

@@ -52,8 +52,9 @@ from compiled_llm.text.prompts import EncodedPrompt, Prompt, ScoredPrompt
 _PREPARING_THREADS = 8
 _HEARTBEAT_SECONDS = 1.0
 # Where the engine computes on all cores, the work of HTTP takes time from steps. An event of a stream takes 0.05 to 0.2
-# ms, so steps that are shorter than this, and than this for each request, share their events.
-_DELTA_SECONDS, _DELTA_SECONDS_OF_A_REQUEST = 0.006, 0.0005
+# ms, so steps that are shorter than the first, and the second for each request, share their events. Nobody waits longer
+# than the third.
+_DELTA_SECONDS = 0.006, 0.002, 0.05
 
 
 class _Prepared(NamedTuple):
@@ -134,7 +135,7 @@ class EngineServer:
         self._ended: dict[str, set[int]] = {}  # of requests: continuations whose end was sent
         self._sent_at = 0.0
         if engine.runner.device.type == "cpu" and engine.runner.num_threads >= granted_cores():
-            engine.join_deltas(_DELTA_SECONDS, _DELTA_SECONDS_OF_A_REQUEST)
+            engine.join_deltas(*_DELTA_SECONDS)
 
     def serve(self) -> None:
         """Until the server goes."""

@@ -19,6 +19,8 @@
 namespace {
 
 constexpr int64_t TILED_ROWS = 8;            // from here on tile registers are faster, where there are any
+constexpr int64_t SHORT_GROUP = 64;          // inputs; sums of groups up to this leave tile registers so often that they
+constexpr int64_t TILED_ROWS_OF_SHORT = 33;  // are faster there from here on
 constexpr int64_t MOST_SUMS = 128;           // rows of sums of the short groups that are multiplied at a time
 constexpr int64_t BLOCK_ROWS = 32;           // of products on tile registers
 constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
@@ -164,7 +166,9 @@ void widen_zeros(const Kernels& all, const Tensor& zeros, int64_t at, int64_t co
              [&]<class Z>(const KernelsOf8<Z>& kernels) { kernels.widen(zeros.data<const Z>() + at, count, to); });
 }
 
-bool on_tiles(const Kernels& all, int64_t rows) { return all.tiles.int8 != nullptr && rows >= TILED_ROWS; }
+bool on_tiles(const Kernels& all, const Arguments& of, int64_t rows) {
+  return all.tiles.int8 != nullptr && rows >= (of.group() <= SHORT_GROUP ? TILED_ROWS_OF_SHORT : TILED_ROWS);
+}
 
 // Few rows take their weights as a stream. `x` and `out` begin with the first row of all layers.
 template <class T, class S>
@@ -198,7 +202,7 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
   const int64_t tiles = of.tiles(), words = of.words(), groups = of.groups();
   const auto* const multiply = of.element == "int4" ? all.int4 : all.int8;
   const int64_t group = (of.group() + of.inputs() - 1) / of.inputs();
-  const bool tiled = on_tiles(all, unit.rows);
+  const bool tiled = on_tiles(all, of, unit.rows);
   if (tiled) all.tiles.begin(unit.rows, group * of.inputs() / 4);
   for (int64_t tile = unit.tile; tile < unit.end; tile += cols) {
     const int64_t c = std::min(cols, unit.end - tile), at = unit.layer * tiles + tile;
@@ -249,7 +253,7 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
   int64_t most = 0;
   for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
   const int64_t fit = std::max<int64_t>(1, TILES_BYTES / (K * TILE * 4 / of.inputs()));
-  const bool tiled = on_tiles(all, most);
+  const bool tiled = on_tiles(all, of, most);
   const int64_t cols = tiled ? 2 : most <= FEW_ROWS ? 1 : std::min(all.cols, fit);
   const int64_t together = tiled ? BLOCK_ROWS : all.rows;
   const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / K / together) * together;

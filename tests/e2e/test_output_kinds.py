@@ -88,11 +88,11 @@ def test_streams(engine: CompiledEngine, case: str) -> None:
 def test_joined_deltas(engine: CompiledEngine, case: str) -> None:
     """Of several steps. The first and the last do not wait, nor do those that may be the last."""
     (whole,) = engine.generate(PROMPT, params_of(case, "delta"), use_tqdm=False)
-    engine.join_deltas(1000, 0)
+    engine.join_deltas(1000, 0, 1000)
     try:
         deltas = list(engine.stream(PROMPT, params_of(case, "delta")))
     finally:
-        engine.join_deltas(0, 0)
+        engine.join_deltas(0, 0, 0)
     for completion in whole.outputs:
         assert joined([delta.outputs[completion.index] for delta in deltas]) == completion
     assert [delta.prompt_logprobs for delta in deltas] == [whole.prompt_logprobs] + [None] * (len(deltas) - 1)
