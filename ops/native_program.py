@@ -47,9 +47,11 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Attributes:
-    num_slots, num_inputs: of the slots the first are the inputs.
-    outputs: slots.
+    """Steps that run one after the other.
+
+    Attributes:
+        num_slots, num_inputs: of the slots the first are the inputs.
+        outputs: slots.
     """
 
     num_slots: int
@@ -75,7 +77,8 @@ def prepare(program: Program) -> Callable[[Sequence[Tensor], Sequence[int]], lis
     made = library.make_program((ctypes.c_int64 * len(words))(*words), of_texts, len(texts))
     assert made, "no op has so many arguments"
     run = functools.partial(op_without_python(torch.ops.compiled_llm.run_program.default), made)
-    weakref.finalize(run, library.delete_program, made)
+    # At the interpreter's end other threads may be within it: it holds no lock.
+    weakref.finalize(run, library.delete_program, made).atexit = False
     return run
 
 

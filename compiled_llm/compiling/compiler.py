@@ -111,6 +111,7 @@ class CutFunction:
 
     Attributes:
         source: of the program, see ``CutGraph``.
+        native: its ``NativeRuns``.
         results: of its pieces, by name: what torch keeps of each.
     """
 
@@ -118,8 +119,9 @@ class CutFunction:
         cut = cut_graph(module)
         compiled = {name: compile_part(*piece, _OPTIONS) for name, piece in cut.pieces.items()}
         self.source, self.results = cut.source, {name: result for name, (_, result) in compiled.items()}
+        self.native = native_runs(self.source)
         pieces = {name: _of_list(function) for name, (function, _) in compiled.items()}
-        self._call = run_program(self.source, pieces, native_runs(self.source))
+        self._call = run_program(self.source, pieces, self.native)
 
     def __call__(self, *inputs: Any) -> Any:
         return self._call(*inputs)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling.native_runs import native_runs, packed, unpacked
+from compiled_llm.compiling.native_runs import NativeRuns, packed, unpacked
 from compiled_llm.ops.native_program import Program, prepare
 from compiled_llm.ops.torch_private import (
     aot_result,
@@ -84,7 +84,15 @@ def ready_code(ahead: Any) -> bytes | None:
         return None
     bytecode = bytecode.replace(co_consts=())  # where Dynamo also puts what marshal cannot write
     return marshal.dumps(
-        (_program(source), _packed(source), pieces, bytecode, ahead._artifacts.backend_id, modules, pickled)
+        (
+            _program(source),
+            _packed(getattr(compiled, "native", None)),
+            pieces,
+            bytecode,
+            ahead._artifacts.backend_id,
+            modules,
+            pickled,
+        )
     )
 
 
@@ -141,9 +149,8 @@ def run_program(
     return call
 
 
-def _packed(source: str) -> tuple[types.CodeType, dict[str, tuple]] | None:
-    found = native_runs(source)
-    return None if found is None else (_program(found.source), packed(found.runs))
+def _packed(native: NativeRuns | None) -> tuple[types.CodeType, dict[str, tuple]] | None:
+    return None if native is None else (_program(native.source), packed(native.runs))
 
 
 def _load_piece(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled_llm import ops
-from compiled_llm.ops import native
+from compiled_llm.ops import native, native_program
 from compiled_llm.ops.native_program import VIEW, Program, Step, prepare
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
@@ -54,8 +54,10 @@ def test_what_an_op_refuses_is_its_own_error() -> None:
         run([torch.randn(2, 8)], [])
 
 
-def test_nothing_is_kept() -> None:
+def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an input after the call, nor the program after its function."""
+    library, deleted = native_program._library(), list[int]()
+    monkeypatch.setattr(library, "delete_program", deleted.append)
     run = prepare(Program(3, 2, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
     assert run is not None
     x, weight = torch.randn(2, 8), torch.rand(8)
@@ -64,3 +66,6 @@ def test_nothing_is_kept() -> None:
     del x, weight, output
     gc.collect()
     assert [end() for end in ends] == [None] * 3
+    made = run.args[0]
+    del run
+    assert deleted == [made]
