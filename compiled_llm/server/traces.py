@@ -8,6 +8,7 @@ from typing import Any
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.server.messages import Times
 
+_EXPORT_SECONDS = 2.0  # so long a collector that does not answer keeps the server from ending
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -28,7 +29,7 @@ def otlp_exporter(endpoint: str) -> Any:
         )
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    return OTLPSpanExporter(endpoint=endpoint)
+    return OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS)
 
 
 class Traces:
