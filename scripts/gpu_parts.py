@@ -58,11 +58,17 @@ _GIB = {"0.6b": 4, "8b": 19}  # of GPU memory, for an engine with a small KV poo
 _PROMPTS = "--prompts 2048 8192"
 # (batch size, what is different, more flags, layers, GiB of the KV pool)
 _STEPS = [
-    ("8b", 1, "", _PROMPTS, 0),
+    ("8b", 1, "", "", 0),
+    ("8b", 1, "-prompts", _PROMPTS, 0),
     ("8b", 32, "", "", 5),
-    ("0.6b", 1, "", _PROMPTS, 0),
+    ("8b", 8, "", "", 5),
+    ("0.6b", 1, "", "", 0),
+    ("0.6b", 1, "-prompts", _PROMPTS, 0),
     ("0.6b", 32, "", "", 4),
-    ("8b", 1, "-programmatic", "--cuda-graphs programmatic --layers 12", -10),
+    ("8b", 1, "-programmatic", "--cuda-graphs programmatic", 0),
+    ("8b", 8, "-programmatic", "--cuda-graphs programmatic", 5),
+    ("8b", 32, "-programmatic", "--cuda-graphs programmatic", 5),
+    ("0.6b", 32, "-programmatic", "--cuda-graphs programmatic", 4),
     ("8b", 1, "-exact", f"--exact --layers 12 {_PROMPTS}", -10),
     ("0.6b", 1, "-programmatic", "--cuda-graphs programmatic", 0),
     ("8b", 1, "-few", "--layers 12", -10),
@@ -72,6 +78,7 @@ _STEPS = [
 
 PARTS = {
     "smoke": Part(200, f"{_PYTEST} -m gpu tests/e2e/test_gpu_smoke.py"),
+    "smoke-engine": Part(150, f"{_PYTEST} -m gpu tests/e2e/test_gpu_smoke.py -k engine"),
     "limits": Part(30, "scripts/gpu_validate.py --measure-limits {json}", 2),
     **{
         f"kernels-{name}-{batch_size}{what}": Part(

@@ -370,6 +370,12 @@ def _norm(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     return Work(*count)
 
 
+def _keep_rows(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Of a table or of activations: as many rows as it writes, whatever it may choose from."""
+    written = a["out"].nbytes + a["num_rows"] * a["SIZE"] * a["x"].itemsize
+    return Work(written + a["indices"].nbytes, written)
+
+
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
@@ -381,6 +387,7 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "rope_kernel": _rope,
     "head_linear_kernel": _head_linear,
     "norm_kernel": _norm,
+    "keep_rows_kernel": _keep_rows,
     **LATENT_RULES,
     **STATE_RULES,
     "grouped_kernel": _grouped_sum,

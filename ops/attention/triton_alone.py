@@ -19,7 +19,7 @@ from compiled_llm.ops.attention.triton_kernels import attend, dot, store_whole
 from compiled_llm.ops.attention.triton_softmax import LOWEST, SMALLEST_UNIT, capped, factor_of
 from compiled_llm.ops.attention.triton_write import quantised_halves
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
-from compiled_llm.ops.triton_programmatic import wait_for_launches_before
+from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 TASK = tl.constexpr(TASK_COLUMNS)
 NEAR = tl.constexpr(4)  # tiles of a split whose keys all come through registers; of longer ones the first
@@ -60,28 +60,38 @@ def _scores(q_first, q_second, k_first, k_second):
 
 
 @triton.jit
-def _blocks(table_row, position, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of each key of a tile."""
+def _prefetch(row, SIZE: tl.constexpr):
+    if row is not None:
+        ITEM: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(row + tl.zeros([1], tl.int32), SIZE * ITEM, 1, 512)
+
+
+@triton.jit
+def _blocks(table_row, position, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CACHE: tl.constexpr = ""):
+    """Of each key of a tile. ``CACHE``: how it is loaded, as ``tl.load`` has it."""
     positions = position + tl.arange(0, BLOCK_N)
-    return tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
+    return tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0, cache_modifier=CACHE)
 
 
 @triton.jit
 def _load_tile(
     k_cache, v_cache, k_scale, v_scale, blocks, kv_head, position, end,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    CACHE: tl.constexpr = "",
 ):  # fmt: skip
     """Keys and values from ``position`` to ``end``, zeros beyond, and their scales if they are codes."""
     positions = position + tl.arange(0, BLOCK_N)
     inside = positions < end
     dims = tl.arange(0, WIDTH)
     rows = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
-    keys = tl.load(k_cache + rows[:, None] * WIDTH + dims[None, :], mask=inside[:, None], other=0)
-    values = tl.load(v_cache + rows[:, None] * WIDTH + dims[None, :], mask=inside[:, None], other=0)
+    keys = tl.load(k_cache + rows[:, None] * WIDTH + dims[None, :], mask=inside[:, None], other=0, cache_modifier=CACHE)
+    values = tl.load(
+        v_cache + rows[:, None] * WIDTH + dims[None, :], mask=inside[:, None], other=0, cache_modifier=CACHE
+    )
     k_scales, v_scales = inside, inside
     if k_scale is not None:
-        k_scales = tl.load(k_scale + rows, mask=inside, other=0.0)
-        v_scales = tl.load(v_scale + rows, mask=inside, other=0.0)
+        k_scales = tl.load(k_scale + rows, mask=inside, other=0.0, cache_modifier=CACHE)
+        v_scales = tl.load(v_scale + rows, mask=inside, other=0.0, cache_modifier=CACHE)
     return keys, values, k_scales, v_scales
 
 
@@ -172,21 +182,28 @@ def alone_kernel(
     IN_CODES: tl.constexpr = CODE_MAX > 0
     WIDTH: tl.constexpr = HALF if IN_CODES else HEAD_DIM
     tl.static_assert(WINDOW >= 0)  # no task has a key before it
+    # What no launch directly before writes: plan, block table, keys of earlier tokens. So it may be read before the wait
+    # (``programmatic_launch.py``), from the L2 cache: that of this SM may have older bytes.
+    CACHE: tl.constexpr = ".cg" if PROGRAMMATIC else ""
     if PROGRAMMATIC:
-        wait_for_launches_before()
+        _prefetch(cos_sin, HEAD_DIM)
+        _prefetch(q_norm, HEAD_DIM)
+        _prefetch(k_norm, HEAD_DIM)
     kv_head = tl.program_id(0)
     task = tasks + (1 + tl.program_id(1)) * TASK
-    table_row = block_table + tl.load(task + 1).to(tl.int64) * table_stride
-    begin, end = tl.load(task + 2), tl.load(task + 3)
-    split, num_splits = tl.load(task + 4), tl.load(task + 5)
-    slot = tl.load(task + 6).to(tl.int64)
+    table_row = block_table + tl.load(task + 1, cache_modifier=CACHE).to(tl.int64) * table_stride
+    begin, end = tl.load(task + 2, cache_modifier=CACHE), tl.load(task + 3, cache_modifier=CACHE)
+    split, num_splits = tl.load(task + 4, cache_modifier=CACHE), tl.load(task + 5, cache_modifier=CACHE)
+    slot = tl.load(task + 6, cache_modifier=CACHE).to(tl.int64)
     has_new = slot >= 0
     if k is not None:  # else the cache has it
         end -= has_new.to(tl.int32)
-    blocks = _blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
+    blocks = _blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, CACHE)
     keys, values, k_scales, v_scales = _load_tile(
-        k_cache, v_cache, k_scale, v_scale, blocks, kv_head, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH
+        k_cache, v_cache, k_scale, v_scale, blocks, kv_head, begin, end, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH, CACHE
     )
+    if PROGRAMMATIC:
+        wait_for_launches_before()  # for queries and the new key: the launch before has made them
 
     # All that is asked for before anything is computed: divisions have branches, which loads do not pass.
     m = tl.arange(0, BLOCK_M)

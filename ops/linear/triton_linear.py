@@ -38,6 +38,7 @@ from compiled_llm.ops.linear.quantized_tiles import Tile
 from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_surroundings import (
     columns_of,
+    load_added,
     outputs_of,
     store_outputs,
 )
@@ -47,6 +48,7 @@ from compiled_llm.ops.triton_checks import check_contiguous, check_rows, refuse
 from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+EARLY_ROWS = tl.constexpr(16)  # of a tile: what is added to their outputs is loaded first; with 32 that costs a fourth
 
 
 # The first whose rows suffice, else the last. But no fewer than 16, which would be another instruction with Triton 3.6
@@ -182,6 +184,9 @@ def exact_linear_kernel(
     w_tile = w_rows[:, None] + inner[None, :]
     WHOLE: tl.constexpr = IN % BLOCK_K == 0 and CHAIN % BLOCK_K == 0
     end = tl.minimum((part + 1) * CHAIN, IN)
+    loaded = None
+    if residual is not None and not GATED and BLOCK_M <= EARLY_ROWS:  # it comes while weights do
+        loaded = load_added(residual, residual_stride, rows, inside_rows, columns, OUT)
     acc = _sums(x_tile, w_tile, inside_rows, part * CHAIN, end, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K)
     is_last = True
     if counters is not None:
@@ -205,7 +210,7 @@ def exact_linear_kernel(
     if is_last:
         store_outputs(
             acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
-            OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N,
+            OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N, loaded=loaded,
         )  # fmt: skip
 
 

@@ -79,12 +79,22 @@ def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, dtype: tl.constexpr)
 
 
 @triton.jit
+def load_added(added, stride, rows, inside_rows, outputs, OUT: tl.constexpr):
+    """``[BLOCK_M, N]`` of what is added to outputs: ``beside`` or ``residual``."""
+    inside = inside_rows[:, None] & (outputs < OUT)[None, :]
+    return tl.load(added + rows[:, None] * stride + outputs[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def store_outputs(
     acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
     OUT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, alpha=0.0, limit=0.0,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, alpha=0.0, limit=0.0, loaded=None,
 ):  # fmt: skip
-    """The sums ``acc`` ``[BLOCK_N, BLOCK_M]`` and their biases, what follows, and to ``out`` ``[T, OUT]``."""
+    """The sums ``acc`` ``[BLOCK_N, BLOCK_M]`` and their biases, what follows, and to ``out`` ``[T, OUT]``.
+
+    ``loaded``: of ``residual``, if it was loaded before.
+    """
     dtype: tl.constexpr = out.dtype.element_ty
     if bias is not None:
         acc += load_columns(bias, columns, columns < (2 * OUT if GATED else OUT))[:, None]
@@ -102,11 +112,11 @@ def store_outputs(
         y = rounded(y * MULTIPLIER, dtype)
     inside = inside_rows[:, None] & (outputs < OUT)[None, :]
     if beside is not None:
-        places = beside + rows[:, None] * beside_stride + outputs[None, :]
-        y = rounded(y + tl.load(places, mask=inside, other=0.0).to(tl.float32), dtype)
-    if residual is not None:
-        places = residual + rows[:, None] * residual_stride + outputs[None, :]
-        y += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        y = rounded(y + load_added(beside, beside_stride, rows, inside_rows, outputs, OUT).to(tl.float32), dtype)
+    if loaded is not None:
+        y += loaded.to(tl.float32)
+    elif residual is not None:
+        y += load_added(residual, residual_stride, rows, inside_rows, outputs, OUT).to(tl.float32)
     tl.store(out + rows[:, None] * OUT + outputs[None, :], cast(y, dtype), mask=inside)
 
 

@@ -6,7 +6,7 @@ Numbers are rounded where ``reference.py`` rounds them: operations are in float3
 import triton
 import triton.language as tl
 
-from compiled_llm.ops.triton_programmatic import wait_for_launches_before
+from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -88,6 +88,8 @@ def norm_kernel(
     Nothing is written before the last square is read: else a block's loads would wait for the one before.
     """
     if PROGRAMMATIC:
+        ITEM: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        prefetch_rows(weight + tl.zeros([1], tl.int32), SIZE * ITEM, 1, BLOCK * ITEM)
         wait_for_launches_before()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride

@@ -64,6 +64,7 @@ def test_sampling(dtype: torch.dtype, device: str) -> None:
         ("cpu", {"enforce_eager": True}),
         pytest.param("cuda", {"enforce_eager": True}, marks=pytest.mark.gpu),
         pytest.param("cuda", {"cuda_graphs": "manual"}, marks=pytest.mark.gpu),
+        pytest.param("cuda", {"cuda_graphs": "programmatic"}, marks=pytest.mark.gpu),
         pytest.param("cuda", {"cuda_graphs": "trees"}, marks=pytest.mark.gpu),
     ],
 )
