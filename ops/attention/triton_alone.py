@@ -67,7 +67,7 @@ def _prefetch(row, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _blocks(table_row, position, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CACHE: tl.constexpr = ""):
+def _blocks(table_row, position, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CACHE: tl.constexpr):
     """Of each key of a tile. ``CACHE``: how it is loaded, as ``tl.load`` has it."""
     positions = position + tl.arange(0, BLOCK_N)
     return tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0, cache_modifier=CACHE)
@@ -77,7 +77,7 @@ def _blocks(table_row, position, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 def _load_tile(
     k_cache, v_cache, k_scale, v_scale, blocks, kv_head, position, end,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
-    CACHE: tl.constexpr = "",
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """Keys and values from ``position`` to ``end``, zeros beyond, and their scales if they are codes."""
     positions = position + tl.arange(0, BLOCK_N)
@@ -182,8 +182,8 @@ def alone_kernel(
     IN_CODES: tl.constexpr = CODE_MAX > 0
     WIDTH: tl.constexpr = HALF if IN_CODES else HEAD_DIM
     tl.static_assert(WINDOW >= 0)  # no task has a key before it
-    # What no launch directly before writes: plan, block table, keys of earlier tokens. So it may be read before the wait
-    # (``programmatic_launch.py``), from the L2 cache: that of this SM may have older bytes.
+    # What no launch directly before writes: plan, block table, keys of earlier tokens. So they may be read before the
+    # wait (``programmatic_launch.py``), from the L2 cache: that of this SM may have older bytes.
     CACHE: tl.constexpr = ".cg" if PROGRAMMATIC else ""
     if PROGRAMMATIC:
         _prefetch(cos_sin, HEAD_DIM)
@@ -275,16 +275,16 @@ def alone_kernel(
 
     near = tl.where(end - begin <= NEAR * BLOCK_N, end, begin + BLOCK_N)
     if begin + BLOCK_N < near:
-        blocks = _blocks(table_row, begin + BLOCK_N, near, BLOCK_SIZE, BLOCK_N)
+        blocks = _blocks(table_row, begin + BLOCK_N, near, BLOCK_SIZE, BLOCK_N, "")
     for start in tl.range(begin, near, BLOCK_N, num_stages=1):
         inside = start + tl.arange(0, BLOCK_N) < end
         now_keys, now_values, now_k_scales, now_v_scales = keys, values, k_scales, v_scales
         if start + BLOCK_N < near:
             keys, values, k_scales, v_scales = _load_tile(
                 k_cache, v_cache, k_scale, v_scale, blocks, kv_head, start + BLOCK_N, near,
-                NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH,
+                NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH, "",
             )  # fmt: skip
-            blocks = _blocks(table_row, start + 2 * BLOCK_N, near, BLOCK_SIZE, BLOCK_N)
+            blocks = _blocks(table_row, start + 2 * BLOCK_N, near, BLOCK_SIZE, BLOCK_N, "")
         if IN_CODES:
             k_even, k_odd = parts(tl.trans(now_keys), CODE_MAX == 448)
             scores = dot_codes(q_odd, k_odd, dot_codes(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
