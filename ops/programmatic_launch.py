@@ -5,11 +5,16 @@ The time to launch, and what a kernel does before it needs anything that another
 the launch before. Whoever records a CUDA graph allows it; the launch of each kernel that can wait asks whether it is
 allowed, and has few rows: with many, a kernel runs so long that there is little to save.
 
-Why nothing is read or overwritten too early: every program of such a kernel begins with ``wait_for_launches_before`` of
-``triton_programmatic.py``. That returns when the launch before has ended and what it wrote is visible; and that one had
-begun in the same way, or was an ordinary launch, which begins when all before it have ended. So all launches before
-have ended. An ordinary launch behind such a kernel begins when that one has ended, whether or not it let others start.
-A kernel that starts early and does not wait would break this, so the compiler's own option for that is off.
+Why nothing is read or overwritten too early: every program of such a kernel calls ``wait_for_launches_before`` of
+``triton_programmatic.py`` before it reads what the launch before writes, and before it writes. That returns when the
+launch before has ended and what it wrote is visible; and that one had waited in the same way, or was an ordinary
+launch, which begins when all before it have ended. So all launches before have ended. An ordinary launch behind such a
+kernel begins when that one has ended, whether or not it let others start. A kernel that starts early and does not wait
+would break this, so the compiler's own option for that is off.
+
+What the launch before does not write may be read before the wait: a launch starts when all programs of the one before
+have waited, so when all launches but that one have ended. The attention of a request alone reads its plan, its block
+table and the keys of earlier tokens so (``attention/triton_alone.py``); ``tests/gpu_step`` checks what comes before it.
 """
 
 import contextlib

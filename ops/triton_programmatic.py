@@ -11,12 +11,21 @@ _LINE_BYTES = tl.constexpr(128)
 
 
 @triton.jit
-def wait_for_launches_before():
-    """Every program calls it, outside of loops: before it reads what another launch writes, and before it writes.
+def wait_for_launches_before(lets_next_start: tl.constexpr = True):
+    """Every program calls it, outside of loops: before it reads what the launch before writes, and before it writes.
 
-    Then the next launch may start as soon as there is room for it: it waits in its turn.
+    Then the next launch may start as soon as there is room for it: it waits in its turn. Without ``lets_next_start``
+    the program calls ``let_next_start`` itself, later: a launch that comes early takes SMs from programs of this one that
+    have yet to begin, and those that it gets are not spread evenly over the memory's ways.
     """
     gdc_wait()
+    if lets_next_start:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_start():
+    """After ``wait_for_launches_before(False)``; every program calls it, outside of loops."""
     gdc_launch_dependents()
 
 

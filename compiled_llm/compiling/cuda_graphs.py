@@ -49,7 +49,13 @@ def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = Fal
     check_cuda_graphs(cuda_graphs, device)
     if device.type != "cuda" or enforce_eager or cuda_graphs == "trees":
         return None
-    return GraphPool(device, cuda_graphs == "programmatic", cuda_graphs == "pinned")
+    capability = torch.cuda.get_device_capability(device)
+    return GraphPool(device, is_programmatic(cuda_graphs, capability), cuda_graphs == "pinned")
+
+
+def is_programmatic(cuda_graphs: str, capability: tuple[int, int]) -> bool:
+    """Whether the engine argument lets launches start early on such a GPU, see ``programmatic_launch.py``."""
+    return cuda_graphs == "programmatic" or (cuda_graphs == "auto" and capability >= CAPABILITY)
 
 
 def gpu_target(pool: GraphPool | None) -> GpuTarget | None:

@@ -30,7 +30,7 @@ MAX_ROWS = 32
 """Most rows that are fused by default: up to these a tile has all of them, so that weights are read once."""
 
 CHAIN_GRAIN = 128  # inputs
-_CHAINS, _CHAINED_OUTPUTS, _CHAINED_INPUTS = 4, 2560, 1536
+_CHAINED = ((4, 2560, 1536), (2, 4096, 4096))  # parts, of so many outputs at most and inputs at least
 _SMALLEST_TILE = 16  # outputs
 
 
@@ -40,7 +40,8 @@ def num_chains(out_features: int, in_features: int) -> int:
     It follows from the shape alone, so a sum is the same for all numbers of rows. Few outputs of many inputs keep few
     of a GPU's programs busy, each for long: so their parts can go to as many programs.
     """
-    return _CHAINS if out_features <= _CHAINED_OUTPUTS and in_features >= _CHAINED_INPUTS else 1
+    fits = (parts for parts, most, least in _CHAINED if out_features <= most and in_features >= least)
+    return next(fits, 1)
 
 
 def num_counters(out_features: int, in_features: int) -> int:

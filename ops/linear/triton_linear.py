@@ -1,8 +1,8 @@
 """The exact linear layer on the GPU: its Triton kernel, and the launch. ``exact_linear.py`` says what it computes.
 
 Why a row's bits do not depend on how many rows there are. An output is a float32 accumulator that one program carries
-over its inputs, in steps of 16 from the first to the last. Where outputs are few and inputs many, the inputs have four
-parts (``num_chains``): each has an accumulator of its own, and these are added up in their order. The weight's shape
+over its inputs, in steps of 16 from the first to the last. Where outputs are few and inputs many, the inputs have two or
+four parts (``num_chains``): each has an accumulator of its own, and these are added up in their order. The weight's shape
 alone says so. Of few rows each part has a program, and the last one of a tile to end adds up; of many one program has
 all parts. In 16 bits a step
 is one instruction of the tensor cores, and all tiles of a GPU use the same kind: on Hopper ``wgmma``, elsewhere
@@ -45,7 +45,7 @@ from compiled_llm.ops.linear.triton_surroundings import (
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_checks import check_contiguous, check_rows, refuse
-from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
+from compiled_llm.ops.triton_programmatic import let_next_start, prefetch_rows, wait_for_launches_before
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 EARLY_ROWS = tl.constexpr(16)  # of a tile: what is added to their outputs is loaded first; with 32 that costs a fourth
@@ -157,8 +157,8 @@ def exact_linear_kernel(
     num_rows, x_stride, beside_stride, residual_stride,
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
     CHAINS: tl.constexpr, CHAIN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
@@ -176,8 +176,8 @@ def exact_linear_kernel(
     w_rows = weight + tl.minimum(columns, (2 * OUT if GATED else OUT) - 1).to(tl.int64) * IN
     if PROGRAMMATIC:
         ITEM: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-        prefetch_rows(w_rows + part * CHAIN, (IN - (CHAINS - 1) * CHAIN) * ITEM, BLOCK_N, BLOCK_N * AHEAD * ITEM)
-        wait_for_launches_before()
+        prefetch_rows(w_rows + part * CHAIN, (IN - (CHAINS - 1) * CHAIN) * ITEM, BLOCK_N)
+        wait_for_launches_before(not LATE)
     inner = tl.arange(0, BLOCK_K)
     inside_rows = rows < num_rows
     x_tile = x + (rows * x_stride)[:, None] + inner[None, :]
@@ -188,6 +188,12 @@ def exact_linear_kernel(
     if residual is not None and not GATED and BLOCK_M <= EARLY_ROWS:  # it comes while weights do
         loaded = load_added(residual, residual_stride, rows, inside_rows, columns, OUT)
     acc = _sums(x_tile, w_tile, inside_rows, part * CHAIN, end, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K)
+    if counters is None and CHAINS > 1:
+        for chain in tl.range(1, CHAINS, num_stages=1):
+            end = tl.minimum((chain + 1) * CHAIN, IN)
+            acc += _sums(x_tile, w_tile, inside_rows, chain * CHAIN, end, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K)
+    if PROGRAMMATIC and LATE:
+        let_next_start()
     is_last = True
     if counters is not None:
         places = (tl.arange(0, BLOCK_N) * BLOCK_M)[:, None] + tl.arange(0, BLOCK_M)[None, :]
@@ -203,10 +209,6 @@ def exact_linear_kernel(
             acc = tl.load(parts, cache_modifier=".cg")
             for chain in tl.static_range(1, CHAINS):
                 acc += tl.load(parts + chain * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-    elif CHAINS > 1:
-        for chain in tl.range(1, CHAINS, num_stages=1):
-            end = tl.minimum((chain + 1) * CHAIN, IN)
-            acc += _sums(x_tile, w_tile, inside_rows, chain * CHAIN, end, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K)
     if is_last:
         store_outputs(
             acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
@@ -249,7 +251,8 @@ def exact_linear(
             OUT=out.shape[1], IN=in_features,
             CHAINS=chains, CHAIN=-(-in_features // (chains * CHAIN_GRAIN)) * CHAIN_GRAIN if chains > 1 else in_features,
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, AHEAD=tile.k << (tile.stages.bit_length() - 1),
+            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+            LATE=around.is_gated or residual is not None,  # else attention comes next, and reads keys before it waits
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4, **launch_options(rows),
         )  # fmt: skip
     return out
