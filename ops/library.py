@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
+from compiled_llm.ops.torch_private_builds import same_keys_in_any_order
 
 LIBRARY = torch.library.Library("compiled_llm", "DEF")
 CPU_KERNELS: dict[str, str] = {}
@@ -66,6 +67,7 @@ def on_gpu(place: str, **options: Any) -> Callable[..., Any]:
     module, function = place.split(":")
 
     def call(*args: Any) -> Any:
+        same_keys_in_any_order()
         return getattr(importlib.import_module(f"compiled_llm.ops.{module}"), function)(*args, **options)
 
     return call

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
@@ -76,6 +77,25 @@ def build_without_gpu(capability: tuple[int, int]) -> None:
     guards = torch._C._dynamo.guards
     guards._empty_strided_cuda = _empty_strided  # type: ignore[attr-defined]
     guards._reinterpret_tensor = _reinterpret  # type: ignore[attr-defined]
+
+
+@functools.cache
+def same_keys_in_any_order() -> None:
+    """From now on Triton's key of a kernel, by which its code is kept, does not depend on what has a key already.
+
+    In Triton 3.6 a function that calls another takes over the globals that this one is known to use before it looks for
+    them: it lacks them if the other has no key yet. So a process that compiles one of the engine's functions and one
+    that loads all of them had other keys for the same kernel, and the second compiled it again.
+    """
+    from triton.runtime.jit import DependenciesFinder
+
+    update = DependenciesFinder._update_hash
+
+    def update_when_known(self: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018 # finds the names
+        update(self, function)
+
+    DependenciesFinder._update_hash = update_when_known
 
 
 def _build_launcher(kernel: Any) -> None:
