@@ -15,8 +15,9 @@ def wait_for_launches_before(lets_next_start: tl.constexpr = True):
     """Every program calls it, outside of loops: before it reads what the launch before writes, and before it writes.
 
     Then the next launch may start as soon as there is room for it: it waits in its turn. Without ``lets_next_start``
-    the program calls ``let_next_start`` itself, later: a launch that comes early takes SMs from programs of this one that
-    have yet to begin, and those that it gets are not spread evenly over the memory's ways.
+    the program calls ``let_next_start`` itself, when its work is all but done. A launch with large programs that comes
+    earlier takes the first SMs that get free, which lie beside each other, and reads its weights more slowly: on an
+    H200 a layer of Llama-3.1-8B then took 125 us, 121 so, and 124 with ordinary launches.
     """
     gdc_wait()
     if lets_next_start:

@@ -101,8 +101,8 @@ class EngineConfig:
         cuda_graphs: who records the CUDA graphs on a GPU: "manual", the engine itself, a graph for each bucket;
             "programmatic", as "manual", with kernels that may start while the one before still runs (H100 or B200, CUDA
             12.3 or later); "pinned", as "manual", and graphs read and write memory of the host; "trees", torch's CUDA
-            graph trees (reduce-overhead); "auto": "manual". A CPU has no CUDA graphs: there others than "auto" are
-            refused.
+            graph trees (reduce-overhead); "auto": "programmatic" where the GPU can, else "manual". A CPU has no CUDA
+            graphs: there others than "auto" are refused.
         compile_workers: processes that compile side by side what is not kept on disk. None: one for each core, on a
             CPU if the model is deep enough that it pays; 0: the engine's own process, on a GPU at each start.
         wait_for_compile: compile before anything is served. False, on a CPU: serve uncompiled at once, compile

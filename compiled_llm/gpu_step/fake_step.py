@@ -16,7 +16,7 @@ from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
-from compiled_llm.compiling.cuda_graphs import check_cuda_graphs
+from compiled_llm.compiling.cuda_graphs import check_cuda_graphs, is_programmatic
 from compiled_llm.compiling.gpu_properties import GpuProperties
 from compiled_llm.gpu_step.gpus import Gpu
 from compiled_llm.models.config import ModelConfig
@@ -110,7 +110,8 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     tell_compiler(tensors_in(step.args))
     compiled = compile_at_first_call(own_copy(step.function, bucket_name), cuda_graphs=engine.cuda_graphs == "trees")
     generated = generate(compiled, step.args, step.mode)
-    programmatic, name = engine.cuda_graphs == "programmatic", str(step.dtype).removeprefix("torch.")
+    programmatic = is_programmatic(engine.cuda_graphs, torch.cuda.get_device_capability())
+    name = str(step.dtype).removeprefix("torch.")
     return FakeStep(step.bucket, step.config, name, layers_of(step.config), generated, step.mode, programmatic)
 
 

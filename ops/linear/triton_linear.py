@@ -1,14 +1,13 @@
 """The exact linear layer on the GPU: its Triton kernel, and the launch. ``exact_linear.py`` says what it computes.
 
 Why a row's bits do not depend on how many rows there are. An output is a float32 accumulator that one program carries
-over its inputs, in steps of 16 from the first to the last. Where outputs are few and inputs many, the inputs have two or
-four parts (``num_chains``): each has an accumulator of its own, and these are added up in their order. The weight's shape
-alone says so. Of few rows each part has a program, and the last one of a tile to end adds up; of many one program has
-all parts. In 16 bits a step
-is one instruction of the tensor cores, and all tiles of a GPU use the same kind: on Hopper ``wgmma``, elsewhere
-``mma.sync``. The two kinds may add the 16 products up in different ways, so they are never mixed. A tile's rows and
-columns say which outputs an instruction has, not how it adds up one of them; and its block of inputs, how many steps
-are loaded at a time. In float32 a step is one fused multiply-add of each input, in turn.
+over its inputs, in steps of 16 from the first to the last. Where outputs are few and inputs many, the inputs have two
+or four parts (``num_chains``): each has an accumulator of its own, and these are added up in their order. The weight's
+shape alone says so. Of few rows each part has a program, and the last one of a tile to end adds up; of many one program
+has all parts. In 16 bits a step is one instruction of the tensor cores, and all tiles of a GPU use the same kind: on
+Hopper ``wgmma``, elsewhere ``mma.sync``. The two kinds may add the 16 products up in different ways, so they are never
+mixed. A tile's rows and columns say which outputs an instruction has, not how it adds up one of them; and its block of
+inputs, how many steps are loaded at a time. In float32 a step is one fused multiply-add of each input, in turn.
 
 A tile is ``W x.T``: outputs fill the 64 rows that ``wgmma`` wants, and its other side holds as few as 16 rows of x. So
 the tile may follow the number of rows, and ``triton_surroundings.py`` brings activation and residual in.

@@ -294,8 +294,9 @@ def test_a_cpu_refuses_cuda_graphs() -> None:
             CompiledEngine(device="cpu", cuda_graphs=mode)
 
 
-def test_on_a_gpu_the_engine_records_its_graphs_itself(events: list[str]) -> None:
+def test_on_a_gpu_the_engine_records_its_graphs_itself(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert isinstance(graph_pool("auto", gpu), GraphPool)
     assert isinstance(graph_pool("manual", gpu), GraphPool)
     assert graph_pool("trees", gpu) is None
@@ -303,17 +304,17 @@ def test_on_a_gpu_the_engine_records_its_graphs_itself(events: list[str]) -> Non
 
 
 def test_programmatic_launches_need_a_gpu_that_has_them(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, capabilities = torch.device("cuda"), iter([(9, 0), (10, 0), (8, 9), (8, 9)])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: next(capabilities))
-    for _ in ("H100", "B200"):
-        pool = graph_pool("programmatic", gpu)
-        assert pool is not None
-        assert pool.programmatic
+    gpu = torch.device("cuda")
+    for capability in ((9, 0), (10, 0), (8, 9)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        pools = [graph_pool(mode, gpu) for mode in ("auto", "manual", "pinned")]
+        assert [pool is not None and pool.programmatic for pool in pools] == [capability >= (9, 0), False, False]
+        if capability >= (9, 0):
+            pool = graph_pool("programmatic", gpu)
+            assert pool is not None
+            assert pool.programmatic
     with pytest.raises(ValueError, match=r"'programmatic' needs a GPU of compute capability 9\.0 .* given one of 8\.9"):
         graph_pool("programmatic", gpu)
-    pool = graph_pool("manual", gpu)
-    assert pool is not None
-    assert not pool.programmatic
 
 
 def test_the_config_knows_what_is_allowed() -> None:

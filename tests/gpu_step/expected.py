@@ -106,6 +106,23 @@ STEPS = {
     "lfm2-tied": Case("lfm2-tied", (8, 7, 7), (4, 10)),
     "nemotron-h-moe": Case("nemotron-h-moe", (17, 13, 7), (3, 20)),
     "qwen3, programmatic": Case("qwen3", (7,), (5, 10), arguments=PROGRAMMATIC, programmatic=16),
+    "qwen3, a request alone, programmatic": Case(
+        "qwen3", (7,), (5, 10), bucket="decode_1", arguments=PROGRAMMATIC | {"bucket_sizes": (1,)}, programmatic=16
+    ),
+    "gemma3, a request alone, programmatic": Case(
+        "gemma3", (8, 7), (6, 11), bucket="decode_1", arguments=PROGRAMMATIC | {"bucket_sizes": (1,)}, programmatic=14
+    ),
+    "gpt-oss, a request alone, programmatic": Case(
+        "gpt-oss", (8,), (5, 10), bucket="decode_1", arguments=PROGRAMMATIC | {"bucket_sizes": (1,)}, programmatic=14
+    ),
+    "qwen3, a request alone, KV cache in int8, programmatic": Case(
+        "qwen3",
+        (7,),
+        (5, 10),
+        bucket="decode_1",
+        programmatic=16,
+        arguments=PROGRAMMATIC | {"bucket_sizes": (1,), "kv_cache_dtype": "int8"},
+    ),
     "qwen3, W4A8, programmatic": Case(
         "qwen3", (5,), (4, 8), arguments=PROGRAMMATIC | {"quantization": "int4_w4a8"}, programmatic=11
     ),

@@ -32,6 +32,8 @@ from tests.families import EVERY_CONFIG
 
 _WAITS, _ENDS = "ACQBULK", ("BRA", "EXIT", "RET", "CALL", "BRX", "JMP")  # griddepcontrol.wait in machine code
 _GLOBAL_MEMORY = re.compile(r"(?!LDS|STS|LDSM|STSM|LDC|ATOMS)(LD|ST|ATOM|RED|UTMA|UBLK)")  # CCTL.PF2 prefetches
+# Of what no launch directly before writes, past this SM's own cache (``programmatic_launch.py``).
+_OF_EARLIER = re.compile(r"LDG\..*STRONG\.GPU")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(@!?U?P\w+\s+)?(\S+)")
 
 
@@ -39,8 +41,9 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(@!?U?P\w+\s+)?(\S+)")
 def too_early(cubin: bytes) -> list[str]:
     """What a program of a programmatic launch does before it waits, and must not: memory, or a way around the wait.
 
-    And loads, wherever they are, that take what they read for constant: these may be done before the wait, whatever the
-    order of the code.
+    It may load, past its SM's cache, what launches before the last one have written: ``before_attention`` tells whether
+    these have. Loads that take what they read for constant are counted wherever they are: these may be done before the
+    wait, whatever the order of the code.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -52,6 +55,8 @@ def too_early(cubin: bytes) -> list[str]:
     for predicate, name in instructions:
         if name.startswith(_WAITS):
             return [*found, predicate + name] if predicate else found
+        if _OF_EARLIER.match(name):
+            continue
         if _GLOBAL_MEMORY.match(name) or name.split(".")[0] in _ENDS:
             found.append(name)
     return ["it never waits"]
@@ -63,13 +68,19 @@ def behind_programmatic(launches: list[Launch]) -> list[str]:
     return [after.name for before, after in pairs if before.is_programmatic and after.triton is None]
 
 
+def before_attention(launches: list[Launch]) -> list[str]:
+    """Launches directly before an attention that reads its plan, block table and cache before it waits."""
+    pairs = itertools.pairwise(launches)
+    return [before.name for before, after in pairs if after.name == "alone_kernel" and after.is_programmatic]
+
+
 def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], num_compiled: int) -> dict[str, Any]:
     """What the tests ask of a step."""
     class_name, fields = EVERY_CONFIG[family]
     published = getattr(transformers, class_name).config_class(**copy.deepcopy(fields)).to_dict()
     model = parse_config({**published, "architectures": [class_name], "dtype": "bfloat16"})
     model = dataclasses.replace(model, max_position_embeddings=4096)  # long enough that decodes are split
-    sizes = {"bucket_sizes": (2,), "token_bucket_sizes": (32,)}
+    sizes = {"bucket_sizes": (2,), "token_bucket_sizes": (32,), "cuda_graphs": "manual"}
     made = generate_step(EngineConfig(device="cuda", **{**sizes, **arguments}), model, bucket)
     launches = launches_of(made)
     compiler = Compiler(gpu)
@@ -88,6 +99,7 @@ def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], num_comp
         "spilled": {name: one.spilled for name, one in compiled.items() if one.spilled},
         "compiled": sorted(compiled),
         "programmatic": [launch.name for launch in launches if launch.triton is not None and launch.is_programmatic],
+        "before_attention": before_attention(launches),
         "behind_programmatic": behind_programmatic(launches),
         "of_the_compiler": made.generated.code.count("'launch_pdl': True"),
         "too_early": {
