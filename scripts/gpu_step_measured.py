@@ -2,7 +2,8 @@
 
     python scripts/gpu_step_measured.py docs/results/gpu/h200-2026-11-26
 
-Each ``kernels-*.json`` in the folder is a decode that ``gpu_validate.py`` measured, kernel by kernel. The same step is
+Each ``kernels-*-manual.json`` in the folder (of results before 2026-11-27: ``kernels-*.json``) is a decode that
+``gpu_validate.py`` measured, kernel by kernel, with ordinary launches: others overlap. The same step is
 generated and estimated here, and every launch that ran is set beside its estimate. Lines go to
 docs/results/gpu-estimates/measured.jsonl, from which gpu_step_tables.py writes its page. It should run with the torch
 and the Triton that ran on the GPU: others make other code.
@@ -46,7 +47,8 @@ def line_of(path: Path) -> dict[str, Any]:
         model = first_layers(model, result["layers"])
     bucket, keys = f"decode_{result['batch_size']}", round(result.get("mean_keys", result["context"]))
     engine = EngineConfig(
-        max_model_len=model.max_position_embeddings, kv_cache_dtype=result["kv_cache_dtype"], exact=result["exact"]
+        max_model_len=model.max_position_embeddings, kv_cache_dtype=result["kv_cache_dtype"], exact=result["exact"],
+        cuda_graphs="manual",
     )
     engine = with_bucket(engine, model, bucket)
     torch.compiler.reset()
@@ -87,7 +89,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="DIR", help="with kernels-*.json")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE.jsonl")
     args = parser.parse_checked(lambda args: check_triton("gpu_step_measured.py"))
-    paths = sorted(path for path in args.folder.glob("kernels-*.json") if "-programmatic" not in path.name)
+    paths = sorted(args.folder.glob("kernels-*-manual.json")) or sorted(
+        path for path in args.folder.glob("kernels-*.json") if "-programmatic" not in path.name
+    )
     if not paths:
         print(f"gpu_step_measured: error: no kernels-*.json in {args.folder}", file=sys.stderr)
         return 2
