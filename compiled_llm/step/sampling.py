@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.ops import sample_tokens, uniform
+from compiled_llm.ops import sample_tokens
 
 
 class SamplingInput(NamedTuple):
@@ -30,6 +30,5 @@ def sample(logits: Tensor, params: SamplingInput) -> Tensor:
     then top-n-sigma. Rows with temperature 0 take the most likely token; rows whose largest logit is not finite have
     ``NO_TOKEN``.
     """
-    random = uniform(params.seed, params.position)
     filters = params.top_k, params.top_p, params.min_p, params.top_n_sigma
-    return sample_tokens(logits, params.temperature, *filters, random)
+    return sample_tokens(logits, params.temperature, *filters, params.seed, params.position)
