@@ -98,8 +98,8 @@ def _winners(depth: Tensor, stays: Tensor, seed: Tensor, position: Tensor) -> Te
     of_tokens = torch.where(stays, largest.repeat_interleave(BLOCK, dim=1)[:, :vocabulary] - depth, loses)
     first = blocks * BLOCK + place
     best = torch.where(first < vocabulary, of_tokens.gather(1, first.clamp(max=vocabulary - 1)), loses).amax(dim=1)
-    row, token = (of_tokens >= best[:, None]).nonzero().unbind(1)
+    row, token = (stays & (of_tokens >= best[:, None])).nonzero().unbind(1)
     noise = token_noise(seed[row], position[row], token)
     sums = depth.new_full((rows, vocabulary), loses)
-    sums[row, token] = torch.where(stays[row, token], noise - depth[row, token], loses)
+    sums[row, token] = noise - depth[row, token]
     return sums.max(dim=-1).indices

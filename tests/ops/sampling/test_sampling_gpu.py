@@ -21,7 +21,6 @@ from tests.ops.sampling.test_token_sampling import FILTERS, TEMPERATURES, VOCABU
 from tests.ops.sampling.test_triton_sampling import (
     SEARCHES,
     a_top_k_below_1_is_1,
-    a_uniform_of_1_takes_the_last_that_stays,
     no_number_gives_no_token,
     programs_and_neighbours_change_nothing,
     strided_rows_give_the_same,
@@ -84,7 +83,6 @@ def test_no_number_gives_no_token() -> None:
 
 def test_beyond_what_is_allowed() -> None:
     a_top_k_below_1_is_1("cuda")
-    a_uniform_of_1_takes_the_last_that_stays("cuda")
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

@@ -100,13 +100,6 @@ def a_top_k_below_1_is_1(device: str = "cpu") -> None:
     assert torch.equal(tokens, case.logits.argmax(-1))
 
 
-def a_uniform_of_1_takes_the_last_that_stays(device: str = "cpu") -> None:
-    case = make_case(700, rows=8, temperatures=(1.0,)).to(device)
-    below, one = (torch.full_like(case.uniform, value) for value in (math.nextafter(1.0, 0.0), 1.0))
-    tokens = triton_sampling.sample_tokens(*case._replace(uniform=one))
-    assert torch.equal(tokens, check(case._replace(uniform=below), op(), most_differences=1))
-
-
 # Nearly equal weights, all in the range that is left after the first passes.
 HOT = {"scale": 0.1, "temperatures": (100.0,), "top_ks": (1, 2, 5, 50, OFF), "top_ps": (1e-6, 0.1, 1.0)}
 # No other filter, and a chunk that is banned whole.
@@ -129,7 +122,6 @@ INTERPRETED = {
     "top-n-sigma": functools.partial(of_the_grid, vocabulary=5000, pattern="banned", rows=16, **SIGMAS),
     "no-number": no_number_gives_no_token,
     "top-k-0": a_top_k_below_1_is_1,
-    "uniform-1": a_uniform_of_1_takes_the_last_that_stays,
 }
 for name, kwargs in grid((1, 7, 257, 1500)):
     if name.startswith(FULL) or name in PARTS:
@@ -153,7 +145,7 @@ for dtype in DTYPES:
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
-KERNELS = ["maxima", *["narrow"] * triton_sampling.LEVELS.value, "gather", "limit", "sums", "draw"]
+KERNELS = ["maxima", *["narrow"] * triton_sampling.LEVELS.value, "gather", "limit", "bounds", "draw"]
 # Capability, rows, vocabulary, dtype: aligned rows and others, one program a row and many, one chunk and thousands.
 COMPILED = [
     ((8, 0), 1, 151936, torch.bfloat16), ((8, 0), 32, 50257, torch.float32), ((9, 0), 256, 151936, torch.float32),
@@ -209,7 +201,8 @@ def test_refuses_wrong_inputs() -> None:
         ({"top_p": torch.ones(8)[::2]}, "top_p must be a contiguous"),
         ({"min_p": case.min_p.to("meta")}, "min_p must be .* on cpu, got .* on meta"),
         ({"top_n_sigma": case.top_n_sigma[1:]}, r"top_n_sigma must be .*got \[3\]"),
-        ({"uniform": case.uniform.float()}, "uniform must be .*float64"),
+        ({"seed": case.seed.int()}, "seed must be .*int64.*got .*int32"),
+        ({"position": case.position[1:]}, r"position must be .*got \[3\]"),
     ]
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
