@@ -1,7 +1,8 @@
 """Sampling as pure functions of (logits, SamplingInput): part of the compiled graphs, so tensors only.
 
-The random number of a token depends on its request's seed and its position alone. So a seeded request gives the same
-tokens in any batch, bucket or chunking, and after a preemption.
+The noise of a token depends on its request's seed, its position and its id alone. So a seeded request gives the same
+tokens in any batch, bucket or chunking, and after a preemption. And a drafter that calls ``sample`` on logits of its
+own, with the request's ``SamplingInput`` and the drafted token's own position, has the model's own noise there.
 """
 
 from typing import NamedTuple

@@ -11,9 +11,9 @@ These are independent exponential variables like any others. But now one random 
 a block is looked into only where that bound and its largest weight could win.
 
 Numbers. Of a Philox counter (position, block, 0, 0) the first word is the least E and the second its place; of
-(position, token, 1, 0) the first is what the token's E is more. Of a word 31 bits count, so the least E is of at least
-2^-37: a token below 2^-38 of the sum of weights is as good as never drawn, and above 2^-34 its probability is right to a
-hundredth. Logarithms are a polynomial in whole numbers; E is a float32, of which no operation but one sum is rounded.
+(position, token, 1, 0) the first is what the token's E is more. Of a word's bits 30 count. So the probability of a
+token that has 2^-34 of the sum of weights is right to 0.3%, and one that has less than 2^-40 is as good as never drawn.
+Logarithms are a polynomial in whole numbers; E is a float32, of which no operation but one sum is rounded.
 """
 
 import torch
@@ -63,7 +63,7 @@ def _least_of_block(seed: Tensor, position: Tensor, blocks: Tensor) -> tuple[Ten
 
 
 def _exponential(word: Tensor) -> Tensor:
-    """``-log2(v / 2^31)``, float32, for v the odd number of the word's upper 31 bits; of a word int64."""
+    """``-log2(v / 2^31)``, float32, for v the odd number of a word's upper 30 bits and a 1; words are int64."""
     v = (word >> 1) | 1
     # v = 2^(30 - halvings) * (1 to 2). Without the bit below its highest it is not rounded up to the next power of two.
     halvings = 157 - (_bits(v & ~(v >> 1)) >> 23)

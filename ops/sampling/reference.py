@@ -8,8 +8,9 @@
     token   of the kept v with the largest noise[v] - depth[v] the first; depth is -log2(w), noise that of noise.py
 
 Tokens of equal weight stay or go together. Noise and depth are whole numbers of the same unit, and all implementations
-have the same ones. A row has no token, ``NO_TOKEN``, where no weights can be computed: its largest logit is NaN, +inf or
--inf. The caller sees in the token that the model's numbers are broken and need not look at the logits.
+have the same ones: if their filters keep the same tokens, they choose the same one. A row has no token, ``NO_TOKEN``,
+where no weights can be computed: its largest logit is NaN, +inf or -inf. The caller sees in the token that the model's
+numbers are broken and need not look at the logits.
 """
 
 import torch

@@ -9,7 +9,6 @@ the median of the ratios within a round (above 1: this checkout is faster). The 
 """
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path

@@ -201,7 +201,7 @@ def test_shards_of_a_vocabulary_join_exactly(shards: int) -> None:
     assert torch.equal(tokens.gather(0, sums.argmax(dim=0)[None])[0], sample_tokens(*case))
 
 
-# ---- what a drafter gains ---------------------------------------------------------------------------------------------
+# ---- what a drafter gains -------------------------------------------------------------------------------------------
 
 
 def agreements(vocabulary: int, temperature: float, positions: int, models: int) -> dict[str, float]:
@@ -240,13 +240,14 @@ def agreements(vocabulary: int, temperature: float, positions: int, models: int)
 
 
 @pytest.mark.parametrize(
-    ("temperature", "least"), [(1.0, 0.63), *(pytest.param(*c, marks=pytest.mark.battery) for c in ((0.7, 0.57), (0.3, 0.56)))]
+    ("temperature", "least"),
+    [(1.0, 0.61), *(pytest.param(*c, marks=pytest.mark.battery) for c in ((0.7, 0.55), (0.3, 0.54)))],
 )
 def test_a_drafter_with_the_models_noise_draws_its_token(temperature: float, least: float) -> None:
-    """At a temperature of 1: 65%, where rejection sampling reaches 73% and one uniform number for both 25%."""
-    shares = agreements(2000, temperature, positions=300, models=20)
+    """At a temperature of 1, over 200 models: 67%; rejection sampling 73%, one uniform number for both 23%."""
+    shares = agreements(2000, temperature, positions=300, models=10)
     assert least < shares["gumbel"] < shares["optimum"]
-    assert abs(shares["gumbel"] - shares["gumbel, exactly"]) < 0.02
+    assert abs(shares["gumbel"] - shares["gumbel, exactly"]) < 0.03
     rest = 1 - shares["optimum"]
     assert shares["gumbel, exactly"] >= (1 - rest) / (1 + rest), "which no coupling exceeds for all distributions"
     assert shares["gumbel"] > shares["one uniform number"] + (0.3 if temperature == 1 else 0)

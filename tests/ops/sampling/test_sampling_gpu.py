@@ -22,6 +22,7 @@ from tests.ops.sampling.test_triton_sampling import (
     SEARCHES,
     a_top_k_below_1_is_1,
     no_number_gives_no_token,
+    noise_has_the_bits_of_the_reference,
     programs_and_neighbours_change_nothing,
     strided_rows_give_the_same,
 )
@@ -75,6 +76,10 @@ def test_programs_and_neighbours_change_nothing(pattern: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_rows(dtype: torch.dtype) -> None:
     strided_rows_give_the_same(dtype, "cuda")
+
+
+def test_noise_has_the_bits_of_the_reference() -> None:
+    noise_has_the_bits_of_the_reference("cuda")
 
 
 def test_no_number_gives_no_token() -> None:

@@ -7,9 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.sampling import triton_greedy, triton_sampling
+from compiled_llm.ops.sampling import triton_greedy, triton_noise, triton_sampling
+from compiled_llm.ops.sampling.noise import BLOCK, token_noise
 from compiled_llm.ops.sampling.reference import NO_TOKEN, greedy_tokens_reference
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty
@@ -35,6 +38,29 @@ def of_the_grid(most_listed: int = triton_sampling.MOST_LISTED, splits: int = 1,
 
 def of_extremes(vocabulary: int, dtype: torch.dtype) -> None:
     check(extreme_case(vocabulary, dtype), op())
+
+
+@triton.jit
+def noise_kernel(seed, position, tokens, out, ELEMENTS: tl.constexpr):
+    """The noise of tokens, row by row, as ``draw_kernel`` makes it of those of a block."""
+    row, i = tl.program_id(0), tl.arange(0, ELEMENTS)
+    token = tl.load(tokens + i)
+    block = token // triton_noise.BLOCK
+    row_seed, row_position = tl.load(seed + row), tl.load(position + row)
+    least, place = triton_noise.least_of_blocks(row_seed, row_position, block)
+    more = triton_noise.more_of_tokens(row_seed, row_position, token)
+    first = token - block * triton_noise.BLOCK == place
+    tl.store(out + row * ELEMENTS + i, triton_noise.gumbel(tl.where(first, least, least + more)))
+
+
+def noise_has_the_bits_of_the_reference(device: str = "cpu") -> None:
+    ends = torch.tensor([0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)])
+    seeds = torch.cat([ends, torch.randint(-(2**63), 2**63 - 1, (25,))])
+    positions = torch.cat([torch.tensor([0, 1, 2**31 - 1]), torch.randint(2**31 - 1, (29,))]).int()
+    tokens = torch.cat([torch.arange(BLOCK), torch.randint(2**22, (1024 - BLOCK,))]).int()
+    out = torch.empty(32, 1024, dtype=torch.int32, device=device)
+    noise_kernel[(32,)](*(x.to(device) for x in (seeds, positions, tokens)), out, ELEMENTS=1024, enable_fp_fusion=False)
+    assert torch.equal(out.cpu(), token_noise(seeds[:, None], positions[:, None], tokens.long()))
 
 
 # The next five run on a GPU too, where a row in a great many may differ from the reference by rounding.
@@ -122,6 +148,7 @@ INTERPRETED = {
     "top-n-sigma": functools.partial(of_the_grid, vocabulary=5000, pattern="banned", rows=16, **SIGMAS),
     "no-number": no_number_gives_no_token,
     "top-k-0": a_top_k_below_1_is_1,
+    "noise": noise_has_the_bits_of_the_reference,
 }
 for name, kwargs in grid((1, 7, 257, 1500)):
     if name.startswith(FULL) or name in PARTS:
@@ -224,6 +251,6 @@ def test_greedy_tokens_refuse_wrong_inputs() -> None:
 ORDINARY = [
     "257-float32-banned", "1500-float32-normal-0.1", "1500-bfloat16-equal", "1500-float16-peaked", "top-k-0",
     "short-list-both-few-values", "extremes-7-torch.float16", "strided-torch.bfloat16", "greedy-torch.float16",
-    "no-number", "top-n-sigma", "programs-few-values",
+    "no-number", "top-n-sigma", "programs-few-values", "noise",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)
