@@ -158,12 +158,13 @@ def test_extreme_logits() -> None:
 
 def test_a_drafter_with_the_requests_input_draws_the_models_token() -> None:
     """Logits near to the model's, with its seed, position and filters; another request's seed is of no use."""
-    logits = torch.randn(2000) * 2.5
-    drafter = logits + torch.randn(2000) * 0.7
-    params = Filters(temperature=0.9, top_k=300, top_p=0.98, min_p=0.001).rows(2000, seed=3)
+    logits = torch.randn(1000, 500) * 2.5
+    drafter = logits + torch.randn(1000, 500) * 0.7
+    params = Filters(temperature=0.9, top_k=300, top_p=0.98, min_p=0.001).rows(1000, seed=3)
     own, drafted, other = (
-        sample(x.expand(2000, -1), given)
+        sample(x, given)
         for x, given in ((logits, params), (drafter, params), (drafter, params._replace(seed=params.seed + 1)))
     )
-    assert (own == drafted).double().mean() > 0.55
-    assert (own == other).double().mean() < 0.2
+    shares = [float((own == tokens).double().mean()) for tokens in (drafted, other)]
+    assert shares[0] > 0.55
+    assert shares[1] < 0.25
