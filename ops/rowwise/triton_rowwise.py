@@ -37,8 +37,6 @@ from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
 
 _ALIGNMENT = 16  # bytes of a pointer, and elements of a stride, by which Triton specialises
 _MOST_OF_A_ROW = 8192  # elements in a block; a longer row takes several
-    1024  # elements in a block of a norm by which its sum takes 158 registers with 4 warps, 33 with 8 (Triton 3.6)
-)
 # Elements in a block of a norm that has 8 warps: with 4 its sum takes 158 registers, with 8 33 (Triton 3.6).
 _LARGE_NORM = 1024
 _PIECE = 1024  # elements of a program where nothing is added up
