@@ -149,7 +149,7 @@ class SortedPlaces:
         self._keys = [[keys[i] for i in order[start : start + _BLOCK]] for start in starts]
         # And which token stands there: ``text number << _INDEX_BITS | index``.
         self._places = [[i + 1 for i in order[start : start + _BLOCK]] for start in starts]
-        self._lasts = [block[-1] if block else "" for block in self._keys]  # or a key that stood after it
+        self._lasts = [block[-1] if block else "" for block in self._keys]  # the last key of each block
         self._next_cleared = 0
 
     def add(self, number: int, start: int, end: int) -> None:
@@ -176,7 +176,9 @@ class SortedPlaces:
             left = [i for i, place in enumerate(places) if place >> _INDEX_BITS in texts]
             if len(left) < len(keys):
                 self._keys[block], self._places[block] = [keys[i] for i in left], [places[i] for i in left]
-            if not left and len(self._keys) > 1:
+            if left:
+                self._lasts[block] = self._keys[block][-1]
+            elif len(self._keys) > 1:
                 del self._keys[block], self._places[block], self._lasts[block]
                 self._next_cleared -= 1
 
