@@ -332,7 +332,7 @@ class _LogitsBuffers:
             "allowed": ((rows, num_mask_words(vocab_size)), torch.int32),
         }
         if has_drafts:
-            fields |= {name: ((rows,), torch.int64) for name in DraftRows._fields}
+            fields |= dict.fromkeys(DraftRows._fields, ((rows,), torch.int64))
         for parameter in self._parameters:
             fields[parameter.name] = (rows, *parameter.shape), parameter.dtype
         self.buffers = FieldBuffers(fields, device)

@@ -1,6 +1,5 @@
 """SamplingStage: what requests ask for, row by row, from admission to the tokens, uncompiled and without a model."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
