@@ -352,7 +352,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             DraftPlanner._most: min(self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens - 1)
                 => self.limits.num_draft_tokens
         tokens are drafted after one that is not known
-            DraftPlanner._may_draft: return not request.num_in_flight => return True
+            DraftPlanner._may_draft: request.num_tokens - request.num_computed_tokens != 1 => False
         """,
     ),
     (
@@ -502,8 +502,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a request is not looked at when it may have no more tokens
             StepPlanner._look_later: min(last + 1, request.max_num_tokens) => last + 1
         a mask is that of the token after
-            StepPlanner._add_masks: request.num_tokens - 1 - len(request.prompt_token_ids)
-                => request.num_tokens - len(request.prompt_token_ids)
+            StepPlanner._add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
+                => request.num_tokens - num_drafts - len(request.prompt_token_ids)
         a chunk of a prompt has a mask
             StepPlanner._schedule: request.mask is not None and samples => request.mask is not None
         a request that needs no look has no mask
