@@ -142,8 +142,14 @@ SCORING = Checks(
     load_torch=True,
 )
 DRAFTS = Checks(
-    ("tests/scheduling/test_drafts.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
+    (
+        "tests/scheduling/test_drafts.py",
+        "tests/scheduling/test_masks.py",
+        "tests/battery/test_schedules.py::test_random_schedules",
+    ),
+    load_torch=False,
 )
+MASKS = Checks(("tests/scheduling/test_masks.py",), load_torch=False)
 DRAFTED = Checks(
     (
         "tests/worker/test_sampling_stage.py",
@@ -351,13 +357,11 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         drafts go beyond the last token of a request
             DraftPlanner._most: min(self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens - 1)
                 => self.limits.num_draft_tokens
-        tokens are drafted after one that is not known
-            DraftPlanner._may_draft: request.num_tokens - request.num_computed_tokens != 1 => False
         """,
     ),
     (
         "scheduling.draft_planner",
-        DRAFTED,
+        MASKS,
         """
         drafts that a mask forbids are verified
             DraftPlanner._allowed: drafts[:len(request.draft_masks)] => drafts
