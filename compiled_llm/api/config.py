@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from compiled_llm.api.argument_checks import check_fields, integers, names, one_of, sizes
 from compiled_llm.api.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
+from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.api.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -109,10 +110,14 @@ class EngineConfig:
             meanwhile, and change over as graphs are ready, with no other token. A GPU waits all the same, and so does
             an engine with ``logits_transforms``, with ``compile_workers=0`` or with torch's caches turned off, which
             would have to compile in its own process, and one that measures its steps at the start: with
-            ``target_itl_ms``, or ``swap_space_bytes`` and preemption_mode="auto".
+            ``target_itl_ms``, ``speculative_config`` that is adaptive, or ``swap_space_bytes`` and
+            preemption_mode="auto".
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.
+        speculative_config: let steps verify drafted tokens, which changes no output: a ``SpeculativeConfig``, or a dict
+            of its fields such as ``{"method": "ngram", "num_speculative_tokens": 7}``. None: no drafts. See
+            docs/speculation.md.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
         max_request_id_length: most characters of a ``request_id``.
@@ -173,6 +178,7 @@ class EngineConfig:
     compile_workers: int | None = None
     wait_for_compile: bool = True
     num_threads: int | None = None
+    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     max_logprobs: int = 20
     max_queued_requests: int = 100_000
     max_request_id_length: int = 256
@@ -254,6 +260,8 @@ class EngineConfig:
                 "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
                 f"given {self.kv_cache_skip_layers!r} with kv_cache_dtype={self.kv_cache_dtype!r}"
             )
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         if self.attention_sink_tokens:
             self._check_sinks()
         if self.target_itl_ms is not None and not self.enable_chunked_prefill:
@@ -280,10 +288,21 @@ class EngineConfig:
                 )
 
     @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """``speculative_config``, once it is no dict any more."""
+        assert not isinstance(self.speculative_config, dict)
+        return self.speculative_config
+
+    @property
     def waits_for_compile(self) -> bool:
         """As ``wait_for_compile`` says, or because the start measures steps, which must be the compiled ones."""
         measures_steps = self.target_itl_ms is not None or (self.swap_space_bytes and self.preemption_mode == "auto")
-        return self.wait_for_compile or bool(measures_steps)
+        return self.wait_for_compile or bool(measures_steps) or self.adapts_drafts
+
+    @property
+    def adapts_drafts(self) -> bool:
+        """Whether how many tokens are drafted follows from measured steps."""
+        return self.speculation is not None and self.speculation.adaptive
 
     @property
     def stream(self) -> Stream | None:
@@ -341,6 +360,8 @@ class EngineLimits:
     chunked_prefill: bool
     num_state_slots: int = 0  # for states of layers that keep some; 0: the model has no such layer
     num_draft_tokens: int = 0  # most that a drafter proposes for a request and step
+    draft_lens: tuple[int, ...] = (1,)  # tokens a request, on average, that decode buckets have room for; from 1
+    mixes_lens: bool = False  # whether drafts may be in the place of other requests' tokens in all decode buckets
     stream: Stream | None = None  # where requests keep sink tokens and a window
     max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
 
@@ -348,6 +369,21 @@ class EngineLimits:
     def blocks_per_request(self) -> int:
         """Columns of the block table: blocks of the longest request."""
         return -(-self.max_model_len // self.block_size)
+
+    def with_drafts(self, num_draft_tokens: int, *, one_graph: bool) -> "EngineLimits":
+        """These limits where so many tokens may be drafted for a request and step.
+
+        Args:
+            one_graph: whether one graph serves all buckets, so that several for each batch size cost nothing.
+        """
+        most = 1 + num_draft_tokens
+        lens = tuple(2**n for n in range(most.bit_length()) if 2**n < most) if one_graph else (1,)
+        return dataclasses.replace(
+            self,
+            num_draft_tokens=num_draft_tokens,
+            draft_lens=tuple(dict.fromkeys((*lens, most))),
+            mixes_lens=one_graph,
+        )
 
     @classmethod
     def resolve(cls, config: EngineConfig, model_max_len: int, defaults: StepDefaults) -> "EngineLimits":

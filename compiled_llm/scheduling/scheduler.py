@@ -13,7 +13,9 @@ from typing import Literal
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.drafter import CheckedDrafter
+from compiled_llm.scheduling.draft_lengths import DecodeCosts
+from compiled_llm.scheduling.draft_planner import DraftPlanner
+from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.forks import Forks
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
@@ -48,7 +50,8 @@ class Scheduler:
         policy: "fcfs" or "priority".
         target_itl_ms: while requests decode, a step is no larger than the largest token bucket that takes this long.
         costs: as measured at the start; the seconds of each step are recorded in them.
-        drafter: guesses tokens of requests whose logits nothing changes; None: no drafts.
+        drafter: guesses tokens of requests, for steps to verify; None: no drafts.
+        decode_seconds: as in ``DecodeCosts``, measured at the start.
 
     Attributes:
         running, waiting: those of the ``RunningSet``.
@@ -67,7 +70,8 @@ class Scheduler:
         policy: Literal["fcfs", "priority"] = "fcfs",
         target_itl_ms: float | None = None,
         costs: StepCosts | None = None,
-        drafter: CheckedDrafter | None = None,
+        drafter: DraftSource | None = None,
+        decode_seconds: Sequence[tuple[tuple[int, int], float]] = (),
     ) -> None:
         self.limits = limits
         self.pool = pool
@@ -90,7 +94,9 @@ class Scheduler:
             self.costs,
         )
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
-        self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, drafter)
+        decode_costs = DecodeCosts(decode_seconds)
+        self.drafts = None if drafter is None else DraftPlanner(drafter, limits, self.running_set, decode_costs)
+        self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, self.drafts)
         self.suspects = Suspects(self.running_set)
         self._num_added = 0
         self.in_flight: deque[list[Request]] = deque()
@@ -138,9 +144,8 @@ class Scheduler:
     def _queue(self, request: Request) -> None:
         prompt_len = len(request.prompt_token_ids)
         assert 0 < prompt_len <= request.max_num_tokens <= self.request_capacity
-        if self.planner.drafter is not None and not request.sampling_params.changes_logits:
-            # The last token is sampled in any case: a draft for it would be of no use.
-            request.takes_drafts = request.max_num_tokens - prompt_len > 1
+        if self.drafts is not None:
+            request.takes_drafts = self.drafts.takes_drafts(request)
             request.waits_for_tokens |= request.takes_drafts
         self.waiting.add(request)
 
@@ -186,6 +191,7 @@ class Scheduler:
         requests, sampled = self.in_flight.popleft(), result.sampled_token_ids
         if result.bucket.kind == "tokens":
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
+        num_accepted = self.counts.num_accepted_draft_tokens
         self.forks.end_copies()
         if result.prompt_logprobs is not None:
             self._enter_scores(requests, output, result.prompt_logprobs.logprobs)
@@ -211,6 +217,8 @@ class Scheduler:
                     advanced.append(request)
             elif self._enter(request, token_id, start + count, num_samples, now):
                 advanced.append(request)
+        if self.drafts is not None:
+            self.drafts.record(result, len(requests), self.counts.num_accepted_draft_tokens - num_accepted)
         return advanced
 
     def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:
@@ -282,7 +290,8 @@ class Scheduler:
         request.num_tokens -= 1 + len(drafts) - len(tokens)
         request.num_computed_tokens -= 1 + len(drafts) - num_computed
         request.output_token_ids += tokens
-        self.counts.num_accepted_draft_tokens += max(0, len(tokens) - 1)
+        if self.drafts is not None:
+            self.drafts.accept(len(tokens) - 1)
         self.running_set.states.accept(request, num_computed, start)
         if request.first_token_time is None:
             request.first_token_time = now
@@ -311,6 +320,8 @@ class Scheduler:
             return
         self.running_set.remove(request)
         request.end(finish_reason, stop_reason)
+        if self.drafts is not None:
+            self.drafts.end(request)
 
     def end(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """As ``finish``, but a request that has ended already, by its last tokens, gets these reasons instead."""
@@ -353,6 +364,8 @@ class Scheduler:
         for request in requests:
             ended = request.finish_reason is not None
             request.end(request.finish_reason or "error", request.stop_reason if ended else reason)
+            if self.drafts is not None:
+                self.drafts.end(request)
         self.running_set.counts = other.counts
         self.costs = self.running_set.costs = self.planner.costs = other.costs
         self.pool.num_evictions, self.pool.peak_used = other.pool.num_evictions, other.pool.peak_used

@@ -18,7 +18,7 @@ from typing import Literal
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.drafter import CheckedDrafter
+from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
@@ -37,15 +37,15 @@ class StepPlanner:
         costs: StepCosts,
         policy: Literal["fcfs", "priority"],
         target_itl_ms: float | None,
-        drafter: CheckedDrafter | None,
+        drafts: DraftPlanner | None,
     ) -> None:
         self.limits, self.running_set, self.costs = limits, running_set, costs
-        self.policy, self.target_itl_ms, self.drafter = policy, target_itl_ms, drafter
+        self.policy, self.target_itl_ms, self.drafts = policy, target_itl_ms, drafts
         self.running, self.waiting = running_set.running, running_set.waiting
         self.prefix_cache = running_set.prefix_cache
         self.places = running_set.places
         self._has_states = running_set.states.are_used
-        self._looks_always = self._has_states or drafter is not None or self.places.stream is not None
+        self._looks_always = self._has_states or drafts is not None or self.places.stream is not None
         # Of the step that is being planned: its drafts, and the (index, request) that sample tokens under a mask.
         self._num_drafts = 0
         self._masked: list[tuple[int, Request]] = []
@@ -70,7 +70,8 @@ class StepPlanner:
         Returns the running requests that lack more or generate nothing, by rank.
         """
         token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
-        most_drafts = 0 if self.drafter is None else self._room_for_drafts()
+        if self.drafts is not None:
+            self.drafts.propose(*self._room_for_drafts())
         lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
         # Requests are preempted from the end of ``running``: this loop does not come to them then.
         for request in self.running:
@@ -97,11 +98,11 @@ class StepPlanner:
                 self.running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
             if request.mask is not None:
                 self._masked.append((len(requests) - 1, request))
-            if most_drafts > 0 and request.takes_drafts:
-                count = self._add_drafts(request, most_drafts, output)
+            if self.drafts is not None and request.takes_drafts:
+                count = self.drafts.add(request, output)
                 if count:
                     num_drafts[len(requests) - 1] = count
-                    most_drafts -= count
+                    self._num_drafts += count
             if request.num_sent_blocks < len(request.block_ids):
                 self.running_set.send_blocks(request, output)
             self._look_later(request)
@@ -143,34 +144,23 @@ class StepPlanner:
             while not self.running_set.give_places(request, 2) and self.running_set.make_room(request):
                 pass
 
-    def _room_for_drafts(self) -> int:
-        """Most drafts of a step: what the running requests leave.
+    def _room_for_drafts(self) -> tuple[int, bool]:
+        """Most drafts of a step: what the running requests leave. And whether it may compute prompts besides.
 
-        Where prompts wait: half of that, or without chunks as much as the first prompt leaves.
+        Where prompts wait or are computed: half of that, or without chunks as much as the first prompt leaves; and no
+        more than there are logits rows besides those of all requests that may be in the step.
         """
-        left = self.budget(len(self.running)) - len(self.running)
-        if not self.waiting and all(request.num_tokens - request.num_computed_tokens == 1 for request in self.running):
-            return left
+        running = self.running
+        left = self.budget(len(running)) - len(running)
+        waiting = len(self.waiting) + self.prefix_cache.num_held_back
+        none_comes_in = not waiting or len(running) >= self.limits.max_num_seqs
+        if none_comes_in and all(request.num_tokens - request.num_computed_tokens == 1 for request in running):
+            return left, False
+        rows = self.limits.decode_bucket_sizes[-1] - min(self.limits.max_num_seqs, len(running) + waiting)
         first = self.waiting.first()
         if self.limits.chunked_prefill or first is None:
-            return left // 2
-        return left - (first.num_tokens - first.num_computed_tokens)
-
-    def _add_drafts(self, request: Request, most: int, output: SchedulerOutputBuilder) -> int:
-        """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many."""
-        assert self.drafter is not None
-        most = min(most, self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens)
-        if most <= 0:
-            return 0
-        drafts = self.drafter.propose(request.request_id, request.prompt_token_ids + request.output_token_ids)[:most]
-        drafts = drafts[: self.running_set.grow_for_drafts(request, len(drafts))]
-        reserve = len(self.running) + 1
-        drafts = drafts[: self.running_set.states.make_writable_for_drafts(request, len(drafts), reserve)]
-        request.add_drafts(drafts)
-        output.token_ids.extend(drafts)
-        self._num_drafts += len(drafts)
-        self.running_set.counts.num_draft_tokens += len(drafts)
-        return len(drafts)
+            return min(rows, left // 2), True
+        return min(rows, left - (first.num_tokens - first.num_computed_tokens)), True
 
     def _schedule_the_rest(
         self, output: SchedulerOutputBuilder, requests: list[Request], lacking: deque[Request], admits: bool
@@ -270,7 +260,8 @@ class StepPlanner:
         for index, request in self._masked:
             assert request.mask is not None
             # The token to be chosen is counted in num_tokens already.
-            num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
+            num_drafts = len(request.draft_token_ids)
+            num_output_tokens = request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
             try:
                 words = request.mask.words(request.output_token_ids, num_output_tokens)
             except Exception as error:  # of a grammar's library: this request fails, and no other
@@ -279,7 +270,9 @@ class StepPlanner:
             if words is None:
                 request.pending_error = _NO_TOKEN_ALLOWED
             else:
-                output.masks.append((index, words))
+                output.masks.append((index, 0, words))
+                after_drafts = enumerate(request.draft_masks[:num_drafts], 1)
+                output.masks.extend([(index, place, words) for place, words in after_drafts])
 
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""

@@ -69,8 +69,8 @@ def test_chunks_and_others_beside(kind: str, overlap: bool) -> None:
     scheduler = drafting(60, kind, max_num_seqs=3)
     engine = FakeEngine(scheduler, overlap=overlap)
     requests = [make_request(f"{n}", length, 9) for n, length in enumerate([40, 3, 17, 1, 30])]
-    no_drafts = make_request("penalties", 6, 9)
-    no_drafts.sampling_params = SamplingParams(max_tokens=9, presence_penalty=1.0)
+    no_drafts = make_request("none", 6, 9)
+    no_drafts.sampling_params = SamplingParams(max_tokens=9, num_speculative_tokens=0)
     add(scheduler, *requests, no_drafts)
     engine.run()
     for request in (*requests, no_drafts):
@@ -181,7 +181,7 @@ def test_nobody_is_preempted_for_drafts() -> None:
 
 
 def test_drafts_leave_half_of_the_step_to_prompts() -> None:
-    scheduler = drafting(60, "wrong", 5)
+    scheduler = drafting(60, "wrong", 5, max_num_seqs=12)
     engine = FakeEngine(scheduler)
     add(scheduler, make_request("a", 3, 20), make_request("b", 3, 20))
     engine.step()
@@ -190,8 +190,19 @@ def test_drafts_leave_half_of_the_step_to_prompts() -> None:
     assert work_of(engine.step()) == {"a": 6, "b": 3, "long": 7}, "of 14 tokens that a and b leave, half"
 
 
+def test_beside_prompts_drafts_take_the_logits_rows_that_requests_leave() -> None:
+    scheduler = drafting(60, "wrong", 5, max_num_batched_tokens=40)
+    engine = FakeEngine(scheduler)
+    add(scheduler, make_request("a", 3, 20), make_request("b", 3, 20))
+    engine.step()
+    add(scheduler, make_request("long", 50, 2))
+    assert work_of(engine.step()) == {"a": 2, "b": 1, "long": 37}, "a row of 4 is left"
+    add(scheduler, make_request("another", 30, 2))
+    assert work_of(engine.step()) == {"a": 1, "b": 1, "long": 13, "another": 25}
+
+
 def test_without_chunks_drafts_leave_a_prompt_all_that_it_lacks() -> None:
-    scheduler = drafting(60, "wrong", 5, chunked_prefill=False, max_num_batched_tokens=64)
+    scheduler = drafting(60, "wrong", 5, chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=12)
     engine = FakeEngine(scheduler)
     add(scheduler, make_request("a", 3, 20))
     engine.step()
@@ -205,7 +216,7 @@ def test_the_token_after_drafts_is_fed_back_from_its_row() -> None:
     scheduler = drafting(60, "right", 2)
     engine = FakeEngine(scheduler, overlap=True)
     plain = make_request("plain", 3, 9)
-    plain.sampling_params = SamplingParams(max_tokens=9, frequency_penalty=1.0)
+    plain.sampling_params = SamplingParams(max_tokens=9, num_speculative_tokens=0)
     drafted, _ = add(scheduler, make_request("drafted", 3, 9), plain)
     engine.run()
     assert any(output.feedback == (3,) or output.feedback == (-1, 3) for output in engine.outputs)
@@ -260,7 +271,7 @@ def test_a_bad_proposal_is_refused_by_name(proposal: list) -> None:
     drafter = FakeDrafter(2, lambda: 0)
     drafter.propose = lambda request_id, token_ids: proposal  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the drafter must propose"):
-        CheckedDrafter(drafter, VOCABULARY).propose("x", [1])
+        CheckedDrafter(drafter, VOCABULARY).propose([make_request("x", [1], 4)], [2])
 
 
 @pytest.mark.parametrize("num_tokens", [0, 16, True, 2.0, None])
