@@ -25,7 +25,7 @@ NEUTRAL = {
 
 def test_the_table_names_what_the_graphs_read() -> None:
     assert {line.name for line in SAMPLING} == {*SamplingInput._fields} - {"position"}
-    assert {line.name for line in LOGITS} == {*LogitsInput._fields} - {"row", "is_due", "allowed", "fields"}
+    assert {line.name for line in LOGITS} == {*LogitsInput._fields} - {"row", "is_due", "allowed", "fields", "drafts"}
 
 
 def test_values_of_a_request_that_asks_for_nothing_are_neutral() -> None:
