@@ -83,6 +83,7 @@ class SchedulerOutput(NamedTuple):
         states: of layers that keep some.
         moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
         resets: whether the worker is to forget all requests before this step.
+        drafts_next: whether a network of the worker is to draft what follows this step, if there is one.
         masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v.
         prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
             the step computes of request i, the first of them follows the one with index ``place``, and so on.
@@ -106,6 +107,7 @@ class SchedulerOutput(NamedTuple):
     resets: bool = False
     masks: tuple[tuple[int, "np.ndarray"], ...] = ()
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    drafts_next: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -177,6 +179,7 @@ class SchedulerOutputBuilder:
         self.moved_sinks: list[tuple[int, int]] = []
         self.masks: list[tuple[int, np.ndarray]] = []
         self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
+        self.drafts_next = False
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
@@ -199,4 +202,5 @@ class SchedulerOutputBuilder:
             resets,
             tuple(self.masks),
             tuple(self.prompt_targets),
+            self.drafts_next,
         )
