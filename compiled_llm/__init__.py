@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from compiled_llm.api.outputs import RequestOutput as RequestOutput
     from compiled_llm.api.outputs import ScoreOutput as ScoreOutput
     from compiled_llm.api.sampling_params import SamplingParams as SamplingParams
+    from compiled_llm.api.speculative_config import SpeculativeConfig as SpeculativeConfig
     from compiled_llm.api.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from compiled_llm.compiling.report import CompileReport as CompileReport
     from compiled_llm.compiling.report import GraphReport as GraphReport
@@ -68,6 +69,7 @@ _HOMES = {
     "RunReport": "report.report",
     "SamplingParams": "api.sampling_params",
     "ScoreOutput": "api.outputs",
+    "SpeculativeConfig": "api.speculative_config",
     "StepsReport": "report.report",
     "StructuredOutputsParams": "api.structured_outputs",
 }

@@ -16,7 +16,7 @@ from typing import Any
 import own_checkout
 import rooms
 
-from compiled_llm import EngineConfig, SamplingParams, StructuredOutputsParams
+from compiled_llm import EngineConfig, SamplingParams, SpeculativeConfig, StructuredOutputsParams
 from compiled_llm.api.command_line import FlagParser, attribute_docs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -62,7 +62,8 @@ def type_text(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)[0]
         return "list" if items is Any else f"list of {type_text(items)}"
-    names = {type(None): "None", StructuredOutputsParams: "`StructuredOutputsParams`", Any: "any"}
+    named = {kind: f"`{kind.__name__}`" for kind in (StructuredOutputsParams, SpeculativeConfig)}
+    names = {type(None): "None", Any: "any", **named}
     return names.get(hint) or (typing.get_origin(hint) or hint).__name__
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from compiled_llm.api.argument_checks import check_fields, integers, names, one_of, sizes
 from compiled_llm.api.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
+from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.api.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -113,6 +114,9 @@ class EngineConfig:
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.
+        speculative_config: let steps verify drafted tokens, which changes no output: a ``SpeculativeConfig``, or a dict
+            of its fields such as ``{"method": "ngram", "num_speculative_tokens": 7}``. None: no drafts. See
+            docs/speculation.md.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
         max_request_id_length: most characters of a ``request_id``.
@@ -173,6 +177,7 @@ class EngineConfig:
     compile_workers: int | None = None
     wait_for_compile: bool = True
     num_threads: int | None = None
+    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     max_logprobs: int = 20
     max_queued_requests: int = 100_000
     max_request_id_length: int = 256
@@ -254,6 +259,8 @@ class EngineConfig:
                 "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
                 f"given {self.kv_cache_skip_layers!r} with kv_cache_dtype={self.kv_cache_dtype!r}"
             )
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
         if self.attention_sink_tokens:
             self._check_sinks()
         if self.target_itl_ms is not None and not self.enable_chunked_prefill:
@@ -278,6 +285,12 @@ class EngineConfig:
                     f"{field} must be {value} with {name} (the keys of sink tokens belong to one request and move with "
                     f"it), given {getattr(self, field)}"
                 )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """``speculative_config``, once it is no dict any more."""
+        assert not isinstance(self.speculative_config, dict)
+        return self.speculative_config
 
     @property
     def waits_for_compile(self) -> bool:

@@ -57,7 +57,9 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "there is none: llguidance serves SamplingParams(structured_outputs=...)": (
             "guided_decoding_backend structured_outputs_config"
         ),
-        "give drafter, an object that proposes tokens": "speculative_config speculative_model num_speculative_tokens",
+        "give speculative_config, a dict with method and num_speculative_tokens": (
+            "speculative_model num_speculative_tokens speculative_method"
+        ),
         "there is none: merge the adapter into the checkpoint": "enable_lora lora_modules max_loras max_lora_rank",
         "there is none: the engine serves text": "limit_mm_per_prompt mm_processor_kwargs",
         "there is none: the engine generates text": "task runner",
@@ -80,6 +82,9 @@ SAMPLING_PARAMETERS: Mapping[str, str] = _by_name(
         "give logits_transforms: names of the engine's logits_transforms, with their arguments": "logits_processors",
         "give structured_outputs={'json': ...}, 'regex', 'choice' or 'grammar'": (
             "guided_decoding guided_json guided_regex guided_choice guided_grammar response_format"
+        ),
+        "give num_speculative_tokens, and the engine argument speculative_config": (
+            "prompt_lookup_num_tokens num_assistant_tokens assistant_model speculative_config speculative"
         ),
         "give max_tokens": "max_new_tokens max_completion_tokens",
         "give max_tokens, which does not count the prompt": "max_length",
@@ -106,6 +111,21 @@ SAMPLING_PARAMETERS: Mapping[str, str] = _by_name(
     }
 )
 
+# Field of vLLM's speculative_config -> what to do here.
+SPECULATIVE_FIELDS: Mapping[str, str] = _by_name(
+    {
+        "there is none: how many are drafted follows from measured acceptance and times of steps": (
+            "num_speculative_tokens_per_batch_size disable_by_batch_size speculative_disable_by_batch_size"
+        ),
+        "there is none: a draft counts where it is the token that is sampled there": (
+            "rejection_sample_method draft_sample_method posterior_threshold posterior_alpha acceptance_method"
+        ),
+        "give adaptive": "enable_adaptive_verification",
+        "there is none: an engine runs on one device": "draft_tensor_parallel_size",
+        "give num_speculative_tokens": "num_tokens k",
+    }
+)
+
 _FLOATS = {
     **dict.fromkeys(("half", "fp16", "f16", "torch.float16", "torch.half"), "give 'float16'"),
     **dict.fromkeys(("bf16", "torch.bfloat16"), "give 'bfloat16'"),
@@ -129,6 +149,11 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         ),
         "bitsandbytes": "give 'int8' or 'int4'",
         **dict.fromkeys(("w8a8", "experts_int8", "int8_wo"), "give 'int8_w8a8' or 'int8'"),
+    },
+    "method": {
+        "ngram_gpu": "give 'ngram'",
+        "[ngram]": "give 'ngram'",
+        "custom_class": "give the engine argument drafter",
     },
     "model_impl": {"vllm": "give 'native'", "terratorch": "there is none"},
     "load_format": dict.fromkeys(

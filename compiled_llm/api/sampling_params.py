@@ -8,6 +8,7 @@ from typing import Any, Literal
 from compiled_llm.api.argument_checks import check_fields, integer, number
 from compiled_llm.api.names import SAMPLING_PARAMETERS, refuse_unknown_names
 from compiled_llm.api.readable import shown
+from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
 from compiled_llm.api.structured_outputs import StructuredOutputsParams
 
 MAX_STOPS = 64
@@ -25,6 +26,7 @@ INTEGERS = {
     "logprobs": (-1, 1000),
     "prompt_logprobs": (-1, 1000),
     "truncate_prompt_tokens": (-1, _MOST),
+    "num_speculative_tokens": (0, MOST_DRAFT_TOKENS),
 }
 NUMBERS = {
     "temperature": (0.0, 100.0),
@@ -81,6 +83,8 @@ class SamplingParams:
             special tokens; None: as the engine's argument of this name says. In a chat's messages they are always text.
         skip_special_tokens: leave special tokens out of the text. A stop string that has one in it stops all the same.
         detokenize: False leaves the text empty, also that of tokens with log-probabilities, and saves the time.
+        num_speculative_tokens: most tokens that are drafted for this request in a step, at most as many as the engine's
+            ``speculative_config`` says; 0: none. None: as many as that says. No token depends on it.
         output_kind: what each output of ``stream``, ``step`` and the async engine holds: "cumulative", all so far;
             "delta", the text, tokens and log-probabilities since the last output alone, so that joined they are the
             whole; "final", all, once the request has ended. ``generate`` and ``chat`` of ``CompiledEngine`` give the
@@ -114,6 +118,7 @@ class SamplingParams:
     split_special_tokens: bool | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    num_speculative_tokens: int | None = None
     output_kind: Literal["cumulative", "delta", "final"] = "cumulative"
 
     def __post_init__(self) -> None:

@@ -71,6 +71,7 @@ class Admission:
     ) -> None:
         self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
         self._transforms = {transform.name: transform for transform in transforms}
+        self._num_draft_tokens = limits.num_draft_tokens
         limit = "max_model_len" if capacity == limits.max_model_len else "size of the KV pool"
         self._capacity = Capacity(capacity, limit)
         eos_token_ids, vocab_size = model_config.eos_token_ids, model_config.vocab_size
@@ -170,6 +171,12 @@ class Admission:
             wanted, most = getattr(params, name), self._config.max_logprobs
             if wanted is not None and wanted > most:
                 raise ValueError(f"{name} must be at most the engine's max_logprobs, {most}, given {wanted}")
+        drafts = params.num_speculative_tokens
+        if drafts is not None and drafts > self._num_draft_tokens:
+            raise ValueError(
+                f"num_speculative_tokens must be at most {self._num_draft_tokens}, which the engine's "
+                f"speculative_config allows (without one: 0), given {drafts}"
+            )
         for name, argument in (params.logits_transforms or {}).items():
             if name not in self._transforms:
                 raise ValueError(

@@ -14,7 +14,7 @@ from compiled_llm.report.roofline import windows_of
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter
+from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
@@ -51,10 +51,9 @@ class EngineCore:
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         worker: Worker,
-        drafter: Drafter | None = None,
+        drafter: DraftSource | None = None,
     ) -> None:
-        self.config, self.model_config, self.worker = config, model_config, worker
-        self._drafter = None if drafter is None else CheckedDrafter(drafter, model_config.vocab_size)
+        self.config, self.model_config, self.worker, self._drafter = config, model_config, worker, drafter
         self.scheduler = _make_scheduler(config, worker.facts, self._drafter)
         self.entries: dict[str, UserRequest] = {}
         self.updated: dict[str, None] = {}
@@ -327,7 +326,7 @@ class EngineCore:
         self._advanced = deque(requests)
 
 
-def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: CheckedDrafter | None) -> Scheduler:
+def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSource | None) -> Scheduler:
     """An empty scheduler for the sizes of a worker and its pools of blocks."""
     limits = facts.limits
     windows = [WindowPool(*sizes, limits) for sizes in facts.window_places]

@@ -18,6 +18,7 @@ from compiled_llm.checkpoint.generation_config import (
     warn_of_unserved,
 )
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer, model_config, with_end_of_text
+from compiled_llm.drafting.methods import host_source
 from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.core import EngineCore
@@ -26,7 +27,7 @@ from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
-from compiled_llm.scheduling.drafter import Drafter, draft_length
+from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource, draft_length
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.text.chat import ChatEncoder
@@ -53,13 +54,13 @@ class StepEngine:
     @own_settings()
     def _start(self, config: EngineConfig, drafter: Drafter | None) -> None:
         self.config = config
-        num_draft_tokens = draft_length(drafter)
+        num_draft_tokens = _num_draft_tokens(config, drafter)
         started, progress = time.perf_counter(), StartProgress(config.progress)
         directory = checkpoint_directory(config)
         self.model_config = with_stream(model_config(directory, config.model_impl, config.dtype), config.stream)
         if num_draft_tokens and config.attention_sink_tokens:
             raise ValueError(
-                f"attention_sink_tokens must be 0 with a drafter (tokens leave the cache before it is known whether "
+                f"attention_sink_tokens must be 0 with drafts (tokens leave the cache before it is known whether "
                 f"drafts are right), given {config.attention_sink_tokens}"
             )
         self.tokenizer = load_tokenizer(config, directory)
@@ -74,7 +75,7 @@ class StepEngine:
             self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens)
         else:
             self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
-        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, drafter)
+        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, self._source(drafter))
         self._closed = False
         self._own_process = OwnProcess()
         self._interrupts = Interrupts()
@@ -96,6 +97,12 @@ class StepEngine:
         self._dropped: deque[StreamReference] = deque()  # streams that were garbage collected
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
+
+    def _source(self, drafter: Drafter | None) -> DraftSource | None:
+        """What drafts tokens, if anything does."""
+        if self.config.speculation is not None:
+            return host_source(self.config.speculation, self.model_config.vocab_size)
+        return None if drafter is None else CheckedDrafter(drafter, self.model_config.vocab_size)
 
     @property
     def own_runner(self) -> ModelRunner:
@@ -411,3 +418,14 @@ class StepEngine:
 
     def _unused_id(self, kind: str) -> str:
         return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._core.entries)
+
+
+def _num_draft_tokens(config: EngineConfig, drafter: Drafter | None) -> int:
+    """Most tokens that are drafted for a request and step. ``ValueError`` where two things would draft."""
+    if config.speculation is None:
+        return draft_length(drafter)
+    if drafter is not None:
+        raise ValueError(
+            f"drafter must be None with speculative_config, whose method drafts, given {type(drafter).__name__}"
+        )
+    return config.speculation.num_tokens

@@ -1,10 +1,41 @@
-"""Drafter: guesses the next tokens of a request, for a step to verify all of them at once. Plain Python."""
+"""What guesses the next tokens of requests, for a step to verify all of them at once. Plain Python.
+
+The scheduler asks a ``DraftSource``, once for all requests of a step. A method of ``speculative_config`` is one
+(``drafting/methods.py``); ``CheckedDrafter`` makes one of a user's ``Drafter``.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from compiled_llm.api.readable import shown
-from compiled_llm.scheduling.request import RequestId
+from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
+from compiled_llm.scheduling.request import Request, RequestId
+
+
+class DraftSource(Protocol):
+    """What the scheduler asks for drafts.
+
+    What it gives changes the number of steps and never the tokens. What it raises ends all requests.
+
+    Attributes:
+        num_tokens: most tokens of a proposal, 1 to 15. It must not change: the sizes of compiled steps depend on it.
+        adapts: whether the scheduler asks for less, or not at all, where measured acceptance says that it does not pay.
+    """
+
+    num_tokens: int
+    adapts: bool
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
+        """For each request up to so many ids of the vocabulary that may follow its prompt and output; may be empty.
+
+        All tokens of these requests are known. The same request may be asked about again before it has more of them,
+        and has more than one more after drafts were accepted. Nothing of it may be changed.
+        """
+        ...
+
+    def end(self, request: Request) -> None:
+        """A request has ended, and is forgotten; called once, also for one that was never asked about."""
+        ...
 
 
 class Drafter(Protocol):
@@ -25,9 +56,6 @@ class Drafter(Protocol):
         ``request_id``: (name, number): its user's name, and which of its ``n`` continuations it is, from 0.
         """
         ...
-
-
-MOST_DRAFT_TOKENS = 15  # the attention op takes up to 16 rows of a request as a decode
 
 
 def draft_length(drafter: Drafter | None) -> int:
@@ -54,16 +82,25 @@ def draft_length(drafter: Drafter | None) -> int:
 class CheckedDrafter:
     """A user's drafter, whose proposals are checked: ids of a vocabulary of ``vocab_size`` tokens, not too many."""
 
+    adapts = False
+
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._drafter, self._vocab_size = drafter, vocab_size
+        self.num_tokens = drafter.num_tokens
 
-    def propose(self, request_id: RequestId, token_ids: Sequence[int]) -> list[int]:
-        """As ``Drafter.propose``.
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """As ``DraftSource.propose``.
 
         Raises:
-            ValueError: the proposal is too long, or some of it is not in the vocabulary.
+            ValueError: a proposal is too long, or some of it is not in the vocabulary.
         """
-        proposed = list(self._drafter.propose(request_id, token_ids))
+        return [self._proposal(request)[:count] for request, count in zip(requests, most, strict=True)]
+
+    def end(self, request: Request) -> None:
+        """A user's drafter is not told."""
+
+    def _proposal(self, request: Request) -> list[int]:
+        proposed = list(self._drafter.propose(request.request_id, request.prompt_token_ids + request.output_token_ids))
         most = self._drafter.num_tokens
         if len(proposed) > most:
             raise ValueError(f"the drafter must propose at most num_tokens={most} tokens, given {len(proposed)}")

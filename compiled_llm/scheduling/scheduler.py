@@ -13,7 +13,8 @@ from typing import Literal
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.drafter import CheckedDrafter
+from compiled_llm.scheduling.draft_planner import DraftPlanner
+from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.forks import Forks
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
@@ -48,7 +49,7 @@ class Scheduler:
         policy: "fcfs" or "priority".
         target_itl_ms: while requests decode, a step is no larger than the largest token bucket that takes this long.
         costs: as measured at the start; the seconds of each step are recorded in them.
-        drafter: guesses tokens of requests whose logits nothing changes; None: no drafts.
+        drafter: guesses tokens of requests, for steps to verify; None: no drafts.
 
     Attributes:
         running, waiting: those of the ``RunningSet``.
@@ -67,7 +68,7 @@ class Scheduler:
         policy: Literal["fcfs", "priority"] = "fcfs",
         target_itl_ms: float | None = None,
         costs: StepCosts | None = None,
-        drafter: CheckedDrafter | None = None,
+        drafter: DraftSource | None = None,
     ) -> None:
         self.limits = limits
         self.pool = pool
@@ -90,7 +91,8 @@ class Scheduler:
             self.costs,
         )
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
-        self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, drafter)
+        self.drafts = None if drafter is None else DraftPlanner(drafter, limits, self.running_set)
+        self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, self.drafts)
         self.suspects = Suspects(self.running_set)
         self._num_added = 0
         self.in_flight: deque[list[Request]] = deque()
@@ -138,9 +140,8 @@ class Scheduler:
     def _queue(self, request: Request) -> None:
         prompt_len = len(request.prompt_token_ids)
         assert 0 < prompt_len <= request.max_num_tokens <= self.request_capacity
-        if self.planner.drafter is not None and not request.sampling_params.changes_logits:
-            # The last token is sampled in any case: a draft for it would be of no use.
-            request.takes_drafts = request.max_num_tokens - prompt_len > 1
+        if self.drafts is not None:
+            request.takes_drafts = self.drafts.takes_drafts(request)
             request.waits_for_tokens |= request.takes_drafts
         self.waiting.add(request)
 
@@ -311,6 +312,8 @@ class Scheduler:
             return
         self.running_set.remove(request)
         request.end(finish_reason, stop_reason)
+        if self.drafts is not None:
+            self.drafts.end(request)
 
     def end(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """As ``finish``, but a request that has ended already, by its last tokens, gets these reasons instead."""
@@ -353,6 +356,8 @@ class Scheduler:
         for request in requests:
             ended = request.finish_reason is not None
             request.end(request.finish_reason or "error", request.stop_reason if ended else reason)
+            if self.drafts is not None:
+                self.drafts.end(request)
         self.running_set.counts = other.counts
         self.costs = self.running_set.costs = self.planner.costs = other.costs
         self.pool.num_evictions, self.pool.peak_used = other.pool.num_evictions, other.pool.peak_used

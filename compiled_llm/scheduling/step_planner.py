@@ -18,7 +18,7 @@ from typing import Literal
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.drafter import CheckedDrafter
+from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
@@ -37,15 +37,15 @@ class StepPlanner:
         costs: StepCosts,
         policy: Literal["fcfs", "priority"],
         target_itl_ms: float | None,
-        drafter: CheckedDrafter | None,
+        drafts: DraftPlanner | None,
     ) -> None:
         self.limits, self.running_set, self.costs = limits, running_set, costs
-        self.policy, self.target_itl_ms, self.drafter = policy, target_itl_ms, drafter
+        self.policy, self.target_itl_ms, self.drafts = policy, target_itl_ms, drafts
         self.running, self.waiting = running_set.running, running_set.waiting
         self.prefix_cache = running_set.prefix_cache
         self.places = running_set.places
         self._has_states = running_set.states.are_used
-        self._looks_always = self._has_states or drafter is not None or self.places.stream is not None
+        self._looks_always = self._has_states or drafts is not None or self.places.stream is not None
         # Of the step that is being planned: its drafts, and the (index, request) that sample tokens under a mask.
         self._num_drafts = 0
         self._masked: list[tuple[int, Request]] = []
@@ -70,7 +70,8 @@ class StepPlanner:
         Returns the running requests that lack more or generate nothing, by rank.
         """
         token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
-        most_drafts = 0 if self.drafter is None else self._room_for_drafts()
+        if self.drafts is not None:
+            self.drafts.propose(self._room_for_drafts())
         lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
         # Requests are preempted from the end of ``running``: this loop does not come to them then.
         for request in self.running:
@@ -97,11 +98,11 @@ class StepPlanner:
                 self.running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
             if request.mask is not None:
                 self._masked.append((len(requests) - 1, request))
-            if most_drafts > 0 and request.takes_drafts:
-                count = self._add_drafts(request, most_drafts, output)
+            if self.drafts is not None and request.takes_drafts:
+                count = self.drafts.add(request, output)
                 if count:
                     num_drafts[len(requests) - 1] = count
-                    most_drafts -= count
+                    self._num_drafts += count
             if request.num_sent_blocks < len(request.block_ids):
                 self.running_set.send_blocks(request, output)
             self._look_later(request)
@@ -155,22 +156,6 @@ class StepPlanner:
         if self.limits.chunked_prefill or first is None:
             return left // 2
         return left - (first.num_tokens - first.num_computed_tokens)
-
-    def _add_drafts(self, request: Request, most: int, output: SchedulerOutputBuilder) -> int:
-        """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many."""
-        assert self.drafter is not None
-        most = min(most, self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens)
-        if most <= 0:
-            return 0
-        drafts = self.drafter.propose(request.request_id, request.prompt_token_ids + request.output_token_ids)[:most]
-        drafts = drafts[: self.running_set.grow_for_drafts(request, len(drafts))]
-        reserve = len(self.running) + 1
-        drafts = drafts[: self.running_set.states.make_writable_for_drafts(request, len(drafts), reserve)]
-        request.add_drafts(drafts)
-        output.token_ids.extend(drafts)
-        self._num_drafts += len(drafts)
-        self.running_set.counts.num_draft_tokens += len(drafts)
-        return len(drafts)
 
     def _schedule_the_rest(
         self, output: SchedulerOutputBuilder, requests: list[Request], lacking: deque[Request], admits: bool

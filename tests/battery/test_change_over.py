@@ -15,7 +15,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput
 from compiled_llm.scheduling.request import RequestId
-from tests.drafting import Work, check_equal, work_of
+from tests.drafted_runs import Work, check_equal, work_of
 from tests.families import COMPILED_SIZES
 
 # name -> (engine arguments, number of drafts).

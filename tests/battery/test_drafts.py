@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine
-from tests.drafting import KINDS, RecordedDrafter, check_equal, serve, work_of
+from tests.drafted_runs import KINDS, RecordedDrafter, check_equal, serve, work_of
 
 EAGER: dict[str, Any] = {
     "enforce_eager": True,

@@ -17,7 +17,7 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import EngineConfig
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.worker import build_ahead, compiled_steps, runner, sampling_stage
-from tests.drafting import RecordedDrafter, check_equal, serve, work_of
+from tests.drafted_runs import RecordedDrafter, check_equal, serve, work_of
 
 CPU = torch.device("cpu")
 REAL_GRAPH = inspect.signature(torch.cuda.graph)

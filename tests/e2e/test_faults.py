@@ -17,7 +17,7 @@ from compiled_llm.scheduling.request import RequestId
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.worker.runner import ModelRunner
-from tests.drafting import RecordedDrafter, facts, serve, work_of
+from tests.drafted_runs import RecordedDrafter, facts, serve, work_of
 from tests.drawn import marked
 from tests.families import COMPILED_SIZES, checkpoint
 

@@ -260,7 +260,7 @@ def test_a_bad_proposal_is_refused_by_name(proposal: list) -> None:
     drafter = FakeDrafter(2, lambda: 0)
     drafter.propose = lambda request_id, token_ids: proposal  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the drafter must propose"):
-        CheckedDrafter(drafter, VOCABULARY).propose("x", [1])
+        CheckedDrafter(drafter, VOCABULARY).propose([make_request("x", [1], 4)], [2])
 
 
 @pytest.mark.parametrize("num_tokens", [0, 16, True, 2.0, None])

@@ -1,0 +1,157 @@
+"""SpeculativeConfig: how tokens are drafted, and how many of them a step may verify. Validated once, frozen.
+
+A method is a line of ``METHODS``: the fields that it takes, with their defaults. A field that only other methods take
+is refused. What makes a drafter of a method is the table of ``drafting/methods.py``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+from compiled_llm.api.argument_checks import integer, number, one_of
+from compiled_llm.api.names import SPECULATIVE_FIELDS, refuse_unknown_names
+from compiled_llm.api.readable import shown
+
+MOST_DRAFT_TOKENS = 15  # the attention op takes up to 16 rows of a request as a decode
+
+
+class Method(NamedTuple):
+    """What a method of drafting takes.
+
+    Attributes:
+        num_speculative_tokens: where the user gives none.
+        fields: its own fields of ``SpeculativeConfig``, with what they are where the user gives nothing.
+        needs: those of these that the user has to give.
+    """
+
+    num_speculative_tokens: int
+    fields: Mapping[str, Any]
+    needs: tuple[str, ...] = ()
+
+
+METHODS: Mapping[str, Method] = {
+    "ngram": Method(7, {"prompt_lookup_min": None, "prompt_lookup_max": None}),
+    "suffix": Method(
+        MOST_DRAFT_TOKENS,
+        {
+            "suffix_decoding_max_tree_depth": 24,
+            "suffix_decoding_max_cached_requests": 10_000,
+            "suffix_decoding_max_spec_factor": 1.0,
+            "suffix_decoding_min_token_prob": 0.1,
+        },
+    ),
+}
+_LOOKUP = 5  # tokens, where neither bound is given
+_INTEGERS = {
+    "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),
+    "prompt_lookup_min": (1, 16),
+    "prompt_lookup_max": (1, 16),
+    "suffix_decoding_max_tree_depth": (2, 64),
+    "suffix_decoding_max_cached_requests": (0, 1_000_000),
+}
+_NUMBERS = {
+    "suffix_decoding_max_spec_factor": (0.1, 64.0),
+    "suffix_decoding_min_token_prob": (0.0, 1.0),
+}
+
+
+@refuse_unknown_names("field of speculative_config", SPECULATIVE_FIELDS)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted. Out of range: ``ValueError`` with the name, what is allowed and what was given.
+
+    Drafts change the number of steps, and never a token. The names are vLLM's, but for ``adaptive``.
+
+    Attributes:
+        method: "ngram": what followed the last few tokens where the request had them before (prompt lookup).
+            "suffix": what most often followed the longest run of last tokens, in the request and in recent outputs of
+            others (SuffixDecoding, Oliaro et al., 2024, arXiv:2411.04975).
+        num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 15. None: 7 by "ngram", 15 by
+            "suffix".
+        adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
+            False: as many as the method proposes.
+        prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
+            most first. Where one is given the other is equal; neither: 5.
+        suffix_decoding_max_tree_depth: by "suffix": most tokens of a run with what follows it. None: 24.
+        suffix_decoding_max_cached_requests: by "suffix": outputs that are kept to draft for other requests, of the same
+            ``cache_salt``; the oldest goes first. 0: a request sees its own tokens alone. None: 10,000.
+        suffix_decoding_max_spec_factor: by "suffix": most drafts for each token of the run that was found. None: 1.
+        suffix_decoding_min_token_prob: by "suffix": drafts end where one is less likely than this, as counted. None:
+            0.1.
+    """
+
+    method: str
+    num_speculative_tokens: int | None = None
+    adaptive: bool = True
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("method", self.method, tuple(METHODS))
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive must be True or False, given {shown(self.adaptive)}")
+        method = METHODS[self.method]
+        self._refuse_fields_of_others(method)
+        for name, bounds in _INTEGERS.items():
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), *bounds)
+        for name, limits in _NUMBERS.items():
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), *limits)
+        self._complete(method)
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max, {most}, given {least}")
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """``value``, or what a dict of its fields says.
+
+        Raises:
+            ValueError: it is neither, or a field is unknown or out of range.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ValueError(
+                'speculative_config must be a SpeculativeConfig or a dict of its fields, such as {"method": "ngram"}, '
+                f"given {shown(value)}"
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        if "method" not in value and names.issuperset(value):  # else the constructor names what is unknown
+            raise ValueError(
+                f"speculative_config must have a method, one of {', '.join(METHODS)}, given {shown(value)}"
+            )
+        return cls(**value)
+
+    @property
+    def num_tokens(self) -> int:
+        """Most drafts for a request and step."""
+        assert self.num_speculative_tokens is not None
+        return self.num_speculative_tokens
+
+    def _refuse_fields_of_others(self, method: Method) -> None:
+        for name in {name: None for other in METHODS.values() for name in other.fields}:
+            if name not in method.fields and getattr(self, name) is not None:
+                takes = [key for key, other in METHODS.items() if name in other.fields]
+                raise ValueError(
+                    f"{name} must be left out with method {self.method!r} (it belongs to "
+                    f"{', '.join(map(repr, takes))}), given {shown(getattr(self, name))}"
+                )
+        for name in method.needs:
+            if getattr(self, name) is None:
+                raise ValueError(f"{name} must be given with method {self.method!r}, given None")
+
+    def _complete(self, method: Method) -> None:
+        defaults = {"num_speculative_tokens": method.num_speculative_tokens, **method.fields}
+        if self.method == "ngram":
+            least, most = self.prompt_lookup_min, self.prompt_lookup_max
+            given = next((value for value in (least, most) if value is not None), _LOOKUP)
+            defaults |= {"prompt_lookup_min": given, "prompt_lookup_max": given}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)

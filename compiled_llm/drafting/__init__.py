@@ -1,0 +1,1 @@
+"""Methods that draft tokens on the host, for steps to verify. Plain Python, never torch."""

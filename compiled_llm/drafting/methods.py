@@ -1,0 +1,27 @@
+"""From ``speculative_config`` to what drafts: the one table of methods beside that of ``api/speculative_config.py``."""
+
+from collections.abc import Callable, Mapping
+
+from compiled_llm.api.speculative_config import SpeculativeConfig
+from compiled_llm.drafting.ngram import NgramDrafter
+from compiled_llm.drafting.token_text import MOST_TOKENS
+from compiled_llm.scheduling.drafter import DraftSource
+
+# Methods that draft on the host, from tokens alone.
+_HOST_METHODS: Mapping[str, Callable[[SpeculativeConfig], DraftSource]] = {
+    "ngram": NgramDrafter.of,
+}
+
+
+def host_source(config: SpeculativeConfig, vocab_size: int) -> DraftSource:
+    """What drafts by the method of ``config``.
+
+    Raises:
+        ValueError: the vocabulary is too large for it.
+    """
+    if vocab_size > MOST_TOKENS:
+        raise ValueError(
+            f"speculative_config: method {config.method!r} serves vocabularies of up to {MOST_TOKENS} tokens, given a "
+            f"model with {vocab_size}"
+        )
+    return _HOST_METHODS[config.method](config)

@@ -1,0 +1,79 @@
+"""SpeculativeConfig: what each method takes, and what is refused by name."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.speculative_config import METHODS, MOST_DRAFT_TOKENS, SpeculativeConfig
+
+# Field -> (a method that takes it, values that are refused).
+REFUSED: dict[str, tuple[str, list[Any]]] = {
+    "method": ("ngram", ["", "ngrm", None, 3, ["ngram"]]),
+    "num_speculative_tokens": ("ngram", [0, 16, 1.0, True, "3"]),
+    "adaptive": ("ngram", [0, None, "no"]),
+    "prompt_lookup_min": ("ngram", [0, 17, 2.0, True]),
+    "prompt_lookup_max": ("ngram", [0, 17, 2.0, True]),
+    "suffix_decoding_max_tree_depth": ("suffix", [1, 65, 2.0, True]),
+    "suffix_decoding_max_cached_requests": ("suffix", [-1, 10**7, 1.0, True]),
+    "suffix_decoding_max_spec_factor": ("suffix", [0, -1.0, 65, math.nan, math.inf, True, "1"]),
+    "suffix_decoding_min_token_prob": ("suffix", [-0.1, 1.1, math.nan, True, "1"]),
+}
+
+
+def test_each_field_has_its_refusals() -> None:
+    assert set(REFUSED) == {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert {name for method in METHODS.values() for name in method.fields} <= set(REFUSED)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in REFUSED for value in REFUSED[name][1]])
+def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must .*given"):
+        SpeculativeConfig(**{"method": REFUSED[name][0], name: value})
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _) in REFUSED.items() if name.startswith(("prompt_", "suffix_"))])
+def test_a_field_of_another_method_is_refused_with_the_method_that_takes_it(name: str) -> None:
+    other = "suffix" if REFUSED[name][0] == "ngram" else "ngram"
+    with pytest.raises(ValueError, match=rf"^{name} must be left out with method '{other}' \(it belongs to '"):
+        SpeculativeConfig(**{"method": other, name: 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (3, "speculative_config must be a SpeculativeConfig or a dict of its fields"),
+        ([], "speculative_config must be a SpeculativeConfig or a dict of its fields"),
+        ({}, "speculative_config must have a method, one of ngram, suffix, given {}"),
+        ({"adaptive": True}, "speculative_config must have a method"),
+        ({5: 3}, "speculative_config must be"),
+        ({"methd": "ngram"}, r"unknown field of speculative_config 'methd': did you mean 'method'\?"),
+        ({"method": "custom_class"}, "method must be one of .*give the engine argument drafter"),
+        ({"method": "ngram", "draft_sample_method": "greedy"}, "unknown field .*a draft counts where it is the token"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min must be at most .* 3"),
+    ],
+)
+def test_the_engine_argument_is_refused_by_name(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EngineConfig(speculative_config=given)
+
+
+def test_a_dict_becomes_a_config_with_all_that_the_method_takes() -> None:
+    config = EngineConfig(speculative_config={"method": "ngram", "prompt_lookup_max": 4}).speculation
+    assert config == SpeculativeConfig(
+        method="ngram", num_speculative_tokens=7, prompt_lookup_min=4, prompt_lookup_max=4
+    )
+    assert config.num_tokens == 7
+    assert EngineConfig(speculative_config=config).speculation is config
+    assert EngineConfig(speculative_config=dataclasses.asdict(config)).speculation == config
+    assert EngineConfig().speculation is None
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    ngram, suffix = SpeculativeConfig(method="ngram"), SpeculativeConfig(method="suffix")
+    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (5, 5)
+    assert (suffix.num_tokens, suffix.suffix_decoding_max_tree_depth) == (MOST_DRAFT_TOKENS, 24)
+    assert (suffix.suffix_decoding_max_cached_requests, suffix.suffix_decoding_max_spec_factor) == (10_000, 1.0)
+    assert (suffix.suffix_decoding_min_token_prob, suffix.prompt_lookup_min) == (0.1, None)
