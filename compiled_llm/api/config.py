@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from compiled_llm.api.argument_checks import check_fields, integers, names, one_of, sizes
-from compiled_llm.api.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
+from compiled_llm.api.names import ENGINE_ARGUMENTS, QUANTIZATIONS, refuse_unknown_names, value_hint
 from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.api.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
-QUANTIZATIONS = ("int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4")  # of the weights
 GROUP_SIZES = (32, 64, 128)
 # Arguments that are one of a few names -> these names. ``quantization`` may also be None.
 NAMED_VALUES = {

@@ -1,10 +1,13 @@
 """DraftPlanner: which drafts a step verifies. Plain Python."""
 
+from collections.abc import Sequence
+
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
+from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
 
 class DraftPlanner:
@@ -13,6 +16,7 @@ class DraftPlanner:
     def __init__(self, source: DraftSource, limits: EngineLimits, running_set: RunningSet) -> None:
         self.source, self.limits, self.running_set = source, limits, running_set
         self._proposed: dict[Request, list[int]] = {}  # for the step that is being planned
+        self._of_worker = source if isinstance(source, WorkerDrafts) else None
 
     def takes_drafts(self, request: Request) -> bool:
         """Whether tokens of ``request`` may be drafted at all."""
@@ -46,6 +50,25 @@ class DraftPlanner:
         output.token_ids.extend(drafts)
         self.running_set.counts.num_draft_tokens += len(drafts)
         return len(drafts)
+
+    def plan_next(self, requests: Sequence[Request], output: SchedulerOutputBuilder) -> None:
+        """A step of ``requests`` is planned: where a network of the worker drafts, say whether it is to draft after it.
+
+        A request gets blocks for what may be drafted then, as far as some are free.
+        """
+        if self._of_worker is None:
+            return
+        output.drafts_next = any(request.takes_drafts for request in requests)
+        for request, samples in zip(requests, output.num_samples, strict=True):
+            if request.takes_drafts and samples:
+                self.running_set.grow_ahead(request, self._of_worker.num_tokens)
+                if request.num_sent_blocks < len(request.block_ids):
+                    self.running_set.send_blocks(request, output)
+
+    def take(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        """The results of a step of ``requests`` are entered: what a network of the worker has drafted for the next."""
+        assert self._of_worker is not None, "nobody asked the worker for drafts"
+        self._of_worker.take(requests, drafts)
 
     def end(self, request: Request) -> None:
         """A request has ended."""

@@ -212,6 +212,8 @@ class Scheduler:
                     advanced.append(request)
             elif self._enter(request, token_id, start + count, num_samples, now):
                 advanced.append(request)
+        if result.draft_token_ids is not None and self.drafts is not None:
+            self.drafts.take(requests, result.draft_token_ids)
         return advanced
 
     def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:

@@ -48,7 +48,8 @@ def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size:
             behind them.
         exact: see ``AttentionSpec``.
     """
-    model, layers = family_of(model_config), layers_of(model_config)
+    forward, head = family_of(model_config).forward, family_of(model_config).head
+    layers = layers_of(model_config)
     of_pairs, alone = (for_queries(layers, most, exact=exact) for most in (2, 1))
     known_ids, both = model_config.vocab_size, min(vocab_size, model_config.vocab_size)
 
@@ -58,16 +59,6 @@ def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size:
         if known.table_rows is not None:
             table = torch.index_select(table, 0, known.table_rows)
         token, before, position = _accepted(known, last_tokens)
-
-        def step_of(ids: Tensor, positions: Tensor, has_block: Tensor, seq_lens: Tensor) -> StepInput:
-            """Of ``ids`` [R, n], which follow each other in each request."""
-            each = ids.shape[1]
-            starts = torch.arange(0, each * (num_requests + 1), each, dtype=torch.int32, device=ids.device)
-            slots = torch.where(has_block, _slots(table, positions, block_size), _SINK_SLOT)
-            where = torch.where(has_block, positions, 0).flatten()
-            return StepInput(
-                ids.clamp(max=known_ids - 1).flatten(), where, slots.flatten(), starts, seq_lens, starts[1:], table
-            )
 
         found = []
         for number in range(num_drafts):
@@ -79,10 +70,11 @@ def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size:
                 is_drafted = known.num_samples > 0
                 ids, positions = torch.stack((before, token), 1), torch.stack((position - 1, position), 1)
                 blocks, seq_lens = torch.stack((is_drafted, has_block), 1), torch.where(is_drafted, position + 1, 0)
-            step = step_of(ids, positions, blocks, seq_lens)
-            hidden = model.forward(weights, step, kv_cache, model_config, alone if number else of_pairs)
+            slots = torch.where(blocks, _slots(table, positions, block_size), _SINK_SLOT)
+            step = _step(ids.clamp(max=known_ids - 1), torch.where(blocks, positions, 0), slots, seq_lens, table)
+            hidden = forward(weights, step, kv_cache, model_config, alone if number else of_pairs)
             rows = hidden if number else hidden.view(num_requests, 2, -1)[:, 1]
-            logits = model.head(weights, rows, model_config)[:, :both]
+            logits = head(weights, rows, model_config)[:, :both]
             position = position + 1
             sampled = sample(logits, known.sampling._replace(position=position)).to(torch.int32)
             found.append(torch.where(has_block, sampled, NO_DRAFT))
@@ -97,14 +89,14 @@ def draft_prompt_function(model_config: ModelConfig, max_query_len: int, exact: 
 
     Of tokens that a request has besides its last ones. ``max_query_len``, ``exact``: see ``AttentionSpec``.
     """
-    model = family_of(model_config)
+    forward = family_of(model_config).forward
     layers = for_queries(layers_of(model_config), max_query_len, exact=exact)
     known_ids = model_config.vocab_size
 
     def draft_prompt(weights: Any, step_input: StepInput, kv_cache: KVCache) -> None:
         own = with_own_tables(step_input)
         own = own._replace(input_ids=own.input_ids.clamp(max=known_ids - 1))
-        model.forward(weights, own, kv_cache, model_config, layers)
+        forward(weights, own, kv_cache, model_config, layers)
 
     return draft_prompt
 
@@ -121,6 +113,13 @@ def _accepted(known: DraftInput, last_tokens: Tensor) -> tuple[Tensor, Tensor, T
     token = last_tokens[known.first_row + num_accepted].clamp(min=0).to(torch.int32)
     before = torch.gather(known.token_ids, 1, num_accepted[:, None].to(torch.int64))[:, 0]
     return token, before, known.position + num_accepted
+
+
+def _step(ids: Tensor, positions: Tensor, slots: Tensor, seq_lens: Tensor, table: Tensor) -> StepInput:
+    """Of tokens [R, n] that follow each other in each request; ``seq_lens`` is 0 in padding."""
+    num_requests, each = ids.shape
+    starts = torch.arange(0, each * (num_requests + 1), each, dtype=torch.int32, device=ids.device)
+    return StepInput(ids.flatten(), positions.flatten(), slots.flatten(), starts, seq_lens, starts[1:], table)
 
 
 def _slots(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
