@@ -78,6 +78,7 @@ def make_scheduler(
     num_state_slots: int = 0,
     num_swap_slots: int = 0,
     drafter: Drafter | None = None,
+    one_graph: bool = True,
     **sizes,
 ) -> Scheduler:
     """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler.
@@ -86,9 +87,10 @@ def make_scheduler(
     ``num_state_slots``: of layers with a state; 0: there are none.
     """
     limits = dataclasses.replace(LIMITS, num_state_slots=num_state_slots, **sizes)
+    limits = dataclasses.replace(limits, decode_bucket_sizes=tuple(sorted({1, limits.max_num_seqs})))
     checked = None
     if drafter is not None:
-        limits = dataclasses.replace(limits, num_draft_tokens=drafter.num_tokens)
+        limits = limits.with_drafts(drafter.num_tokens, one_graph=one_graph)
         checked = CheckedDrafter(drafter, VOCABULARY)
     pools = []
     for window, count in windows:

@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 
 from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.drafting.ngram import NgramDrafter
+from compiled_llm.drafting.suffix import SuffixDrafter
 from compiled_llm.drafting.token_text import MOST_TOKENS
 from compiled_llm.scheduling.drafter import DraftSource
 
 # Methods that draft on the host, from tokens alone.
 _HOST_METHODS: Mapping[str, Callable[[SpeculativeConfig], DraftSource]] = {
     "ngram": NgramDrafter.of,
+    "suffix": SuffixDrafter.of,
 }
 
 

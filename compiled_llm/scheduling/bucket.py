@@ -13,7 +13,7 @@ class Bucket:
 
     Attributes:
         kind: "decode" (up to ``query_len`` tokens a request) or "tokens" (any number).
-        query_len: most logits rows of a request: 1, and 1 more for each token that a drafter may propose.
+        query_len: of "decode": most tokens of a request: 1, and 1 more for each that a drafter may propose.
     """
 
     kind: str
@@ -23,8 +23,11 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        size = self.num_requests if self.kind == "decode" else self.num_tokens
-        return f"{self.kind}_{size}" if self.query_len == 1 else f"{self.kind}_{size}x{self.query_len}"
+        """As "tokens_64", "decode_8", or "decode_8x4" with room for four tokens a request on average."""
+        if self.kind != "decode":
+            return f"{self.kind}_{self.num_tokens}"
+        lens = self.num_tokens // self.num_requests
+        return f"{self.kind}_{self.num_requests}" if lens == 1 else f"{self.kind}_{self.num_requests}x{lens}"
 
     @property
     def max_query_len(self) -> int:
@@ -34,22 +37,33 @@ class Bucket:
     @property
     def num_rows(self) -> int:
         """Logits rows of a step."""
-        return self.num_requests * self.query_len
+        return self.num_tokens if self.kind == "decode" else self.num_requests
 
 
 def buckets_of(limits: EngineLimits) -> list[Bucket]:
-    """All buckets of an engine, smallest first. Token buckets have rows for every request that may run."""
-    query_len, most_requests = 1 + limits.num_draft_tokens, limits.decode_bucket_sizes[-1]
-    decode = [Bucket("decode", size * query_len, size, query_len) for size in limits.decode_bucket_sizes]
-    return decode + [Bucket("tokens", size, most_requests, query_len) for size in limits.token_bucket_sizes]
+    """All buckets of an engine, smallest first. Token buckets have rows for every request that may run.
+
+    With drafts there are several decode buckets of a batch size, of which the first has no room for any, but where some
+    requests are missing. A step with prompts has rows for drafts where fewer requests run than may.
+    """
+    most, most_requests = 1 + limits.num_draft_tokens, limits.decode_bucket_sizes[-1]
+    decode = [
+        Bucket("decode", size * length, size, 1 if length == 1 and not limits.mixes_lens else most)
+        for size in limits.decode_bucket_sizes
+        for length in limits.draft_lens
+    ]
+    return decode + [Bucket("tokens", size, most_requests) for size in limits.token_bucket_sizes]
 
 
 def choose_bucket(buckets: Sequence[Bucket], output: SchedulerOutput) -> Bucket:
     """The smallest bucket that holds the step. The scheduler's limits guarantee that there is one."""
-    num_tokens, num_requests = output.num_tokens, len(output.request_ids)
-    kind = "decode" if output.max_query_len <= buckets[0].query_len else "tokens"
+    num_tokens, num_requests, query_len = output.num_tokens, len(output.request_ids), output.max_query_len
+    num_rows = output.num_rows if query_len > 1 else num_requests
     return next(
         bucket
         for bucket in buckets
-        if bucket.kind == kind and bucket.num_tokens >= num_tokens and bucket.num_requests >= num_requests
+        if bucket.num_tokens >= num_tokens
+        and bucket.num_requests >= num_requests
+        and bucket.max_query_len >= query_len
+        and bucket.num_rows >= num_rows
     )

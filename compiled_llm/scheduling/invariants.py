@@ -43,6 +43,7 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
     counts, num_tokens = output.num_scheduled_tokens, 0
     assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
     assert sum(counts) == output.num_tokens <= limits.max_num_batched_tokens
+    assert output.max_query_len <= 1 + limits.num_draft_tokens or output.num_rows <= limits.decode_bucket_sizes[-1]
     written, moved_sinks = set(), dict(output.moved_sinks)
     for index, (request_id, count) in enumerate(zip(output.request_ids, counts, strict=True)):
         request, start = running[request_id], output.num_computed_tokens[index]

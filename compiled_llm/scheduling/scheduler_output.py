@@ -124,6 +124,11 @@ class SchedulerOutput(NamedTuple):
         """Most tokens of one request; 0 for an empty step."""
         return max(self.num_scheduled_tokens, default=0)
 
+    @property
+    def num_rows(self) -> int:
+        """Logits rows."""
+        return sum(max(1, count) for count in self.num_samples)
+
     def first_rows(self) -> list[int]:
         """The first logits row of each request."""
         ends = itertools.accumulate((max(1, count) for count in self.num_samples), initial=0)

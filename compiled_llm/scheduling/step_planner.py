@@ -149,15 +149,20 @@ class StepPlanner:
     def _room_for_drafts(self) -> int:
         """Most drafts of a step: what the running requests leave.
 
-        Where prompts wait: half of that, or without chunks as much as the first prompt leaves.
+        Where prompts wait or are computed: half of that, or without chunks as much as the first prompt leaves; and no
+        more than there are logits rows besides those of all requests that may be in the step.
         """
-        left = self.budget(len(self.running)) - len(self.running)
-        if not self.waiting and all(request.num_tokens - request.num_computed_tokens == 1 for request in self.running):
+        running = self.running
+        left = self.budget(len(running)) - len(running)
+        waiting = len(self.waiting) + self.prefix_cache.num_held_back
+        none_comes_in = not waiting or len(running) >= self.limits.max_num_seqs
+        if none_comes_in and all(request.num_tokens - request.num_computed_tokens == 1 for request in running):
             return left
+        rows = self.limits.decode_bucket_sizes[-1] - min(self.limits.max_num_seqs, len(running) + waiting)
         first = self.waiting.first()
         if self.limits.chunked_prefill or first is None:
-            return left // 2
-        return left - (first.num_tokens - first.num_computed_tokens)
+            return min(rows, left // 2)
+        return min(rows, left - (first.num_tokens - first.num_computed_tokens))
 
     def _schedule_the_rest(
         self, output: SchedulerOutputBuilder, requests: list[Request], lacking: deque[Request], admits: bool

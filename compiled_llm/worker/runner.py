@@ -229,7 +229,7 @@ class ModelRunner(Worker):
         use_device(self.device, self.cache_dtypes, model_config)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
         limits = with_state_slots(limits, config, model_config, self.dtype)
-        self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)
+        self.limits = limits.with_drafts(num_draft_tokens, one_graph=self.device.type == "cpu")
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None

@@ -280,7 +280,7 @@ class StepBuffers:
     ) -> int:
         """Of each request: its last token in the step, and the position after. Returns the number of rows."""
         row_owners = rows
-        if self.bucket.query_len > 1:
+        if output.num_tokens > len(rows) and max(output.num_samples) > 1:
             places, distances = logits_rows(output)
             indices, next_positions = indices[places] - distances, next_positions[places] - distances
             row_owners = row_owners[places]

@@ -42,22 +42,48 @@ def test_a_step_runs_in_the_smallest_bucket_that_holds_it() -> None:
     assert chosen(9) == "tokens_16"
 
 
-DRAFTING = dataclasses.replace(LIMITS, num_draft_tokens=2)
+DRAFTING = LIMITS.with_drafts(3, one_graph=True)
+ON_GPU = LIMITS.with_drafts(3, one_graph=False)
 
 
-def test_buckets_with_a_drafter_have_more_rows_and_names_of_their_own() -> None:
+def test_where_one_graph_serves_all_there_is_a_bucket_for_every_doubling_of_tokens() -> None:
     buckets = buckets_of(DRAFTING)
-    assert [bucket.name for bucket in buckets] == ["decode_1x3", "decode_4x3", "tokens_8x3", "tokens_16x3"]
-    assert [bucket.num_tokens for bucket in buckets] == [3, 12, 8, 16]
-    assert [bucket.num_requests for bucket in buckets] == [1, 4, 4, 4]
-    assert [bucket.num_rows for bucket in buckets] == [3, 12, 12, 12]
-    assert [bucket.max_query_len for bucket in buckets] == [3, 3, 8, 16]
+    names = ["decode_1", "decode_1x2", "decode_1x4", "decode_4", "decode_4x2", "decode_4x4", "tokens_8", "tokens_16"]
+    assert [bucket.name for bucket in buckets] == names
+    assert [bucket.num_tokens for bucket in buckets] == [1, 2, 4, 4, 8, 16, 8, 16]
+    assert [bucket.num_requests for bucket in buckets] == [1, 1, 1, 4, 4, 4, 4, 4]
+    assert [bucket.num_rows for bucket in buckets] == [1, 2, 4, 4, 8, 16, 4, 4]
+    assert [bucket.max_query_len for bucket in buckets] == [4, 4, 4, 4, 4, 4, 8, 16]
+    assert LIMITS.with_drafts(15, one_graph=True).draft_lens == (1, 2, 4, 8, 16)
+    assert LIMITS.with_drafts(6, one_graph=True).draft_lens == (1, 2, 4, 7)
+    assert LIMITS.with_drafts(0, one_graph=True).draft_lens == (1,)
 
 
-def test_with_a_drafter_a_bucket_has_to_hold_tokens_and_requests() -> None:
-    assert chosen(1, limits=DRAFTING) == "decode_1x3"
-    assert chosen(3, limits=DRAFTING) == "decode_1x3"
-    assert chosen(1, 1, limits=DRAFTING) == "decode_4x3", "two tokens, but two requests"
-    assert chosen(3, 1, 3, limits=DRAFTING) == "decode_4x3"
-    assert chosen(4, limits=DRAFTING) == "tokens_8x3"
-    assert chosen(4, 1, 3, 1, limits=DRAFTING) == "tokens_16x3"
+def test_on_a_gpu_there_is_one_bucket_without_drafts_and_one_with_all() -> None:
+    buckets = buckets_of(ON_GPU)
+    assert [bucket.name for bucket in buckets] == [
+        *("decode_1", "decode_1x4", "decode_4", "decode_4x4", "tokens_8", "tokens_16")
+    ]
+    assert [bucket.max_query_len for bucket in buckets] == [1, 4, 1, 4, 8, 16]
+    assert [bucket.num_rows for bucket in buckets] == [1, 4, 4, 16, 4, 4]
+    assert LIMITS.with_drafts(0, one_graph=False).draft_lens == (1,)
+
+
+def test_with_drafts_a_bucket_has_to_hold_tokens_and_requests() -> None:
+    assert chosen(1, limits=DRAFTING) == "decode_1"
+    assert chosen(2, limits=DRAFTING) == "decode_1x2"
+    assert chosen(3, limits=DRAFTING) == "decode_1x4"
+    assert chosen(1, 1, limits=DRAFTING) == "decode_4"
+    assert chosen(3, 1, limits=DRAFTING) == "decode_4", "in the place of requests that are missing"
+    assert chosen(3, 1, 3, limits=DRAFTING) == "decode_4x2"
+    assert chosen(5, limits=DRAFTING) == "tokens_8"
+    assert chosen(5, 1, 3, 1, limits=DRAFTING) == "tokens_16"
+    assert [chosen(*counts, limits=ON_GPU) for counts in ((1,), (2,), (1, 1), (2, 1))] == [
+        *("decode_1", "decode_1x4", "decode_4", "decode_4x4")
+    ]
+
+
+def test_a_bucket_has_to_hold_the_logits_rows() -> None:
+    output = SchedulerOutput(("a", "b"), (6, 3), (0, 5), (1, 3), (-1, -1), (0,) * 9)
+    assert choose_bucket(buckets_of(DRAFTING), output).name == "tokens_16"
+    assert output.num_rows == 4

@@ -181,7 +181,7 @@ def test_nobody_is_preempted_for_drafts() -> None:
 
 
 def test_drafts_leave_half_of_the_step_to_prompts() -> None:
-    scheduler = drafting(60, "wrong", 5)
+    scheduler = drafting(60, "wrong", 5, max_num_seqs=12)
     engine = FakeEngine(scheduler)
     add(scheduler, make_request("a", 3, 20), make_request("b", 3, 20))
     engine.step()
@@ -190,8 +190,19 @@ def test_drafts_leave_half_of_the_step_to_prompts() -> None:
     assert work_of(engine.step()) == {"a": 6, "b": 3, "long": 7}, "of 14 tokens that a and b leave, half"
 
 
+def test_beside_prompts_drafts_take_the_logits_rows_that_requests_leave() -> None:
+    scheduler = drafting(60, "wrong", 5, max_num_batched_tokens=40)
+    engine = FakeEngine(scheduler)
+    add(scheduler, make_request("a", 3, 20), make_request("b", 3, 20))
+    engine.step()
+    add(scheduler, make_request("long", 50, 2))
+    assert work_of(engine.step()) == {"a": 2, "b": 1, "long": 37}, "a row of 4 is left"
+    add(scheduler, make_request("another", 30, 2))
+    assert work_of(engine.step()) == {"a": 1, "b": 1, "long": 13, "another": 25}
+
+
 def test_without_chunks_drafts_leave_a_prompt_all_that_it_lacks() -> None:
-    scheduler = drafting(60, "wrong", 5, chunked_prefill=False, max_num_batched_tokens=64)
+    scheduler = drafting(60, "wrong", 5, chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=12)
     engine = FakeEngine(scheduler)
     add(scheduler, make_request("a", 3, 20))
     engine.step()

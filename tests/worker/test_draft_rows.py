@@ -87,14 +87,14 @@ def test_right_drafts_give_the_tokens_of_plain_steps_at_once(drafting: ModelRunn
     """Three tokens of ``a``, one of ``b`` and two of ``c`` in a step, then three of ``b`` alone."""
     tokens = {name: found for name, (found, _) in plain.items()}
     first = run(drafting, PROMPTS, dict.fromkeys(PROMPTS, 0), admits=True)
-    assert first.bucket.name == "tokens_16x3"
+    assert first.bucket.name == "tokens_16"
     assert first.sampled_token_ids == tuple(tokens[name][0] for name in PROMPTS)
 
     computed = {name: len(prompt) for name, prompt in PROMPTS.items()}
     counts = {"a": 3, "b": 1, "c": 2}
     step = {name: tokens[name][:count] for name, count in counts.items()}
     result = run(drafting, step, computed, samples=counts)
-    assert result.bucket.name == "decode_4x3"
+    assert result.bucket.name == "decode_4x2"
     expected = [(name, place) for name, count in counts.items() for place in range(1, 1 + count)]
     assert result.sampled_token_ids == tuple(tokens[name][place] for name, place in expected)
     assert result.logprobs is not None
@@ -104,6 +104,8 @@ def test_right_drafts_give_the_tokens_of_plain_steps_at_once(drafting: ModelRunn
     result = run(drafting, {"b": tokens["b"][1:4]}, {"b": computed["b"] + 1}, samples={"b": 3})
     assert result.bucket.name == "decode_1x3"
     assert result.sampled_token_ids == tuple(tokens["b"][2:5])
+    result = run(drafting, {"b": tokens["b"][4:6]}, {"b": computed["b"] + 4}, samples={"b": 2})
+    assert (result.bucket.name, result.sampled_token_ids) == ("decode_1x2", tuple(tokens["b"][5:7]))
 
 
 def test_rows_before_a_wrong_draft_count_and_its_slot_is_written_again(drafting: ModelRunner, plain: dict) -> None:
@@ -130,13 +132,14 @@ def test_drafts_beside_a_chunk_of_a_prompt_and_a_token_fed_back(drafting: ModelR
     assert result.sampled_token_ids == (tokens["a"][4],)
 
 
-def test_without_drafts_buckets_and_rows_are_those_of_an_engine_without_a_drafter(drafting: ModelRunner) -> None:
+def test_a_step_without_drafts_runs_in_the_bucket_of_an_engine_without_a_drafter(drafting: ModelRunner) -> None:
     plain = make_runner(0)
     assert [bucket.num_rows for bucket in plain.steps.buckets] == [1, 4, 4]
-    assert [bucket.num_rows for bucket in drafting.steps.buckets] == [3, 12, 12]
+    assert [bucket.num_rows for bucket in drafting.steps.buckets] == [1, 2, 3, 4, 8, 12, 4]
     assert plain.steps.last_tokens.shape == (4,)
     assert drafting.steps.last_tokens.shape == (12,)
-    assert [bucket.name for bucket in drafting.steps.buckets] == ["decode_1x3", "decode_4x3", "tokens_16x3"]
+    names = [bucket.name for bucket in drafting.steps.buckets]
+    assert names == ["decode_1", "decode_1x2", "decode_1x3", "decode_4", "decode_4x2", "decode_4x3", "tokens_16"]
     assert plain.facts.limits.num_draft_tokens == 0
     assert drafting.facts.limits.num_draft_tokens == NUM_DRAFTS
     plain.close()
