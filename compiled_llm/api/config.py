@@ -109,7 +109,8 @@ class EngineConfig:
             meanwhile, and change over as graphs are ready, with no other token. A GPU waits all the same, and so does
             an engine with ``logits_transforms``, with ``compile_workers=0`` or with torch's caches turned off, which
             would have to compile in its own process, and one that measures its steps at the start: with
-            ``target_itl_ms``, or ``swap_space_bytes`` and preemption_mode="auto".
+            ``target_itl_ms``, ``speculative_config`` that is adaptive, or ``swap_space_bytes`` and
+            preemption_mode="auto".
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.
@@ -295,7 +296,12 @@ class EngineConfig:
     def waits_for_compile(self) -> bool:
         """As ``wait_for_compile`` says, or because the start measures steps, which must be the compiled ones."""
         measures_steps = self.target_itl_ms is not None or (self.swap_space_bytes and self.preemption_mode == "auto")
-        return self.wait_for_compile or bool(measures_steps)
+        return self.wait_for_compile or bool(measures_steps) or self.adapts_drafts
+
+    @property
+    def adapts_drafts(self) -> bool:
+        """Whether how many tokens are drafted follows from measured steps."""
+        return self.speculation is not None and self.speculation.adaptive
 
     @property
     def stream(self) -> Stream | None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 from compiled_llm.api.readable import readable_repr, table
 
@@ -142,8 +143,14 @@ class EngineStats:
         num_preemptions: preemptions that threw blocks away (recompute) or copied them to the host (swap).
         num_recomputed_tokens: tokens computed again after a preemption.
         num_swapped_out_tokens, num_swapped_in_tokens: tokens whose keys and values went to the host, and came back.
+        num_drafts: times that a step verified drafts of a request.
         num_draft_tokens, num_accepted_draft_tokens: tokens of a drafter that steps computed, and how many of them the
             requests got.
+        num_accepted_by_position: of these, how many were the first draft of a request and step, the second...; as many
+            as there may be.
+        draft_seconds: time in drafting: of the host, as a part of ``schedule_seconds``, or of a network on the device.
+        draft_gain_seconds: time that drafts have saved, by what steps without them take; below 0: that they have cost.
+            0 where that is not measured.
         prefix_queried_tokens, prefix_hit_tokens: tokens of requests when they were first admitted, and how many of them
             the prefix cache held or another request was about to compute.
         num_not_finite_failures, num_out_of_memory_failures, num_exception_failures: continuations that ended with an
@@ -178,8 +185,12 @@ class EngineStats:
     num_recomputed_tokens: int
     num_swapped_out_tokens: int
     num_swapped_in_tokens: int
+    num_drafts: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_accepted_by_position: tuple[int, ...]
+    draft_seconds: float
+    draft_gain_seconds: float
     num_not_finite_failures: int
     num_out_of_memory_failures: int
     num_exception_failures: int
@@ -227,7 +238,11 @@ class EngineStats:
                 f"{self.num_swapped_in_tokens:,} copied back"
             )
         if self.num_draft_tokens:
-            rows["drafts"] = f"{self.num_accepted_draft_tokens:,} of {self.num_draft_tokens:,} tokens accepted"
+            rows["drafts"] = (
+                f"{self.num_accepted_draft_tokens:,} of {self.num_draft_tokens:,} tokens accepted, "
+                f"{self.mean_accepted_length:.2f} tokens a request and step with drafts; {self.draft_seconds:.2f} s to "
+                f"find them, about {self.draft_gain_seconds:.2f} s saved"
+            )
         if self.num_state_slots:
             rows["state slots"] = (
                 f"{self.used_slots:,} of {self.num_state_slots:,} in use, {self.cached_slots:,} cached"
@@ -240,7 +255,12 @@ class EngineStats:
         """Counts and times since ``earlier``; what is a state, or a peak, stays that of now."""
         now, then = dataclasses.asdict(self), dataclasses.asdict(earlier)
         states = {"num_waiting", "num_running", *(name for name in now if name.endswith(("_blocks", "_slots")))}
-        return EngineStats(**{name: now[name] if name in states else now[name] - then[name] for name in now})
+        return EngineStats(**{name: now[name] if name in states else _less(now[name], then[name]) for name in now})
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a request got of a step that verified drafts of it, on average: 1, and the accepted drafts."""
+        return 1.0 + self.num_accepted_draft_tokens / max(1, self.num_drafts)
 
     @property
     def failures(self) -> dict[str, int]:
@@ -255,3 +275,8 @@ class EngineStats:
     def host_seconds(self) -> float:
         """Time in which the host works for a step and not the device."""
         return self.schedule_seconds + self.prepare_seconds + self.launch_seconds + self.output_seconds
+
+
+def _less(now: Any, then: Any) -> Any:
+    """The difference of two numbers, or of two tuples item by item."""
+    return tuple(a - b for a, b in zip(now, then, strict=True)) if isinstance(now, tuple) else now - then

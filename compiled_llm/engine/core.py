@@ -342,4 +342,5 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSour
         target_itl_ms=config.target_itl_ms,
         costs=StepCosts(dict(facts.bucket_seconds), facts.swap_seconds),
         drafter=drafter,
+        decode_seconds=facts.decode_seconds,
     )

@@ -33,7 +33,7 @@ class StepCosts:
             self._start_seconds = dict(self.bucket_seconds)
         for size, known in self.bucket_seconds.items():
             if size == num_tokens:
-                self.bucket_seconds[size] = _moved(known, seconds)
+                self.bucket_seconds[size] = moved(known, seconds)
             else:
                 self.bucket_seconds[size] = known + _FORGETTING * (self._start_seconds[size] - known)
 
@@ -49,6 +49,7 @@ class StepCosts:
         return 2 * num_blocks * self.swap_seconds < num_tokens * self.bucket_seconds[size] / size
 
 
-def _moved(average: float, value: float) -> float:
+def moved(average: float, value: float) -> float:
+    """A moving average after one more measurement."""
     bounded = min(max(value, average / _MOST_CHANGE), average * _MOST_CHANGE)
     return average + _WEIGHT * (bounded - average)

@@ -34,8 +34,12 @@ class SchedulerCounts:
     num_recomputed_tokens: int = 0
     num_swapped_out_tokens: int = 0
     num_swapped_in_tokens: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_accepted_by_position: tuple[int, ...] = ()
+    draft_seconds: float = 0.0
+    draft_gain_seconds: float = 0.0
     num_not_finite_failures: int = 0
     num_unexplained_faults: int = 0
 

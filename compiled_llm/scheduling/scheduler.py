@@ -13,6 +13,7 @@ from typing import Literal
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.draft_lengths import DecodeCosts
 from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.forks import Forks
@@ -50,6 +51,7 @@ class Scheduler:
         target_itl_ms: while requests decode, a step is no larger than the largest token bucket that takes this long.
         costs: as measured at the start; the seconds of each step are recorded in them.
         drafter: guesses tokens of requests, for steps to verify; None: no drafts.
+        decode_seconds: as in ``DecodeCosts``, measured at the start.
 
     Attributes:
         running, waiting: those of the ``RunningSet``.
@@ -69,6 +71,7 @@ class Scheduler:
         target_itl_ms: float | None = None,
         costs: StepCosts | None = None,
         drafter: DraftSource | None = None,
+        decode_seconds: Sequence[tuple[tuple[int, int], float]] = (),
     ) -> None:
         self.limits = limits
         self.pool = pool
@@ -91,7 +94,8 @@ class Scheduler:
             self.costs,
         )
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
-        self.drafts = None if drafter is None else DraftPlanner(drafter, limits, self.running_set)
+        decode_costs = DecodeCosts(decode_seconds)
+        self.drafts = None if drafter is None else DraftPlanner(drafter, limits, self.running_set, decode_costs)
         self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, self.drafts)
         self.suspects = Suspects(self.running_set)
         self._num_added = 0
@@ -187,6 +191,7 @@ class Scheduler:
         requests, sampled = self.in_flight.popleft(), result.sampled_token_ids
         if result.bucket.kind == "tokens":
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
+        num_accepted = self.counts.num_accepted_draft_tokens
         self.forks.end_copies()
         if result.prompt_logprobs is not None:
             self._enter_scores(requests, output, result.prompt_logprobs.logprobs)
@@ -212,8 +217,10 @@ class Scheduler:
                     advanced.append(request)
             elif self._enter(request, token_id, start + count, num_samples, now):
                 advanced.append(request)
-        if result.draft_token_ids is not None and self.drafts is not None:
-            self.drafts.take(requests, result.draft_token_ids)
+        if self.drafts is not None:
+            if result.draft_token_ids is not None:
+                self.drafts.take(requests, result.draft_token_ids)
+            self.drafts.record(result, len(requests), self.counts.num_accepted_draft_tokens - num_accepted)
         return advanced
 
     def _enter_scores(self, requests: list[Request], output: SchedulerOutput, logprobs: Sequence[float]) -> None:
@@ -285,7 +292,8 @@ class Scheduler:
         request.num_tokens -= 1 + len(drafts) - len(tokens)
         request.num_computed_tokens -= 1 + len(drafts) - num_computed
         request.output_token_ids += tokens
-        self.counts.num_accepted_draft_tokens += max(0, len(tokens) - 1)
+        if self.drafts is not None:
+            self.drafts.accept(len(tokens) - 1)
         self.running_set.states.accept(request, num_computed, start)
         if request.first_token_time is None:
             request.first_token_time = now

@@ -73,7 +73,7 @@ class StepPlanner:
         """
         token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
         if self.drafts is not None:
-            self.drafts.propose(self._room_for_drafts())
+            self.drafts.propose(*self._room_for_drafts())
         lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
         # Requests are preempted from the end of ``running``: this loop does not come to them then.
         for request in self.running:
@@ -146,8 +146,8 @@ class StepPlanner:
             while not self.running_set.give_places(request, 2) and self.running_set.make_room(request):
                 pass
 
-    def _room_for_drafts(self) -> int:
-        """Most drafts of a step: what the running requests leave.
+    def _room_for_drafts(self) -> tuple[int, bool]:
+        """Most drafts of a step: what the running requests leave. And whether it may compute prompts besides.
 
         Where prompts wait or are computed: half of that, or without chunks as much as the first prompt leaves; and no
         more than there are logits rows besides those of all requests that may be in the step.
@@ -157,12 +157,12 @@ class StepPlanner:
         waiting = len(self.waiting) + self.prefix_cache.num_held_back
         none_comes_in = not waiting or len(running) >= self.limits.max_num_seqs
         if none_comes_in and all(request.num_tokens - request.num_computed_tokens == 1 for request in running):
-            return left
+            return left, False
         rows = self.limits.decode_bucket_sizes[-1] - min(self.limits.max_num_seqs, len(running) + waiting)
         first = self.waiting.first()
         if self.limits.chunked_prefill or first is None:
-            return min(rows, left // 2)
-        return min(rows, left - (first.num_tokens - first.num_computed_tokens))
+            return min(rows, left // 2), True
+        return min(rows, left - (first.num_tokens - first.num_computed_tokens)), True
 
     def _schedule_the_rest(
         self, output: SchedulerOutputBuilder, requests: list[Request], lacking: deque[Request], admits: bool

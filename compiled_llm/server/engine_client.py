@@ -168,7 +168,7 @@ class EngineClient:
         for unread in self._unread.values():
             unread.fail(EngineEndedError(reason))
 
-    async def stats(self) -> dict[str, float]:
+    async def stats(self) -> dict[str, Any]:
         """The engine's statistics, between two steps. ``EngineEndedError`` as ``generate``."""
         return (await self._ask()).stats
 

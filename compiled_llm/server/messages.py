@@ -168,7 +168,7 @@ class Answer(Message, tag="answer"):
     """
 
     number: int
-    stats: dict[str, float]
+    stats: dict[str, Any]  # numbers, and counts by position as a list of them
     error: str | None = None
 
 

@@ -34,8 +34,10 @@ _COUNTERS = {
     "vllm:prefix_cache_queries": ("Tokens that were looked for in the prefix cache", "prefix_queried_tokens"),
     "vllm:prefix_cache_hits": ("Tokens that were found there", "prefix_hit_tokens"),
     "vllm:num_preemptions": ("Preemptions", "num_preemptions"),
+    "vllm:spec_decode_num_drafts": ("Times that a step verified drafts of a request", "num_drafts"),
     "vllm:spec_decode_num_draft_tokens": ("Tokens of a drafter", "num_draft_tokens"),
     "vllm:spec_decode_num_accepted_tokens": ("Accepted ones of these", "num_accepted_draft_tokens"),
+    "compiled_llm:draft_seconds": ("Seconds in looking for drafts", "draft_seconds"),
     "compiled_llm:steps": ("Steps of the engine", "num_steps"),
     "compiled_llm:step_seconds": ("Seconds in steps, host time around them left out", "execute_seconds"),
     "compiled_llm:computed_tokens": ("Tokens in steps", "num_computed_tokens"),
@@ -102,7 +104,7 @@ class Metrics:
             self._max_tokens.observe(max_tokens)
         return RequestObserver(self)
 
-    def text(self, stats: Mapping[str, float] | None, started: Started | None) -> bytes:
+    def text(self, stats: Mapping[str, Any] | None, started: Started | None) -> bytes:
         """All of it, as Prometheus reads it. ``stats`` None: the engine does not answer."""
         parts = [generate_latest(self._registry)]
         if stats is not None and started is not None:
@@ -164,7 +166,7 @@ class RequestObserver:
 class _EngineCounts:
     """What the engine counts, for one reading. The engine's counts never fall, so these are counters."""
 
-    def __init__(self, stats: Mapping[str, float], started: Started, labels: Mapping[str, str]) -> None:
+    def __init__(self, stats: Mapping[str, Any], started: Started, labels: Mapping[str, str]) -> None:
         self._stats, self._started, self._labels = stats, started, labels
 
     def collect(self) -> Iterator[Metric]:
@@ -187,6 +189,14 @@ class _EngineCounts:
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, self._stats[field])
             yield counter
+        positions = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens of a drafter that were the first draft of a request and step (position 0), the second...",
+            labels=[*names, "position"],
+        )
+        for position, count in enumerate(self._stats.get("num_accepted_by_position", ())):
+            positions.add_metric([*values, str(position)], count)
+        yield positions
 
 
 def _one_two_five(most: int) -> Iterator[int]:

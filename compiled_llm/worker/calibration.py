@@ -27,6 +27,8 @@ from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.request_rows import RequestRows
 
 _RUNS, _SWAP_BLOCKS = 3, 16
+_MANY_TOKENS = 64  # of a decode that is timed once
+_CONTEXT = 128  # tokens before those of a decode that is timed
 
 
 def worker_facts(
@@ -54,6 +56,9 @@ def worker_facts(
         num_state_slots=limits.num_state_slots,
         num_swap_slots=swap_space.num_slots,
     )
+    if config.adapts_drafts and limits.num_draft_tokens:
+        decode_seconds = measure_decodes(steps, limits, facts, progress)
+        facts = dataclasses.replace(facts, decode_seconds=tuple(decode_seconds.items()))
     if config.target_itl_ms is None and not (facts.num_swap_blocks and config.preemption_mode == "auto"):
         return facts
     bucket_seconds = measure_buckets(steps, limits, facts, progress)
@@ -89,6 +94,40 @@ def measure_buckets(
     return bucket_seconds
 
 
+def measure_decodes(
+    steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts, progress: StartProgress
+) -> dict[tuple[int, int], float]:
+    """Seconds of a step in each decode bucket, by the bucket's requests and tokens.
+
+    Once a bucket of a batch size takes longer than it could be worth, if all its drafts were right, the larger ones of
+    that size are not run: so many times as many tokens are taken to last so many times as long.
+    """
+    found: dict[tuple[int, int], float] = {}
+    with progress.stage("measuring decodes", {"decode buckets": 1.0}, is_long=False) as stage:
+        stage.next("decode buckets")
+        for size in limits.decode_bucket_sizes:
+            buckets = [bucket for bucket in steps.buckets if bucket.kind == "decode" and bucket.num_requests == size]
+            first = last = _seconds_of_decode(buckets[0], steps, limits, facts)
+            found[size, buckets[0].num_tokens] = first
+            pays, tokens = True, buckets[0].num_tokens
+            for bucket in buckets[1:]:
+                longer = bucket.num_tokens / tokens
+                last = _seconds_of_decode(bucket, steps, limits, facts) if pays else last * longer
+                tokens = bucket.num_tokens
+                found[size, tokens] = last
+                pays = pays and last / first < tokens / buckets[0].num_tokens
+    return found
+
+
+def _seconds_of_decode(bucket: Bucket, steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts) -> float:
+    rows = RequestRows(limits, steps.model_config.vocab_size, num_windows=len(facts.window_places))
+    steps.fill(bucket, _decodes(bucket, limits, facts), rows)
+    run = functools.partial(steps.run_step, bucket)
+    seconds = min(_timed(run, steps.device) for _ in range(_RUNS if bucket.num_tokens <= _MANY_TOKENS else 1))
+    steps.buffers[bucket].clear()
+    return seconds
+
+
 def measure_swap(groups: Sequence[Caches], swap_space: SwapSpace, facts: WorkerFacts, device: torch.device) -> float:
     """Seconds that copying one block to the host or back takes; 0 without swap space.
 
@@ -116,6 +155,28 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started
+
+
+def _decodes(bucket: Bucket, limits: EngineLimits, facts: WorkerFacts) -> SchedulerOutput:
+    """A step that fills a decode bucket, of requests with some tokens before, which all have the same blocks."""
+    count = bucket.num_tokens // bucket.num_requests
+    room = min(limits.max_model_len, min([facts.num_blocks, *(n for _, n in facts.window_places)]) * limits.block_size)
+    start = max(0, min(_CONTEXT, room - count))
+    output = SchedulerOutputBuilder(len(facts.window_places))
+    blocks = tuple(range(1, 1 - (-(start + count) // limits.block_size)))
+    for number in range(bucket.num_requests):
+        name = RequestId(str(number))
+        output.request_ids.append(name)
+        output.num_scheduled_tokens.append(count)
+        output.num_computed_tokens.append(start)
+        output.num_samples.append(count)
+        output.feedback.append(-1)
+        output.token_ids.extend([0] * count)
+        output.admissions.append(StartedRequest(name, SamplingParams(temperature=0), 0, (), ()))
+        output.table_updates.append((name, 0, blocks))
+        for told in output.windows:
+            told.table_updates.append((name, 0, blocks))
+    return output.build()
 
 
 def _prompts(bucket: Bucket, limits: EngineLimits, facts: WorkerFacts) -> SchedulerOutput:
