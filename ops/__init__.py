@@ -58,7 +58,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     sum_of_norms,
     table_rows,
 )
-from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens, uniform
+from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens
 
 __all__ = [
     "TILE",
@@ -123,7 +123,6 @@ __all__ = [
     "sum_of_norms",
     "summed_quantized_experts",
     "table_rows",
-    "uniform",
     "unpack_rows",
     "weighted_sum",
     "weighted_sum_added",

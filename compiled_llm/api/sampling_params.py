@@ -62,7 +62,8 @@ class SamplingParams:
         frequency_penalty: subtracted from the logits of tokens once for each time that the output has them; -2 to 2.
         repetition_penalty: of tokens in prompt or output, positive logits are divided by it, others multiplied; 1 is
             off.
-        seed: the request's random numbers follow from it alone. None: from the engine's seed and the request's order.
+        seed: the request's random noise follows from it, a token's position and its id alone. None: from the engine's
+            seed and the request's order.
         stop: a string or strings that end the output; they are cut off.
         stop_token_ids: token ids that end the output, besides the model's end-of-text ids.
         ignore_eos: go on after an end-of-text token.

@@ -1,14 +1,15 @@
 """Sampling as pure functions of (logits, SamplingInput): part of the compiled graphs, so tensors only.
 
-The random number of a token depends on its request's seed and its position alone. So a seeded request gives the same
-tokens in any batch, bucket or chunking, and after a preemption.
+The noise of a token depends on its request's seed, its position and its id alone. So a seeded request gives the same
+tokens in any batch, bucket or chunking, and after a preemption. And a drafter that calls ``sample`` on logits of its
+own, with the request's ``SamplingInput`` and the drafted token's own position, has the model's own noise there.
 """
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.ops import sample_tokens, uniform
+from compiled_llm.ops import sample_tokens
 
 
 class SamplingInput(NamedTuple):
@@ -30,6 +31,5 @@ def sample(logits: Tensor, params: SamplingInput) -> Tensor:
     then top-n-sigma. Rows with temperature 0 take the most likely token; rows whose largest logit is not finite have
     ``NO_TOKEN``.
     """
-    random = uniform(params.seed, params.position)
     filters = params.top_k, params.top_p, params.min_p, params.top_n_sigma
-    return sample_tokens(logits, params.temperature, *filters, random)
+    return sample_tokens(logits, params.temperature, *filters, params.seed, params.position)

@@ -33,7 +33,7 @@ _PATTERNS = [
             r"convolution|gated_delta|delta_(steps|factors|chunks)|mamba2|scan_(steps|chunks)|gated_(rms_)?norm"
         ),
     ),
-    ("sampling", re.compile(r"greedy_tokens|sample_tokens|argmax|sort|cumsum|topk|multinomial|philox")),
+    ("sampling", re.compile(r"greedy_tokens|sample_tokens|argmax|sort|cumsum|topk|multinomial")),
     (
         "linears",
         re.compile(r"packed_linear|aten::(mm|addmm|linear|matmul|bmm)\b|linear|gemm|gemv|nvjet|cutlass|xmma|triton_mm"),

@@ -1,7 +1,7 @@
-"""Random numbers from a seed and a position, in plain torch.
+"""Random words from a seed and a counter, in plain torch: Philox4x32-10.
 
-They are made by the counter-based generator Philox4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1,
-2, 3"). Integers alone until the last line, so the bits are the same on every device.
+Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3". Integers alone, so the bits are the same on every
+device.
 """
 
 from torch import Tensor, zeros_like
@@ -12,20 +12,16 @@ _PHILOX_ROUNDS = 10
 _MASK32 = 0xFFFFFFFF
 
 
-def uniform_reference(seed: Tensor, position: Tensor) -> Tensor:
-    """A number in [0, 1) for each row, ``[R]`` float64 with 53 random bits: two words of ``philox``.
+def philox(seed: Tensor, counter: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of Philox4x32-10: int64 tensors of 32 bits, of the shape that the arguments broadcast to.
 
-    The key is the seed's two halves, the counter is ``(position, 0, 0, 0)``.
+    Args:
+        seed: int64, whose two halves are the key.
+        counter: the first three words, of 32 bits; the fourth is 0.
     """
-    high, low = philox(seed, position)[:2]
-    return ((high << 21) | (low >> 11)).double() * 2.0**-53
-
-
-def philox(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of Philox4x32-10 for seeds ``[R]`` int64 and positions ``[R]`` int32: ``[R]`` int64, 32 bits."""
     key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
-    c0 = position.long() & _MASK32
-    c1 = c2 = c3 = zeros_like(c0)
+    c0 = (counter[0].long() & _MASK32) + zeros_like(counter[1].long())
+    c1, c2, c3 = (counter[1].long() & _MASK32) + zeros_like(c0), zeros_like(c0) + counter[2], zeros_like(c0)
     for _ in range(_PHILOX_ROUNDS):
         # Products of two 32-bit numbers wrap in int64; masking the two halves makes up for the sign.
         p0, p1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]

@@ -2,7 +2,7 @@
 //
 // A row is one thread's work. Its weights stay in L2 while they are searched, so that a search of many passes costs less
 // than one sort. What a pass adds up, it adds up in the order of the vocabulary, cut into chunks: by lane within a chunk,
-// and then chunk after chunk in double. So a row's token depends on nothing but the row.
+// and then chunk after chunk in double. So a row's token depends on nothing but the row, its seed and its position.
 
 #include <algorithm>
 #include <atomic>
@@ -32,7 +32,8 @@ Tensor choose(const Tensor& logits, const ChoiceOf& choice_of) {
               " with strides ", logits.strides(), " on ", logits.place());
   CHECK_VALUE(dtype == kFloat || dtype == kBFloat16 || dtype == kHalf,
               "logits must be float32, bfloat16 or float16, got ", dtype);
-  const int64_t rows = logits.size(0), vocabulary = logits.size(1), chunks = (vocabulary + kChunk - 1) / kChunk;
+  const int64_t rows = logits.size(0), vocabulary = logits.size(1);
+  const int64_t num_chunks = (vocabulary + kChunk - 1) / kChunk;
   const Kernels& kernels = chosen();
   const Sample sample = dtype == kFloat ? kernels.float32 : dtype == kBFloat16 ? kernels.bfloat16 : kernels.float16;
   Tensor out = empty({rows}, kLong);
@@ -41,13 +42,14 @@ Tensor choose(const Tensor& logits, const ChoiceOf& choice_of) {
   const int64_t row_bytes = logits.stride(0) * bytes_of(logits.dtype());
   std::atomic<int64_t> free = 0;  // rows take different times
   parallel_for(0, std::min<int64_t>(rows, num_threads()), 1, [&](int64_t, int64_t) {
-    static thread_local std::vector<float> weights, largest, found;  // kept: fresh memory costs as much as a pass
-    static thread_local std::vector<double> sums;
-    weights.resize(chunks * kChunk);
-    largest.resize(chunks);
-    sums.resize(chunks);
+    static thread_local std::vector<float> weights, largest, peaks, found;  // kept: fresh memory costs as much as a pass
+    static thread_local std::vector<int32_t> chunks;
+    weights.resize(num_chunks * kChunk);
+    largest.resize(num_chunks);
+    peaks.resize(num_chunks);
+    chunks.resize(num_chunks + 4);
     for (int64_t r; (r = free++) < rows;) {
-      Row row{vocabulary, chunks, weights.data(), largest.data(), sums.data()};
+      Row row{vocabulary, num_chunks, weights.data(), largest.data(), peaks.data(), chunks.data()};
       tokens[r] = sample(data + r * row_bytes, choice_of(r), row, found);
     }
   });
@@ -59,7 +61,7 @@ Tensor greedy_tokens(const Tensor& logits) {
 }
 
 Tensor sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                     const Tensor& min_p, const Tensor& top_n_sigma, const Tensor& uniform) {
+                     const Tensor& min_p, const Tensor& top_n_sigma, const Tensor& seed, const Tensor& position) {
   CHECK_VALUE(logits.dim() == 2, "logits must be [R, V], got ", logits.sizes());
   const int64_t rows = logits.size(0);
   const float* temperatures = row_data<float>(temperature, "temperature", kFloat, rows);
@@ -67,41 +69,18 @@ Tensor sample_tokens(const Tensor& logits, const Tensor& temperature, const Tens
   const float* top_ps = row_data<float>(top_p, "top_p", kFloat, rows);
   const float* min_ps = row_data<float>(min_p, "min_p", kFloat, rows);
   const float* top_n_sigmas = row_data<float>(top_n_sigma, "top_n_sigma", kFloat, rows);
-  const double* uniforms = row_data<double>(uniform, "uniform", kDouble, rows);
+  const int64_t* seeds = row_data<int64_t>(seed, "seed", kLong, rows);
+  const int32_t* positions = row_data<int32_t>(position, "position", kInt, rows);
   for (int64_t r = 0; r < rows; ++r)
     CHECK_VALUE(top_ks[r] > 0, "sample_tokens: top_k[", r, "] must be at least 1, got ", top_ks[r]);
   return choose(logits, [&](int64_t r) {
-    return Choice{temperatures[r], top_ps[r], min_ps[r], top_n_sigmas[r], top_ks[r], uniforms[r]};
+    return Choice{temperatures[r], top_ps[r], min_ps[r], top_n_sigmas[r], top_ks[r], seeds[r], positions[r]};
   });
-}
-
-// Philox4x32-10, as philox.py has it.
-Tensor uniform(const Tensor& seed, const Tensor& position) {
-  CHECK_VALUE(seed.dim() == 1, "seed must be [R], got ", seed.sizes());
-  const int64_t rows = seed.size(0);
-  const int64_t* seeds = row_data<int64_t>(seed, "seed", kLong, rows);
-  const int32_t* positions = row_data<int32_t>(position, "position", kInt, rows);
-  Tensor out = empty({rows}, kDouble);
-  double* numbers = out.data<double>();
-  for (int64_t r = 0; r < rows; ++r) {
-    uint32_t key0 = static_cast<uint32_t>(seeds[r]), key1 = static_cast<uint32_t>(static_cast<uint64_t>(seeds[r]) >> 32);
-    uint32_t c0 = static_cast<uint32_t>(positions[r]), c1 = 0, c2 = 0, c3 = 0;
-    for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
-      const uint64_t p0 = uint64_t{c0} * 0xD2511F53u, p1 = uint64_t{c2} * 0xCD9E8D57u;
-      c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ key0;
-      c1 = static_cast<uint32_t>(p1);
-      c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ key1;
-      c3 = static_cast<uint32_t>(p0);
-    }
-    numbers[r] = static_cast<double>((uint64_t{c0} << 21) | (c1 >> 11)) * 0x1p-53;
-  }
-  return out;
 }
 
 const std::vector<Op> ops = {
     {"greedy_tokens", Boxed<greedy_tokens>::call, Boxed<greedy_tokens>::direct},
     {"sample_tokens", Boxed<sample_tokens>::call, Boxed<sample_tokens>::direct},
-    {"uniform", Boxed<uniform>::call, Boxed<uniform>::direct},
 };
 
 }  // namespace

@@ -4,8 +4,7 @@
 #include <cmath>
 #include <functional>
 
-#include "../cpu/vectors.h"
-#include "sampling_cpu_types.h"
+#include "sampling_cpu_noise.h"
 
 namespace {
 namespace ISA {
@@ -18,6 +17,41 @@ INLINE Vec load_logits(const T* logits, int64_t from, int64_t vocabulary) {
   const auto left = static_cast<int32_t>(std::max<int64_t>(vocabulary - from, 0));
   const Vec x = left > 0 ? load_floats(logits + from, left) : Vec{};
   return lane < left ? x : broadcast(-kInfinity);
+}
+
+// A part of a chunk's logits, all of them in the vocabulary.
+template <class T>
+INLINE Part load_part_of(const T* from) {
+#if WIDTH == 512
+  return load_floats(from);
+#else
+  if constexpr (std::is_same_v<T, float>) {
+    return load_part(from);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return reinterpret_cast<Part>(__builtin_convertvector(*reinterpret_cast<const HalfPart*>(from), IntPart) << 16);
+  } else {
+#if WIDTH == 256
+    return reinterpret_cast<Part>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+    Part x;
+    for (int64_t i = 0; i < kPartLanes; ++i) x[i] = from[i];
+    return x;
+#endif
+  }
+#endif
+}
+
+// Calls each(i, the logits from the chunk's i-th on) for all parts of chunk c; -inf past the end of the vocabulary.
+template <class T, class Each>
+INLINE void each_part(const T* logits, const Row& row, int64_t c, const Each& each) {
+  const int64_t begin = c * kChunk, count = std::min(kChunk, row.vocabulary - begin);
+  if (count == kChunk) {
+    for (int64_t i = 0; i < kChunk; i += kPartLanes) each(i, load_part_of(logits + begin + i));
+  } else {
+    float copy[kChunk];
+    for (int64_t i = 0; i < kChunk; ++i) copy[i] = i < count ? static_cast<float>(logits[begin + i]) : -kInfinity;
+    for (int64_t i = 0; i < kChunk; i += kPartLanes) each(i, load_part(copy + i));
+  }
 }
 
 INLINE bool any(IntVec mask) {
@@ -36,32 +70,40 @@ struct Kept {
 };
 
 // The sum of the weights of chunk c that are at least `least`; their number is added to `counts`, lane by lane.
-INLINE double kept_in_chunk(const Row& row, int64_t c, float least, IntVec& counts) {
+INLINE double kept_in_chunk(const Row& row, int64_t c, float least, IntPart (&counts)[kPartsOfVec]) {
   constexpr int64_t kChains = 4;  // sums that do not wait for each other
-  Vec sums[kChains] = {};
+  Part sums[kChains][kPartsOfVec] = {};
   for (int64_t i = 0; i < kChunk; i += kChains * kLanes)
-    for (int64_t j = 0; j < kChains; ++j) {
-      const Vec w = load(row.weights + c * kChunk + i + j * kLanes);
-      const auto kept = w >= least;
-      sums[j] += kept ? w : Vec{};
-      counts -= reinterpret_cast<IntVec>(kept);
-    }
-  return sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < kChains; ++j)
+#pragma GCC unroll 4
+      for (int64_t p = 0; p < kPartsOfVec; ++p) {
+        const Part w = load_part(row.weights + c * kChunk + i + j * kLanes + p * kPartLanes);
+        const auto kept = w >= least;
+        sums[j][p] += kept ? w : Part{};
+        counts[p] -= reinterpret_cast<IntPart>(kept);
+      }
+  Vec sum;
+  for (int64_t p = 0; p < kPartsOfVec; ++p)
+    store_part(reinterpret_cast<float*>(&sum) + p * kPartLanes,
+               (sums[0][p] + sums[1][p]) + (sums[2][p] + sums[3][p]));
+  return sum_of_lanes(sum);
 }
 
 TARGET Kept kept(const Row& row, float least) {
   double sum = 0, count = 0;
-  IntVec counts = {};
-  for (int64_t c = 0; c < row.chunks; ++c)
+  IntPart counts[kPartsOfVec] = {};
+  for (int64_t c = 0; c < row.num_chunks; ++c)
     if (row.largest[c] >= least) sum += kept_in_chunk(row, c, least, counts);
-  for (int i = 0; i < kLanes; ++i) count += counts[i];
+  for (const IntPart& part : counts)
+    for (int64_t i = 0; i < kPartLanes; ++i) count += part[i];
   return {count, sum};
 }
 
 // The weights from `least` to below `end`.
 TARGET void gather(const Row& row, float least, float end, std::vector<float>& found) {
   found.clear();
-  for (int64_t c = 0; c < row.chunks; ++c) {
+  for (int64_t c = 0; c < row.num_chunks; ++c) {
     if (row.largest[c] < least) continue;
     for (int64_t i = c * kChunk; i < (c + 1) * kChunk; i += kLanes) {
       const Vec w = load(row.weights + i);
@@ -98,40 +140,121 @@ TARGET float search(const Row& row, float least, double target, double Kept::* a
   return __builtin_bit_cast(float, low);
 }
 
+// The k-th largest of the numbers of chunks, or -inf if there are fewer.
+inline float kth_of_chunks(const float* numbers, int64_t num_chunks, int64_t k, std::vector<float>& found) {
+  if (k > num_chunks) return -kInfinity;
+  found.assign(numbers, numbers + num_chunks);
+  std::nth_element(found.begin(), found.begin() + (k - 1), found.end(), std::greater<>());
+  return found[k - 1];
+}
+
 // The k-th largest weight. Where there are k chunks or more, each of the k with the largest maxima has a weight of at
 // least the k-th of these maxima; so there are k weights of at least that much.
 TARGET float kth_largest(const Row& row, int64_t k, std::vector<float>& found) {
-  float bound = 0;
-  if (k <= row.chunks) {
-    found.assign(row.largest, row.largest + row.chunks);
-    std::nth_element(found.begin(), found.begin() + (k - 1), found.end(), std::greater<>());
-    bound = found[k - 1];
-  }
+  const float bound = std::max(kth_of_chunks(row.largest, row.num_chunks, k, found), 0.f);
   return search(row, bound, static_cast<double>(k), &Kept::count, found);
 }
 
-// The first token where the running sum of the weights of at least `least` exceeds `uniform` times their sum.
-TARGET int64_t draw(const Row& row, float least, double uniform) {
-  double total = 0;
-  int64_t last_chunk = 0;
-  IntVec counts = {};
-  for (int64_t c = 0; c < row.chunks; ++c) {
-    if (least > 0) row.sums[c] = row.largest[c] >= least ? kept_in_chunk(row, c, least, counts) : 0;
-    if (row.sums[c] > 0) last_chunk = c;
-    total += row.sums[c];
-  }
-  const double threshold = uniform * total;
-  double sum = 0;
-  int64_t c = 0, last = 0;
-  for (; c < last_chunk && sum + row.sums[c] <= threshold; ++c) sum += row.sums[c];
-  for (; c <= last_chunk; ++c)
-    for (int64_t i = c * kChunk; i < (c + 1) * kChunk; ++i) {
-      if (row.weights[i] < least || row.weights[i] == 0) continue;
-      last = i;  // where rounding leaves nothing above the threshold, it is the last one
-      sum += row.weights[i];
-      if (sum > threshold) return i;
+// Of tokens, those with the largest sum of noise less depth, the lowest of equal ones.
+class Race {
+ public:
+  Race(const Choice& choice, int32_t limit) : choice_(choice), limit_(limit) {}
+
+  // The largest depth at which a token of such noise stays and may win.
+  INLINE int32_t deepest(int32_t noise) const { return std::min(limit_, noise - best_); }
+
+  INLINE void take(int32_t sum, int64_t token) {
+    if (sum > best_ || (sum == best_ && token < winner_)) {
+      best_ = sum;
+      winner_ = token;
     }
-  return last;
+  }
+
+  // A token of a block whose least E is that, which another token has. Looked at when there are 16.
+  INLINE void keep(int64_t token, int32_t depth, float least) {
+    tokens_[count_] = static_cast<uint32_t>(token);
+    depths_[count_] = depth;
+    least_[count_] = least;
+    if (++count_ == kLanes) finish();
+  }
+
+  // Looks at those that are kept.
+  TARGET void finish() {
+    if (count_ == 0) return;
+    int32_t noise[kLanes];
+    other_noise(choice_, tokens_, least_, noise);
+    for (int64_t i = 0; i < count_; ++i) take(noise[i] - depths_[i], tokens_[i]);
+    count_ = 0;
+  }
+
+  int64_t winner() const { return winner_; }
+
+ private:
+  const Choice& choice_;
+  const int32_t limit_;
+  int32_t best_ = std::numeric_limits<int32_t>::min() / 2;
+  int64_t winner_ = 0, count_ = 0;
+  uint32_t tokens_[kLanes] = {};
+  int32_t depths_[kLanes] = {};
+  float least_[kLanes] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+};
+
+INLINE IntVec depths(Vec x, float maximum, float unit) {
+  const Vec depth = (maximum - x) * unit, deepest = broadcast(kDeepest);
+  return __builtin_convertvector(depth < deepest ? depth : deepest, IntVec);
+}
+
+INLINE int32_t depth_of(float x, float maximum, float unit) {
+  return static_cast<int32_t>(std::min((maximum - x) * unit, static_cast<float>(kDeepest)));
+}
+
+// Those tokens of a block that stay and may win.
+template <class T>
+INLINE void look_into(const T* logits, const Row& row, int64_t block, float maximum, float unit, float least_weight,
+                      float least, int64_t place, int32_t noise, Race& race) {
+  const int64_t begin = block * kBlock, first = begin + place;
+  const auto stays = [&](int64_t token) { return least_weight == 0 || row.weights[token] >= least_weight; };
+  if (first < row.vocabulary && stays(first)) {
+    const int32_t depth = depth_of(static_cast<float>(logits[first]), maximum, unit);
+    if (depth <= race.deepest(noise)) race.take(noise - depth, first);
+  }
+  for (int64_t i = begin; i < begin + kBlock && i < row.vocabulary; i += kLanes) {
+    const IntVec depth = depths(load_logits(logits, i, row.vocabulary), maximum, unit);
+    const IntVec near = depth <= race.deepest(noise);
+    if (!any(near)) continue;
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      if (near[lane] && i + lane != first && i + lane < row.vocabulary && stays(i + lane))
+        race.keep(i + lane, depth[lane], least);
+  }
+}
+
+// Of the tokens with a weight of at least `least_weight` and a depth of at most `limit` the one that is drawn. Blocks whose
+// noise cannot bring the largest logit of their chunk up to the best token so far are not looked into.
+template <class T>
+TARGET int64_t draw(const T* logits, const Choice& choice, const Row& row, float maximum, float unit,
+                    float least_weight, int32_t limit) {
+  constexpr int64_t kBlocks = kChunk / kBlock, kTogether = kLanes / kBlocks;  // of a chunk; chunks of a vector
+  int64_t count = 0, top = 0;
+  for (int64_t c = 0; c < row.num_chunks; ++c) {
+    row.chunks[count] = static_cast<int32_t>(c);
+    if (row.peaks[c] == maximum && row.peaks[row.chunks[top]] != maximum) top = count;
+    count += (least_weight == 0 || row.largest[c] >= least_weight) && depth_of(row.peaks[c], maximum, unit) <= limit;
+  }
+  std::swap(row.chunks[0], row.chunks[top]);  // so that the first is a hard one to beat
+  std::fill_n(row.chunks + count, kTogether, row.chunks[0]);
+  Race race(choice, limit);
+  for (int64_t i = 0; i < count; i += kTogether) {
+    uint32_t blocks[kLanes];
+    for (int64_t j = 0; j < kLanes; ++j) blocks[j] = row.chunks[i + j / kBlocks] * kBlocks + j % kBlocks;
+    BlockNoise noise;
+    block_noise(choice, blocks, noise);
+    for (int64_t j = 0; j < std::min(kLanes, (count - i) * kBlocks); ++j)
+      if (depth_of(row.peaks[row.chunks[i + j / kBlocks]], maximum, unit) <= race.deepest(noise.noise[j]))
+        look_into(logits, row, blocks[j], maximum, unit, least_weight, noise.least[j], noise.place[j], noise.noise[j], race);
+    if (i == 0) race.finish();
+  }
+  race.finish();
+  return race.winner();
 }
 
 // The standard deviation of a row's logits above -inf; infinite, so that every token stays, where a square overflows.
@@ -139,7 +262,7 @@ template <class T>
 TARGET double standard_deviation(const T* logits, const Row& row, float maximum) {
   const auto total = [&](auto term) TARGET {
     double sum = 0;
-    for (int64_t c = 0; c < row.chunks; ++c) {
+    for (int64_t c = 0; c < row.num_chunks; ++c) {
       Vec terms = {};
       for (int64_t i = c * kChunk; i < (c + 1) * kChunk; i += kLanes) {
         const Vec x = load_logits(logits, i, row.vocabulary);
@@ -155,43 +278,54 @@ TARGET double standard_deviation(const T* logits, const Row& row, float maximum)
   return std::isnan(squares) ? kInfinity : std::sqrt(squares / count);
 }
 
+// The weights of the chunks whose largest logit is at least `least`, and the largest weight of each; of others -1 for that.
+template <class T>
+TARGET void weigh(const T* logits, const Row& row, float maximum, float scale, float least) {
+  for (int64_t c = 0; c < row.num_chunks; ++c) {
+    row.largest[c] = -1;
+    if (row.peaks[c] < least) continue;
+    Part largest = {};
+    each_part(logits, row, c, [&](int64_t i, Part x) TARGET {
+      const Part w = exp2((x - maximum) * scale);
+      store_part(row.weights + c * kChunk + i, w);
+      largest = max(w, largest);
+    });
+    row.largest[c] = largest_lane(largest);
+  }
+}
+
 // The token of one row.
 template <class T>
 TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, std::vector<float>& found) {
   const T* logits = static_cast<const T*>(all_logits);
   float maximum = -kInfinity;
-  IntVec greatest = {};  // of all bits without the sign: those of NaN are above those of infinity
-  for (int64_t c = 0; c < row.chunks; ++c) {
-    Vec largest = broadcast(-kInfinity);
-    for (int64_t i = 0; i < kChunk; i += kLanes) {
-      const Vec x = load_logits(logits, c * kChunk + i, row.vocabulary);
-      const IntVec magnitude = bits(x) & 0x7fffffff;
+  IntPart greatest = {};  // of all bits without the sign: those of NaN are above those of infinity
+  for (int64_t c = 0; c < row.num_chunks; ++c) {
+    Part largest = Part{} - kInfinity;
+    each_part(logits, row, c, [&](int64_t, Part x) TARGET {
+      const IntPart magnitude = reinterpret_cast<IntPart>(x) & 0x7fffffff;
       greatest = magnitude > greatest ? magnitude : greatest;
       largest = max(x, largest);
-    }
-    row.largest[c] = largest_lane(largest);
-    maximum = std::max(maximum, row.largest[c]);
+    });
+    row.peaks[c] = largest_lane(largest);
+    maximum = std::max(maximum, row.peaks[c]);
   }
-  if (any(greatest > 0x7f800000) || maximum == kInfinity || maximum == -kInfinity) return kNoToken;
+  bool has_nan = false;
+  for (int64_t i = 0; i < kPartLanes; ++i) has_nan |= greatest[i] > 0x7f800000;
+  if (has_nan || maximum == kInfinity || maximum == -kInfinity) return kNoToken;
   if (choice.temperature <= 0) {
-    for (int64_t c = 0; c < row.chunks; ++c)
-      for (int64_t i = c * kChunk; row.largest[c] == maximum && i < std::min(row.vocabulary, (c + 1) * kChunk); ++i)
+    for (int64_t c = 0; c < row.num_chunks; ++c)
+      for (int64_t i = c * kChunk; row.peaks[c] == maximum && i < std::min(row.vocabulary, (c + 1) * kChunk); ++i)
         if (static_cast<float>(logits[i]) == maximum) return i;
   }
-  const float scale = 1 / std::max(choice.temperature, kMinTemperature) * kLog2E;
-  for (int64_t c = 0; c < row.chunks; ++c) {
-    Vec sum = {}, largest = {};
-    for (int64_t i = c * kChunk; i < (c + 1) * kChunk; i += kLanes) {
-      const Vec x = load_logits(logits, i, row.vocabulary);
-      const Vec w = exp2((x - maximum) * scale);
-      store(row.weights + i, w);
-      largest = max(w, largest);
-      sum += w;
-    }
-    row.largest[c] = largest_lane(largest);
-    row.sums[c] = sum_of_lanes(sum);
-  }
+  const float temperature = std::max(choice.temperature, kMinTemperature);
+  const float unit = kLog2E * kHalving / temperature;  // depths of a logit's unit
   float least = 0;
+  if (choice.top_k < row.vocabulary || choice.top_p < 1) {
+    // As many chunks as top-k keeps tokens are enough for it.
+    const float peak = choice.top_k < row.vocabulary ? kth_of_chunks(row.peaks, row.num_chunks, choice.top_k, found) : -kInfinity;
+    weigh(logits, row, maximum, 1 / temperature * kLog2E, peak);
+  }
   if (choice.top_k < row.vocabulary) least = kth_largest(row, choice.top_k, found);
   if (choice.top_p < 1) {
     const double total = kept(row, least).sum;
@@ -199,12 +333,10 @@ TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, st
     if (least == 0) least = static_cast<float>((1 - choice.top_p) * total / row.vocabulary * 0.999);
     least = search(row, least, choice.top_p * total, &Kept::sum, found);
   }
-  least = std::max(least, choice.min_p);
-  if (choice.top_n_sigma > 0) {
-    const double depth = choice.top_n_sigma * standard_deviation(logits, row, maximum);
-    least = std::max(least, exp2(static_cast<float>(-depth * scale)));
-  }
-  return draw(row, least, choice.uniform);
+  double limit = kDeepest - 1;
+  if (choice.min_p > 0) limit = std::min(limit, -std::log2(double{choice.min_p}) * kHalving);
+  if (choice.top_n_sigma > 0) limit = std::min(limit, choice.top_n_sigma * standard_deviation(logits, row, maximum) * unit);
+  return draw(logits, choice, row, maximum, unit, least, static_cast<int32_t>(limit));
 }
 
 inline Kernels kernels() { return {sample<float>, sample<BFloat16>, sample<Half>}; }

@@ -3,14 +3,14 @@
 What they compute is said in ``reference.py``. They are ops because plain torch has to sort the whole vocabulary for
 top-k and top-p, and because the argmax that the compiler makes for a CPU takes several times as long as reading the
 logits. The kernels search for one number, which both filters are equal to: the smallest weight that stays. They compute
-each row by itself, in the same order of operations whatever the other rows are.
+each row by itself, in the same order of operations whatever the other rows are. The noise (``noise.py``) has the same
+bits in all of them, so where they keep the same tokens they choose the same one.
 """
 
 import torch
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, on_gpu
-from compiled_llm.ops.sampling.philox import uniform_reference
 from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
 
 
@@ -44,9 +44,14 @@ def sample_tokens(
     top_p: Tensor,
     min_p: Tensor,
     top_n_sigma: Tensor,
-    uniform: Tensor,
+    seed: Tensor,
+    position: Tensor,
 ) -> Tensor:
     """Choose a token for each row: temperature, then top-k, top-p over what top-k left, min-p and top-n-sigma.
+
+    Of what is left, the largest sum of log-weight and noise. A noise follows from seed, position and token alone: a
+    drafter that samples with a request's seed, position and filters has the noise that the request's own model will
+    have there.
 
     Args:
         logits: ``[R, V]`` float32, bfloat16 or float16; the last stride is 1. -inf bans a token.
@@ -55,27 +60,13 @@ def sample_tokens(
         top_p: ``[R]`` float32, above 0; 1 is off (Holtzman et al., 2020, arXiv:1904.09751).
         min_p: ``[R]`` float32, 0 to 1; 0 is off (Nguyen et al., 2024, arXiv:2407.01082).
         top_n_sigma: ``[R]`` float32, at least 0, which is off (Tang et al., 2024, arXiv:2411.07641).
-        uniform: ``[R]`` float64 in [0, 1).
+        seed: ``[R]`` int64.
+        position: ``[R]`` int32, of the token to be sampled.
 
     Returns:
         ``[R]`` int64: ids of the vocabulary, or ``NO_TOKEN``.
     """
-    return torch.ops.compiled_llm.sample_tokens(logits, temperature, top_k, top_p, min_p, top_n_sigma, uniform)
-
-
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A random number in [0, 1) for each row, which depends on nothing but its seed and position (see ``philox.py``).
-
-    An op on a CPU, where the loop is not worth seconds of compiling. A compiler for GPUs makes one kernel of it.
-
-    Args:
-        seed: ``[R]`` int64.
-        position: ``[R]`` int32.
-
-    Returns:
-        ``[R]`` float64.
-    """
-    return uniform_reference(seed, position) if seed.is_cuda else torch.ops.compiled_llm.uniform(seed, position)
+    return torch.ops.compiled_llm.sample_tokens(logits, temperature, top_k, top_p, min_p, top_n_sigma, seed, position)
 
 
 def _keep_greedy_tokens_reference(logits: Tensor, last_tokens: Tensor) -> None:
@@ -100,14 +91,8 @@ define_op(
     gpu=on_gpu("sampling.triton_greedy:keep_greedy_tokens"),
 )
 define_op(
-    "uniform(Tensor seed, Tensor position) -> Tensor",
-    reference=uniform_reference,
-    fake=lambda seed, position: seed.new_empty(seed.shape[0], dtype=torch.float64),
-    cpu="sampling_cpu",
-)
-define_op(
     "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor top_n_sigma,"
-    " Tensor uniform) -> Tensor",
+    " Tensor seed, Tensor position) -> Tensor",
     reference=sample_tokens_reference,
     fake=_fake,
     cpu="sampling_cpu",

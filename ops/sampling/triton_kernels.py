@@ -6,28 +6,34 @@ top-k, top-p, min-p and top-n-sigma are a limit: the largest depth that stays.
 
 Exact sums. A weight is ``2^(-depth / 2^24)`` in whole units, an int64, the unit such that the sum of any row fits. So a
 sum does not depend on the order of its terms, nor a token on the rows beside it, on the number of programs or on which
-of them comes first. And the sum of a row is that of its chunks to the last digit, so a draw below the sum always finds
-a token that stays. At 2^18 tokens a unit is 2^-44 of the largest weight, and no token is off by more.
+of them comes first. At 2^18 tokens a unit is 2^-44 of the largest weight, and no token is off by more.
 
 The search. A pass compares all depths with ``CELLS`` limits, which leaves a ``CELLS``-th of the range. After ``LEVELS``
 passes the few depths that are left in the range are gathered in a list, and one program a row halves the range over
 the list until one depth is left. With top-k the list has all that top-k keeps, so that top-p is searched in it as well.
 They may not fit, since thousands of tokens may have the same weight: then the range often has one depth alone, and
 else the passes go on, by one program. No pass reads chunks whose largest logit is below the range.
+
+The draw. A noise is of the same unit as a depth, and the token of a row is the one of the largest noise less depth
+(``noise.py``). The largest noise of a block less the least depth in it bounds what its tokens can reach. So one program
+a row looks into the blocks with the largest bounds, ``GROUPS`` at a time, until none is left that could win.
 """
 
 import triton
 import triton.language as tl
 
-from compiled_llm.ops.sampling import reference
+from compiled_llm.ops.sampling import noise, reference
+from compiled_llm.ops.sampling.triton_noise import BLOCK, gumbel, least_of_blocks, more_of_tokens
 
 CHUNK = tl.constexpr(512)  # tokens
 TILE = tl.constexpr(8)  # chunks of a program that has no loop
 CELLS = tl.constexpr(16)  # limits of a pass
 LEVELS = tl.constexpr(3)  # passes that are spread over the GPU
-BANNED = tl.constexpr(2**30)  # a depth without weight: 2^-64 of the largest, or -inf
-HALVING = tl.constexpr(2.0**24)  # depths in a factor of two
-LOG2_E = tl.constexpr(1.4426950408889634)
+GROUPS = tl.constexpr(16)  # blocks that are looked into together
+BANNED = tl.constexpr(reference.DEEPEST)  # a depth without weight: 2^-64 of the largest, or -inf
+HALVING = tl.constexpr(float(noise.HALVING))  # depths in a factor of two
+LOSES = tl.constexpr(-(2**31))  # less than any noise less depth
+LOG2_E = tl.constexpr(reference.LOG2_E)
 MIN_TEMPERATURE = tl.constexpr(reference.MIN_TEMPERATURE)
 NO_TOKEN = tl.constexpr(reference.NO_TOKEN)
 
@@ -45,7 +51,7 @@ def _scale(maxima, temperature, row, num_chunks, BLOCK_C: tl.constexpr):
     chunks = tl.arange(0, BLOCK_C)
     largest = tl.max(tl.load(maxima + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")), 0)
     divisor = tl.load(temperature + row)
-    per_unit = (LOG2_E * HALVING) / tl.maximum(divisor, MIN_TEMPERATURE)
+    per_unit = tl.div_rn(divisor * 0 + LOG2_E * HALVING, tl.maximum(divisor, MIN_TEMPERATURE))
     return largest, per_unit, (divisor > 0) & (tl.abs(largest) < float("inf"))
 
 
@@ -280,55 +286,81 @@ def limit_kernel(
 
 
 @triton.jit
-def sums_kernel(
-    logits, temperature, maxima, limits, sums, row_stride, vocabulary, num_chunks,
-    UNIT: tl.constexpr, BLOCK_C: tl.constexpr,
+def bounds_kernel(
+    logits, temperature, seed, position, maxima, limits, bounds, row_stride, vocabulary, num_chunks,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the weights that stay, of each chunk."""
+    """The bound of each block into ``bounds`` ``[R, num_chunks * CHUNK / BLOCK]``; ``LOSES`` where no token stays."""
     row = tl.program_id(0).to(tl.int64)
     largest, per_unit, drawn = _scale(maxima, temperature, row, num_chunks, BLOCK_C)
     if drawn:
         limit = tl.load(limits + row)
         chunks = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        inside = chunks < num_chunks
-        nearest = tl.load(maxima + row * num_chunks + chunks, mask=inside, other=float("-inf"))
-        of_chunks = tl.zeros([TILE], tl.int64)
+        nearest = tl.load(maxima + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
+        per_tile: tl.constexpr = TILE * CHUNK // BLOCK
+        blocks = tl.program_id(1) * per_tile + tl.arange(0, per_tile)
+        bound = tl.full([per_tile], LOSES, tl.int32)
         if tl.min(_depths(nearest, largest, per_unit), 0) <= limit:
-            tokens = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+            tokens = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             depths = _depths(_load_logits(logits + row * row_stride, tokens, vocabulary), largest, per_unit)
-            of_chunks = tl.sum(tl.where(depths <= limit, _weights(depths, UNIT), 0), 1)
-        tl.store(sums + row * num_chunks + chunks, of_chunks, mask=inside)
+            depth = tl.min(depths, 1)
+            least, _ = least_of_blocks(tl.load(seed + row), tl.load(position + row), blocks)
+            bound = tl.where(depth <= limit, gumbel(least) - depth, LOSES)
+        num_blocks = num_chunks * (CHUNK // BLOCK)
+        tl.store(bounds + row * num_blocks + blocks, bound, mask=blocks < num_blocks)
+
+
+@triton.jit
+def _best_of_blocks(row_logits, seed, position, blocks, looked_into, limit, largest, per_unit, vocabulary):
+    """Of some blocks the largest noise less depth, and the first token that has it."""
+    places = tl.arange(0, BLOCK)[None, :]
+    tokens = blocks[:, None] * BLOCK + places
+    inside = tl.where(looked_into[:, None], tokens, vocabulary)
+    depths = _depths(_load_logits(row_logits, inside, vocabulary), largest, per_unit)
+    least, place = least_of_blocks(seed, position, blocks)
+    more = more_of_tokens(seed, position, tokens)
+    noise = gumbel(tl.where(places == place[:, None], least[:, None] + more * 0, least[:, None] + more))
+    sums = tl.where(depths <= limit, noise - depths, LOSES)
+    best = tl.max(tl.max(sums, 1), 0)
+    return best, tl.min(tl.min(tl.where(sums == best, tokens, 2147483647), 1), 0)
 
 
 @triton.jit
 def draw_kernel(
-    logits, temperature, uniform, maxima, limits, sums, out, row_stride, vocabulary, num_chunks,
-    UNIT: tl.constexpr, BLOCK_C: tl.constexpr,
+    logits, temperature, seed, position, maxima, limits, bounds, out, row_stride, vocabulary, num_chunks,
+    TOGETHER: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The chunk in which the running sum exceeds the drawn threshold, and then the token; or the most likely one.
+    """The token: from the bounds, ``TOGETHER`` of which are held at a time; or the most likely one.
 
     No token where the largest logit is infinite.
     """
     row = tl.program_id(0).to(tl.int64)
     largest, per_unit, drawn = _scale(maxima, temperature, row, num_chunks, BLOCK_C)
-    chunks = tl.arange(0, BLOCK_C)
-    of_row = row * num_chunks + chunks
-    places = tl.arange(0, CHUNK)
+    row_logits = logits + row * row_stride
+    token = tl.full([], 2147483647, tl.int32)
     if drawn:
-        ends = tl.cumsum(tl.load(sums + of_row, mask=chunks < num_chunks, other=0), 0)
-        total = tl.max(ends, 0)
-        # In float64 the product is less than the sum; a uniform of 1 must not leave the vocabulary either.
-        threshold = tl.minimum((tl.load(uniform + row) * total.to(tl.float64)).to(tl.int64), total - 1)
-        passed = tl.max(tl.where(ends <= threshold, ends, 0), 0)
-        chunk = tl.sum((ends <= threshold).to(tl.int32), 0)
-        x = _load_logits(logits + row * row_stride, chunk * CHUNK + places, vocabulary)
-        depths = _depths(x, largest, per_unit)
-        weights = tl.where(depths <= tl.load(limits + row), _weights(depths, UNIT), 0)
-        place = tl.sum((passed + tl.cumsum(weights, 0) <= threshold).to(tl.int32), 0)
+        limit = tl.load(limits + row)
+        row_seed, row_position = tl.load(seed + row), tl.load(position + row)
+        num_blocks = num_chunks * (CHUNK // BLOCK)
+        width: tl.constexpr = TOGETHER // GROUPS
+        groups, columns = tl.arange(0, GROUPS), tl.arange(0, width)[None, :]
+        best = tl.full([], LOSES + 1, tl.int32)
+        for start in range(0, num_blocks, TOGETHER):
+            held = start + groups[:, None] * width + columns
+            bound = tl.load(bounds + row * num_blocks + held, mask=held < num_blocks, other=LOSES)
+            while tl.max(tl.max(bound, 1), 0) >= best:
+                top, column = tl.max(bound, 1), tl.argmax(bound, 1)
+                blocks = start + groups * width + column
+                found, first = _best_of_blocks(
+                    row_logits, row_seed, row_position, blocks, top >= best, limit, largest, per_unit, vocabulary
+                )
+                token = tl.where(found > best, first, tl.where(found == best, tl.minimum(first, token), token))
+                best = tl.maximum(best, found)
+                bound = tl.where(columns == column[:, None], LOSES, bound)
     else:
-        of_chunks = tl.load(maxima + of_row, mask=chunks < num_chunks, other=float("-inf"))
+        chunks, places = tl.arange(0, BLOCK_C), tl.arange(0, CHUNK)
+        of_chunks = tl.load(maxima + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf"))
         chunk = tl.min(tl.where(of_chunks == largest, chunks, BLOCK_C), 0)
-        x = _load_logits(logits + row * row_stride, chunk * CHUNK + places, vocabulary)
-        place = tl.min(tl.where(x == largest, places, CHUNK), 0)
-    token = (chunk * CHUNK + place).to(tl.int64)
-    tl.store(out + row, tl.where(tl.abs(largest) < float("inf"), token, NO_TOKEN))
+        x = _load_logits(row_logits, chunk * CHUNK + places, vocabulary)
+        token = chunk * CHUNK + tl.min(tl.where(x == largest, places, CHUNK), 0)
+    tl.store(out + row, tl.where(tl.abs(largest) < float("inf"), token, NO_TOKEN).to(tl.int64))

@@ -7,8 +7,8 @@ captured in a CUDA graph. Programs of a row that does not need a kernel leave it
     narrow      top-k or top-p      a pass of the search, launched LEVELS times
     gather      top-k or top-p      the list of the depths still in question
     limit       all but greedy      the end of the search, min-p and top-n-sigma
-    sums        all but greedy      the sum of the weights that stay, for each chunk
-    draw        every row           the chunk, and then the token within it
+    bounds      all but greedy      what the tokens of each block can reach with their noise
+    draw        every row           the token
 """
 
 import functools
@@ -18,22 +18,25 @@ import triton
 from torch import Tensor
 
 from compiled_llm.ops.sampling.triton_kernels import (
+    BLOCK,
     CELLS,
     CHUNK,
+    GROUPS,
     LEVELS,
     TILE,
+    bounds_kernel,
     draw_kernel,
     gather_kernel,
     limit_kernel,
     maxima_kernel,
     narrow_kernel,
-    sums_kernel,
 )
 
 # No fused operation: a token's weight has the same bits in every kernel.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 MOST_LISTED = 4096  # depths in a row's list
 PROGRAMS_PER_SM = 8
+MOST_BOUNDS = 4096  # that the program of a row holds at a time
 MOST_SPLITS = 128  # programs that share a pass over a row; each reads what all of them found in the pass before
 
 
@@ -67,7 +70,8 @@ def sample_tokens(
     top_p: Tensor,
     min_p: Tensor,
     top_n_sigma: Tensor,
-    uniform: Tensor,
+    seed: Tensor,
+    position: Tensor,
 ) -> Tensor:
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
@@ -83,7 +87,8 @@ def sample_tokens(
         top_p=(top_p, torch.float32),
         min_p=(min_p, torch.float32),
         top_n_sigma=(top_n_sigma, torch.float32),
-        uniform=(uniform, torch.float64),
+        seed=(seed, torch.int64),
+        position=(position, torch.int32),
     )
     rows, vocabulary = logits.shape
     device = logits.device
@@ -98,7 +103,8 @@ def sample_tokens(
 
     maxima = torch.empty((rows, num_chunks), dtype=torch.float32, device=device)
     moments = torch.empty((rows, 3, num_chunks), dtype=torch.float32, device=device)
-    sums = torch.empty((rows, num_chunks), dtype=torch.int64, device=device)
+    num_blocks = num_chunks * (CHUNK.value // BLOCK.value)
+    bounds = torch.empty((rows, num_blocks), dtype=torch.int32, device=device)
     partial = torch.empty((LEVELS.value, rows, splits, CELLS.value), dtype=torch.int64, device=device)
     found = torch.empty((rows, 3), dtype=torch.int32, device=device)
     listed = torch.empty((rows, most_listed), dtype=torch.int32, device=device)
@@ -108,6 +114,7 @@ def sample_tokens(
     shape = (logits.stride(0), vocabulary, num_chunks)
     unit = {"UNIT": 2.0 ** (62 - (vocabulary - 1).bit_length())}
     options = {"BLOCK_C": triton.next_power_of_2(num_chunks), **OPTIONS}
+    together = max(GROUPS.value, min(MOST_BOUNDS, triton.next_power_of_2(num_blocks)))
     split = {"BLOCK_S": triton.next_power_of_2(splits), **options}
     with torch.cuda.device_of(logits):
         maxima_kernel[(rows, tiles)](logits, top_n_sigma, maxima, moments, found, *shape, **OPTIONS)
@@ -120,6 +127,7 @@ def sample_tokens(
             *filters, min_p, top_n_sigma, maxima, moments, partial, found, listed, limits, *shape, splits,
             LISTED=most_listed, **unit, **split,
         )  # fmt: skip
-        sums_kernel[(rows, tiles)](logits, temperature, maxima, limits, sums, *shape, **unit, **options)
-        draw_kernel[(rows,)](logits, temperature, uniform, maxima, limits, sums, out, *shape, **unit, **options)
+        drawn = (logits, temperature, seed, position, maxima, limits, bounds)
+        bounds_kernel[(rows, tiles)](*drawn, *shape, **options)
+        draw_kernel[(rows,)](*drawn, out, *shape, TOGETHER=together, **options)
     return out

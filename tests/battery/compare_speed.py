@@ -9,17 +9,13 @@ step, and whether the tokens are the same. The engines are used by their public 
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 from compiled_llm.bench.workloads import WORKLOADS
 from compiled_llm.checkpoint.shapes import SHAPES, model_of
+from tests.battery.turns import ROOT, Side
 
-ROOT = Path(__file__).parents[2]
 _SIDE = """
 import json, sys, time
 from compiled_llm import CompiledEngine, SamplingParams
@@ -39,33 +35,6 @@ for line in sys.stdin:
 """
 
 
-class Side:
-    """An engine of one checkout."""
-
-    def __init__(self, checkout: Path, engine_args: dict[str, Any]) -> None:
-        command = [sys.executable, "-c", _SIDE, json.dumps(engine_args)]
-        env = {**os.environ, "PYTHONPATH": str(checkout)}
-        self._process = subprocess.Popen(
-            command, cwd=checkout, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self._answer()
-
-    def run(self, requests: list[Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        print(json.dumps(list(zip(*requests, strict=True))), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"an engine ended with exit status {self._process.wait()}; see above")
-        return json.loads(line)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("before", type=Path, help="the other checkout")
@@ -77,12 +46,12 @@ def main() -> None:
     vocab_size = SHAPES[args.shape]["vocab_size"]
     with model_of(argparse.Namespace(model=None, shape=args.shape)) as model:
         engine_args = {"max_model_len": 2304, "dtype": "bfloat16", "progress": "off", **model, **args.engine_args}
-        sides = [Side(checkout, engine_args) for checkout in (args.before, ROOT)]
+        sides = [Side(checkout, _SIDE, json.dumps(engine_args)) for checkout in (args.before, ROOT)]
         for name in args.workloads.split(","):
             requests = WORKLOADS[name](vocab_size, 0)
             rounds = []
             for n in range(args.rounds + 1):
-                turns = [side.run(requests) for side in (sides if n % 2 else sides[::-1])]
+                turns = [side.ask(list(zip(*requests, strict=True))) for side in (sides if n % 2 else sides[::-1])]
                 rounds.append(turns if n % 2 else turns[::-1])
             columns = list(zip(*rounds[1:], strict=True))
             seconds, host = (

@@ -164,6 +164,7 @@ ENGINE = Checks(
     load_torch=True,
 )
 ABORTS = Checks(("tests/e2e/test_engine.py::test_a_stream_closed_early_aborts_its_request",), load_torch=True)
+NOISE = Checks(("tests/ops/sampling/test_noise.py",), load_torch=True)
 SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
 ROUNDING = Checks(
     (
@@ -815,8 +816,10 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         "step.sampling",
         SAMPLER,
         """
-        all positions have the same random number
+        all positions have the same noise
             sample: params.position => params.position * 0
+        all requests have the same noise
+            sample: params.seed => params.seed * 0
         all rows have the first one's top_k
             sample: params.top_k => params.top_k[:1].repeat(len(logits))
         top_p and min_p are mixed up
@@ -824,6 +827,32 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
                 => params.top_k, 1 - params.min_p, 1 - params.top_p, params.top_n_sigma
         top_n_sigma is forgotten
             sample: params.top_n_sigma => params.top_n_sigma * 0
+        """,
+    ),
+    (
+        "ops.sampling.noise",
+        NOISE,
+        """
+        the least of a block is that of one token
+            _least_of_block: _exponential(first) / BLOCK => _exponential(first)
+        the least of a block is at the first token
+            _least_of_block: second % BLOCK => second * 0
+        all tokens of a block have its least
+            token_noise: least + more => least
+        a token's own noise is the same at all positions
+            token_noise: (position, tokens, _MORE) => (position * 0, tokens, _MORE)
+        small exponential variables lose their last digits
+            _exponential: (bits & 0x7FFFFF) | 0x800000 => (bits & 0x7FF000) | 0x800000
+        """,
+    ),
+    (
+        "ops.sampling.reference",
+        NOISE,
+        """
+        blocks whose first token is beyond the vocabulary bound nothing
+            _winners: of_tokens >= best[:, None] => of_tokens > best[:, None]
+        tokens that the filters took compete
+            _winners: stays & (of_tokens => (of_tokens > -(2**31)) & (of_tokens
         """,
     ),
     (

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.battery.compare_speed import ROOT
+from tests.battery.turns import ROOT
 
 
 @pytest.mark.battery

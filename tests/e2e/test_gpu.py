@@ -13,7 +13,6 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.ops.programmatic_launch import CAPABILITY
-from compiled_llm.step.sampling import uniform
 
 pytestmark = pytest.mark.gpu
 
@@ -84,11 +83,6 @@ def test_every_step_replays_a_cuda_graph(engine: CompiledEngine, prompts: list[l
     counts = {event.key: event.count for event in profiled.key_averages()}
     assert counts.get("cudaGraphLaunch", 0) == steps * (1 if temperature == 0 else 2)
     check_launches(counts, steps)
-
-
-def test_random_bits_are_those_of_the_cpu() -> None:
-    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (4096,)), torch.arange(4096, dtype=torch.int32)
-    assert torch.equal(uniform(seeds.cuda(), positions.cuda()).cpu(), uniform(seeds, positions))
 
 
 def test_every_kind_of_request_in_one_batch_is_as_on_the_cpu(engine: CompiledEngine, prompts: list[list[int]]) -> None:

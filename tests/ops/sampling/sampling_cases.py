@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.sampling.noise import HALVING, token_noise
 from compiled_llm.ops.sampling.reference import MIN_TEMPERATURE, NO_TOKEN, sample_tokens_reference, standard_deviations
 
 OFF = 2**31 - 1  # a top_k
@@ -18,7 +19,8 @@ TOP_KS = (1, 2, 5, 50, 1000, 7777, OFF, OFF, OFF)
 TOP_PS = (1e-6, 0.1, 0.5, 0.9, 0.999, 1.0, 1.0)
 MIN_PS = (0.0, 0.0, 0.0, 0.01, 0.1, 1.0)
 TOP_N_SIGMAS = (0.0, 0.0, 0.0, 0.0, 0.3, 1.0, 3.0, 100.0)
-UNIFORMS = (0.0, math.nextafter(1.0, 0.0))
+SEEDS = (0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63))
+POSITIONS = (0, 1, 2**31 - 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,7 +33,8 @@ class SamplingCase(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     top_n_sigma: Tensor
-    uniform: Tensor
+    seed: Tensor
+    position: Tensor
 
     def rows(self, index: slice | Tensor) -> "SamplingCase":
         return SamplingCase(*(column[index] for column in self))
@@ -98,7 +101,8 @@ def make_case(
     def choice(values: tuple, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype)[torch.randint(len(values), (rows,), generator=generator)]
 
-    uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
+    positions = torch.randint(2**31 - 1, (rows,), generator=generator, dtype=torch.int32)
     extreme = torch.rand(rows, generator=generator) < 0.2
     return SamplingCase(
         logits=(PATTERNS[pattern](rows, vocabulary, generator) * scale).to(dtype),
@@ -107,7 +111,8 @@ def make_case(
         top_p=choice(top_ps),
         min_p=choice(min_ps),
         top_n_sigma=choice(top_n_sigmas),
-        uniform=torch.where(extreme, choice(UNIFORMS, torch.float64), uniform),
+        seed=torch.where(extreme, choice(SEEDS, torch.int64), seeds),
+        position=torch.where(extreme, choice(POSITIONS, torch.int32), positions),
     )
 
 
@@ -163,14 +168,16 @@ def acceptable(
     top_p: float,
     min_p: float,
     top_n_sigma: float,
-    uniform: float,
+    seed: int,
+    position: int,
     tolerance: float = 1e-6,
 ) -> bool:
     """Whether a row's token is right up to rounding, in float64.
 
     Some set of tokens that the filters may keep must give it: one whose least weight lies within rounding of what each
-    filter asks for, top-p's share within ``tolerance`` of ``top_p``, and the draw within ``tolerance`` of the token's
-    part of the sum. The weights of a float32 are off by ``tolerance`` and as much for each unit of their exponent.
+    filter asks for, top-p's share within ``tolerance`` of ``top_p``, and no other token of the set has a larger sum of
+    noise and log-weight, by more than 200 units of noise. The weights of a float32 are off by
+    ``tolerance`` and as much for each unit of their exponent.
     """
     logits = logits.double()
     largest = logits.max()
@@ -198,13 +205,12 @@ def acceptable(
             nucleus.append(float(falling[place]))
         lowest, highest = max(lowest, slightly_less(nucleus[0])), max(highest, nucleus[1])
     least_weights = {lowest, highest, *weights[(weights >= lowest) & (weights <= highest)].tolist()}
+    noise = token_noise(torch.tensor([seed]), torch.tensor([position], dtype=torch.int32), torch.arange(len(logits)))
+    sums = weights.log2() + noise.double() / HALVING
     for least in least_weights:
-        mass = torch.where(weights >= least, weights, 0.0).cumsum(0)
-        total, end = float(mass[-1]), float(mass[token])
-        if weights[token] >= max(least, 1e-300):
-            begin = end - float(weights[token])
-            if begin - tolerance * total <= uniform * total < end + tolerance * total:
-                return True
+        best = sums[weights >= max(least, 1e-300)].max()
+        if weights[token] >= max(least, 1e-300) and sums[token] >= best - 200 / HALVING:
+            return True
     return False
 
 
@@ -226,9 +232,9 @@ def check(
     wanted = expected(case) if wanted is None else wanted
     different = (tokens != wanted).nonzero().flatten().tolist()
     for row in different:
-        token, params = int(tokens[row]), [float(column[row]) for column in case[1:]]
+        token, params = int(tokens[row]), [column[row].item() for column in case[1:]]
         assert NO_TOKEN <= token < case.logits.shape[1], f"row {row}: {token}"
-        assert acceptable(token, case.logits[row], params[0], int(params[1]), *params[2:]), (
+        assert acceptable(token, case.logits[row].cpu(), *params), (
             f"row {row}: {token} for {int(wanted[row])}; "
             + ", ".join(f"{name} {value}" for name, value in zip(case._fields[1:], params, strict=True))
         )

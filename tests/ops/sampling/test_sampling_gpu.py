@@ -21,8 +21,8 @@ from tests.ops.sampling.test_token_sampling import FILTERS, TEMPERATURES, VOCABU
 from tests.ops.sampling.test_triton_sampling import (
     SEARCHES,
     a_top_k_below_1_is_1,
-    a_uniform_of_1_takes_the_last_that_stays,
     no_number_gives_no_token,
+    noise_has_the_bits_of_the_reference,
     programs_and_neighbours_change_nothing,
     strided_rows_give_the_same,
 )
@@ -78,13 +78,16 @@ def test_strided_rows(dtype: torch.dtype) -> None:
     strided_rows_give_the_same(dtype, "cuda")
 
 
+def test_noise_has_the_bits_of_the_reference() -> None:
+    noise_has_the_bits_of_the_reference("cuda")
+
+
 def test_no_number_gives_no_token() -> None:
     no_number_gives_no_token(device="cuda")
 
 
 def test_beyond_what_is_allowed() -> None:
     a_top_k_below_1_is_1("cuda")
-    a_uniform_of_1_takes_the_last_that_stays("cuda")
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.sampling import token_sampling as sampling
+from compiled_llm.ops.sampling.noise import HALVING, token_noise
 from tests.ops.instruction_sets import by_set, ordinary_sets, skip_without
 from tests.ops.sampling.sampling_cases import (
     DTYPES,
@@ -110,7 +112,8 @@ ROW = st.tuples(
     st.one_of(st.floats(1e-6, 1.0), st.just(1.0)),
     st.one_of(st.floats(0.0, 1.0), st.just(0.0)),
     st.one_of(st.floats(0.0, 4.0), st.just(0.0)),
-    st.one_of(st.floats(0.0, 1.0, exclude_max=True), st.sampled_from([0.0, math.nextafter(1.0, 0.0)])),
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(0, 2**31 - 1),
 )
 
 
@@ -118,7 +121,7 @@ ROW = st.tuples(
 @given(st.integers(1, 40).flatmap(lambda v: st.lists(st.lists(LOGIT, min_size=v, max_size=v), min_size=1)), st.data())
 def test_any_rows(logits: list[list[float]], data: st.DataObject) -> None:
     params = [data.draw(ROW) for _ in logits]
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float32, torch.float64)
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float32, torch.int64, torch.int32)
     columns = [
         torch.tensor(column, dtype=dtype) for column, dtype in zip(zip(*params, strict=True), dtypes, strict=True)
     ]
@@ -140,18 +143,21 @@ FILTERS: dict[str, dict[str, float]] = {
 }
 
 
-def of_one_row(logits: Tensor, uniform: Tensor, temperature: float = 1.0, **filters: float) -> SamplingCase:
-    """The same logits and parameters for each random number."""
-    rows, given = len(uniform), OFFS | filters
+def of_one_row(
+    logits: Tensor, rows: int, temperature: float = 1.0, seed: int = 0, varies: str = "position", **filters: float
+) -> SamplingCase:
+    """The same logits and parameters for each position, or each seed."""
+    given, numbers, fixed = OFFS | filters, torch.arange(rows), torch.full((rows,), seed)
     top_k = torch.full((rows,), int(given["top_k"]), dtype=torch.int32)
     others = [torch.full((rows,), given[name]) for name in ("top_p", "min_p", "top_n_sigma")]
-    return SamplingCase(logits.expand(rows, -1), torch.full((rows,), temperature), top_k, *others, uniform)
+    places = (fixed, numbers.int()) if varies == "position" else (numbers, fixed.int())
+    return SamplingCase(logits.expand(rows, -1), torch.full((rows,), temperature), top_k, *others, *places)
 
 
-def check_distribution(filters: dict[str, float], temperature: float, device: str = "cpu") -> None:
+def check_distribution(filters: dict[str, float], temperature: float, device: str = "cpu", **how: Any) -> None:
     """Chi-square of 100,000 samples against the exact distribution, p > 0.001."""
     count, logits = 100_000, torch.randn(300)
-    case = of_one_row(logits, torch.rand(count, dtype=torch.float64), temperature, **filters)
+    case = of_one_row(logits, count, temperature, **filters, **how)
     counts = sampling.sample_tokens(*case.to(device)).cpu().bincount(minlength=300)
     assert chi_square_is_likely(counts, probabilities(logits, temperature, **{**OFFS, **filters}))
 
@@ -164,6 +170,29 @@ def test_distribution(name: str, temperature: float, kernels: native.Kernels) ->
     check_distribution(FILTERS[name], temperature)
 
 
+@pytest.mark.battery
+@pytest.mark.parametrize("seed", [-(2**63), 1, 2**31 - 1])
+@pytest.mark.parametrize("varies", ["position", "seed"])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("name", FILTERS)
+def test_distribution_over_positions_and_requests(
+    name: str, temperature: float, varies: str, seed: int, kernels: native.Kernels
+) -> None:
+    check_distribution(FILTERS[name], temperature, varies=varies, seed=seed if varies == "position" else seed & 0xFFFF)
+
+
+@pytest.mark.parametrize("varies", ["position", "seed"])
+def test_neighbours_are_independent(varies: str, kernels: native.Kernels) -> None:
+    """Chi-square of pairs of tokens at positions, or of requests, that follow each other."""
+    logits = torch.randn(12)
+    tokens = sampling.sample_tokens(*of_one_row(logits, 200_000, varies=varies, seed=5))
+    single = probabilities(logits, 1.0, **OFFS)
+    for step in (1, 2, 64):
+        pairs = tokens[: -step or None] * 12 + tokens[step:]
+        counts = pairs[:: 2 * step].bincount(minlength=144)  # that have no token in common
+        assert chi_square_is_likely(counts, torch.outer(single, single).flatten())
+
+
 def test_a_wrong_distribution_is_found() -> None:
     counts = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), 100_000, replacement=True).bincount(minlength=3)
     assert chi_square_is_likely(counts, torch.tensor([0.5, 0.3, 0.2]))
@@ -172,13 +201,37 @@ def test_a_wrong_distribution_is_found() -> None:
 
 
 def test_every_token_that_stays_can_be_drawn(run: Op) -> None:
-    """A draw in the middle of each token's part gives that token."""
-    logits = torch.randn(2000)
-    for filters in FILTERS.values():
-        probs = probabilities(logits, 1.0, **{**OFFS, **filters})
-        tokens = probs.nonzero().flatten()
-        case = of_one_row(logits, (probs.cumsum(0) - probs / 2)[tokens], **filters)
-        assert torch.equal(run(*case), tokens)
+    """Each token wins that is a little ahead of all others, whose logits make up for their noise."""
+    vocabulary, seed, position = 300, torch.tensor([3]), torch.tensor([8], dtype=torch.int32)
+    noise = token_noise(seed, position, torch.arange(vocabulary)).double() / HALVING * math.log(2)
+    logits = (-noise + 1e-4 * torch.eye(vocabulary)).float()
+    case = of_one_row(logits[0], vocabulary)._replace(logits=logits)
+    case = case._replace(seed=seed.expand(vocabulary).contiguous(), position=position.expand(vocabulary).contiguous())
+    assert torch.equal(run(*case), torch.arange(vocabulary))
+    without = logits.masked_fill(torch.eye(vocabulary).bool(), -math.inf)
+    assert not (run(*case._replace(logits=without)) == torch.arange(vocabulary)).any()
+
+
+@functools.cache
+def equal_noise() -> tuple[Tensor, Tensor, Tensor]:
+    """Seeds, and for each two tokens whose noise at position 0 is the same whole number, the lower first."""
+    tokens = torch.arange(2048).repeat(300, 1)
+    noise = token_noise(torch.arange(300)[:, None], torch.zeros(1, 1, dtype=torch.int32), tokens)
+    falling, order = noise.sort(dim=1, stable=True)
+    seed, place = (falling[:, 1:] == falling[:, :-1]).nonzero().T
+    return seed, order[seed, place], order[seed, place + 1]
+
+
+def test_of_equal_sums_the_lowest_id_wins(run: Op) -> None:
+    seed, first, second = equal_noise()
+    count = len(seed)
+    assert count > 5
+    assert (first < second).all()
+    logits = torch.full((count, 2048), -math.inf)
+    for tokens in (first, second):
+        logits[torch.arange(count), tokens] = 1.5
+    case = of_one_row(logits[0], count)._replace(logits=logits, seed=seed, position=torch.zeros(count).int())
+    assert torch.equal(run(*case), first)
 
 
 # ---- the check itself -----------------------------------------------------------------------------------------------
@@ -191,37 +244,47 @@ def accepted(weights: list[float], **params: float) -> list[int]:
         "top_p": 1.0,
         "min_p": 0.0,
         "top_n_sigma": 0.0,
-        "uniform": 0.0,
+        "seed": 0,
+        "position": 0,
         **params,
     }
     return [token for token in range(len(weights)) if acceptable(token, torch.tensor(weights).log(), **params)]
 
 
 def test_the_check_accepts_one_token_but_at_a_boundary() -> None:
+    zero, one = torch.tensor([0]), torch.zeros(1, dtype=torch.int32)
+    noise = token_noise(zero, one, torch.arange(4)).double() / HALVING
+    order = noise.argsort(descending=True).tolist()
+    assert accepted([1.0] * 4) == order[:1]
+    assert accepted([0.0 if token == order[0] else 1.0 for token in range(4)]) == order[1:2]
     weights = [0.2, 0.5, 0.0, 0.3]
-    assert accepted(weights, uniform=0.1) == [0]
-    assert accepted(weights, uniform=0.2) == [0, 1]
-    assert accepted(weights, uniform=0.2 + 1e-5) == [1]
-    assert accepted(weights, uniform=0.7) == [1, 3]
-    assert accepted(weights, uniform=math.nextafter(1.0, 0.0)) == [3]
+    winner = int((torch.tensor(weights).log2() + noise).argmax())
+    assert accepted(weights) == [winner]
+    as_far = torch.exp2(-noise).float().tolist()  # equal sums
+    assert accepted(as_far) == [0, 1, 2, 3]
+    assert accepted([2 * as_far[0], *as_far[1:]]) == [0]
     assert accepted(weights, top_k=1) == [1]
     assert accepted(weights, top_p=0.6) == [1]
-    assert accepted(weights, top_p=0.8) == [0, 1]  # two tokens have this very share, or three by rounding
-    assert accepted(weights, min_p=0.5) == [1]
-    assert accepted(weights, min_p=0.4 + 1e-7) == [0, 1]
+    assert accepted(weights, min_p=0.6 + 1e-5) == [1]
+    assert set(accepted([1.0, 0.4, 1.0, 1.0], min_p=0.4)) <= {0, 1, 2, 3}
     assert accepted([0.1, 0.1, 0.8], top_n_sigma=2.1) == [2]  # the distance is 2.12 standard deviations
-    assert accepted([0.1, 0.1, 0.8], top_n_sigma=2.2) == [0]
     assert accepted(weights, temperature=0.0) == [1]
-    assert accepted([0.3, 0.3, 0.4, 0.3], top_k=2, uniform=0.9) == [3]  # equals stay together
     assert accepted([0.0, 0.0]) == []  # NO_TOKEN alone
 
 
+def test_the_check_accepts_either_side_of_a_boundary_of_a_filter() -> None:
+    """A token whose weight is that of the filter by rounding may stay or go."""
+    for seed in range(12):
+        both, without = (accepted([1.0, weight], min_p=0.5, seed=seed) for weight in (0.5 + 1e-4, 0.5 - 1e-4))
+        assert without == [0]
+        assert accepted([1.0, 0.5], min_p=0.5, seed=seed) == sorted({0, *both})
+
+
 def test_the_check_accepts_the_reference_and_no_other() -> None:
-    case = make_case(50, rows=60, temperatures=(1.0,), scale=0.5)
-    case = case._replace(uniform=torch.linspace(0.01, 0.99, 60, dtype=torch.float64))
+    case = make_case(20, rows=12, temperatures=(1.0,), scale=0.5)
     for row, token in enumerate(expected(case).tolist()):
-        top_k, *params = (float(column[row]) for column in case[2:])
-        assert [t for t in range(50) if acceptable(t, case.logits[row], 1.0, int(top_k), *params)] == [token]
+        params = [column[row].item() for column in case[1:]]
+        assert [t for t in range(20) if acceptable(t, case.logits[row], *params)] == [token]
 
 
 # ---- the op ---------------------------------------------------------------------------------------------------------
@@ -268,7 +331,8 @@ def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
         ({"top_p": torch.ones(8)[::2]}, r"top_p must be a contiguous \[4\]"),
         ({"min_p": case.min_p[None]}, r"min_p must be a contiguous \[4\]"),
         ({"top_n_sigma": case.top_n_sigma.half()}, r"top_n_sigma must be a contiguous \[4\]"),
-        ({"uniform": case.uniform.float()}, r"uniform must be a contiguous \[4\]"),
+        ({"seed": case.seed.int()}, r"seed must be a contiguous \[4\] of int64"),
+        ({"position": case.position[:3]}, r"position must be a contiguous \[4\] of int32"),
     ]
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -7,9 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.sampling import triton_greedy, triton_sampling
+from compiled_llm.ops.sampling import triton_greedy, triton_noise, triton_sampling
+from compiled_llm.ops.sampling.noise import BLOCK, token_noise
 from compiled_llm.ops.sampling.reference import NO_TOKEN, greedy_tokens_reference
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty
@@ -35,6 +38,29 @@ def of_the_grid(most_listed: int = triton_sampling.MOST_LISTED, splits: int = 1,
 
 def of_extremes(vocabulary: int, dtype: torch.dtype) -> None:
     check(extreme_case(vocabulary, dtype), op())
+
+
+@triton.jit
+def noise_kernel(seed, position, tokens, out, ELEMENTS: tl.constexpr):
+    """The noise of tokens, row by row, as ``draw_kernel`` makes it of those of a block."""
+    row, i = tl.program_id(0), tl.arange(0, ELEMENTS)
+    token = tl.load(tokens + i)
+    block = token // triton_noise.BLOCK
+    row_seed, row_position = tl.load(seed + row), tl.load(position + row)
+    least, place = triton_noise.least_of_blocks(row_seed, row_position, block)
+    more = triton_noise.more_of_tokens(row_seed, row_position, token)
+    first = token - block * triton_noise.BLOCK == place
+    tl.store(out + row * ELEMENTS + i, triton_noise.gumbel(tl.where(first, least, least + more)))
+
+
+def noise_has_the_bits_of_the_reference(device: str = "cpu") -> None:
+    ends = torch.tensor([0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)])
+    seeds = torch.cat([ends, torch.randint(-(2**63), 2**63 - 1, (25,))])
+    positions = torch.cat([torch.tensor([0, 1, 2**31 - 1]), torch.randint(2**31 - 1, (29,))]).int()
+    tokens = torch.cat([torch.arange(BLOCK), torch.randint(2**22, (1024 - BLOCK,))]).int()
+    out = torch.empty(32, 1024, dtype=torch.int32, device=device)
+    noise_kernel[(32,)](*(x.to(device) for x in (seeds, positions, tokens)), out, ELEMENTS=1024, enable_fp_fusion=False)
+    assert torch.equal(out.cpu(), token_noise(seeds[:, None], positions[:, None], tokens.long()))
 
 
 # The next five run on a GPU too, where a row in a great many may differ from the reference by rounding.
@@ -100,13 +126,6 @@ def a_top_k_below_1_is_1(device: str = "cpu") -> None:
     assert torch.equal(tokens, case.logits.argmax(-1))
 
 
-def a_uniform_of_1_takes_the_last_that_stays(device: str = "cpu") -> None:
-    case = make_case(700, rows=8, temperatures=(1.0,)).to(device)
-    below, one = (torch.full_like(case.uniform, value) for value in (math.nextafter(1.0, 0.0), 1.0))
-    tokens = triton_sampling.sample_tokens(*case._replace(uniform=one))
-    assert torch.equal(tokens, check(case._replace(uniform=below), op(), most_differences=1))
-
-
 # Nearly equal weights, all in the range that is left after the first passes.
 HOT = {"scale": 0.1, "temperatures": (100.0,), "top_ks": (1, 2, 5, 50, OFF), "top_ps": (1e-6, 0.1, 1.0)}
 # No other filter, and a chunk that is banned whole.
@@ -129,7 +148,7 @@ INTERPRETED = {
     "top-n-sigma": functools.partial(of_the_grid, vocabulary=5000, pattern="banned", rows=16, **SIGMAS),
     "no-number": no_number_gives_no_token,
     "top-k-0": a_top_k_below_1_is_1,
-    "uniform-1": a_uniform_of_1_takes_the_last_that_stays,
+    "noise": noise_has_the_bits_of_the_reference,
 }
 for name, kwargs in grid((1, 7, 257, 1500)):
     if name.startswith(FULL) or name in PARTS:
@@ -153,7 +172,7 @@ for dtype in DTYPES:
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
-KERNELS = ["maxima", *["narrow"] * triton_sampling.LEVELS.value, "gather", "limit", "sums", "draw"]
+KERNELS = ["maxima", *["narrow"] * triton_sampling.LEVELS.value, "gather", "limit", "bounds", "draw"]
 # Capability, rows, vocabulary, dtype: aligned rows and others, one program a row and many, one chunk and thousands.
 COMPILED = [
     ((8, 0), 1, 151936, torch.bfloat16), ((8, 0), 32, 50257, torch.float32), ((9, 0), 256, 151936, torch.float32),
@@ -209,7 +228,8 @@ def test_refuses_wrong_inputs() -> None:
         ({"top_p": torch.ones(8)[::2]}, "top_p must be a contiguous"),
         ({"min_p": case.min_p.to("meta")}, "min_p must be .* on cpu, got .* on meta"),
         ({"top_n_sigma": case.top_n_sigma[1:]}, r"top_n_sigma must be .*got \[3\]"),
-        ({"uniform": case.uniform.float()}, "uniform must be .*float64"),
+        ({"seed": case.seed.int()}, "seed must be .*int64.*got .*int32"),
+        ({"position": case.position[1:]}, r"position must be .*got \[3\]"),
     ]
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -231,6 +251,6 @@ def test_greedy_tokens_refuse_wrong_inputs() -> None:
 ORDINARY = [
     "257-float32-banned", "1500-float32-normal-0.1", "1500-bfloat16-equal", "1500-float16-peaked", "top-k-0",
     "short-list-both-few-values", "extremes-7-torch.float16", "strided-torch.bfloat16", "greedy-torch.float16",
-    "no-number", "top-n-sigma", "programs-few-values",
+    "no-number", "top-n-sigma", "programs-few-values", "noise",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)
