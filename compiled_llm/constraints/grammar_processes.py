@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -107,6 +107,18 @@ def brief_reason(error: object) -> str:
     return "\n".join(line if len(line) <= 200 else f"{line[:200]}..." for line in lines).rstrip()
 
 
+class _Drafts:
+    """A question of a generation that changes nothing of it.
+
+    Attributes:
+        reply, num_ends: as in ``GrammarState``.
+    """
+
+    def __init__(self) -> None:
+        self.reply: bytes | None = None
+        self.num_ends = 0
+
+
 def encode_reply(words: bytes = b"", finished: bool = False, error: str | None = None) -> bytes:
     """What a worker answers: int32 words of the tokens that may follow and whether none but eos may, or an error."""
     if error is not None:
@@ -158,6 +170,24 @@ class GrammarState:
         self.reply = None
         if self._process is not None and self._process.is_open:
             self._process.ask(self, self._name, [token_id])
+
+    def after(self, token_ids: Sequence[int]) -> list[np.ndarray]:
+        """What may follow each of these, if they come one after the other: as ``allow`` writes it.
+
+        Fewer than they are where one may not follow, is one that ends a text, or completes the text so that nothing
+        else may follow; none where the process has ended. The state stays as it is.
+        """
+        self._received()
+        process, size = self._process, -(-self._vocabulary.model_size // 32)
+        if self._ended or process is None or not process.is_open or not token_ids:
+            return []
+        question = _Drafts()
+        process.ask(question, self._name, [], list(token_ids))
+        process.wait_for(question)
+        if question.reply is None or question.reply.startswith(_ERROR):
+            return []
+        words = np.frombuffer(question.reply, np.int32, offset=1)
+        return list(words.reshape(-1, len(self._vocabulary.words))[:, :size])
 
     @property
     def finished(self) -> bool:
@@ -299,7 +329,7 @@ class _Process:
         self._lock = threading.RLock()  # several threads may start generations of one grammar
         self._names = itertools.count()
         self._dropped: deque[int] = deque()  # by the garbage collector, at any moment
-        self._unanswered: deque[weakref.ref[GrammarState]] = deque()
+        self._unanswered: deque[weakref.ref[GrammarState] | weakref.ref[_Drafts]] = deque()
         self._has_answered = False
         self._patience = _PATIENCE * (1.0 + source.seconds)
         self._unsent = [encoded(dataclasses.astuple(source))]  # before anything else
@@ -310,14 +340,17 @@ class _Process:
         weakref.finalize(state, self._dropped.append, name).atexit = False
         return name
 
-    def ask(self, state: GrammarState, name: int, token_ids: list[int]) -> None:
-        """Send tokens of a generation; it gets the reply in some ``wait_for``, unless the process ends before."""
+    def ask(self, state: "GrammarState | _Drafts", name: int, token_ids: list[int], drafts: Sequence[int] = ()) -> None:
+        """Send tokens of a generation; ``state`` gets the reply in some ``wait_for``, unless the process ends before.
+
+        With ``drafts`` there are no tokens, and the reply is what may follow each of the drafts.
+        """
         with self._lock:
             if len(self._unanswered) >= _MOST_UNANSWERED:
                 self._receive()
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-            self._unanswered.append(weakref.ref(state))
-            self._unsent.append(encoded([dropped, name, token_ids]))
+            self._unanswered.append(weakref.ref(state))  # type: ignore[arg-type]
+            self._unsent.append(encoded([dropped, name, token_ids, list(drafts)]))
             try:
                 while self._unsent:
                     self._channel.send(self._unsent.pop(0), self._deadline())
@@ -332,7 +365,7 @@ class _Process:
                 self.close()
                 raise
 
-    def wait_for(self, state: GrammarState) -> None:
+    def wait_for(self, state: "GrammarState | _Drafts") -> None:
         """Until ``state`` has its reply, or this process is closed."""
         with self._lock:
             while self.is_open and state.reply is None:

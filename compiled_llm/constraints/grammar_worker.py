@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +125,7 @@ def _follow(channel: Channel, tokenizer: "LLTokenizer", vocabulary: Vocabulary) 
     allowance = _Allowance(source)
     while True:
         try:
-            dropped, name, token_ids = decoded(channel.receive())
+            dropped, name, token_ids, drafts = decoded(channel.receive())
         except EOFError:
             return
         for old in dropped:
@@ -133,11 +133,14 @@ def _follow(channel: Channel, tokenizer: "LLTokenizer", vocabulary: Vocabulary) 
         try:
             if grammar is None:
                 raise ValueError(failure)
-            allowance.earn(len(token_ids))
+            allowance.earn(len(token_ids) + len(drafts))
             with allowance:
                 if name not in states:
                     states[name] = _State(grammar, vocabulary, allowance)
-                reply = encode_reply(*states[name].accept(token_ids))
+                if drafts:
+                    reply = encode_reply(states[name].after(drafts))
+                else:
+                    reply = encode_reply(*states[name].accept(token_ids))
         except ValueError as error:
             reply = encode_reply(error=str(error))
         except MemoryError:
@@ -238,14 +241,38 @@ class _State:
             self._restart()
             words = self._compute_words()
             self._raise_for_error()
+        words, finished = self._outcome(words)
+        if not words.any():
+            raise ValueError(_dead_end(len(self._token_ids)))
+        return words.tobytes(), finished
+
+    def after(self, drafts: Sequence[int]) -> bytes:
+        """int32 [n, W]: which tokens may follow each of the first n drafts; see ``GrammarState.after``."""
+        matcher, found = self._matcher, list[bytes]()
+        eos = self._vocabulary.eos_token_ids
+        end = next((place for place, token_id in enumerate(drafts) if token_id in eos), len(drafts))
+        num_consumed = 0
+        for token_id in drafts[: matcher.validate_tokens(list(drafts[:end]))]:
+            if not matcher.consume_token(token_id):
+                break
+            num_consumed += 1
+            words, finished = self._outcome(self._compute_words())
+            if matcher.is_error() or finished or not words.any():
+                break
+            found.append(words.tobytes())
+        if matcher.is_error() or (num_consumed and not matcher.rollback(num_consumed)) or matcher.is_error():
+            self._matcher = self._grammar.matcher()
+            self._matcher.consume_tokens(self._token_ids)
+        return b"".join(found)
+
+    def _outcome(self, words: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Of what the matcher says: which tokens of the model may follow, and whether none but eos tokens may."""
         words &= self._vocabulary.words
         accepting = self._matcher.is_accepting()
         if not accepting:
             words &= ~self._vocabulary.eos_words
-        if not words.any():
-            raise ValueError(_dead_end(len(self._token_ids)))
         finished = accepting and (self._matcher.is_stopped() or not (words & ~self._vocabulary.eos_words).any())
-        return words.tobytes(), bool(finished)
+        return words, bool(finished)
 
     def _compute_words(self) -> np.ndarray:
         words = np.zeros_like(self._vocabulary.words)

@@ -72,6 +72,31 @@ class TokenMask:
                 self._grammar.accept(token_id)
             self._num_accepted = len(output_token_ids)
 
+    def after_drafts(self, output_token_ids: Sequence[int], drafts: Sequence[int]) -> list[np.ndarray]:
+        """For each of the first drafts that may come one after the other: as ``words``, of the token after it.
+
+        Drafts end before one with which the grammar would be at its end.
+
+        Args:
+            output_token_ids: all tokens so far.
+        """
+        tokens = list(output_token_ids)
+        words = self.words(tokens, len(tokens))
+        of_grammar = None if self._grammar is None or words is None else self._grammar.after(drafts)
+        found: list[np.ndarray] = []
+        for place, draft in enumerate(drafts):
+            if words is None or not (int(words[draft // BITS]) >> (draft % BITS)) & 1:
+                break
+            if of_grammar is not None:
+                words = of_grammar[place] if place < len(of_grammar) else None
+            else:
+                tokens.append(draft)
+                words = self.words(tokens, len(tokens))
+            if words is None:
+                break
+            found.append(words)
+        return found
+
     def words(self, output_token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray | None:
         """int32 ``[ceil(V / 32)]``: bit v % 32 of word v // 32 says whether token v may follow. None: no token may.
 

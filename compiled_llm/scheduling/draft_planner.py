@@ -49,7 +49,7 @@ class DraftPlanner:
 
     def takes_drafts(self, request: Request) -> bool:
         """Whether tokens of ``request`` may be drafted at all."""
-        if request.sampling_params.changes_logits or request.sampling_params.num_speculative_tokens == 0:
+        if request.sampling_params.num_speculative_tokens == 0:
             return False
         # The last token is sampled in any case: a draft for it would be of no use.
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
@@ -80,6 +80,8 @@ class DraftPlanner:
             counts = self._lengths(asked, proposals, most, beside_prompts)
         for request, drafts, count in zip(asked, proposals, counts, strict=True):
             taken = drafts[: min(count, most)]
+            if taken and request.mask is not None:
+                taken = self._allowed(request, taken)
             if taken:
                 self._proposed[request] = taken
                 most -= len(taken)
@@ -168,6 +170,16 @@ class DraftPlanner:
             return False
         request.waits_for_tokens = True
         return not request.num_in_flight
+
+    @staticmethod
+    def _allowed(request: Request, drafts: Sequence[int]) -> Sequence[int]:
+        """The first of them, as far as its mask allows them; and its masks after these."""
+        assert request.mask is not None
+        try:
+            request.draft_masks = request.mask.after_drafts(request.output_token_ids, drafts)
+        except ValueError:  # of a grammar, which ``words`` raises, too, to end the request
+            request.draft_masks = ()
+        return drafts[: len(request.draft_masks)]
 
     def _most(self, request: Request) -> int:
         """Most drafts of a request: one token is sampled after them."""

@@ -32,6 +32,13 @@ class Mask(Protocol):
         """
         ...
 
+    def after_drafts(self, output_token_ids: Sequence[int], drafts: Sequence[int]) -> "list[np.ndarray]":
+        """For each of the first drafts that may come one after the other: as ``words``, of the token after it.
+
+        All tokens of the output are known. None of the drafts that are left is one after which the output ends.
+        """
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class Held:
@@ -124,6 +131,7 @@ class Request:
         next_event: a shortcut of ``Scheduler.update``: as long as a step ends below this many tokens, its result is a
             token and nothing else follows, such as a full block; 0: it has to be looked at.
         takes_drafts: whether a drafter may guess its tokens.
+        draft_masks: of the tokens after these guesses, where it has a mask.
         draft_token_ids: guesses that the step in flight verifies; ``num_tokens``, ``num_in_flight`` and
             ``num_computed_tokens`` count them until then.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted; -1 before.
@@ -167,6 +175,7 @@ class Request:
     next_event: int = 0
     takes_drafts: bool = False
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
+    draft_masks: "Sequence[np.ndarray]" = ()
     pending_error: str | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None

@@ -84,7 +84,8 @@ class SchedulerOutput(NamedTuple):
         moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
         resets: whether the worker is to forget all requests before this step.
         drafts_next: whether a network of the worker is to draft what follows this step, if there is one.
-        masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v.
+        masks: (i, place, words): the tokens that request i may have where it samples for the first, second... time in
+            the step (``place`` from 0): bit v % 32 of int32 word v // 32 for token v.
         prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
             the step computes of request i, the first of them follows the one with index ``place``, and so on.
     """
@@ -105,7 +106,7 @@ class SchedulerOutput(NamedTuple):
     states: StateOutput = StateOutput()
     moved_sinks: tuple[tuple[int, int], ...] = ()
     resets: bool = False
-    masks: tuple[tuple[int, "np.ndarray"], ...] = ()
+    masks: tuple[tuple[int, int, "np.ndarray"], ...] = ()
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     drafts_next: bool = False
 
@@ -182,7 +183,7 @@ class SchedulerOutputBuilder:
         self.windows = [WindowOutputBuilder() for _ in range(num_windows)]
         self.states = StateOutputBuilder()
         self.moved_sinks: list[tuple[int, int]] = []
-        self.masks: list[tuple[int, np.ndarray]] = []
+        self.masks: list[tuple[int, int, np.ndarray]] = []
         self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
         self.drafts_next = False
 

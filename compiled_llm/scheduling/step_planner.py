@@ -262,7 +262,8 @@ class StepPlanner:
         for index, request in self._masked:
             assert request.mask is not None
             # The token to be chosen is counted in num_tokens already.
-            num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
+            num_drafts = len(request.draft_token_ids)
+            num_output_tokens = request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
             try:
                 words = request.mask.words(request.output_token_ids, num_output_tokens)
             except Exception as error:  # of a grammar's library: this request fails, and no other
@@ -271,7 +272,9 @@ class StepPlanner:
             if words is None:
                 request.pending_error = _NO_TOKEN_ALLOWED
             else:
-                output.masks.append((index, words))
+                output.masks.append((index, 0, words))
+                after_drafts = enumerate(request.draft_masks[:num_drafts], 1)
+                output.masks.extend([(index, place, words) for place, words in after_drafts])
 
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""

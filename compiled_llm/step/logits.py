@@ -14,6 +14,13 @@ from compiled_llm.step.logits_transforms import LogitsContext, LogitsTransform
 _BITS = 32
 
 
+class DraftRows(NamedTuple):
+    """Which rows of a step stand after drafts, in engines that have some. Rows of a request follow one another."""
+
+    first: Tensor  # [R] int64, the first row of the request
+    following: Tensor  # [R] int64, the draft that is computed after the row's token, which it has to choose; -1: none
+
+
 class LogitsInput(NamedTuple):
     """Parameters of the rows of a step. Padding rows, and rows of requests that need none of it, have those for off."""
 
@@ -26,6 +33,7 @@ class LogitsInput(NamedTuple):
     biases: Tensor  # [R, MAX_BIASES] float32, 0 for off
     allowed: Tensor  # [R, ceil(V / 32)] int32: bit v % 32 of word v // 32 is 1 if token v may follow
     fields: tuple[tuple[Tensor, ...], ...]  # those of each LogitsTransform, [R, *shape]
+    drafts: DraftRows | None = None
 
 
 def process_logits(
@@ -34,6 +42,7 @@ def process_logits(
     position: Tensor,
     token_counts: Tensor,
     transforms: tuple[LogitsTransform, ...],
+    num_draft_tokens: int = 0,
 ) -> Tensor:
     """``[R, V]`` of any float dtype -> ``[R, V]`` float32: bias, then penalties, then transforms, then the mask.
 
@@ -41,8 +50,13 @@ def process_logits(
         position: ``[R]`` int32, of the token to be chosen.
         token_counts: ``[rows, V]`` float32, as in ``LogitsContext``, with a row for each running request.
         transforms: those of the users, called in their order.
+        num_draft_tokens: most drafts of a request: those before a row count as its output.
     """
     counts = token_counts[inputs.row]
+    if inputs.drafts is not None:
+        before, is_own = rows_before(inputs.drafts, num_draft_tokens)
+        drafts = inputs.drafts.following[before].clamp(min=0)
+        counts = counts.scatter_add(1, drafts, is_own.to(counts.dtype))
     # The few logits with a bias are processed apart, so that one pass over the vocabulary is enough for the others.
     ids = inputs.bias_ids
     biased = penalised(logits.gather(1, ids).float() + inputs.biases, counts.gather(1, ids), inputs)
@@ -56,6 +70,25 @@ def process_logits(
     for transform, fields in zip(transforms, inputs.fields, strict=True):
         logits = transform(logits, dict(zip(transform.fields, fields, strict=True)), context)
     return _masked(logits, inputs)
+
+
+def rows_before(drafts: DraftRows, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    """Of each row, the ``num_draft_tokens`` rows before it: ``[R, K]`` int64, and whether each is the same request's."""
+    rows = torch.arange(drafts.first.shape[0], device=drafts.first.device)[:, None]
+    before = rows - 1 - torch.arange(num_draft_tokens, device=drafts.first.device)
+    return before.clamp(min=0), before >= drafts.first[:, None]
+
+
+def due_rows(tokens: Tensor, inputs: LogitsInput, num_draft_tokens: int) -> Tensor:
+    """``[R]`` float32: ``is_due``, and 0 for rows after a draft that is not the token which was chosen there.
+
+    ``tokens``: ``[R]`` int64, those that the step chose.
+    """
+    if inputs.drafts is None:
+        return inputs.is_due
+    before, is_own = rows_before(inputs.drafts, num_draft_tokens)
+    is_wrong = tokens != inputs.drafts.following
+    return torch.where((is_wrong[before] & is_own).any(1), 0.0, inputs.is_due)
 
 
 def penalised(logits: Tensor, token_counts: Tensor, inputs: LogitsInput) -> Tensor:

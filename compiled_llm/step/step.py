@@ -15,7 +15,7 @@ from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
-from compiled_llm.step.logits import LogitsInput, process_logits
+from compiled_llm.step.logits import LogitsInput, due_rows, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
 from compiled_llm.step.sampling import SamplingInput, sample
@@ -96,18 +96,20 @@ def sampler_function(logits: Tensor, params: SamplingInput, last_tokens: Tensor)
     _of_rows(last_tokens, logits).copy_(sample(logits, params))
 
 
-def processing_sampler_function(transforms: tuple[LogitsTransform, ...]) -> Callable:
+def processing_sampler_function(transforms: tuple[LogitsTransform, ...], num_draft_tokens: int = 0) -> Callable:
     """Sample after ``process_logits``: (logits, params, inputs, token counts [rows, V] float32, last tokens) -> None.
 
-    It adds the tokens that it chose to the counts.
+    It adds the tokens that it chose to the counts; of rows after drafts, as far as those were right.
     """
 
     def processing_sampler(
         logits: Tensor, params: SamplingInput, inputs: LogitsInput, token_counts: Tensor, last_tokens: Tensor
     ) -> None:
-        tokens = sample(process_logits(logits, inputs, params.position, token_counts, transforms), params)
+        processed = process_logits(logits, inputs, params.position, token_counts, transforms, num_draft_tokens)
+        tokens = sample(processed, params)
         _of_rows(last_tokens, logits).copy_(tokens)
-        token_counts.index_put_((inputs.row, tokens.clamp(min=0)), inputs.is_due, accumulate=True)
+        due = due_rows(tokens, inputs, num_draft_tokens)
+        token_counts.index_put_((inputs.row, tokens.clamp(min=0)), due, accumulate=True)
 
     return processing_sampler
 

@@ -41,7 +41,7 @@ class DraftCoverage:
         if self._lacks_some and output.moves_blocks:
             device, host = self._first_lacking, self._first_lacking_on_host
             _move(output.swapped_out, device, host)
-            _move(output.swapped_in, host, device)
+            _move([(block, own) for own, block in output.swapped_in], host, device)
             _move(output.copies, device, device)
         counts = np.array(output.num_scheduled_tokens, dtype=np.int64)
         starts, ends = np.array(output.num_computed_tokens, dtype=np.int64), counts.cumsum()
@@ -55,15 +55,15 @@ class DraftCoverage:
 
         Those behind the first that it lacks do not count.
         """
-        if not self._lacks_some or not len(rows):
+        width = -(-int(starts.max(initial=0)) // self._size)
+        if not self._lacks_some or not width:
             return starts
-        width = -(-int(starts.max()) // self._size)
         firsts = np.arange(width) * self._size
         needed = np.clip(starts[:, None] - firsts, 0, self._size)
         first_lacking = self._first_lacking[store.block_table[rows, :width]]
         lacks = first_lacking < needed
         columns = lacks.argmax(1)
-        found = firsts[columns] + first_lacking[np.arange(len(rows)), columns] if width else starts
+        found = firsts[columns] + first_lacking[np.arange(len(rows)), columns]
         return np.where(lacks.any(1), found, starts)
 
     def tokens(self, row: int, start: int, end: int) -> np.ndarray | None:

@@ -66,6 +66,10 @@ class DraftPlan(NamedTuple):
         """The ops of ``kernel_build.OPS`` that its steps call."""
         return ops_of(self.model_config, self.dtype, self.linears)
 
+    def described(self) -> Any:
+        """The weights, on the device "meta"."""
+        return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears).weights
+
     def load(self, progress: StartProgress) -> "DraftNetwork":
         """Read the weights, or make them where the engine makes all.
 

@@ -261,7 +261,7 @@ class ModelRunner(Worker):
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
         num_windows = len(self.pool_sizes.windows)
         self.rows = RequestRows(self.limits, model_config.vocab_size, self.transforms, num_windows=num_windows)
-        kv_cache, draft_cache = self._allocate(TRIAL_BLOCKS - 1, TRIAL_BLOCKS - 1)
+        kv_cache = self._allocate(TRIAL_BLOCKS - 1, TRIAL_BLOCKS - 1)
         self.steps = CompiledSteps(
             config,
             model_config,
@@ -273,7 +273,7 @@ class ModelRunner(Worker):
             self.pool_sizes,
             transforms=self.transforms,
             graph_pool=pool,
-            drafter=None if network is None else (network, draft_cache),
+            drafter=None if network is None else (network, self._allocate_for_drafter(TRIAL_BLOCKS - 1)),
         )
         swapped = self.pool_sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
         self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
@@ -483,12 +483,17 @@ class ModelRunner(Worker):
         self.weight_bytes = num_bytes(weights)
         return weights
 
-    def _allocate(self, num_blocks: int, num_slots: int) -> tuple[KVCache, KVCache]:
-        """A KV cache of so many blocks and slots, and the sinks; and one of a network that drafts, or nothing."""
-        sizes, size, blocks = self.pool_sizes, self.limits.block_size, num_blocks + 1
+    def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
+        """A KV cache of so many blocks and slots, and the sinks."""
+        sizes, size = self.pool_sizes, self.limits.block_size
         places = {window: count + 1 for window, count in sizes.places(num_blocks).items()}
-        own = allocate(self.model_config, self.cache_dtypes, blocks, size, self.device, places, num_slots + 1)
-        return own, () if self._draft is None else allocate(*self._draft.cached, blocks, size, self.device)
+        return allocate(self.model_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, num_slots + 1)
+
+    def _allocate_for_drafter(self, num_blocks: int) -> KVCache:
+        """The same for a network that drafts; nothing if there is none."""
+        if self._draft is None:
+            return ()
+        return allocate(*self._draft.cached, num_blocks + 1, self.limits.block_size, self.device)
 
     def _compile(self, config: EngineConfig, builds: Builds | None, progress: StartProgress) -> None:
         """``builds``: as ``start_builds`` gives them."""
@@ -516,9 +521,10 @@ class ModelRunner(Worker):
 
     def _record_on(self, num_blocks: int) -> None:
         """Exchange the KV pool; on a GPU, what the graphs and the pool before held is free before the new one comes."""
-        self.steps.hold(*self._allocate(0, 0))
+        self.steps.hold(self._allocate(0, 0), self._allocate_for_drafter(0))
         self.steps.drop_graphs()
-        self.steps.record_again(*self._allocate(num_blocks, self.limits.num_state_slots))
+        kv_cache = self._allocate(num_blocks, self.limits.num_state_slots)
+        self.steps.record_again(kv_cache, self._allocate_for_drafter(num_blocks))
 
     def _make_pool(self, config: EngineConfig, memory: StartMemory, progress: StartProgress) -> WorkerFacts:
         """Give the KV pool the memory that compiling and the largest steps have left. Measures what it does."""

@@ -22,7 +22,7 @@ from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
-from compiled_llm.step.logits import LogitsInput
+from compiled_llm.step.logits import DraftRows, LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, sorts_chunks
 from compiled_llm.step.mask_words import num_mask_words
@@ -107,6 +107,7 @@ class SamplingStage:
         sizes = {} if self._sizes.vocabulary is not None else {"vocab_size": vocab_size}
         sizes |= {} if self._sizes.most_rows is not None else {"most_logits_rows": len(last_tokens)}
         of_counts = {} if self._sizes.most_requests is not None else {"max_num_seqs": limits.max_num_seqs}
+        of_counts |= {"num_draft_tokens": limits.num_draft_tokens} if limits.num_draft_tokens else {}
         of_logprobs = {"max_logprobs": max_logprobs}
         self._depends = {
             kind: graph_fields.of_sampling(dtype, **others, **sizes)
@@ -114,7 +115,7 @@ class SamplingStage:
         }
         self._recipes: dict[str, Callable[[], Callable]] = {
             "sample": _sampler,
-            "sample_changed": functools.partial(processing_sampler_function, transforms),
+            "sample_changed": functools.partial(processing_sampler_function, transforms, limits.num_draft_tokens),
             "logprobs": functools.partial(logprobs_function, max_logprobs),
         }
         self._functions: dict[str, CompiledFunction] = {}
@@ -123,7 +124,7 @@ class SamplingStage:
         mark_sizes(self._token_counts, self._sizes.most_requests, self._sizes.vocabulary)
         mark_static_address(self._token_counts)
         self._logits_buffers = {
-            rows: _LogitsBuffers(rows, self._sizes, vocab_size, transforms, device)
+            rows: _LogitsBuffers(rows, self._sizes, vocab_size, transforms, device, limits.num_draft_tokens > 0)
             for rows in sorted({bucket.num_rows for bucket in buckets_of(limits)})
         }
         empty = RequestRows(limits, vocab_size, transforms)
@@ -312,7 +313,7 @@ def _sampler() -> Callable:
 class _LogitsBuffers:
     """A ``LogitsInput`` for one number of rows, as the host fills it and the graph reads it.
 
-    ``sizes``: to the compiler.
+    ``sizes``: to the compiler. ``has_drafts``: whether some rows may stand after drafts.
     """
 
     def __init__(
@@ -322,36 +323,54 @@ class _LogitsBuffers:
         vocab_size: int,
         transforms: tuple[LogitsTransform, ...],
         device: torch.device,
+        has_drafts: bool = False,
     ) -> None:
-        self._parameters = logits_parameters(transforms)
+        self._parameters, self._has_drafts = logits_parameters(transforms), has_drafts
         fields: Fields = {
             "row": ((rows,), torch.int64),
             "is_due": ((rows,), torch.float32),
             "allowed": ((rows, num_mask_words(vocab_size)), torch.int32),
         }
+        if has_drafts:
+            fields |= {name: ((rows,), torch.int64) for name in DraftRows._fields}
         for parameter in self._parameters:
             fields[parameter.name] = (rows, *parameter.shape), parameter.dtype
         self.buffers = FieldBuffers(fields, device)
         views = {name: mark_sizes(tensor, sizes.sampled) for name, tensor in self.buffers.tensors.items()}
         mark_sizes(views["allowed"], None, sizes.mask_words)
         custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in transforms)
-        own = {name: views[name] for name in LogitsInput._fields if name != "fields"}
-        self.logits_input = LogitsInput(**own, fields=custom)
+        own = {name: views[name] for name in LogitsInput._fields if name not in ("fields", "drafts")}
+        drafts = DraftRows(*(views[name] for name in DraftRows._fields)) if has_drafts else None
+        self.logits_input = LogitsInput(**own, fields=custom, drafts=drafts)
 
     def fill(self, rows: Sequence[int] | np.ndarray, output: SchedulerOutput, store: RequestRows) -> None:
         samples: Sequence[int] = output.num_samples
         first_rows: Sequence[int] = range(len(rows))
+        following = [-1] * output.num_rows if self._has_drafts else []
         if max(samples, default=0) > 1:
             places = logits_rows(output)[0].tolist()
             rows, samples = [rows[place] for place in places], [min(samples[place], 1) for place in places]
             first_rows = output.first_rows()
+            _fill_following(following, output, first_rows)
         arrays, n = self.buffers.next_arrays(), len(rows)
         padded = [*rows, *[store.padding_row] * (len(arrays["row"]) - n)]
         arrays["row"][:] = padded
         arrays["is_due"][:n], arrays["is_due"][n:] = samples, 0
         for parameter in self._parameters:
             arrays[parameter.name][:] = store.parameters[parameter.name][padded]
+        if self._has_drafts:
+            arrays["following"][:n], arrays["following"][n:] = following, -1
+            arrays["first"][:] = np.arange(len(arrays["first"]))
+            arrays["first"][:n] = np.repeat(first_rows, np.maximum(output.num_samples, 1)) if n else []
         arrays["allowed"][:] = -1
-        for index, words in output.masks:
-            arrays["allowed"][first_rows[index]] = words
+        for index, place, words in output.masks:
+            arrays["allowed"][first_rows[index] + place] = words
         self.buffers.copy()
+
+
+def _fill_following(following: list[int], output: SchedulerOutput, first_rows: Sequence[int]) -> None:
+    """Write to each row which draft the step computes after the row's token; ``following`` has a -1 for each."""
+    ends = np.cumsum(output.num_scheduled_tokens).tolist()
+    for first, end, count in zip(first_rows, ends, output.num_samples, strict=True):
+        if count > 1:
+            following[first : first + count - 1] = output.token_ids[end - count + 1 : end]

@@ -129,3 +129,49 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
         serve(engine, work)
         stats = engine.stats()
     assert stats.num_accepted_draft_tokens == stats.num_draft_tokens > 50
+
+
+def test_what_others_computed_without_it_is_caught_up_with(tmp_path: Path) -> None:
+    """A prefix that was found, of more tokens than a step takes, and an output that began without drafts."""
+    target, draft_model = str(checkpoint("llama")), inexact_copy("llama", tmp_path / "draft")
+    arguments = SMALL | {"num_kv_blocks": 60}
+    config = {"method": "draft_model", "model": draft_model, "num_speculative_tokens": NUM_TOKENS, "adaptive": False}
+    prompt = [7 * place % 300 for place in range(3, 43)]
+    params = SamplingParams(temperature=0.5, seed=3, max_tokens=16, ignore_eos=True, detokenize=False)
+    without = dataclasses.replace(params, num_speculative_tokens=0)
+    with CompiledEngine(target, **arguments) as engine:
+        plain = engine.generate([prompt, prompt[:30]], params, use_tqdm=False)
+    with CompiledEngine(target, **arguments, speculative_config=config) as engine:
+        drafting = engine.own_runner.steps.drafting
+        assert drafting is not None
+        assert drafting.coverage is not None
+        found = record_drafts(engine)
+        assert engine.generate(prompt, without, use_tqdm=False)[0].outputs == plain[0].outputs
+        assert not found
+        assert drafting.coverage._lacks_some
+        again = engine.generate([prompt, prompt[:30]], params, use_tqdm=False)
+        stats = engine.stats()
+    assert [output.outputs for output in again] == [output.outputs for output in plain]
+    assert stats.prefix_hit_tokens > 60
+    assert len(found) > 5
+    check_drafts(found, draft_model, block_size=4, max_model_len=128)
+
+
+def test_its_memory_is_in_the_ledger_and_its_blocks_are_those_of_the_model(tmp_path: Path) -> None:
+    target, draft_model = str(checkpoint("llama")), inexact_copy("llama", tmp_path / "draft")
+    config = {"method": "draft_model", "model": draft_model}
+    with CompiledEngine(target, **SMALL) as engine:
+        plain = engine.memory_report()
+    with CompiledEngine(target, **SMALL, speculative_config=config) as engine:
+        ledger, drafting = engine.memory_report(), engine.own_runner.steps.drafting
+        assert drafting is not None
+        tensors = [tensor for cache in drafting.kv_cache for tensor in cache if tensor is not None]
+        assert {len(tensor) for tensor in tensors} == {engine.stats().num_kv_blocks + 1}
+    names = [row.name for row in ledger.rows]
+    assert names.index("drafter's weights") == names.index("KV pool") + 1
+    # The same model with noise: what it takes is what the model takes.
+    assert ledger.bytes_of("drafter's weights") == ledger.bytes_of("weights") == plain.bytes_of("weights")
+    assert ledger.bytes_of("drafter's KV pool") == ledger.bytes_of("KV pool") == plain.bytes_of("KV pool")
+    assert ledger.bytes_of("drafter's KV pool") == sum(tensor.nbytes for tensor in tensors)
+    assert ledger.bytes_of("step buffers") > plain.bytes_of("step buffers")
+    assert sum(row.bytes for row in ledger.rows if row.where == ledger.where) == ledger.total

@@ -72,8 +72,8 @@ def test_no_column_can_be_changed_through_the_builder() -> None:
 
 def test_a_mask_goes_through_a_pipe() -> None:
     builder = SchedulerOutputBuilder()
-    builder.masks.append((0, np.ones(3, dtype=np.int32)))
-    assert pickle.loads(pickle.dumps(builder.build())).masks[0][1].tolist() == [1, 1, 1]
+    builder.masks.append((0, 0, np.ones(3, dtype=np.int32)))
+    assert pickle.loads(pickle.dumps(builder.build())).masks[0][2].tolist() == [1, 1, 1]
 
 
 # -- Who writes to a request

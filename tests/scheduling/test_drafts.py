@@ -69,8 +69,8 @@ def test_chunks_and_others_beside(kind: str, overlap: bool) -> None:
     scheduler = drafting(60, kind, max_num_seqs=3)
     engine = FakeEngine(scheduler, overlap=overlap)
     requests = [make_request(f"{n}", length, 9) for n, length in enumerate([40, 3, 17, 1, 30])]
-    no_drafts = make_request("penalties", 6, 9)
-    no_drafts.sampling_params = SamplingParams(max_tokens=9, presence_penalty=1.0)
+    no_drafts = make_request("none", 6, 9)
+    no_drafts.sampling_params = SamplingParams(max_tokens=9, num_speculative_tokens=0)
     add(scheduler, *requests, no_drafts)
     engine.run()
     for request in (*requests, no_drafts):
@@ -216,7 +216,7 @@ def test_the_token_after_drafts_is_fed_back_from_its_row() -> None:
     scheduler = drafting(60, "right", 2)
     engine = FakeEngine(scheduler, overlap=True)
     plain = make_request("plain", 3, 9)
-    plain.sampling_params = SamplingParams(max_tokens=9, frequency_penalty=1.0)
+    plain.sampling_params = SamplingParams(max_tokens=9, num_speculative_tokens=0)
     drafted, _ = add(scheduler, make_request("drafted", 3, 9), plain)
     engine.run()
     assert any(output.feedback == (3,) or output.feedback == (-1, 3) for output in engine.outputs)

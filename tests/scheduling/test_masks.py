@@ -47,7 +47,7 @@ def test_each_token_of_a_request_is_sampled_under_its_own_mask(waits: bool, over
         expected = [
             index for index, name in enumerate(names_of(output)) if name != "plain" and output.num_samples[index]
         ]
-        assert [index for index, _ in output.masks] == expected
+        assert [index for index, _, _ in output.masks] == expected
     for request in requests:
         check_result(request)
 

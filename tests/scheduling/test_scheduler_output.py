@@ -22,9 +22,9 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
         scheduler.add(make_request(f"{i}", 5, 15))
     engine = FakeEngine(scheduler)
     engine.run()
-    filled = engine.outputs[0]._replace(masks=((0, np.ones(3, dtype=np.int32)),), prompt_targets=((0, 0, (5,)),))
+    filled = engine.outputs[0]._replace(masks=((0, 0, np.ones(3, dtype=np.int32)),), prompt_targets=((0, 0, (5,)),))
     copied = pickle.loads(pickle.dumps(filled))
-    assert copied.masks[0][1].tolist() == [1, 1, 1]
+    assert copied.masks[0][2].tolist() == [1, 1, 1]
     assert copied.prompt_targets == ((0, 0, (5,)),)
     parent, child = make_request("parent", 6, 3), make_request("child", 6, 3)
     child.prompt_token_ids[:] = parent.prompt_token_ids

@@ -59,7 +59,7 @@ class Served:
     def __init__(
         self, transforms: tuple[LogitsTransform, ...] = (), num_draft_tokens: int = 0, uses_trees: bool = False
     ) -> None:
-        limits = dataclasses.replace(LIMITS, num_draft_tokens=num_draft_tokens)
+        limits = LIMITS.with_drafts(num_draft_tokens, one_graph=True)
         sizes = sorted({bucket.num_rows for bucket in buckets_of(limits)})
         self.last_tokens = torch.zeros(sizes[-1], dtype=torch.int64)
         self.hidden = torch.zeros(256, MODEL.hidden_size)
@@ -96,9 +96,18 @@ class Served:
         samples: Sequence[int] | None = None,
         position: int = 0,
         masks: list | None = None,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], LogprobRows | None]:
-        samples = samples or [1] * len(names)
-        output = SchedulerOutput(request_ids=tuple(names), num_samples=tuple(samples), masks=tuple(masks or ()))
+        """``drafts``: of each request, of which the step samples one token more than there are."""
+        samples = samples or [1 + len(own) for own in drafts] or [1] * len(names)
+        tokens = [token for own in drafts or [[0] * (count - 1) for count in samples] for token in (0, *own)]
+        output = SchedulerOutput(
+            request_ids=tuple(names),
+            num_samples=tuple(samples),
+            num_scheduled_tokens=tuple(max(1, count) for count in samples),
+            token_ids=tuple(tokens),
+            masks=tuple(masks or ()),
+        )
         rows = self.rows.update(output)
         needs = SamplingNeeds.of(rows, samples, self.rows)
         self.stage.fill(rows, output, self.rows, len(logits))
@@ -250,8 +259,8 @@ def test_masks_hold_for_one_step_and_their_row() -> None:
     served.admit(admission("a", bad_words="x"), admission("b", bad_words="x"))
     words = torch.zeros(-(-VOCAB // 32), dtype=torch.int32)
     words[1] = 0b1010  # tokens 33 and 35
-    assert served.step(["a", "b"], rising(4), masks=[(1, words.numpy())])[0] == [VOCAB - 1, 35]
-    assert served.step(["b", "a"], rising(4), masks=[(1, words.numpy())])[0] == [VOCAB - 1, 35]
+    assert served.step(["a", "b"], rising(4), masks=[(1, 0, words.numpy())])[0] == [VOCAB - 1, 35]
+    assert served.step(["b", "a"], rising(4), masks=[(1, 0, words.numpy())])[0] == [VOCAB - 1, 35]
     assert served.step(["a", "b"], rising(4))[0] == [VOCAB - 1] * 2
 
 
@@ -264,10 +273,26 @@ def test_a_request_after_one_with_drafts_keeps_its_own_parameters_and_mask() -> 
     assert served.counts("b") == {VOCAB - 1: 0.5, VOCAB - 2: 1}
     words = np.zeros(-(-VOCAB // 32), dtype=np.int32)
     words[1] = 0b1010  # tokens 33 and 35
-    masks = [(1, words)]
+    masks = [(1, 0, words)]
     assert served.step(["a", "b"], logits, samples=[2, 1], masks=masks)[0] == [VOCAB - 1, VOCAB - 1, 35]
     # 35 is in its output now.
-    assert served.step(["b", "a"], logits, samples=[1, 2], masks=[(0, words)])[0] == [33, VOCAB - 1, VOCAB - 1]
+    assert served.step(["b", "a"], logits, samples=[1, 2], masks=[(0, 0, words)])[0] == [33, VOCAB - 1, VOCAB - 1]
+
+
+def test_a_row_after_drafts_is_penalised_for_them_and_counts_if_they_were_right() -> None:
+    """Descending logits: token 0, then what penalties leave. ``b`` has no drafts, and stands between."""
+    served = Served(num_draft_tokens=3)
+    logits = torch.arange(VOCAB, 0, -1, dtype=torch.float32).repeat(8, 1) / 10
+    served.admit(*(admission(name, [50], frequency_penalty=2.0) for name in "abc"))
+    right, wrong = [0, 1, 2], [0, 7, 2]
+    tokens, _ = served.step(["a", "b", "c"], logits[:8], drafts=[right, [], wrong[:2]])
+    assert tokens == [0, 1, 2, 3, 0, 0, 1, 1]
+    assert served.counts("a") == {50: 0.5, 0: 1, 1: 1, 2: 1, 3: 1}
+    assert served.counts("b") == {50: 0.5, 0: 1}
+    assert served.counts("c") == {50: 0.5, 0: 1, 1: 1}, "the token after the wrong draft counts no more"
+    tokens, _ = served.step(["c", "a"], logits[:4], drafts=[[3, 3], []])
+    assert tokens == [2, 3, 4, 4] or tokens[0] == 2
+    assert served.counts("c") == {50: 0.5, 0: 1, 1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("asks", [{}, {"presence_penalty": 1.0}])
