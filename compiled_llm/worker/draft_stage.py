@@ -194,8 +194,8 @@ class DraftStage:
         drafts: Drafts | None = None
         if output.drafts_next:
             # ``draft`` computes the last token itself, and drafts of it have been.
-            last = starts + counts - samples
-            is_covered = self._catch_up(rows, starts, np.where(is_known, last, starts), store) & is_known
+            ends = np.where(is_known, starts + counts - samples, starts)
+            is_covered = self._catch_up(rows, starts, ends, ends + (samples > 0) * is_known, store) & is_known
             places = np.flatnonzero(is_covered & (samples > 0))
             if len(places):
                 size = next(size for size in self._inputs if size >= len(places))
@@ -205,8 +205,13 @@ class DraftStage:
         coverage.end_step(rows, starts, starts + counts, is_covered, store)
         return drafts
 
-    def _catch_up(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, store: RequestRows) -> np.ndarray:
+    def _catch_up(
+        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
+    ) -> np.ndarray:
         """Compute what is lacking of tokens before ``ends``, of requests that have computed ``starts`` ([R] each).
+
+        Others may read a block in the very step that fills it (``PrefixCache``). So where anything is lacking, a token
+        before ``known_ends`` that ends a block is computed as well.
 
         Returns of which requests nothing is lacking then, [R] bool: not of those with tokens that are not known, nor of
         those that the largest bucket has no room for, which are caught up with later.
@@ -215,6 +220,9 @@ class DraftStage:
         assert coverage is not None
         covered = coverage.num_covered(rows, starts, store)
         has_all, room = covered >= ends, max(self._prompts)
+        if not has_all.all():
+            ends = np.where(known_ends % self._limits.block_size == 0, known_ends, ends)
+            has_all = covered >= ends
         chosen: list[tuple[int, int, np.ndarray]] = []  # row, its first token, the tokens
         for place in np.flatnonzero(~has_all).tolist():
             row, start, end = int(rows[place]), int(covered[place]), int(ends[place])
