@@ -19,7 +19,7 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.costs import StepCosts
-from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter
+from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, RequestId, Status
@@ -78,20 +78,21 @@ def make_scheduler(
     num_state_slots: int = 0,
     num_swap_slots: int = 0,
     drafter: Drafter | None = None,
+    source: DraftSource | None = None,
     one_graph: bool = True,
     **sizes,
 ) -> Scheduler:
     """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler.
 
     ``windows``: the keys that layers of a kind see, and their places; None: what an engine gives; else at least this.
-    ``num_state_slots``: of layers with a state; 0: there are none.
+    ``num_state_slots``: of layers with a state; 0: there are none. ``source``: in the place of a ``drafter``.
     """
     limits = dataclasses.replace(LIMITS, num_state_slots=num_state_slots, **sizes)
     limits = dataclasses.replace(limits, decode_bucket_sizes=tuple(sorted({1, limits.max_num_seqs})))
-    checked = None
     if drafter is not None:
-        limits = limits.with_drafts(drafter.num_tokens, one_graph=one_graph)
-        checked = CheckedDrafter(drafter, VOCABULARY)
+        source = CheckedDrafter(drafter, VOCABULARY)
+    if source is not None:
+        limits = limits.with_drafts(source.num_tokens, one_graph=one_graph)
     pools = []
     for window, count in windows:
         least = most_places(window, limits)  # of one request
@@ -103,7 +104,7 @@ def make_scheduler(
         pool,
         prefix_caching=prefix_caching,
         swap_pool=BlockPool(num_swap_blocks, states=StatePool(num_swap_slots)),
-        drafter=checked,
+        drafter=source,
         **(arguments or {}),
     )
 

@@ -18,6 +18,7 @@ BENCHES = {
     "start": "starts, cold and warm, stage by stage",
     "loading": "the reading of weights, beside a plain read of their files",
     "host": "the host's time of a step by part, and how long a GPU idles",
+    "speculation": "tokens a second with drafts by each method, and without",
     "sampling": "each kind of sampling, beside a decode step",
     "kernels": "every kernel of a decode step on a GPU, and the gaps",
     "attention": "paged attention, beside SDPA, FlexAttention and the machine's limits",

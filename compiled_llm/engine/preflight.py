@@ -74,6 +74,8 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     cache_dtypes = kv_cache.layer_dtypes(config, dtype, made)
     use_device(device, cache_dtypes, made)
     limits = EngineLimits.resolve(config, made.max_position_embeddings, STEP_DEFAULTS[device.type])
+    if config.speculation is not None:
+        limits = limits.with_drafts(config.speculation.num_tokens, one_graph=device.type == "cpu")
     limits = with_state_slots(limits, config, made, dtype)
     yield from _of_sampling(directory, limits)
 

@@ -91,17 +91,28 @@ def properties_of(gpu: Gpu) -> GpuProperties:
 
 def with_bucket(engine: EngineConfig, model: ModelConfig, name: str) -> EngineConfig:
     """``engine`` on a GPU, and with the bucket ``name`` among its own."""
-    match = re.fullmatch(r"(decode|tokens)_([1-9]\d*)", name)
-    if match is None:
-        raise ValueError(f"--bucket must be decode_<size> or tokens_<size>, given {name!r}")
+    match = re.fullmatch(r"(decode|tokens)_([1-9]\d*)(x[1-9]\d*)?", name)
+    if match is None or (match[3] and (match[1] != "decode" or int(match[3][1:]) != _most_len(engine))):
+        drafted = f", or decode_<size>x{_most_len(engine)} with drafts" if _most_len(engine) > 1 else ""
+        raise ValueError(f"--bucket must be decode_<size> or tokens_<size>{drafted}, given {name!r}")
     engine = dataclasses.replace(engine, device="cuda", model=None)
-    limits = EngineLimits.resolve(engine, model.max_position_embeddings, STEP_DEFAULTS["cuda"])
+    limits = _limits(engine, model)
     if name in {bucket.name for bucket in buckets_of(limits)}:
         return engine
     size = int(match[2])
     if match[1] == "decode":
         return dataclasses.replace(engine, bucket_sizes=tuple(sorted({*(engine.bucket_sizes or ()), size})))
     return dataclasses.replace(engine, token_bucket_sizes=tuple(sorted({*(engine.token_bucket_sizes or ()), size})))
+
+
+def _most_len(engine: EngineConfig) -> int:
+    """Most tokens of a request in a decode."""
+    return 1 if engine.speculation is None else 1 + engine.speculation.num_tokens
+
+
+def _limits(engine: EngineConfig, model: ModelConfig) -> EngineLimits:
+    limits = EngineLimits.resolve(engine, model.max_position_embeddings, STEP_DEFAULTS["cuda"])
+    return limits.with_drafts(_most_len(engine) - 1, one_graph=False)
 
 
 def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> FakeStep:
@@ -125,7 +136,7 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
         ValueError: the engine has no such bucket, or would refuse an argument, also for this GPU.
     """
     dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
-    limits = EngineLimits.resolve(engine, config.max_position_embeddings, STEP_DEFAULTS["cuda"])
+    limits = _limits(engine, config)
     limits = with_state_slots(limits, engine, config, dtype)
     buckets = {bucket.name: bucket for bucket in buckets_of(limits)}
     if bucket_name not in buckets:

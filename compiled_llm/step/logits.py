@@ -18,7 +18,7 @@ class DraftRows(NamedTuple):
     """Which rows of a step stand after drafts, in engines that have some. Rows of a request follow one another."""
 
     first: Tensor  # [R] int64, the first row of the request
-    following: Tensor  # [R] int64, the draft that is computed after the row's token, which it has to choose; -1: none
+    following: Tensor  # [R] int64, the draft that is computed next, which the row has to choose; -1: there is none
 
 
 class LogitsInput(NamedTuple):
@@ -73,7 +73,7 @@ def process_logits(
 
 
 def rows_before(drafts: DraftRows, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-    """Of each row, the ``num_draft_tokens`` rows before it: ``[R, K]`` int64, and whether each is the same request's."""
+    """Of each row, the ``num_draft_tokens`` rows before it: ``[R, K]`` int64, and whether each is of its request."""
     rows = torch.arange(drafts.first.shape[0], device=drafts.first.device)[:, None]
     before = rows - 1 - torch.arange(num_draft_tokens, device=drafts.first.device)
     return before.clamp(min=0), before >= drafts.first[:, None]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
 from compiled_llm.compiling.build_processes import Job
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
@@ -107,7 +108,9 @@ class SamplingStage:
         sizes = {} if self._sizes.vocabulary is not None else {"vocab_size": vocab_size}
         sizes |= {} if self._sizes.most_rows is not None else {"most_logits_rows": len(last_tokens)}
         of_counts = {} if self._sizes.most_requests is not None else {"max_num_seqs": limits.max_num_seqs}
-        of_counts |= {"num_draft_tokens": limits.num_draft_tokens} if limits.num_draft_tokens else {}
+        # One function for all numbers of drafts: each is compiled for long.
+        most_drafts = MOST_DRAFT_TOKENS if limits.num_draft_tokens else 0
+        of_counts |= {"has_drafts": True} if most_drafts else {}
         of_logprobs = {"max_logprobs": max_logprobs}
         self._depends = {
             kind: graph_fields.of_sampling(dtype, **others, **sizes)
@@ -115,7 +118,7 @@ class SamplingStage:
         }
         self._recipes: dict[str, Callable[[], Callable]] = {
             "sample": _sampler,
-            "sample_changed": functools.partial(processing_sampler_function, transforms, limits.num_draft_tokens),
+            "sample_changed": functools.partial(processing_sampler_function, transforms, most_drafts),
             "logprobs": functools.partial(logprobs_function, max_logprobs),
         }
         self._functions: dict[str, CompiledFunction] = {}
@@ -332,7 +335,7 @@ class _LogitsBuffers:
             "allowed": ((rows, num_mask_words(vocab_size)), torch.int32),
         }
         if has_drafts:
-            fields |= {name: ((rows,), torch.int64) for name in DraftRows._fields}
+            fields |= dict.fromkeys(DraftRows._fields, ((rows,), torch.int64))
         for parameter in self._parameters:
             fields[parameter.name] = (rows, *parameter.shape), parameter.dtype
         self.buffers = FieldBuffers(fields, device)

@@ -142,8 +142,23 @@ SCORING = Checks(
     load_torch=True,
 )
 DRAFTS = Checks(
-    ("tests/scheduling/test_drafts.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
+    (
+        "tests/scheduling/test_drafts.py",
+        "tests/scheduling/test_masks.py",
+        "tests/battery/test_schedules.py::test_random_schedules",
+    ),
+    load_torch=False,
 )
+MASKS = Checks(("tests/scheduling/test_masks.py",), load_torch=False)
+DRAFTED = Checks(
+    (
+        "tests/worker/test_sampling_stage.py",
+        "tests/constraints/test_token_masks.py",
+        "tests/battery/test_speculation.py::test_the_same_as_without[small-float32]",
+    ),
+    load_torch=True,
+)
+DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
@@ -331,10 +346,64 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """
         a token is fed back from a row of the drafts before it
             _with_drafts: request.last_row = row =>
+        masks of drafts count them as tokens of the output
+            StepPlanner._add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
+                => request.num_tokens - 1 - len(request.prompt_token_ids)
+        """,
+    ),
+    (
+        "scheduling.draft_planner",
+        DRAFTS,
+        """
         drafts go beyond the last token of a request
-            StepPlanner._add_drafts:
-                min(most, self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens)
-                => min(most, self.limits.num_draft_tokens)
+            DraftPlanner._most: min(self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens - 1)
+                => self.limits.num_draft_tokens
+        """,
+    ),
+    (
+        "scheduling.draft_planner",
+        MASKS,
+        """
+        drafts that a mask forbids are verified
+            DraftPlanner._allowed: drafts[:len(request.draft_masks)] => drafts
+        """,
+    ),
+    (
+        "constraints.token_masks",
+        DRAFTED,
+        """
+        masks of drafts do not count the drafts before them
+            TokenMask.after_drafts: tokens.append(draft) => ...
+        """,
+    ),
+    (
+        "step.logits",
+        DRAFTED,
+        """
+        penalties do not see the drafts before a token
+            process_logits: inputs.drafts is not None => False
+        rejected drafts count for penalties
+            due_rows: inputs.drafts is None => True
+        drafts of the request before count for penalties
+            rows_before: before >= drafts.first[:, None] => before >= 0
+        """,
+    ),
+    (
+        "worker.sampling_stage",
+        DRAFTED,
+        """
+        masks of drafts are those of the first token
+            _LogitsBuffers.fill: first_rows[index] + place => first_rows[index]
+        """,
+    ),
+    (
+        "drafting.suffix",
+        DRAFTERS,
+        """
+        outputs of one salt are drafted under another
+            SuffixDrafter._proposal: self._outputs.of(request.cache_salt) => self._outputs.of('')
+        outputs are kept for ever
+            RecentOutputs._drop_oldest: del texts[number] =>
         """,
     ),
     (
@@ -438,8 +507,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a request is not looked at when it may have no more tokens
             StepPlanner._look_later: min(last + 1, request.max_num_tokens) => last + 1
         a mask is that of the token after
-            StepPlanner._add_masks: request.num_tokens - 1 - len(request.prompt_token_ids)
-                => request.num_tokens - len(request.prompt_token_ids)
+            StepPlanner._add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
+                => request.num_tokens - num_drafts - len(request.prompt_token_ids)
         a chunk of a prompt has a mask
             StepPlanner._schedule: request.mask is not None and samples => request.mask is not None
         a request that needs no look has no mask

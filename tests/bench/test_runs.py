@@ -27,6 +27,7 @@ from compiled_llm.bench import (
     sampling,
     settings,
     shared,
+    speculation,
     start,
     throughput,
 )
@@ -226,6 +227,18 @@ def test_sampling(run: Run) -> None:
     assert list(result["kinds"]) == list(sampling.KINDS)
     assert all(kind["ms"] > 0 and kind["share"] > 0 for kind in result["kinds"].values())
     assert (result["step_ms"] > 0, result["graph_breaks"], result["recompiles"]) == (True, 0, 0)
+
+
+def test_speculation(run: Run) -> None:
+    words = ("--model", DEMO, "--enforce-eager", "--bucket-sizes", "1,4", "--batch-sizes", "2", "--rounds", "1")
+    result, out = run(speculation, *words, "--num-tokens", "24", "--temperatures", "0.5")
+    (runs,) = result["runs"].values()
+    assert list(runs) == ["none", "ngram", "suffix"]
+    assert runs["none"]["ratio"] == 1.0
+    assert all(row["tokens_per_second"] > 0 and row["ratio"] > 0 for row in runs.values())
+    assert runs["suffix"]["accepted_length"] > 1
+    assert runs["suffix"]["draft_us"] > 0
+    assert "accepted_share" in out
 
 
 def test_kernels(run: Run, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ REFUSED = {
     f"report gpu-step --picture {NOWHERE}/step.png": "its directory is not there",
     "report gpu-step --measured nothing.json": "No such file",
     "report gpu-step --measured nothing.json --bucket tokens_512": "--bucket must be one, given tokens_512",
+    "report gpu-step --bucket decode_8x4": "--bucket must be decode_<size> or tokens_<size>, given 'decode_8x4'",
     "report gpu-step --bucket 8": "--bucket must be decode_<size> or tokens_<size>, given '8'",
     f"{QUANTIZE} rtn --kind int8 --group-size 32": "scales of its own",
     f"{QUANTIZE} smoothquant --kind int4": "choose method awq, gptq or awq+gptq",

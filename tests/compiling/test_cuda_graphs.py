@@ -241,7 +241,8 @@ def test_drafts_on_replayed_graphs(events: list[str], monkeypatch: pytest.Monkey
     drafter.record(plain)
     record_graphs(monkeypatch)
     with CompiledEngine(check_invariants=True, drafter=drafter, **sizes) as engine:
-        assert [bucket.name for bucket in engine.runner.steps.buckets] == ["decode_1x4", "decode_4x4", "tokens_32x4"]
+        names = [bucket.name for bucket in engine.runner.steps.buckets]
+        assert names == ["decode_1", "decode_1x2", "decode_1x4", "decode_4", "decode_4x2", "decode_4x4", "tokens_32"]
         events.clear()
         check_equal(work, plain, serve(engine, work))
         assert engine.stats().num_accepted_draft_tokens > 0

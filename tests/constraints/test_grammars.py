@@ -247,6 +247,41 @@ def test_generations_of_one_grammar_are_independent(
     walk(state, texts, random.Random(0), 0)
 
 
+def test_drafts_are_followed_by_what_may_follow_them_and_change_nothing(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    params = StructuredOutputsParams(json={"type": "array", "items": {"enum": ["left turn", "left side", 17]}})
+    rng, num_drafts = random.Random(0), 0
+    for _ in range(6):
+        token_ids = walk(compiler.start(params), texts, rng, 9)
+        state = compiler.start(params)
+        for place, token_id in enumerate(token_ids):
+            before = allowed(state)
+            drafts = [*token_ids[place : place + 4], EOS, 0][: rng.randint(1, 6)]
+            if rng.random() < 0.3:
+                drafts.insert(rng.randint(0, len(drafts)), rng.randrange(VOCAB_SIZE))
+            found = state.after(drafts)
+            follower = compiler.start(params)
+            for known in token_ids[:place]:
+                follower.accept(known)
+            for draft, words in zip(drafts, found, strict=False):
+                follower.accept(draft)
+                bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+                assert np.flatnonzero(bits[:VOCAB_SIZE]).tolist() == allowed(follower)
+                assert not follower.finished
+                num_drafts += 1
+            if len(found) < len(drafts):
+                draft = drafts[len(found)]
+                if draft in allowed(follower) and draft != EOS:
+                    follower.accept(draft)
+                    assert follower.finished, "what ends the text is no draft"
+            assert allowed(state) == before
+            state.accept(token_id)
+        state.accept(EOS)
+        assert state.after([0]) == []
+    assert num_drafts > 60
+
+
 def test_a_token_that_may_not_follow_is_refused_and_changes_nothing(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:

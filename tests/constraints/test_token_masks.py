@@ -159,3 +159,33 @@ def test_whether_any_token_is_left(vocab_size: int) -> None:
     assert allows_any(words, vocab_size)
     none = TokenMask(vocab_size, bad_words=[(token,) for token in range(vocab_size)])
     assert none.words([], 0) is None
+
+
+def drafted(mask: TokenMask, output: Sequence[int], drafts: Sequence[int]) -> list[set[int]]:
+    """What may follow each of the drafts that are left."""
+    found = []
+    for words in mask.after_drafts(list(output), drafts):
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        found.append(set(np.flatnonzero(bits[:VOCAB]).tolist()))
+    return found
+
+
+def test_drafts_are_followed_by_what_may_follow_them_as_output() -> None:
+    mask = TokenMask(VOCAB, bad_words=[(1, 2, 3), (9,)], min_tokens=3, stop_token_ids=[69])
+    for output in ([], [7], [1], [7, 7, 1]):
+        for drafts in ([1, 2, 5], [2, 5, 5], [4]):
+            expected = [allowed(mask, [*output, *drafts[: place + 1]]) for place in range(len(drafts))]
+            assert drafted(mask, output, drafts) == expected
+    assert [69 in words for words in drafted(mask, [5], [5, 5, 5])] == [False, True, True]
+
+
+def test_drafts_end_before_one_that_may_not_follow() -> None:
+    mask = TokenMask(VOCAB, bad_words=[(1, 2, 3), (9,)], min_tokens=3, stop_token_ids=[69])
+    assert len(drafted(mask, [7], [1, 2, 3, 4])) == 2
+    assert len(drafted(mask, [7, 1, 2], [3, 4])) == 0
+    assert len(drafted(mask, [7], [4, 9, 4])) == 1
+    assert len(drafted(mask, [7], [69])) == 0, "too early an end"
+    assert len(drafted(mask, [7, 7, 7], [69])) == 1
+    assert drafted(mask, [7], []) == []
+    nothing_left = TokenMask(VOCAB, allowed_token_ids=[1, 2], bad_words=[(1, 1), (1, 2)])
+    assert drafted(nothing_left, [2], [2, 1, 1]) == [{1, 2}], "nothing may follow the second draft"

@@ -1,7 +1,5 @@
 """Buckets: which ones an engine has, and which one a step runs in."""
 
-import dataclasses
-
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from compiled_llm.scheduling.request import Request
-from tests.fake_engine import add, both_loops, check_result, make_engine, make_request, names_of
+from tests.fake_engine import (
+    FakeEngine,
+    add,
+    both_loops,
+    check_result,
+    drafters,
+    make_engine,
+    make_request,
+    make_scheduler,
+    names_of,
+)
 
 
 class FakeMask:
@@ -23,6 +33,16 @@ class FakeMask:
         if self.error is not None:
             raise self.error
         return None
+
+
+class DraftedMask(FakeMask):
+    """It forbids every fifth token."""
+
+    def after_drafts(self, output_token_ids: Sequence[int], drafts: Sequence[int]) -> list[np.ndarray]:
+        start = len(output_token_ids)
+        allowed = [start + place for place in range(len(drafts))]
+        until = next((number for number, place in enumerate(allowed) if place % 5 == 4), len(drafts))
+        return [np.full(3, place + 1, np.int32) for place in allowed[:until]]
 
 
 def masked(name: str, prompt: int, mask: FakeMask, *, waits: bool) -> Request:
@@ -50,6 +70,29 @@ def test_each_token_of_a_request_is_sampled_under_its_own_mask(waits: bool, over
         assert [index for index, _, _ in output.masks] == expected
     for request in requests:
         check_result(request)
+
+
+@both_loops
+def test_each_token_after_drafts_is_sampled_under_its_own_mask(overlap: bool) -> None:
+    scheduler = make_scheduler(60, drafter=drafters(3)["right"])
+    engine = FakeEngine(scheduler, overlap=overlap)
+    request = make_request("masked", 5, 20)
+    request.mask, request.waits_for_tokens = DraftedMask(), True
+    add(scheduler, make_request("plain", 3, 20), request)
+    engine.run()
+    check_result(request)
+    num_drafts = 0
+    for output in engine.outputs:
+        if "masked" not in names_of(output):
+            continue
+        index = names_of(output).index("masked")
+        samples, computed = output.num_samples[index], output.num_computed_tokens[index]
+        first = computed + output.num_scheduled_tokens[index] - samples + 1 - len(request.prompt_token_ids)
+        told = [(place, int(words[0])) for number, place, words in output.masks if number == index]
+        assert told == [(place, first + place) for place in range(samples)]
+        assert all((first + place) % 5 != 4 for place in range(samples - 1)), "a draft that its mask forbids"
+        num_drafts += max(0, samples - 1)
+    assert num_drafts > 5
 
 
 @both_loops

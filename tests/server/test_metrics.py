@@ -1,12 +1,16 @@
 """/metrics: what dashboards made for vLLM ask for."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from compiled_llm import CompiledEngine
+from compiled_llm import CompiledEngine, EngineStats
 from compiled_llm.compiling.report import CompileReport, GraphReport
 from compiled_llm.report.limit_seconds import LimitSeconds
 from compiled_llm.report.machine_limits import MachineLimits
+from compiled_llm.server.metrics import Metrics
 from tests.server.conftest import Running
 
 NAMES = {
@@ -16,7 +20,8 @@ NAMES = {
     *("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds"),
     *("request_inference_time_seconds", "request_time_per_output_token_seconds", "request_prompt_tokens"),
     *("request_generation_tokens", "request_params_max_tokens", "request_params_n", "admission_rejections"),
-    "prompt_tokens_cached",
+    *("prompt_tokens_cached", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
+    *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
 }
 
 
@@ -35,6 +40,19 @@ def metrics(running: Running) -> dict[str, float]:
             elif "finished_reason" in sample.labels:
                 found[sample.labels["finished_reason"]] = sample.value
     return found
+
+
+def test_drafts_by_position() -> None:
+    stats = {**dict.fromkeys(EngineStats.__dataclass_fields__, 0), "num_graphs": 0, "num_pending_graphs": 0}
+    stats |= {"num_drafts": 9, "num_draft_tokens": 27, "num_accepted_draft_tokens": 12, "draft_seconds": 0.5}
+    started: Any = SimpleNamespace(block_size=16, num_kv_blocks=4)
+    text = Metrics("m").text({**stats, "num_accepted_by_position": [7, 5, 0]}, started).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = {sample.name.removeprefix("vllm:spec_decode_num_"): sample.value for sample in samples}
+    assert (found["drafts_total"], found["draft_tokens_total"], found["accepted_tokens_total"]) == (9, 27, 12)
+    assert found["compiled_llm:draft_seconds_total"] == 0.5
+    by_position = [s for s in samples if s.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert [(s.labels["position"], s.value) for s in by_position] == [("0", 7), ("1", 5), ("2", 0)]
 
 
 def test_counts_and_latencies(running: Running) -> None:

@@ -1,6 +1,5 @@
 """SamplingStage: what requests ask for, row by row, from admission to the tokens, uncompiled and without a model."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -293,6 +292,18 @@ def test_a_row_after_drafts_is_penalised_for_them_and_counts_if_they_were_right(
     tokens, _ = served.step(["c", "a"], logits[:4], drafts=[[3, 3], []])
     assert tokens == [2, 3, 4, 4] or tokens[0] == 2
     assert served.counts("c") == {50: 0.5, 0: 1, 1: 1, 2: 1}
+
+
+def test_each_row_after_drafts_has_its_own_mask() -> None:
+    served = Served(num_draft_tokens=3)
+    served.admit(admission("a"), admission("b", bad_words="x"))
+    masks = []
+    for place, token in enumerate((33, 40, 64)):
+        words = np.zeros(-(-VOCAB // 32), dtype=np.int32)
+        words[token // 32] = 1 << token % 32
+        masks.append((1, place, words))
+    tokens, _ = served.step(["a", "b"], rising(8), drafts=[[5], [33, 7]], masks=masks)
+    assert tokens == [VOCAB - 1, VOCAB - 1, 33, 40, 64]
 
 
 @pytest.mark.parametrize("asks", [{}, {"presence_penalty": 1.0}])

@@ -137,7 +137,7 @@ def test_feedback_stands_at_the_last_token_of_its_request(store: RequestRows, bu
 
 def test_a_request_with_drafts_has_a_row_for_each_of_its_tokens(store: RequestRows) -> None:
     """Three rows for ``a``, one for ``b`` amid its prompt, one for ``c``; the bucket has room for 2 of 4 requests."""
-    buffers = StepBuffers(Bucket("tokens", 16, 4, query_len=3), LIMITS, CPU)
+    buffers = StepBuffers(Bucket("decode", 12, 4, query_len=4), LIMITS, CPU)
     params = [SamplingParams(temperature=temperature) for temperature in (0.5, 0.6, 0.7)]
     first = [
         Item(name, [1] * 4, 0, [block], p, seed=block) for name, block, p in zip("abc", (3, 5, 6), params, strict=True)

@@ -1,0 +1,138 @@
+"""What speculation gives: tokens a second of the same requests with each method and without, engines in turns.
+
+    compiled-llm bench speculation --batch-sizes 1 4 16
+    compiled-llm bench speculation --prompts FILE --temperatures 0 0.8
+
+Prompts are edits of code: a function, and a comment that asks for it once more with a name changed. ``--prompts`` takes
+others, a JSON string in each line. The model need not be good at it: what it repeats is drafted. "suffix" keeps no
+outputs here, since every round serves the same prompts. Every method must give the tokens of the engine without one, or
+the benchmark ends. Ratios are medians over rounds of the tokens a second within a round.
+"""
+
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.api import tables
+from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.api.speculative_config import METHODS
+from compiled_llm.bench.harness import finish, in_turns, median_ratio
+from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.engine.engine import CompiledEngine
+
+_FUNCTION = """def read_{0}(path, separator):
+    with open(path) as file:
+        {0} = [line.split(separator) for line in file]
+    return [{1} for {1} in {0} if len({1}) > {2}]
+
+
+def write_{0}(path, {0}, separator):
+    with open(path, "w") as file:
+        for {1} in {0}:
+            file.write(separator.join({1}))
+
+
+"""
+_NAMES = ("rows", "row"), ("items", "item"), ("users", "user"), ("points", "point"), ("words", "word")
+_PLAIN = "none"
+# Every round serves the same prompts, so outputs of rounds before must not be drafted.
+_CONFIGS = {"suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0}}
+
+
+def edit_prompts(count: int) -> list[str]:
+    """Prompts that ask for code once more: a function twice, and the beginning of a third time."""
+    prompts = []
+    for number in range(count):
+        plural, single = _NAMES[number % len(_NAMES)]
+        text = _FUNCTION.format(plural, single, number)
+        changed = text.replace("separator", "delimiter")
+        prompts.append(
+            f"{text}# The same with delimiter in the place of separator:\n{changed}# Once more:\n{text[:40]}"
+        )
+    return prompts
+
+
+def parser(program: str) -> FlagParser:
+    made = engine_parser(program, "What speculation gives: tokens a second with each method and without.")
+    add = made.add_argument
+    add("--methods", nargs="+", default=["ngram", "suffix"], choices=tuple(METHODS), help="(default: ngram suffix)")
+    add("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], help="requests at once (default: 1 4 16)")
+    add("--temperatures", nargs="+", type=float, default=[0.0], help="(default: 0)")
+    add("--num-tokens", type=int, default=128, help="of each output (default: 128)")
+    add("--prompts", type=Path, help="a file with a prompt in each line, as a JSON string")
+    add("--rounds", type=int, default=5, help="(default: 5)")
+    tables.add_json_flag(made)
+    return made
+
+
+class Served:
+    """An engine with one method, or with none, and what it served."""
+
+    def __init__(self, engine: CompiledEngine) -> None:
+        self.engine, self.tokens = engine, list[list[int]]()
+
+    def run(self, prompts: Sequence[str], params: SamplingParams) -> float:
+        """Tokens a second."""
+        started = time.perf_counter()
+        outputs = self.engine.generate(list(prompts), params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        self.tokens = [output.outputs[0].token_ids for output in outputs]
+        return sum(map(len, self.tokens)) / seconds
+
+
+def measure(engines: dict[str, Served], prompts: Sequence[str], params: SamplingParams, rounds: int) -> dict[str, Any]:
+    """Of each engine: tokens a second, how many times as many as without, and how drafts fared.
+
+    Raises:
+        RuntimeError: a method changed a token.
+    """
+    before = {name: served.engine.stats() for name, served in engines.items()}
+    runs = {name: functools.partial(served.run, prompts, params) for name, served in engines.items()}
+    found = in_turns(runs, rounds=rounds)
+    results = {}
+    for name, served in engines.items():
+        if served.tokens != engines[_PLAIN].tokens:
+            raise RuntimeError(f"{name} changed a token: please report it")
+        stats = served.engine.stats().since(before[name])
+        results[name] = {
+            "tokens_per_second": statistics.median(found[name]),
+            "ratio": median_ratio(found[name], found[_PLAIN]),
+            "accepted_share": stats.num_accepted_draft_tokens / max(1, stats.num_draft_tokens),
+            "accepted_length": stats.mean_accepted_length if stats.num_drafts else 1.0,
+            "draft_us": 1e6 * stats.draft_seconds / max(1, stats.num_output_tokens),
+        }
+    return results
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    args = parser(program).parse_checked(None, arguments, batch_sizes=1, num_tokens=2, rounds=1)
+    most = max(args.batch_sizes)
+    prompts = edit_prompts(most)
+    if args.prompts is not None:
+        prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()]
+    rows, results = list[dict[str, Any]](), dict[str, Any]()
+    with ExitStack() as stack, errors_end(program):
+        model = stack.enter_context(model_of(args))
+        given: dict[str, Any] = {**model, "enable_prefix_caching": False}
+        engines = {}
+        for name in (_PLAIN, *args.methods):
+            given["speculative_config"] = _CONFIGS.get(name) or (None if name == _PLAIN else {"method": name})
+            config = dataclasses.replace(engine_config(args), **given)
+            engines[name] = Served(stack.enter_context(CompiledEngine.from_config(config)))
+        for size in args.batch_sizes:
+            for temperature in args.temperatures:
+                params = SamplingParams(max_tokens=args.num_tokens, temperature=temperature, seed=1, ignore_eos=True)
+                chosen = [prompts[index % len(prompts)] for index in range(size)]
+                found = measure(engines, chosen, params, args.rounds)
+                results[f"batch {size}, temperature {temperature:g}"] = found
+                rows += [{"batch": size, "temperature": temperature, "method": n, **row} for n, row in found.items()]
+        print(tables.text_table(rows))
+        finish("speculation", {"runs": results}, args.json, device=engines[_PLAIN].engine.runner.device)
+    return 0

@@ -1,0 +1,168 @@
+"""How many drafts a step takes: what gives the most tokens a second, by measured acceptance and seconds."""
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from compiled_llm.scheduling.draft_lengths import (
+    Acceptance,
+    DecodeCosts,
+    History,
+    lengths,
+    lengths_beside_prompts,
+    num_skipped,
+)
+from compiled_llm.scheduling.request import Request
+from tests.fake_engine import FakeDrafter, FakeEngine, add, check_result, expected_tokens, make_request, make_scheduler
+
+SIZES = [(4, 4), (4, 8), (4, 16)]
+FREE = dict.fromkeys(SIZES, 1.0)
+LINEAR = {size: float(size[1]) for size in SIZES}
+
+
+def test_where_rows_cost_nothing_all_drafts_of_worth_are_taken() -> None:
+    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 99, fills_first=True) == [3, 2]
+    assert lengths([0.9, 0.3], [3, 3], 2, SIZES, FREE, 99, fills_first=True) == [3, 1], "0.3 squared is next to nothing"
+    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 4, fills_first=True) == [2, 2]
+
+
+def test_where_each_row_costs_as_much_as_a_request_only_free_places_are_filled() -> None:
+    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=True) == [2, 0]
+    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, LINEAR, 99, fills_first=True) == [0] * 4
+    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=False) == [6, 0], "half of the first is empty"
+
+
+def test_the_bucket_with_the_most_tokens_a_second_is_filled_and_a_small_gain_is_none() -> None:
+    seconds = {(4, 4): 1.0, (4, 8): 1.3, (4, 16): 4.0}
+    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True) == [1, 1, 1, 1]
+    assert lengths([0.3] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True) == [0] * 4
+    at_par = {(4, 4): 1.0, (4, 8): 1.49, (4, 16): 4.0}
+    assert lengths([0.5] * 4, [7] * 4, 4, SIZES, at_par, 99, fills_first=True) == [0] * 4
+
+
+def test_no_other_choice_gives_more_tokens_a_second() -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        num_requests = rng.randint(1, 4)
+        seconds = {size: rng.uniform(0.5, 1.0) * (1 + index) for index, size in enumerate(SIZES)}
+        chances = [rng.uniform(0.2, 0.95) for _ in range(num_requests)]
+        available = [rng.randint(0, 3) for _ in range(num_requests)]
+
+        def rate(counts: Sequence[int], chances: list[float] = chances, seconds: dict = seconds) -> float:
+            tokens = sum(1 + sum(c**place for place in range(1, n + 1)) for c, n in zip(chances, counts, strict=True))
+            return tokens / min(seconds[size] for size in SIZES if size[1] >= len(counts) + sum(counts))
+
+        chosen = lengths(chances, available, num_requests, SIZES, seconds, 99, fills_first=True)
+        assert all(count <= most for count, most in zip(chosen, available, strict=True))
+        best = max(rate(counts) for counts in itertools.product(*(range(n + 1) for n in available)))
+        assert rate(chosen) >= best / 1.35, "gains below 2% a bucket, and drafts of next to no worth, are left out"
+        assert rate(chosen) >= rate([0] * num_requests) * 0.999
+
+
+def test_beside_prompts_a_draft_has_to_be_likely() -> None:
+    assert lengths_beside_prompts([0.9, 0.4, 0.75], [9, 9, 9], 99) == [6, 0, 2]
+    assert lengths_beside_prompts([0.9, 0.9], [9, 2], 7) == [6, 1]
+
+
+def test_acceptance_follows_the_last_drafts() -> None:
+    of_all, own = Acceptance(), Acceptance(0.0, 0.0)
+    assert own.chance(of_all) == pytest.approx(0.6)
+    for _ in range(30):
+        own.observe(3, ends_wrong=False)
+    assert own.chance(of_all) > 0.95
+    for _ in range(30):
+        own.observe(0, ends_wrong=True)
+    assert own.chance(of_all) < 0.2
+
+
+def test_a_proposal_is_compared_with_what_comes_whether_it_was_verified_or_not() -> None:
+    of_all, history = Acceptance(0.0, 0.0), History(waits=False)
+    history.proposal, history.num_output_tokens = [5, 6, 7], 2
+    history.compare([1, 2], of_all)
+    assert (of_all.num_right, of_all.num_tried) == (0, 0), "nothing came yet"
+    history.compare([1, 2, 5, 6, 9], of_all)
+    assert (of_all.num_right, of_all.num_tried) == (2, 3)
+    history.compare([1, 2, 5, 6, 9], of_all)
+    assert of_all.num_tried == 3, "once"
+    history.proposal, history.num_output_tokens = [5, 6, 7], 5
+    history.compare([1, 2, 5, 6, 9, 5], of_all)
+    assert of_all.num_tried == pytest.approx(0.99 * 3 + 1), "of the others nothing is known"
+
+
+def test_costs_follow_the_steps_and_a_bucket_that_is_not_used_is_tried_again() -> None:
+    costs = DecodeCosts([((1, 1), 1.0), ((1, 4), 2.0), ((8, 8), 5.0)])
+    for _ in range(100):
+        costs.record(1, 1, 1.5)
+    assert costs.seconds[1, 1] == pytest.approx(1.5, rel=0.01)
+    assert 0.8 * 2.0 < costs.seconds[1, 4] < 2.0
+    assert costs.seconds[8, 8] == 5.0
+    costs.record(1, 2, 1.0)
+    assert (1, 2) not in costs.seconds
+
+
+def test_looks_of_no_use_become_rare_where_they_take_a_share_of_the_time() -> None:
+    assert [num_skipped(n, 1e-6, 1.0, 0) for n in range(9)] == [0] * 9
+    assert [num_skipped(n, 0.06, 1.0, 0) for n in range(9)] == [0, 1, 3, 7, 15, 20, 20, 20, 20]
+    assert num_skipped(99, 10.0, 1.0, 0) == 64
+    assert num_skipped(99, 0.0, 1.0, 16) == 16
+
+
+# -- In the scheduler
+
+
+class Source:
+    """A method that adapts, of what ``FakeDrafter`` guesses; it notes how often it is asked."""
+
+    num_tokens, adapts = 3, True
+
+    def __init__(self, num_right: int) -> None:
+        self.drafter, self.num_asked, self.ended = FakeDrafter(3, lambda: num_right), 0, list[Request]()
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        self.num_asked += len(requests)
+        known = [request.prompt_token_ids + request.output_token_ids for request in requests]
+        return [self.drafter.propose(r.request_id, k)[:n] for r, k, n in zip(requests, known, most, strict=True)]
+
+    def end(self, request: Request) -> None:
+        self.ended.append(request)
+
+
+def served(num_right: int, per_row: float, overlap: bool = False, one_graph: bool = True) -> tuple[FakeEngine, Source]:
+    """Four requests of 40 tokens, where a step of n rows takes 1 + n x ``per_row``, as measured."""
+    source = Source(num_right)
+    seconds = [((size, size * n), 1 + size * n * per_row) for size in (1, 4) for n in (1, 2, 4)]
+    scheduler = make_scheduler(
+        120, source=source, one_graph=one_graph, arguments={"decode_seconds": seconds}, max_num_batched_tokens=64
+    )
+    engine = FakeEngine(scheduler, overlap=overlap)
+    requests = add(scheduler, *[make_request(f"{n}", 5, 40) for n in range(4)])
+    engine.run()
+    for request in requests:
+        check_result(request)
+        assert request.output_token_ids == expected_tokens(request.prompt_token_ids, 40)
+    assert set(source.ended) == set(requests)
+    return engine, source
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_right_drafts_are_verified_where_rows_are_cheap_and_not_where_they_are_dear(overlap: bool) -> None:
+    cheap, _ = served(3, 0.01, overlap)
+    dear, _ = served(3, 10.0, overlap)
+    assert len(cheap.outputs) < 25
+    assert cheap.scheduler.counts.num_draft_tokens > 80
+    assert dear.scheduler.counts.num_draft_tokens < 12
+
+
+def test_wrong_drafts_are_soon_not_verified_any_more() -> None:
+    engine, source = served(0, 0.2)
+    assert engine.scheduler.counts.num_draft_tokens < 30
+    assert source.num_asked > 100, "on a CPU, looking costs little"
+
+
+def test_on_a_gpu_a_request_without_use_for_drafts_does_not_wait_for_its_tokens() -> None:
+    engine, source = served(0, 0.2, overlap=True, one_graph=False)
+    assert source.num_asked < 40
+    overlapping = sum(any(row >= 0 for row in output.feedback) for output in engine.outputs)
+    assert overlapping > 20
