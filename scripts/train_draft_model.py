@@ -94,14 +94,13 @@ def train(student: torch.nn.Module, teacher: torch.nn.Module, documents: list[li
     """Train for the budget of wall time; the learning rate follows the share of it that has passed."""
     trained = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    wide = argparse.Namespace(seed=args.seed, context_length=4 * args.context_length)
-    stream = demo.batches(documents, wide)
+    stream = demo.batches(documents, args)
     budget, tokens_seen, steps, curve, recent = args.minutes * 60, 0, 0, [], []
     bar = tqdm(total=round(budget), unit="s", bar_format="{percentage:3.0f}%|{bar:30}| {n:.0f}/{total}s {postfix}")
     start = time.perf_counter()
     while (progress := (time.perf_counter() - start) / budget) < 1.0:
         rows = next(stream)
-        loss = distance(student, teacher, rows[:, :-1].reshape(-1, args.context_length))
+        loss = distance(student, teacher, rows[:, :-1].contiguous())
         loss.backward()
         optimizer.param_groups[0]["lr"] = args.learning_rate * demo.learning_rate_factor(progress)
         optimizer.step()

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from compiled_llm.api.argument_checks import check_fields, integers, names, one_of, sizes
 from compiled_llm.api.names import ENGINE_ARGUMENTS, QUANTIZATIONS, refuse_unknown_names, value_hint
-from compiled_llm.api.speculative_config import SpeculativeConfig
+from compiled_llm.api.speculative_config import NETWORK_METHODS, SpeculativeConfig
 from compiled_llm.api.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -261,6 +261,11 @@ class EngineConfig:
             )
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        if self.cuda_graphs == "trees" and self.speculation is not None and self.speculation.method in NETWORK_METHODS:
+            raise ValueError(
+                "cuda_graphs must not be 'trees' with a network that drafts (speculative_config), whose graphs follow "
+                "any other, given 'trees'"
+            )
         if self.attention_sink_tokens:
             self._check_sinks()
         if self.target_itl_ms is not None and not self.enable_chunked_prefill:

@@ -49,6 +49,13 @@ def test_a_field_of_another_method_is_refused_with_the_method_that_takes_it(name
         SpeculativeConfig(**{"method": other, name: 2})
 
 
+def test_a_network_that_drafts_needs_graphs_of_the_engine() -> None:
+    config = {"method": "draft_model", "model": "somewhere"}
+    with pytest.raises(ValueError, match=r"^cuda_graphs must not be 'trees' with a network that drafts"):
+        EngineConfig(speculative_config=config, cuda_graphs="trees")
+    EngineConfig(speculative_config={"method": "ngram"}, cuda_graphs="trees")
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -176,8 +176,9 @@ def test_what_a_host_would_wait_for_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         gpu.serving = False
 
 
+@pytest.mark.battery
 def test_a_draft_model_drafts_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tokens are those of a CPU without drafts, some drafts are right, and the host waits for the ends of steps alone."""
+    """Tokens are those of a CPU without drafts, some drafts are right, and the host waits for ends of steps alone."""
     sizes = SIZES | {"model": str(checkpoint("llama")), "num_kv_blocks": 40, "block_size": 8}
     config = {"method": "draft_model", "model": inexact_copy("llama", tmp_path / "draft"), "adaptive": False}
     prompts = [[5, 6, 7], [8] * 20, [9, 10]]
