@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 }
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_space_bytes": 2**24}
 ENGINES: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32", "num_kv_blocks": 24, **SWAP},
+    "float32": {"dtype": "float32", "num_kv_blocks": 40, **SWAP},
     "bfloat16": {"dtype": "bfloat16", "num_kv_blocks": 40},
     "overlap": {"async_scheduling": True, "num_kv_blocks": 24, **SWAP},
     "int8 cache": {"kv_cache_dtype": "int8", "num_kv_blocks": 60},
