@@ -957,10 +957,10 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         "ops.sampling.reference",
         NOISE,
         """
-        blocks whose first token is beyond the vocabulary bound nothing
+        the best of the tokens with their block's largest noise does not compete
             _winners: of_tokens >= best[:, None] => of_tokens > best[:, None]
         tokens that the filters took compete
-            _winners: stays & (of_tokens => (of_tokens > -(2**31)) & (of_tokens
+            _winners: stays & (of_tokens >= best[:, None]) => (of_tokens >= best[:, None])
         """,
     ),
     (

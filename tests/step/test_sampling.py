@@ -154,3 +154,17 @@ def test_extreme_logits() -> None:
     for logits in (torch.full((1, 10), -math.inf), torch.eye(10)[:1] * math.nan, torch.eye(10)[:1].log().neg()):
         assert sample(logits, Filters().rows(1)).item() == NO_TOKEN
         assert greedy_tokens(logits).item() == NO_TOKEN
+
+
+def test_a_drafter_with_the_requests_input_draws_the_models_token() -> None:
+    """Logits near to the model's, with its seed, position and filters; another request's seed is of no use."""
+    logits = torch.randn(1000, 500) * 2.5
+    drafter = logits + torch.randn(1000, 500) * 0.7
+    params = Filters(temperature=0.9, top_k=300, top_p=0.98, min_p=0.001).rows(1000, seed=3)
+    own, drafted, other = (
+        sample(x, given)
+        for x, given in ((logits, params), (drafter, params), (drafter, params._replace(seed=params.seed + 1)))
+    )
+    shares = [float((own == tokens).double().mean()) for tokens in (drafted, other)]
+    assert shares[0] > 0.55
+    assert shares[1] < 0.25

@@ -249,7 +249,7 @@ def test_greedy_tokens_refuse_wrong_inputs() -> None:
 
 
 ORDINARY = [
-    "257-float32-banned", "1500-float32-normal-0.1", "1500-bfloat16-equal", "1500-float16-peaked", "top-k-0",
+    "257-float32-banned", "1500-float32-normal-0.1", "1500-float16-peaked", "top-k-0",
     "short-list-both-few-values", "extremes-7-torch.float16", "strided-torch.bfloat16", "greedy-torch.float16",
     "no-number", "top-n-sigma", "programs-few-values", "noise",
 ]  # fmt: skip
