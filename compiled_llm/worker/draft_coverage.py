@@ -92,7 +92,12 @@ class DraftCoverage:
 
     def cover(self, row: int, start: int, end: int, store: RequestRows) -> None:
         """The drafter has tokens ``start..end - 1`` more of the request in ``row``."""
-        self._first_lacking[store.block_table[row, start // self._size : -(-end // self._size)]] = self._size
+        if not self._lacks_some:
+            return
+        blocks = store.block_table[row, start // self._size : -(-end // self._size)]
+        self._first_lacking[blocks] = self._size
+        if end % self._size and len(blocks):
+            self._first_lacking[blocks[-1]] = end % self._size
 
 
 def _move(pairs: Sequence[tuple[int, int]], source: np.ndarray, target: np.ndarray) -> None:
