@@ -1,4 +1,4 @@
-"""The script that trains a draft model on a tiny budget, and the one that ships: its size, shape, and what it claims."""
+"""The script that trains a draft model on a tiny budget, and the one that ships: size, shape, and what it claims."""
 
 import json
 from pathlib import Path
