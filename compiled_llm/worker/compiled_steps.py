@@ -446,3 +446,5 @@ class CompiledSteps:
         """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone."""
         for bucket in {bucket.kind: bucket for bucket in self.buckets}.values():
             self.run(bucket, SamplingNeeds(sampling=True, changed_logits=True, logprobs=True))
+        if self.drafting is not None:
+            self.drafting.run_largest()

@@ -205,6 +205,12 @@ class DraftStage:
         coverage.end_step(rows, starts, starts + counts, is_covered, store)
         return drafts
 
+    def run_largest(self) -> None:
+        """Run each kind in its largest size, all padding: what it allocates depends on that alone."""
+        prompt, requests = max(self._prompts), max(self._inputs)
+        self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(prompt))
+        self._functions[self._name("draft", requests)](*self._arguments(requests))
+
     def _catch_up(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
     ) -> np.ndarray:
