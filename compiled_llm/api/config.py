@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from compiled_llm.api.argument_checks import check_fields, integers, names, one_of, sizes
-from compiled_llm.api.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
-from compiled_llm.api.speculative_config import SpeculativeConfig
+from compiled_llm.api.names import ENGINE_ARGUMENTS, QUANTIZATIONS, refuse_unknown_names, value_hint
+from compiled_llm.api.speculative_config import NETWORK_METHODS, SpeculativeConfig
 from compiled_llm.api.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
-QUANTIZATIONS = ("int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4")  # of the weights
 GROUP_SIZES = (32, 64, 128)
 # Arguments that are one of a few names -> these names. ``quantization`` may also be None.
 NAMED_VALUES = {
@@ -262,6 +261,11 @@ class EngineConfig:
             )
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        if self.cuda_graphs == "trees" and self.speculation is not None and self.speculation.method in NETWORK_METHODS:
+            raise ValueError(
+                "cuda_graphs must not be 'trees' with a network that drafts (speculative_config), whose graphs follow "
+                "any other, given 'trees'"
+            )
         if self.attention_sink_tokens:
             self._check_sinks()
         if self.target_itl_ms is not None and not self.enable_chunked_prefill:

@@ -21,6 +21,8 @@ def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
     return {name: answer for answer, names in names_of.items() for name in names.split()}
 
 
+QUANTIZATIONS = ("int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4")  # of weights
+
 # Engine argument of vLLM or transformers -> what to do here.
 ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
     {

@@ -148,7 +148,7 @@ class EngineStats:
             requests got.
         num_accepted_by_position: of these, how many were the first draft of a request and step, the second...; as many
             as there may be.
-        draft_seconds: host time in looking for drafts; part of ``schedule_seconds``.
+        draft_seconds: time in drafting: of the host, as a part of ``schedule_seconds``, or of a network on the device.
         draft_gain_seconds: time that drafts have saved, by what steps without them take; below 0: that they have cost.
             0 where that is not measured.
         prefix_queried_tokens, prefix_hit_tokens: tokens of requests when they were first admitted, and how many of them

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 from compiled_llm.api.argument_checks import integer, number, one_of
-from compiled_llm.api.names import SPECULATIVE_FIELDS, refuse_unknown_names
+from compiled_llm.api.names import QUANTIZATIONS, SPECULATIVE_FIELDS, refuse_unknown_names
 from compiled_llm.api.readable import shown
 
 MOST_DRAFT_TOKENS = 15  # the attention op takes up to 16 rows of a request as a decode
@@ -40,7 +40,10 @@ METHODS: Mapping[str, Method] = {
             "suffix_decoding_min_token_prob": 0.1,
         },
     ),
+    "draft_model": Method(4, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
 }
+# Methods whose drafts a network of the worker makes behind each step.
+NETWORK_METHODS = ("draft_model",)
 _LOOKUP = 5  # tokens, where neither bound is given
 _INTEGERS = {
     "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),
@@ -66,8 +69,9 @@ class SpeculativeConfig:
         method: "ngram": what followed the last few tokens where the request had them before (prompt lookup).
             "suffix": what most often followed the longest run of last tokens, in the request and in recent outputs of
             others (SuffixDecoding, Oliaro et al., 2024, arXiv:2411.04975).
+            "draft_model": what a smaller model of the same vocabulary samples, with the random numbers of the model.
         num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 15. None: 7 by "ngram", 15 by
-            "suffix".
+            "suffix", 4 by "draft_model".
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
@@ -78,6 +82,10 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: by "suffix": most drafts for each token of the run that was found. None: 1.
         suffix_decoding_min_token_prob: by "suffix": drafts end where one is less likely than this, as counted. None:
             0.1.
+        model: by "draft_model": a directory, a .gguf file or a hub id, of a checkpoint in which each token has the id
+            that it has in the model. It runs in the model's dtype, and has a KV cache of its own in the model's blocks.
+        revision: by "draft_model": branch, tag or commit of a hub id. None: the main branch.
+        quantization: by "draft_model": as the engine argument of this name, of the draft model. None: the checkpoint's.
     """
 
     method: str
@@ -89,6 +97,9 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
+    model: str | None = None
+    revision: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         one_of("method", self.method, tuple(METHODS))
@@ -102,6 +113,12 @@ class SpeculativeConfig:
         for name, limits in _NUMBERS.items():
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), *limits)
+        for name in ("model", "revision"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name} must be a non-empty str, given {shown(value)}")
+        if self.quantization is not None:
+            one_of("quantization", self.quantization, QUANTIZATIONS)
         self._complete(method)
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is not None and most is not None and least > most:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.checkpoint.draft_model import draft_checkpoint
 from compiled_llm.checkpoint.generation_config import (
     default_sampling_params,
     listed,
@@ -29,6 +30,7 @@ from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.text.tokenizer_parts import probe_texts
 from compiled_llm.worker import exactness
 from compiled_llm.worker.device import resolve_device, use_device
+from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.memory import (
     StartMemory,
     check_room_for_weights,
@@ -97,7 +99,18 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
         yield from notes
     yield "exact bits", exactness.described(exactness.obstacles(config, device, linears, made))
 
-    sizes = PoolSizes.of(made, cache_dtypes, limits, dtype)
+    network = draft_checkpoint(config, made, tokenizer, with_weights=False)
+    drafter = None if network is None else DraftPlan.of(network, limits.max_model_len, device, dtype)
+    draft_bytes = 0
+    if drafter is not None:
+        draft_bytes = num_bytes(drafter.described())
+        of_draft = kv_cache.describe(*drafter.cached, dtype)
+        yield (
+            "draft model",
+            f"{drafter.model_config.architecture}, {_sizes(drafter.model_config)}; {draft_bytes / _MIB:,.1f} MiB in "
+            f"memory; KV cache {of_draft}",
+        )
+    sizes = PoolSizes.of(made, cache_dtypes, limits, dtype, None if drafter is None else drafter.cached)
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(made, cache_dtypes, dtype)}{state}"
     where = "GPU" if device.type == "cuda" else "machine"
@@ -108,7 +121,7 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     check_room_for_weights(description.weights, linears, config, served, directory, device, dtype)
     activations = estimated_activations(made, limits, dtype, linears)
     memory = StartMemory(config, limits, device, sizes, kv_cache.num_tensors(made, cache_dtypes), activations)
-    memory.check(weight_bytes)
+    memory.check(weight_bytes + draft_bytes)
     yield "room", _room(memory, limits, made)
 
 

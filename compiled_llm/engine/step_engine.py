@@ -11,6 +11,8 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.api.speculative_config import NETWORK_METHODS
+from compiled_llm.checkpoint.draft_model import draft_checkpoint
 from compiled_llm.checkpoint.generation_config import (
     default_sampling_params,
     listed,
@@ -29,6 +31,7 @@ from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource, draft_length
 from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
@@ -70,11 +73,12 @@ class StepEngine:
             self.model_config, note = with_end_of_text(self.model_config, self.tokenizer)
             for line in (*self.tokenizer.notes, *note):
                 progress.line(line)
+        network = draft_checkpoint(config, self.model_config, self.tokenizer)
         self.runner: ModelRunner | WorkerProcess
         if config.model_process:
-            self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens)
+            self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens, network)
         else:
-            self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
+            self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens, network)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, self._source(drafter))
         self._closed = False
         self._own_process = OwnProcess()
@@ -100,8 +104,11 @@ class StepEngine:
 
     def _source(self, drafter: Drafter | None) -> DraftSource | None:
         """What drafts tokens, if anything does."""
-        if self.config.speculation is not None:
-            return host_source(self.config.speculation, self.model_config.vocab_size)
+        wanted = self.config.speculation
+        if wanted is not None and wanted.method in NETWORK_METHODS:
+            return WorkerDrafts(wanted.num_tokens, wanted.adaptive)
+        if wanted is not None:
+            return host_source(wanted, self.model_config.vocab_size)
         return None if drafter is None else CheckedDrafter(drafter, self.model_config.vocab_size)
 
     @property

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.scheduling.costs import moved
 from compiled_llm.scheduling.draft_lengths import (
     Acceptance,
     DecodeCosts,
@@ -17,6 +18,7 @@ from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 from compiled_llm.scheduling.worker import StepResult
+from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
 _SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
 
@@ -42,6 +44,8 @@ class DraftPlanner:
         self._of_all = Acceptance()
         self._look_seconds = 0.0  # that looking for the drafts of a request takes; a moving average
         self._proposed: dict[Request, Sequence[int]] = {}  # for the step that is being planned
+        self._of_worker = source if isinstance(source, WorkerDrafts) else None
+        self._network_seconds: dict[int, float] = {}  # by requests of the decode bucket: what a network took behind it
 
     def takes_drafts(self, request: Request) -> bool:
         """Whether tokens of ``request`` may be drafted at all."""
@@ -97,6 +101,31 @@ class DraftPlanner:
         self.running_set.counts.num_drafts += bool(drafts)
         return len(drafts)
 
+    def plan_next(self, requests: Sequence[Request], output: SchedulerOutputBuilder) -> None:
+        """A step of ``requests`` is planned: where a network of the worker drafts, say whether it is to draft after it.
+
+        A request gets blocks for what may be drafted then, as far as some are free.
+        """
+        if self._of_worker is None:
+            return
+        output.drafts_next = any(request.takes_drafts and self._wants_more(request) for request in requests)
+        if not output.drafts_next:
+            return
+        for request, samples in zip(requests, output.num_samples, strict=True):
+            if request.takes_drafts and samples:
+                self.running_set.grow_ahead(request, self._of_worker.num_tokens)
+                if request.num_sent_blocks < len(request.block_ids):
+                    self.running_set.send_blocks(request, output)
+
+    def _wants_more(self, request: Request) -> bool:
+        """Whether drafts for the step after this one are looked for."""
+        return not self._adapts or self._histories[request].num_skipped == 0
+
+    def take(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        """The results of a step of ``requests`` are entered: what a network of the worker has drafted for the next."""
+        assert self._of_worker is not None, "nobody asked the worker for drafts"
+        self._of_worker.take(requests, drafts)
+
     def accept(self, count: int) -> None:
         """The first ``count`` drafts of a request were right."""
         counts = self.running_set.counts
@@ -107,13 +136,18 @@ class DraftPlanner:
 
     def record(self, result: StepResult, num_requests: int, num_accepted: int) -> None:
         """A step of so many requests is done, of whose drafts so many were accepted."""
-        bucket = result.bucket
+        bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
+        counts.draft_seconds += drafting
         if bucket.kind != "decode" or not self.costs.seconds:
             return
-        self.costs.record(bucket.num_requests, bucket.num_tokens, result.seconds)
-        plain = self.costs.seconds.get((bucket.num_requests, bucket.num_requests))
-        if plain is not None and bucket.num_tokens > bucket.num_requests:
-            self.running_set.counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - result.seconds
+        size, seconds = bucket.num_requests, result.seconds - drafting
+        self.costs.record(size, bucket.num_tokens, seconds)
+        if drafting:
+            self._network_seconds[size] = moved(self._network_seconds.get(size, drafting), drafting)
+        plain = self.costs.seconds.get((size, size))
+        if plain is not None and bucket.num_tokens > size:
+            counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - seconds
+        counts.draft_gain_seconds -= drafting
 
     def end(self, request: Request) -> None:
         """A request has ended."""
@@ -171,9 +205,30 @@ class DraftPlanner:
             fills = self.limits.mixes_lens
             counts = lengths(chances, available, num_requests, sizes, self.costs.seconds, most, fills_first=fills)
         looks, seconds = self._look_seconds * len(asked), self.costs.seconds.get(sizes[0], 0.0)
+        pays = True
+        if self._of_worker is not None:
+            looks += (network := self._network_seconds.get(sizes[0][0], 0.0))
+            pays = network < self._gain(chances, counts, num_requests, sizes)
         least = 0 if self.limits.mixes_lens else _SKIPPED_ON_A_GPU
         for request, history, drafts, count in zip(asked, histories, proposals, counts, strict=True):
+            if self._of_worker is not None and not drafts:
+                continue  # nothing was drafted behind the last step, which says nothing
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
-            history.num_useless = 0 if count else history.num_useless + 1
+            history.num_useless = 0 if count and pays else history.num_useless + 1
             history.num_skipped = num_skipped(history.num_useless, looks, seconds, least)
         return counts
+
+    def _gain(
+        self,
+        chances: Sequence[float],
+        counts: Sequence[int],
+        num_requests: int,
+        sizes: Sequence[tuple[int, int]],
+    ) -> float:
+        """Seconds that a step with so many drafts is expected to save, without the time that it takes to draft them."""
+        size = next((size for size in sizes if num_requests + sum(counts) <= size[1]), sizes[-1])
+        plain = self.costs.seconds[sizes[0]]
+        tokens = sum(
+            chance**place for chance, count in zip(chances, counts, strict=True) for place in range(1, count + 1)
+        )
+        return tokens * plain / num_requests - (self.costs.seconds[size] - plain)

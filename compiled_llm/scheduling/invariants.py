@@ -96,7 +96,8 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
     # One that generates nothing ends with the results of the step that computes its last token.
     assert request.num_computed_tokens < request.num_tokens + (not request.generates), "no token is left to compute"
     assert request.num_computed_tokens <= len(request.block_ids) * size, "computed tokens have no block"
-    assert len(request.block_ids) <= -(-(request.num_tokens + scheduler.limits.num_draft_tokens) // size)
+    # Drafts that were not accepted, and those that a network would have drafted behind them.
+    assert len(request.block_ids) <= -(-(request.num_tokens + 2 * scheduler.limits.num_draft_tokens) // size)
     assert request.num_sent_blocks <= len(request.block_ids)
     if request.num_tokens < request.next_look:
         assert request.num_computed_tokens == request.num_tokens - 1 < len(request.block_ids) * size - 1

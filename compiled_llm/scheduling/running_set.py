@@ -235,6 +235,18 @@ class RunningSet:
             self.places.grow(request)
         return min(num_tokens, len(request.block_ids) * self.limits.block_size - request.num_computed_tokens)
 
+    def grow_ahead(self, request: Request, num_tokens: int) -> None:
+        """Blocks for ``num_tokens`` after what a running request computes, for a drafter's keys, if some are free.
+
+        As ``grow_for_drafts``: nobody is preempted, and each running request still has a block to grow into.
+        """
+        most = min(request.num_computed_tokens + num_tokens, request.max_num_tokens)
+        missing = self._blocks_for(most) - len(request.block_ids)
+        needed = missing + len(self.running)
+        if missing > 0 and needed <= self.pool.num_free and self.places.is_free(needed):
+            request.block_ids += self.pool.allocate(missing) or []
+            self.places.grow(request)
+
     def make_writable(self, request: Request, position: int, output: SchedulerOutputBuilder) -> bool:
         """Give a running request a block of its own at ``position``, to write to. False: it is preempted itself."""
         while self.forks.must_copy(request, position):  # making room may leave the block to this request alone

@@ -192,6 +192,7 @@ class Scheduler:
         if result.bucket.kind == "tokens":
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
         num_accepted = self.counts.num_accepted_draft_tokens
+        drafts = _drafts_for(requests, output, result)
         self.forks.end_copies()
         if result.prompt_logprobs is not None:
             self._enter_scores(requests, output, result.prompt_logprobs.logprobs)
@@ -218,6 +219,8 @@ class Scheduler:
             elif self._enter(request, token_id, start + count, num_samples, now):
                 advanced.append(request)
         if self.drafts is not None:
+            if drafts:
+                self.drafts.take(requests, drafts)
             self.drafts.record(result, len(requests), self.counts.num_accepted_draft_tokens - num_accepted)
         return advanced
 
@@ -379,3 +382,14 @@ class Scheduler:
             for request in [*self.running, *self.waiting, *self.prefix_cache.held_back()][:20]
         )
         return f"{self.pool.num_free} of {self.pool.num_blocks} blocks free; {requests}; {self.limits}"
+
+
+def _drafts_for(requests: list[Request], output: SchedulerOutput, result: StepResult) -> list[tuple[int, ...]]:
+    """What a network drafted for ``requests`` behind the step ``output``; empty: nothing for any of them.
+
+    It went on from all drafts that were right. Those of a request that was preempted meanwhile do not count any more.
+    """
+    if result.draft_token_ids is None:
+        return []
+    columns = zip(requests, output.num_samples, result.draft_token_ids, strict=True)
+    return [drafts if len(request.draft_token_ids) == max(0, count - 1) else () for request, count, drafts in columns]

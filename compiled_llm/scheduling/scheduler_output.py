@@ -83,6 +83,7 @@ class SchedulerOutput(NamedTuple):
         states: of layers that keep some.
         moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
         resets: whether the worker is to forget all requests before this step.
+        drafts_next: whether a network of the worker is to draft what follows this step, if there is one.
         masks: (i, place, words): the tokens that request i may have where it samples for the first, second... time in
             the step (``place`` from 0): bit v % 32 of int32 word v // 32 for token v.
         prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
@@ -107,6 +108,7 @@ class SchedulerOutput(NamedTuple):
     resets: bool = False
     masks: tuple[tuple[int, int, "np.ndarray"], ...] = ()
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    drafts_next: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -183,6 +185,7 @@ class SchedulerOutputBuilder:
         self.moved_sinks: list[tuple[int, int]] = []
         self.masks: list[tuple[int, int, np.ndarray]] = []
         self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
+        self.drafts_next = False
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
@@ -205,4 +208,5 @@ class SchedulerOutputBuilder:
             resets,
             tuple(self.masks),
             tuple(self.prompt_targets),
+            self.drafts_next,
         )

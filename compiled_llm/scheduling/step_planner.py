@@ -62,6 +62,8 @@ class StepPlanner:
         admits = len(self.running_set.preempted) == num_preempted
         self._schedule_the_rest(output, requests, lacking, admits)
         self._add_masks(output)
+        if self.drafts is not None:
+            self.drafts.plan_next(requests, output)
         return requests
 
     def _schedule_single_tokens(self, output: SchedulerOutputBuilder, requests: list[Request]) -> deque[Request]:

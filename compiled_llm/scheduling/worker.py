@@ -70,6 +70,9 @@ class StepResult:
         prompt_logprobs: of the step's ``prompt_targets``, one target after another; None where there are none.
         seconds: that the device took.
         num_experts: experts that some token used, over all layers; 0 in a model without.
+        draft_token_ids: of each request, the tokens that a network guesses to follow those that it has then; None where
+            none drafted.
+        draft_seconds: of ``seconds``, those of that network.
     """
 
     bucket: Bucket
@@ -78,6 +81,8 @@ class StepResult:
     prompt_logprobs: LogprobColumns | None = None
     seconds: float = 0.0
     num_experts: int = 0
+    draft_token_ids: tuple[tuple[int, ...], ...] | None = None
+    draft_seconds: float = 0.0
 
 
 class WorkerFailedError(RuntimeError):

@@ -46,7 +46,7 @@ def step_function(
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         step_input = _fed_back(step_input, feedback)
-        own = _with_own_tables(step_input)
+        own = with_own_tables(step_input)
         if planned is None or not step_input.seq_lens.is_cuda:
             hidden = forward(weights, own, kv_cache, model_config, layers)
         else:
@@ -60,7 +60,7 @@ def step_function(
     return step
 
 
-def _with_own_tables(step_input: StepInput) -> StepInput:
+def with_own_tables(step_input: StepInput) -> StepInput:
     """The step's input with block tables of its own requests, picked from those of all."""
     rows = step_input.table_rows
     if rows is None:

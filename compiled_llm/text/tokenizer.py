@@ -157,6 +157,13 @@ class Tokenizer:
         except BaseException as error:
             raise library_error("write its vocabulary", error) from error
 
+    def tokens(self) -> dict[int, str]:
+        """All its tokens by their ids, as the vocabulary spells them."""
+        try:
+            return {token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
+        except BaseException as error:
+            raise library_error("list its tokens", error) from error
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         try:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

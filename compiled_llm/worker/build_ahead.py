@@ -42,6 +42,7 @@ def start_builds(
     linears: LinearKind,
     progress: StartProgress,
     target: GpuTarget | None = None,
+    draft_ops: Sequence[str] = (),
 ) -> Builds | None:
     """Start building what a model's steps need and is not on disk; None where nothing is built ahead on a GPU.
 
@@ -51,6 +52,7 @@ def start_builds(
     Args:
         cache_dtypes: of each layer's KV cache.
         target: of a GPU whose graphs the engine captures itself.
+        draft_ops: those that a network which drafts calls.
     """
     most = granted_cores() if config.compile_workers is None else config.compile_workers
     fields = graph_fields.of_step(model_config, limits, dtype, cache_dtypes, device)
@@ -61,7 +63,8 @@ def start_builds(
         if keeps_compiled_code() and engine_cache(target).lacks(buckets_of(limits)[0].name, fields):
             builds.processes.start(most)
         return builds
-    builds = Builds(KernelBuild(progress, ops_of(model_config, dtype, linears)), BuildProcesses())
+    ops = sorted({*ops_of(model_config, dtype, linears), *draft_ops})
+    builds = Builds(KernelBuild(progress, ops), BuildProcesses())
     compiles = not config.enforce_eager and native.compiler() is not None and keeps_compiled_code()
     if compiles and config.waits_for_compile and most > 1 and engine_cache().lacks("step", fields):
         builds.processes.start(min(most, _STARTED))

@@ -37,6 +37,8 @@ from compiled_llm.system.resources import granted_cores
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_copies import Caches
 from compiled_llm.worker.block_tables import BlockTables
+from compiled_llm.worker.draft_network import DraftNetwork
+from compiled_llm.worker.draft_stage import DraftStage
 from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
@@ -57,6 +59,7 @@ class CompiledSteps:
         kv_cache: to compile on; ``record_again`` exchanges it.
         pool_sizes: of the KV pool.
         graph_pool: of CUDA graphs that are captured by hand; None where torch makes them or there are none.
+        drafter: a network that drafts, with its cache to compile on.
 
     Attributes:
         buckets: all, smallest first.
@@ -82,6 +85,7 @@ class CompiledSteps:
         *,
         transforms: tuple[LogitsTransform, ...] = (),
         graph_pool: GraphPool | None = None,
+        drafter: tuple[DraftNetwork, KVCache] | None = None,
     ) -> None:
         self.model_config, self.limits, self.device = model_config, limits, device
         self.weights, self.kv_cache, self.pool_sizes = weights, kv_cache, pool_sizes
@@ -122,6 +126,19 @@ class CompiledSteps:
         self._config, self._transforms, self._dtype = config, transforms, dtype
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
+        self.drafting: DraftStage | None = None
+        if drafter is not None:
+            self.drafting = DraftStage(
+                drafter[0],
+                limits,
+                device,
+                dtype,
+                vocab_size=model_config.vocab_size,
+                kv_cache=drafter[1],
+                last_tokens=self.last_tokens,
+                tables=self.tables,
+                exact=self._exact_attention,
+            )
         self._graph_pool = graph_pool
         self._slot = 0  # of the tokens of the last step
         self._host_tokens: tuple[Tensor, Tensor] | None = None
@@ -135,13 +152,24 @@ class CompiledSteps:
         """Bytes of all inputs on the device, weights and KV cache left out."""
         pieces = [buffers.nbytes for buffers in self.buffers.values()]
         tables = 0 if self.tables is None else self.tables.nbytes
+        pieces += [] if self.drafting is None else [self.drafting.nbytes]
         return sum(pieces) + tables + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes
 
     def cache_groups(self) -> list[Caches]:
-        """The KV cache's tensors of layers without a window, of those with each window, and of those with a state."""
+        """The KV cache's tensors of layers without a window, of those with each window, and of those with a state.
+
+        All that a drafter keeps is among the first.
+        """
         groups = split_by_window(self.model_config, self._windows, self.kv_cache)
+        groups[0] += [] if self.drafting is None else self.drafting.kv_cache
         groups.append(of_states(self.model_config, self.kv_cache))
         return [tensors(tuple(group)) for group in groups]
+
+    def hold(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
+        """Take other caches in the place of those so far: see ``record_again``."""
+        self.kv_cache = kv_cache
+        if self.drafting is not None:
+            self.drafting.kv_cache = draft_cache
 
     def undo(self, bucket: Bucket) -> Callable[[], None]:
         """What will take back the bucket's next step: its last tokens, and the states that it writes in place."""
@@ -164,7 +192,8 @@ class CompiledSteps:
         return CompileReport(tuple(function.report() for function in self._all_functions().values()))
 
     def _all_functions(self) -> dict[str, CompiledFunction]:
-        return {**self._functions, **self.sampling.functions()}
+        own = {**self._functions, **self.sampling.functions()}
+        return own if self.drafting is None else own | self.drafting.functions()
 
     def close(self) -> None:
         """Free weights, KV cache and graphs; ``report`` stays as it is then. What is being compiled is given up."""
@@ -174,7 +203,7 @@ class CompiledSteps:
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
-        del self.sampling, self.weights, self.kv_cache, self.used_experts, self.tables
+        del self.sampling, self.weights, self.kv_cache, self.used_experts, self.tables, self.drafting
 
     # -- Compiling
 
@@ -268,8 +297,11 @@ class CompiledSteps:
             self.kv_cache,
             self.pool_sizes,
             transforms=self._transforms,
+            drafter=None if self.drafting is None else (self.drafting.network, self.drafting.kv_cache),
         )
         steps.compile(cache_dtypes, enforce_eager=True, num_workers=None, progress=StartProgress("off"))
+        if steps.drafting is not None and self.drafting is not None:
+            steps.drafting.coverage = self.drafting.coverage
         return steps
 
     def _warm_up(self, enforce_eager: bool, stage: Stage, *, is_awaited: bool = True) -> None:
@@ -289,6 +321,8 @@ class CompiledSteps:
                 logits = functools.cache(logits)
             self.sampling.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
         self.sampling.warm_up_prompts(self.weights, make)
+        if self.drafting is not None:
+            self.drafting.warm_up(make)
 
     def _name(self, bucket: Bucket) -> str:
         """Of the function that runs a bucket's steps: on a CPU one for all, see ``StepSizes``."""
@@ -315,7 +349,10 @@ class CompiledSteps:
         ]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype, device=self.device)
-        return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights, _SAMPLER_WEIGHT)
+        jobs += self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights, _SAMPLER_WEIGHT)
+        if self.drafting is None:
+            return jobs
+        return jobs + self.drafting.jobs(_STEP_WEIGHT, _LAYER_WEIGHT)
 
     def drop_graphs(self) -> None:
         """Free what graphs captured by hand hold, which ``record_again`` takes anew. Torch's own stay."""
@@ -325,9 +362,14 @@ class CompiledSteps:
             function.drop_graphs()
         self._graph_pool.renew()
 
-    def record_again(self, kv_cache: KVCache) -> None:
-        """Take another KV cache; on a GPU, record every CUDA graph on it. Nothing is compiled."""
-        self.kv_cache = kv_cache
+    def record_again(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
+        """Take another KV cache; on a GPU, record every CUDA graph on it. Nothing is compiled.
+
+        ``draft_cache``: of the network that drafts, if there is one.
+        """
+        self.hold(kv_cache, draft_cache)
+        if self.drafting is not None:
+            self.drafting.record_again()
         for bucket in self._recording_order():
             self._functions[self._name(bucket)].record_again(functools.partial(self.step_arguments, bucket))
             logits = functools.partial(self.run_step, bucket)
@@ -404,3 +446,5 @@ class CompiledSteps:
         """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone."""
         for bucket in {bucket.kind: bucket for bucket in self.buckets}.values():
             self.run(bucket, SamplingNeeds(sampling=True, changed_logits=True, logprobs=True))
+        if self.drafting is not None:
+            self.drafting.run_largest()

@@ -52,7 +52,8 @@ class MemoryLedger:
     The rows add up to all the memory there is (on a host to what its container may use, if that is less), whoever uses
     it; the other programs' share is in one of them. ``str()`` of it is a table. The rows:
 
-    - weights, step buffers, KV pool (the sink block included), swap space: the engine's tensors.
+    - weights, step buffers, KV pool (the sink block included), swap space: the engine's tensors. Of a network that
+      drafts, its weights and its KV pool have rows of their own; its buffers are among the others.
     - compiled code and CUDA graphs: what compiling, recording and loading kernels take for good.
     - activations: what the largest step needs besides. On a GPU the graphs hold it all the time, and what torch's
       allocator rounds up and keeps is counted here; on a CPU it comes and goes.
@@ -238,9 +239,20 @@ class StartMemory:
         self._free_for_pool = room + total - self._share(total)
         return min(num_blocks, self.num_blocks())
 
-    def ledger(self, weight_bytes: int, buffer_bytes: int, pool_bytes: int, swap_bytes: int) -> MemoryLedger:
-        """What everything came to, now that the pool is there (and on a GPU the graphs are recorded on it)."""
-        total, held = total_bytes(self._device), weight_bytes + buffer_bytes + pool_bytes
+    def ledger(
+        self,
+        weight_bytes: int,
+        buffer_bytes: int,
+        pool_bytes: int,
+        swap_bytes: int,
+        drafter: tuple[int, int] | None = None,
+    ) -> MemoryLedger:
+        """What everything came to, now that the pool is there (and on a GPU the graphs are recorded on it).
+
+        ``drafter``: bytes of the weights and of the KV pool of a network that drafts.
+        """
+        of_drafter = sum(drafter or ())
+        total, held = total_bytes(self._device), weight_bytes + buffer_bytes + pool_bytes + of_drafter
         if self._on_gpu:
             before, now = self._before_compiling, self._now()
             compiled = max(0, now.outside_allocator - before.outside_allocator)
@@ -249,15 +261,18 @@ class StartMemory:
         else:
             # Pages of the pool and of the swap space become resident as they are first written.
             compiled, activations, held = self._compiled, self._activations, held + swap_bytes
-            free = self._free_for_pool - pool_bytes
+            free = self._free_for_pool - pool_bytes - (0 if drafter is None else drafter[1])
         everything_else = total - free - held - compiled - activations
         where = "device" if self._on_gpu else "host"
+        names = ("drafter's weights", "drafter's KV pool")
+        drafted = [MemoryRow(name, size, where, "exact") for name, size in zip(names, drafter or (), strict=False)]
         rows = (
             MemoryRow("weights", weight_bytes, where, "exact"),
             MemoryRow("step buffers", buffer_bytes, where, "exact"),
             MemoryRow("compiled code and CUDA graphs", compiled, where, "measured"),
             MemoryRow("activations", activations, where, "measured" if self._activations_are_measured else "estimated"),
             MemoryRow("KV pool", pool_bytes, where, "exact"),
+            *drafted,
             MemoryRow("swap space", swap_bytes, "host", "exact"),
             MemoryRow("other programs and everything else", everything_else, where, "measured"),
             MemoryRow("free afterwards", free, where, "measured"),

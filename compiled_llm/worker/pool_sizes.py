@@ -34,6 +34,7 @@ class PoolSizes:
         own_block_bytes: of a block in layers without a window.
         most_blocks: more could not be numbered.
         useful_blocks: more would be of no use, where blocks are numbers that take no memory.
+        draft_block_bytes: of a block in all layers of a network that drafts.
         num_slots: of layers with a state, the sink left out; 0: there are none.
         slot_bytes: of a slot in all of these.
     """
@@ -44,12 +45,18 @@ class PoolSizes:
     useful_blocks: int
     num_slots: int = 0
     slot_bytes: int = 0
+    draft_block_bytes: int = 0
 
     @classmethod
     def of(
-        cls, model_config: ModelConfig, dtypes: Sequence[torch.dtype], limits: EngineLimits, dtype: torch.dtype
+        cls,
+        model_config: ModelConfig,
+        dtypes: Sequence[torch.dtype],
+        limits: EngineLimits,
+        dtype: torch.dtype,
+        drafter: tuple[ModelConfig, Sequence[torch.dtype]] | None = None,
     ) -> "PoolSizes":
-        """``dtypes``: of each layer's cache; ``dtype``: the model's."""
+        """``dtypes``: of each layer's cache; ``dtype``: the model's; ``drafter``: config and dtypes of a network."""
         windows = short_windows(model_config, limits.max_model_len)
         own, *others = split_by_window(model_config, windows, bytes_per_layer(model_config, dtypes))
         sizes = [
@@ -57,14 +64,15 @@ class PoolSizes:
             for window, layers in zip(windows, others, strict=True)
         ]
         most = _MOST_SLOTS // limits.block_size - 1
-        useful = most if any(own) else limits.max_num_seqs * limits.blocks_per_request
-        slot_bytes = bytes_per_slot(model_config, dtype)
-        return cls(sum(own) * limits.block_size, tuple(sizes), most, useful, limits.num_state_slots, slot_bytes)
+        drafted = 0 if drafter is None else sum(bytes_per_layer(*drafter)) * limits.block_size
+        useful = most if any(own) or drafted else limits.max_num_seqs * limits.blocks_per_request
+        slots = limits.num_state_slots, bytes_per_slot(model_config, dtype)
+        return cls(sum(own) * limits.block_size, tuple(sizes), most, useful, *slots, drafted)
 
     @property
     def block_bytes(self) -> int:
         """Of a block that all layers keep."""
-        return self.own_block_bytes + sum(window.block_bytes for window in self.windows)
+        return self.own_block_bytes + self.draft_block_bytes + sum(window.block_bytes for window in self.windows)
 
     def places(self, num_blocks: int) -> dict[int, int]:
         """Window -> blocks that its layers keep of a pool of ``num_blocks``."""
@@ -73,7 +81,8 @@ class PoolSizes:
     def bytes_of(self, num_blocks: int) -> int:
         """Of a pool of ``num_blocks``, the sink block left out, with all slots."""
         places, slots = self.places(num_blocks), (1 + self.num_slots) * self.slot_bytes
-        return slots + num_blocks * self.own_block_bytes + sum(w.block_bytes * places[w.window] for w in self.windows)
+        everywhere = num_blocks * (self.own_block_bytes + self.draft_block_bytes)
+        return slots + everywhere + sum(w.block_bytes * places[w.window] for w in self.windows)
 
     def blocks_within(self, size: int) -> int:
         """The most blocks of a pool of ``size`` bytes, the sink left out."""

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.compiling.cuda_graphs import gpu_target, graph_pool
@@ -52,6 +54,9 @@ from compiled_llm.worker.device import (
     use_device,
     use_threads,
 )
+from compiled_llm.worker.draft_coverage import DraftCoverage
+from compiled_llm.worker.draft_network import DraftPlan
+from compiled_llm.worker.draft_stage import Drafts, token_ids_of
 from compiled_llm.worker.memory import (
     TRIAL_BLOCKS,
     StartMemory,
@@ -92,14 +97,19 @@ class HostSlot:
     tokens: Tensor  # as in ``LaunchedStep``, in pinned memory
     started: torch.cuda.Event
     ended: torch.cuda.Event
+    drafts: Tensor | None  # those of ``Drafts``, in pinned memory; None where no network drafts
+    sampled: torch.cuda.Event  # before that network began
 
     @classmethod
-    def in_turns(cls, last_tokens: Tensor, device: torch.device) -> "deque[HostSlot]":
-        """For the steps that may be in flight at once; none for a CPU. ``last_tokens``: what is copied there."""
+    def in_turns(cls, last_tokens: Tensor, drafts: Tensor | None, device: torch.device) -> "deque[HostSlot]":
+        """For the steps that may be in flight at once; none for a CPU. ``last_tokens``, ``drafts``: what is copied."""
+
+        def pinned(like: Tensor) -> Tensor:
+            return torch.zeros(like.shape, dtype=like.dtype, pin_memory=True)
 
         def slot() -> HostSlot:
-            tokens = torch.zeros(last_tokens.shape, dtype=last_tokens.dtype, pin_memory=True)
-            return cls(tokens, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            started, ended, sampled = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            return cls(pinned(last_tokens), started, ended, None if drafts is None else pinned(drafts), sampled)
 
         return deque(slot() for _ in range(_MOST_IN_FLIGHT if device.type == "cuda" else 0))
 
@@ -116,6 +126,9 @@ class LaunchedStep:
         seconds: what the device took; on a GPU known once the step is collected.
         slot: on a GPU, of the tokens.
         num_experts: ``[1]`` as ``tokens``: experts that some token used, over all layers; None without experts.
+        num_requests: in the step.
+        drafts: what a network drafted, on the host; complete when ``tokens`` are.
+        draft_seconds: of ``seconds``, what that took.
     """
 
     bucket: Bucket
@@ -126,6 +139,9 @@ class LaunchedStep:
     seconds: float = 0.0
     slot: HostSlot | None = None
     num_experts: Tensor | None = None
+    num_requests: int = 0
+    drafts: Drafts | None = None
+    draft_seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -176,6 +192,7 @@ class ModelRunner(Worker):
 
     Args:
         num_draft_tokens: most tokens that a drafter proposes for a request and step.
+        drafter: a network that does so behind each step; None: the host drafts, or nobody.
 
     Attributes:
         dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
@@ -185,7 +202,7 @@ class ModelRunner(Worker):
         rows: what is known of the running requests; num_threads: threads that compute on a CPU.
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
-        memory_ledger, weight_bytes, start_times, times: for reports.
+        memory_ledger, weight_bytes, start_times, times: for reports. The drafter's weights are in the ledger alone.
 
     Raises:
         ValueError: an argument, the checkpoint or the memory does not allow it; the message says what would.
@@ -199,6 +216,7 @@ class ModelRunner(Worker):
         directory: Path,
         progress: StartProgress,
         num_draft_tokens: int = 0,
+        drafter: DraftCheckpoint | None = None,
     ) -> None:
         started = time.perf_counter()
         self.device = resolve_device(config.device)
@@ -220,23 +238,30 @@ class ModelRunner(Worker):
         if not config.enforce_eager or self.device.type != "cpu":  # else there is no code in it that this engine runs
             use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
+        self._draft = draft = (
+            None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
+        )
         builds = self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
-        self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype)
+        cached = None if draft is None else draft.cached
+        self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype, cached)
+        activations = estimated_activations(model_config, self.limits, self.dtype, self.linears)
         memory = StartMemory(
             config,
             self.limits,
             self.device,
             self.pool_sizes,
-            num_tensors(model_config, self.cache_dtypes),
-            estimated_activations(model_config, self.limits, self.dtype, self.linears),
+            num_tensors(model_config, self.cache_dtypes) + (0 if draft is None else draft.num_cache_tensors),
+            activations if draft is None else max(activations, draft.activations(self.limits)),
         )
         weights = self._load_weights(config, directory, progress)
+        network = None if draft is None else draft.load(progress)
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
         num_windows = len(self.pool_sizes.windows)
         self.rows = RequestRows(self.limits, model_config.vocab_size, self.transforms, num_windows=num_windows)
+        kv_cache = self._allocate(TRIAL_BLOCKS - 1, TRIAL_BLOCKS - 1)
         self.steps = CompiledSteps(
             config,
             model_config,
@@ -244,14 +269,17 @@ class ModelRunner(Worker):
             self.device,
             self.dtype,
             weights,
-            self._allocate(TRIAL_BLOCKS - 1, TRIAL_BLOCKS - 1),
+            kv_cache,
             self.pool_sizes,
             transforms=self.transforms,
             graph_pool=pool,
+            drafter=None if network is None else (network, self._allocate_for_drafter(TRIAL_BLOCKS - 1)),
         )
         swapped = self.pool_sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
         self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
-        self._host_slots = HostSlot.in_turns(self.steps.last_tokens, self.device)
+        drafting = self.steps.drafting
+        drafts = None if drafting is None else drafting.token_ids
+        self._host_slots = HostSlot.in_turns(self.steps.last_tokens, drafts, self.device)
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
         self._compile(config, builds, progress)
@@ -307,6 +335,8 @@ class ModelRunner(Worker):
                 logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
         num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
+        sampled = time.perf_counter()
+        drafts = self._run_drafter(output, rows, slot)
         finished = time.perf_counter()
         if slot is not None:
             slot.ended.record()
@@ -320,7 +350,22 @@ class ModelRunner(Worker):
                 tokens = tokens.clone()  # the step is repeated, and may leave others
             self._profile(profiler, bucket, needs, take_back)
         read = tokens, logprobs, prompt_logprobs
-        return LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts)
+        drafted = len(rows), drafts, finished - sampled
+        return LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
+
+    def _run_drafter(self, output: SchedulerOutput, rows: np.ndarray, slot: HostSlot | None) -> Drafts | None:
+        """Let a network draft, if there is one. The drafts are on their way to the host."""
+        if self.steps.drafting is None:
+            return None
+        if slot is not None:
+            slot.sampled.record()
+        drafts = self.steps.drafting.run(output, rows, self.rows)
+        if drafts is None:
+            return None
+        if slot is None or slot.drafts is None:
+            return drafts._replace(token_ids=drafts.token_ids[: len(drafts.places)].clone())
+        slot.drafts.copy_(drafts.token_ids, non_blocking=True)
+        return drafts._replace(token_ids=slot.drafts)
 
     def _profile(
         self, profiler: StepProfiler, bucket: Bucket, needs: SamplingNeeds, take_back: Callable[[], None]
@@ -344,6 +389,8 @@ class ModelRunner(Worker):
             step.slot.ended.synchronize()
             self.times.execute_seconds += time.perf_counter() - waiting
             step.seconds = step.slot.started.elapsed_time(step.slot.ended) / 1e3
+            if self.steps.drafting is not None:
+                step.draft_seconds = step.slot.sampled.elapsed_time(step.slot.ended) / 1e3
         return StepResult(
             step.bucket,
             tuple(step.tokens[: step.num_rows].tolist()),
@@ -351,6 +398,8 @@ class ModelRunner(Worker):
             None if step.prompt_logprobs is None else _columns(step.prompt_logprobs, len(step.prompt_logprobs.rank)),
             step.seconds,
             0 if step.num_experts is None else int(step.num_experts),
+            None if step.drafts is None else token_ids_of(step.drafts, step.num_requests),
+            0.0 if self.steps.drafting is None else step.draft_seconds,
         )
 
     def close(self) -> None:
@@ -411,7 +460,8 @@ class ModelRunner(Worker):
 
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
-        return start_builds(config, self.device, self.model_config, *sizes, self.linears, progress, target)
+        draft_ops = [] if self._draft is None or self.device.type != "cpu" else self._draft.cpu_ops()
+        return start_builds(config, self.device, self.model_config, *sizes, self.linears, progress, target, draft_ops)
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
@@ -439,6 +489,12 @@ class ModelRunner(Worker):
         places = {window: count + 1 for window, count in sizes.places(num_blocks).items()}
         return allocate(self.model_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, num_slots + 1)
 
+    def _allocate_for_drafter(self, num_blocks: int) -> KVCache:
+        """The same for a network that drafts; nothing if there is none."""
+        if self._draft is None:
+            return ()
+        return allocate(*self._draft.cached, num_blocks + 1, self.limits.block_size, self.device)
+
     def _compile(self, config: EngineConfig, builds: Builds | None, progress: StartProgress) -> None:
         """``builds``: as ``start_builds`` gives them."""
         started, enforce_eager = time.perf_counter(), config.enforce_eager
@@ -465,9 +521,10 @@ class ModelRunner(Worker):
 
     def _record_on(self, num_blocks: int) -> None:
         """Exchange the KV pool; on a GPU, what the graphs and the pool before held is free before the new one comes."""
-        self.steps.kv_cache = self._allocate(0, 0)
+        self.steps.hold(self._allocate(0, 0), self._allocate_for_drafter(0))
         self.steps.drop_graphs()
-        self.steps.record_again(self._allocate(num_blocks, self.limits.num_state_slots))
+        kv_cache = self._allocate(num_blocks, self.limits.num_state_slots)
+        self.steps.record_again(kv_cache, self._allocate_for_drafter(num_blocks))
 
     def _make_pool(self, config: EngineConfig, memory: StartMemory, progress: StartProgress) -> WorkerFacts:
         """Give the KV pool the memory that compiling and the largest steps have left. Measures what it does."""
@@ -479,8 +536,12 @@ class ModelRunner(Worker):
             if (num_blocks := memory.blocks_after_recording(asked)) < asked:
                 self._record_on(num_blocks)
             self.swap_space.rehearse(self.steps.cache_groups())
+        of_drafter = None
+        if (drafting := self.steps.drafting) is not None:
+            of_drafter = num_bytes(drafting.network.weights), num_bytes(drafting.kv_cache)
+            drafting.coverage = DraftCoverage(self.limits, num_blocks, self.swap_space.num_blocks)
         self.memory_ledger = memory.ledger(
-            self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.nbytes
+            self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.nbytes, of_drafter
         )
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
         return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -105,7 +106,12 @@ class WorkerProcess(Worker):
     profiler: None = None
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, directory: Path, num_draft_tokens: int = 0
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        num_draft_tokens: int = 0,
+        drafter: DraftCheckpoint | None = None,
     ) -> None:
         try:
             pickle.dumps((config, model_config))
@@ -116,7 +122,8 @@ class WorkerProcess(Worker):
             ) from error
         context = multiprocessing.get_context("spawn")
         self._connection, other_end = context.Pipe()
-        arguments = other_end, config, model_config, directory, num_draft_tokens, torch.get_num_threads()
+        drafts = num_draft_tokens, drafter
+        arguments = other_end, config, model_config, directory, *drafts, torch.get_num_threads()
         self._process = context.Process(target=_serve, args=arguments, name="compiled-llm-worker", daemon=True)
         self._process.start()
         other_end.close()
@@ -240,13 +247,15 @@ def _serve(
     model_config: ModelConfig,
     directory: Path,
     num_draft_tokens: int,
+    drafter: DraftCheckpoint | None,
     num_threads: int,
 ) -> None:
     """What the other process runs: its start goes out first, and then a result for each step, an answer if asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; the engine decides what it ends
     torch.set_num_threads(num_threads)
     try:
-        runner = ModelRunner(config, model_config, directory, StartProgress(config.progress), num_draft_tokens)
+        progress = StartProgress(config.progress)
+        runner = ModelRunner(config, model_config, directory, progress, num_draft_tokens, drafter)
     except Exception as error:
         connection.send(_Answer(_Failure.of(error)))
         return

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,14 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "suffix_decoding_max_cached_requests": ("suffix", [-1, 10**7, 1.0, True]),
     "suffix_decoding_max_spec_factor": ("suffix", [0, -1.0, 65, math.nan, math.inf, True, "1"]),
     "suffix_decoding_min_token_prob": ("suffix", [-0.1, 1.1, math.nan, True, "1"]),
+    "model": ("draft_model", ["", 3, None, Path("somewhere")]),
+    "revision": ("draft_model", ["", 3]),
+    "quantization": ("draft_model", ["", "int5", 8]),
 }
+
+
+def _needed(method: str) -> dict[str, Any]:
+    return dict.fromkeys(METHODS[method].needs, "somewhere") if method in METHODS else {}
 
 
 def test_each_field_has_its_refusals() -> None:
@@ -31,7 +39,7 @@ def test_each_field_has_its_refusals() -> None:
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in REFUSED for value in REFUSED[name][1]])
 def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must .*given"):
-        SpeculativeConfig(**{"method": REFUSED[name][0], name: value})
+        SpeculativeConfig(**{"method": REFUSED[name][0]} | _needed(REFUSED[name][0]) | {name: value})
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _) in REFUSED.items() if name.startswith(("prompt_", "suffix_"))])
@@ -41,12 +49,19 @@ def test_a_field_of_another_method_is_refused_with_the_method_that_takes_it(name
         SpeculativeConfig(**{"method": other, name: 2})
 
 
+def test_a_network_that_drafts_needs_graphs_of_the_engine() -> None:
+    config = {"method": "draft_model", "model": "somewhere"}
+    with pytest.raises(ValueError, match=r"^cuda_graphs must not be 'trees' with a network that drafts"):
+        EngineConfig(speculative_config=config, cuda_graphs="trees")
+    EngineConfig(speculative_config={"method": "ngram"}, cuda_graphs="trees")
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         (3, "speculative_config must be a SpeculativeConfig or a dict of its fields"),
         ([], "speculative_config must be a SpeculativeConfig or a dict of its fields"),
-        ({}, "speculative_config must have a method, one of ngram, suffix, given {}"),
+        ({}, "speculative_config must have a method, one of ngram, suffix, draft_model, given {}"),
         ({"adaptive": True}, "speculative_config must have a method"),
         ({5: 3}, "speculative_config must be"),
         ({"methd": "ngram"}, r"unknown field of speculative_config 'methd': did you mean 'method'\?"),

@@ -159,6 +159,7 @@ DRAFTED = Checks(
     load_torch=True,
 )
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
+NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
@@ -404,6 +405,44 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             SuffixDrafter._proposal: self._outputs.of(request.cache_salt) => self._outputs.of('')
         outputs are kept for ever
             RecentOutputs._drop_oldest: del texts[number] =>
+        """,
+    ),
+    (
+        "step.drafting",
+        NETWORKS,
+        """
+        a network goes on from the token after the last right draft but one
+            _accepted: known.first_row + num_accepted => known.first_row
+        a draft is compared with itself on the device
+            _accepted: known.token_ids[:, place + 1] => known.token_ids[:, place]
+        """,
+    ),
+    (
+        "worker.draft_coverage",
+        NETWORKS,
+        """
+        a prefix that the drafter lacks is taken for computed
+            DraftCoverage.num_covered: np.where(lacks.any(1), found, starts) => starts
+        a step without the drafter leaves no gap
+            DraftCoverage.end_step: self._first_lacking[blocks[1:]] = 0 =>
+        what the drafter lacks of a block is lost on the way to the host
+            DraftCoverage.begin_step: _move(output.swapped_out, device, host) =>
+        what the drafter lacks of a copied block is not known
+            DraftCoverage.begin_step: _move(output.copies, device, device) =>
+        a token that the device alone knew is computed as token 0
+            DraftCoverage.begin_step: token_ids[ends[np.array(output.feedback) >= 0] - 1] = _UNKNOWN =>
+        """,
+    ),
+    (
+        "worker.draft_stage",
+        NETWORKS,
+        """
+        prompts are not computed by the drafter
+            DraftStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
+        drafts go on behind the last block of a request
+            _DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
+        drafts have the rows of the requests before
+            _DraftBuffers.fill: (logits_rows.cumsum() - logits_rows)[places] => places
         """,
     ),
     (

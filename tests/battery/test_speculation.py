@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from tests.drafted_runs import facts
 from tests.families import checkpoint
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4, "num_speculative_tokens": 5},
     "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.0, "num_speculative_tokens": 15},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
 }
+# By the model, the one that drafts for it.
+DRAFT_MODELS = {None: str(DEMO_MODEL), "lfm2": "llama"}
 SIZES: dict[str, Any] = {
     "enforce_eager": True,
     "bucket_sizes": (1, 4, 6),
@@ -163,6 +167,9 @@ def test_the_same_as_without(engine: str, count: int, battery_counts: Counter[st
     for method in METHODS:
         for adaptive in (False, True) if count > 100 else (method == "suffix",):
             config = {**METHODS[method], "adaptive": adaptive}
+            if method == "draft_model":
+                drafting = DRAFT_MODELS[model]
+                config["model"] = drafting if model is None else str(checkpoint(drafting))
             with CompiledEngine(**arguments, speculative_config=config) as drafting_engine:
                 drafted_work = [(prompt, _with_drafts(asks, index)) for index, (prompt, asks) in enumerate(work)]
                 drafted = serve(drafting_engine, drafted_work, random.Random(2))

@@ -13,6 +13,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.device import say_cost_of_dtype
+from tests.drafting_networks import inexact_copy
 from tests.families import checkpoint
 from tests.pretend_gpu import GPU, WaitError, pretended_gpu
 
@@ -173,3 +174,26 @@ def test_what_a_host_would_wait_for_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(AssertionError, match="while a copy from it was under way"):
             torch.cuda.synchronize()
         gpu.serving = False
+
+
+@pytest.mark.battery
+def test_a_draft_model_drafts_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tokens are those of a CPU without drafts, some drafts are right, and the host waits for ends of steps alone."""
+    sizes = SIZES | {"model": str(checkpoint("llama")), "num_kv_blocks": 40, "block_size": 8}
+    config = {"method": "draft_model", "model": inexact_copy("llama", tmp_path / "draft"), "adaptive": False}
+    prompts = [[5, 6, 7], [8] * 20, [9, 10]]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0.0, 0.5, 0.8)]
+
+    def tokens(engine: CompiledEngine) -> list[list[int]]:
+        return [out.outputs[0].token_ids for out in engine.generate(prompts, params, use_tqdm=False)]
+
+    with CompiledEngine(device="cpu", **sizes) as engine:
+        expected = tokens(engine)
+    arguments: dict[str, Any] = {**sizes, "check_invariants": True, "speculative_config": config}
+    with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", **arguments) as engine:
+        gpu.serving, waits = True, gpu.num_waits
+        assert tokens(engine) == expected
+        gpu.serving = False
+        stats = engine.stats()
+        assert gpu.num_waits - waits == stats.num_steps, "one wait a step"
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens

@@ -1,0 +1,107 @@
+"""A draft model's files: another checkpoint of the same vocabulary, and whether it can draft for a model."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.model_files import load_tokenizer, model_config, model_directory
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.registry import layers_of
+from compiled_llm.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCheckpoint:
+    """What a worker loads to draft with.
+
+    Attributes:
+        config: engine arguments as they are for the draft model.
+        num_tokens: most that it drafts for a request and step.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    directory: Path
+    num_tokens: int
+
+
+def draft_checkpoint(
+    config: EngineConfig,
+    target: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    with_weights: bool = True,
+) -> DraftCheckpoint | None:
+    """The draft model that ``config.speculative_config`` names; None: its method has none.
+
+    Args:
+        target: of the model that is drafted for; ``tokenizer``: its own, if it has one.
+        with_weights: False downloads the small files of a hub's model alone.
+
+    Raises:
+        ValueError: there is no such model, or it cannot draft for this one; the message says why.
+    """
+    wanted = config.speculation
+    if wanted is None or wanted.method != "draft_model":
+        return None
+    assert wanted.model is not None
+    directory = model_directory(wanted.model, wanted.revision, "speculative_config: model", with_weights)
+    own = dataclasses.replace(
+        config,
+        model=wanted.model,
+        revision=wanted.revision,
+        tokenizer=None,
+        tokenizer_revision=None,
+        dtype=target.dtype if config.dtype == "auto" else config.dtype,
+        kv_cache_skip_layers=(),
+        quantization=wanted.quantization,
+        quantization_group_size=None,
+        quantization_skip=(),
+        quantization_head="auto",
+        quantization_embedding="none",
+        quantization_activations="auto",
+        sliding_window=None,
+        attention_sink_tokens=0,
+        num_state_slots=None,
+        speculative_config=None,
+    )
+    found = model_config(directory, config.model_impl, own.dtype)
+    if any(isinstance(spec, StateSpec) for spec in layers_of(found)):
+        raise ValueError(
+            f"speculative_config: model must have attention in all layers, given {wanted.model!r} "
+            f"({found.architecture}), some of whose layers keep a state that no rejected draft could be taken out of"
+        )
+    max_model_len = config.max_model_len or target.max_position_embeddings
+    if not found.ropes and found.max_position_embeddings < max_model_len:
+        raise ValueError(
+            f"max_model_len must be at most {found.max_position_embeddings} with the draft model {wanted.model!r}, "
+            f"which has an embedding for each position, given {max_model_len}"
+        )
+    _check_vocabulary(wanted.model, found, load_tokenizer(own, directory), target, tokenizer)
+    return DraftCheckpoint(own, found, directory, wanted.num_tokens)
+
+
+def _check_vocabulary(
+    name: str, config: ModelConfig, tokenizer: Tokenizer | None, target: ModelConfig, of_target: Tokenizer | None
+) -> None:
+    """``ValueError`` unless a token's id is the same in both. Where one has no tokenizer, the sizes are compared."""
+    if tokenizer is None or of_target is None:
+        if config.vocab_size != target.vocab_size:
+            raise ValueError(
+                f"speculative_config: model must have the vocabulary of the model, {target.vocab_size} tokens, given "
+                f"{name!r} with {config.vocab_size}"
+            )
+        return
+    own, others = of_target.tokens(), tokenizer.tokens()
+    for token_id in range(max(max(own, default=0), max(others, default=0)) + 1):
+        if own.get(token_id) != others.get(token_id):
+            raise ValueError(
+                f"speculative_config: model must have the vocabulary of the model, given {name!r}: token {token_id} is "
+                f"{_shown(others, token_id)} there and {_shown(own, token_id)} here"
+            )
+
+
+def _shown(tokens: Mapping[int, str], token_id: int) -> str:
+    return repr(tokens[token_id]) if token_id in tokens else "none"

@@ -1,0 +1,39 @@
+"""WorkerDrafts: drafts that a network of the worker makes behind each step. Plain Python."""
+
+from collections.abc import Sequence
+
+from compiled_llm.scheduling.request import Request
+
+
+class WorkerDrafts:
+    """A ``DraftSource`` that has what came with the results of the last step.
+
+    Args:
+        num_tokens: most that the network drafts for a request and step.
+        adapts: as of ``DraftSource``.
+    """
+
+    def __init__(self, num_tokens: int, adapts: bool) -> None:
+        self.num_tokens, self.adapts = num_tokens, adapts
+        self._drafts: dict[Request, tuple[int, tuple[int, ...]]] = {}  # after how many tokens, and which
+
+    def take(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> None:
+        """The results of a step of ``requests`` are in, of which a network has guessed what follows."""
+        for request, tokens in zip(requests, drafts, strict=True):
+            if tokens and request.takes_drafts and request.finish_reason is None:
+                self._drafts[request] = _num_known(request), tuple(tokens)
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
+        """As ``DraftSource.propose``. What was guessed before a request got other tokens, or was preempted, is lost."""
+        found: list[Sequence[int]] = []
+        for request, count in zip(requests, most, strict=True):
+            after, tokens = self._drafts.pop(request, (0, ()))
+            found.append(tokens[:count] if after == _num_known(request) else ())
+        return found
+
+    def end(self, request: Request) -> None:
+        self._drafts.pop(request, None)
+
+
+def _num_known(request: Request) -> int:
+    return len(request.prompt_token_ids) + len(request.output_token_ids)

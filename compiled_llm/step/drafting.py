@@ -1,0 +1,129 @@
+"""Drafting by a network: pure functions of tensors, compiled as steps are.
+
+A draft model has a KV cache of its own, whose blocks are those of the model's: a token has its key in the same slot of
+both. After a step it finds out, on the device, how many of the step's drafts were right (``Scheduler.update`` says
+how), and guesses the tokens that follow: one after another, within one graph, so that the host looks at no number in
+between.
+
+Letters: R requests that are drafted for, K drafts of each, M blocks of a table row, V vocabulary size.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import for_queries
+from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.step.sampling import SamplingInput, sample
+from compiled_llm.step.step import with_own_tables
+
+NO_DRAFT = -1  # where a request has no draft: after the last token that it has a block for, or in padding
+_SINK_SLOT = 0  # of the block that nobody reads
+
+
+class DraftInput(NamedTuple):
+    """What a step has computed and sampled of each request that is drafted for; of padding, ``num_samples`` is 0."""
+
+    first_row: Tensor  # [R] int32, its first row in the step's logits
+    num_samples: Tensor  # [R] int32, its rows there: 1, and 1 for each draft that the step verified
+    token_ids: Tensor  # [R, K + 1] int32, the tokens that these rows follow: the last known one, and those drafts
+    position: Tensor  # [R] int32, of the token that the first row samples
+    end: Tensor  # [R] int32, the first position that it has no block for
+    block_table: Tensor  # [R, M] int32; on a GPU: of all requests
+    table_rows: Tensor | None  # [R] int32, on a GPU: where those of these requests are
+    sampling: SamplingInput  # [R] each; its position is not read
+
+
+def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size: int, exact: bool = False) -> Any:
+    """What drafts after a step: (weights, input, KV cache, last tokens, drafts ``[*, K]`` int64) -> None.
+
+    It leaves the guesses for the first R requests in ``drafts``, with ``NO_DRAFT`` where there is none. The first pass
+    takes two tokens of each request, of which the first may be a draft whose key it has not computed yet.
+
+    Args:
+        vocab_size: of the model that is drafted for. Tokens of both have the same ids; either may have unused ones
+            behind them.
+        exact: see ``AttentionSpec``.
+    """
+    forward, head = family_of(model_config).forward, family_of(model_config).head
+    layers = layers_of(model_config)
+    of_pairs, alone = (for_queries(layers, most, exact=exact) for most in (2, 1))
+    known_ids, both = model_config.vocab_size, min(vocab_size, model_config.vocab_size)
+
+    def draft(weights: Any, known: DraftInput, kv_cache: KVCache, last_tokens: Tensor, drafts: Tensor) -> None:
+        num_requests, num_drafts = known.first_row.shape[0], drafts.shape[1]
+        table = known.block_table
+        if known.table_rows is not None:
+            table = torch.index_select(table, 0, known.table_rows)
+        token, before, position = _accepted(known, last_tokens)
+
+        found = []
+        for number in range(num_drafts):
+            has_block = (known.num_samples > 0) & (position < known.end)
+            ids, positions, blocks = token[:, None], position[:, None], has_block[:, None]
+            seq_lens = torch.where(has_block, position + 1, 0)
+            if number == 0:
+                # The token before has a block in any case, and its key is needed later.
+                is_drafted = known.num_samples > 0
+                ids, positions = torch.stack((before, token), 1), torch.stack((position - 1, position), 1)
+                blocks, seq_lens = torch.stack((is_drafted, has_block), 1), torch.where(is_drafted, position + 1, 0)
+            slots = torch.where(blocks, _slots(table, positions, block_size), _SINK_SLOT)
+            step = _step(ids.clamp(max=known_ids - 1), torch.where(blocks, positions, 0), slots, seq_lens, table)
+            hidden = forward(weights, step, kv_cache, model_config, alone if number else of_pairs)
+            rows = hidden if number else hidden.view(num_requests, 2, -1)[:, 1]
+            logits = head(weights, rows, model_config)[:, :both]
+            position = position + 1
+            sampled = sample(logits, known.sampling._replace(position=position)).to(torch.int32)
+            found.append(torch.where(has_block, sampled, NO_DRAFT))
+            token = sampled.clamp(min=0)
+        drafts.narrow(0, 0, num_requests).copy_(torch.stack(found, 1))
+
+    return draft
+
+
+def draft_prompt_function(model_config: ModelConfig, max_query_len: int, exact: bool = False) -> Any:
+    """What computes keys and values of tokens, and nothing else: (weights, step input, KV cache) -> None.
+
+    Of tokens that a request has besides its last ones. ``max_query_len``, ``exact``: see ``AttentionSpec``.
+    """
+    forward = family_of(model_config).forward
+    layers = for_queries(layers_of(model_config), max_query_len, exact=exact)
+    known_ids = model_config.vocab_size
+
+    def draft_prompt(weights: Any, step_input: StepInput, kv_cache: KVCache) -> None:
+        own = with_own_tables(step_input)
+        own = own._replace(input_ids=own.input_ids.clamp(max=known_ids - 1))
+        forward(weights, own, kv_cache, model_config, layers)
+
+    return draft_prompt
+
+
+def _accepted(known: DraftInput, last_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The last token that each request has now, the token before, and the position of the last one: [R] int32 each."""
+    num_accepted = torch.zeros_like(known.num_samples)
+    right = known.num_samples > 0
+    for place in range(known.token_ids.shape[1] - 1):
+        right = right & (known.num_samples > place + 1)
+        sampled = last_tokens[torch.where(right, known.first_row + place, 0)]
+        right = right & (sampled == known.token_ids[:, place + 1])
+        num_accepted = num_accepted + right.to(torch.int32)
+    token = last_tokens[known.first_row + num_accepted].clamp(min=0).to(torch.int32)
+    before = torch.gather(known.token_ids, 1, num_accepted[:, None].to(torch.int64))[:, 0]
+    return token, before, known.position + num_accepted
+
+
+def _step(ids: Tensor, positions: Tensor, slots: Tensor, seq_lens: Tensor, table: Tensor) -> StepInput:
+    """Of tokens [R, n] that follow each other in each request; ``seq_lens`` is 0 in padding."""
+    num_requests, each = ids.shape
+    starts = torch.arange(0, each * (num_requests + 1), each, dtype=torch.int32, device=ids.device)
+    return StepInput(ids.flatten(), positions.flatten(), slots.flatten(), starts, seq_lens, starts[1:], table)
+
+
+def _slots(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Slots of ``positions`` [R, n] int32 by a table [R, M]: those of other requests where these are behind the end."""
+    columns = (positions // block_size).clamp(min=0, max=table.shape[1] - 1)
+    blocks = torch.gather(table, 1, columns.to(torch.int64))
+    return blocks * block_size + positions % block_size

@@ -1,0 +1,106 @@
+"""DraftCoverage: of which tokens a drafter has keys and values, and which tokens those are that it lacks.
+
+A drafter's cache has the blocks of the model's, and shares their fate: prefixes found, forks, copies and swaps are
+valid for both at once. But it may lack tokens that the model has computed: while nobody drafts, it computes none, and a
+prefix may have been computed meanwhile. What it lacks is known here, block by block, and caught up with before the next
+draft.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.worker.request_rows import RequestRows
+
+_UNKNOWN = -1  # a token that was on the device alone when its step was launched
+
+
+class DraftCoverage:
+    """What a drafter lacks of the running requests' tokens.
+
+    Args:
+        num_blocks: of the KV pool; num_host_blocks: of the swap space.
+    """
+
+    def __init__(self, limits: EngineLimits, num_blocks: int, num_host_blocks: int) -> None:
+        self._size = limits.block_size
+        # Of each block, the first slot that the drafter lacks; the block's size where it lacks none that is of use.
+        self._first_lacking = np.full(num_blocks + 1, self._size, dtype=np.int32)
+        self._first_lacking_on_host = np.full(num_host_blocks + 1, self._size, dtype=np.int32)
+        self._lacks_some = False  # whether some entry of either is less
+        # Known tokens of each row of ``RequestRows``. Memory that is never written to is never taken.
+        self._token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
+
+    def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
+        """A step is to be run: enter its blocks that move, and its tokens. ``rows`` [R] int64: in ``store``."""
+        for admission in output.admissions:
+            known = (*admission.prompt_token_ids, *admission.output_token_ids)
+            self._token_ids[store.row_of(admission.request_id), : len(known)] = known
+        if self._lacks_some and output.moves_blocks:
+            device, host = self._first_lacking, self._first_lacking_on_host
+            _move(output.swapped_out, device, host)
+            _move([(block, own) for own, block in output.swapped_in], host, device)
+            _move(output.copies, device, device)
+        counts = np.array(output.num_scheduled_tokens, dtype=np.int64)
+        starts, ends = np.array(output.num_computed_tokens, dtype=np.int64), counts.cumsum()
+        positions = np.arange(output.num_tokens) + np.repeat(starts - (ends - counts), counts)
+        token_ids = np.array(output.token_ids, dtype=np.int32)
+        token_ids[ends[np.array(output.feedback) >= 0] - 1] = _UNKNOWN
+        self._token_ids[np.repeat(rows, counts), positions] = token_ids
+
+    def num_covered(self, rows: np.ndarray, starts: np.ndarray, store: RequestRows) -> np.ndarray:
+        """How many of their first tokens the drafter has of requests that have computed ``starts`` [R]; at most these.
+
+        Those behind the first that it lacks do not count.
+        """
+        width = -(-int(starts.max(initial=0)) // self._size)
+        if not self._lacks_some or not width:
+            return starts
+        firsts = np.arange(width) * self._size
+        needed = np.clip(starts[:, None] - firsts, 0, self._size)
+        first_lacking = self._first_lacking[store.block_table[rows, :width]]
+        lacks = first_lacking < needed
+        columns = lacks.argmax(1)
+        found = firsts[columns] + first_lacking[np.arange(len(rows)), columns]
+        return np.where(lacks.any(1), found, starts)
+
+    def tokens(self, row: int, start: int, end: int) -> np.ndarray | None:
+        """Of the request in ``row``, tokens ``start..end - 1``; None: one of them is not known."""
+        token_ids = self._token_ids[row, start:end]
+        return None if (token_ids == _UNKNOWN).any() else token_ids
+
+    def end_step(
+        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, is_covered: np.ndarray, store: RequestRows
+    ) -> None:
+        """The model has tokens ``starts..ends - 1`` [R] more, and so has the drafter where ``is_covered`` [R] bool.
+
+        There it has all tokens before them, too.
+        """
+        if not self._lacks_some and is_covered.all():
+            return
+        self._lacks_some = True
+        size = self._size
+        for row, start, end, has_all in zip(rows, starts, ends, is_covered, strict=True):
+            blocks = store.block_table[row, start // size : -(-end // size)]
+            if has_all:
+                self._first_lacking[blocks] = size
+            elif len(blocks):
+                self._first_lacking[blocks[0]] = min(self._first_lacking[blocks[0]], start % size)
+                self._first_lacking[blocks[1:]] = 0
+
+    def cover(self, row: int, start: int, end: int, store: RequestRows) -> None:
+        """The drafter has tokens ``start..end - 1`` more of the request in ``row``."""
+        if not self._lacks_some:
+            return
+        blocks = store.block_table[row, start // self._size : -(-end // self._size)]
+        self._first_lacking[blocks] = self._size
+        if end % self._size and len(blocks):
+            self._first_lacking[blocks[-1]] = end % self._size
+
+
+def _move(pairs: Sequence[tuple[int, int]], source: np.ndarray, target: np.ndarray) -> None:
+    if pairs:
+        of, to = np.array(pairs, dtype=np.int64).T
+        target[to] = source[of]

@@ -1,0 +1,104 @@
+"""Loading a network that drafts: its weights, beside those of the model, and what its KV cache is made of."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.draft_model import DraftCheckpoint
+from compiled_llm.checkpoint.quantization import linears_of
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.registry import family_of
+from compiled_llm.models.weights import tensors
+from compiled_llm.ops.torch_private import mark_static_address
+from compiled_llm.step.kv_cache import layer_dtypes, num_tensors
+from compiled_llm.system.progress import StartProgress
+from compiled_llm.worker.cpu_kernels import ops_of
+from compiled_llm.worker.device import use_device
+from compiled_llm.worker.memory import check_room_for_weights, estimated_activations
+
+
+class DraftPlan(NamedTuple):
+    """What is known of a network before its weights are read.
+
+    Attributes:
+        model_config: with as many positions as the engine's requests may have.
+        cache_dtypes: of each layer's KV cache.
+    """
+
+    checkpoint: DraftCheckpoint
+    model_config: ModelConfig
+    cache_dtypes: tuple[torch.dtype, ...]
+    linears: LinearKind
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, checkpoint: DraftCheckpoint, max_model_len: int, device: torch.device, dtype: torch.dtype
+    ) -> "DraftPlan":
+        """``ValueError`` for a cache or a quantisation that the network cannot have."""
+        config = checkpoint.config
+        model_config = dataclasses.replace(checkpoint.model_config, max_position_embeddings=max_model_len)
+        cache_dtypes = layer_dtypes(config, dtype, model_config)
+        use_device(device, cache_dtypes, model_config)
+        linears = linears_of(config, model_config, device, dtype)
+        return cls(checkpoint, model_config, cache_dtypes, linears, device, dtype)
+
+    @property
+    def cached(self) -> tuple[ModelConfig, tuple[torch.dtype, ...]]:
+        """What a token takes in its KV cache follows from."""
+        return self.model_config, self.cache_dtypes
+
+    @property
+    def num_cache_tensors(self) -> int:
+        return num_tensors(self.model_config, self.cache_dtypes)
+
+    def activations(self, limits: EngineLimits) -> int:
+        """Bytes that its largest step holds besides weights and cache, about."""
+        return estimated_activations(self.model_config, limits, self.dtype, self.linears)
+
+    def cpu_ops(self) -> list[str]:
+        """The ops of ``kernel_build.OPS`` that its steps call."""
+        return ops_of(self.model_config, self.dtype, self.linears)
+
+    def described(self) -> Any:
+        """The weights, on the device "meta"."""
+        return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears).weights
+
+    def load(self, progress: StartProgress) -> "DraftNetwork":
+        """Read the weights, or make them where the engine makes all.
+
+        Raises:
+            ValueError: the checkpoint or the memory does not allow it.
+        """
+        c, config, directory = self.model_config, self.checkpoint.config, self.checkpoint.directory
+        description = family_of(c).describe(c, self.dtype, self.linears)
+        check_room_for_weights(description.weights, self.linears, config, c, directory, self.device, self.dtype)
+        sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
+        with progress.stage("loading the draft model", sizes, is_long=False, in_bytes=True) as stage:
+            if config.load_format == "dummy":
+                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.advance)
+            else:
+                weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.advance)
+        for tensor in tensors(weights):
+            mark_static_address(tensor)
+        return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens)
+
+
+class DraftNetwork(NamedTuple):
+    """A network as a start has loaded it.
+
+    Attributes:
+        cache_dtypes: of each layer's KV cache.
+        num_tokens: most that it drafts for a request and step.
+    """
+
+    model_config: ModelConfig
+    weights: Any
+    cache_dtypes: tuple[torch.dtype, ...]
+    num_tokens: int

@@ -1,0 +1,378 @@
+"""DraftStage: a network that drafts after each step, on the KV blocks of the model; its compiled functions and buffers.
+
+A step goes as before. Behind it, for the requests of which it has sampled a token, ``draft`` guesses the next ones
+(``step/drafting.py``). Tokens that a network lacks but for a request's last one, as those of prompts, are computed by
+``draft_prompt`` before. Where the scheduler has no use for drafts, neither runs; ``DraftCoverage`` knows what is
+lacking then.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.compiling.build_processes import Job
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
+from compiled_llm.scheduling.block_pool import SINK_BLOCK
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.drafting import NO_DRAFT, DraftInput, draft_model_function, draft_prompt_function
+from compiled_llm.step.parameters import SAMPLING
+from compiled_llm.step.sampling import SamplingInput
+from compiled_llm.worker import graph_fields
+from compiled_llm.worker.block_tables import BlockTables
+from compiled_llm.worker.draft_coverage import DraftCoverage
+from compiled_llm.worker.draft_network import DraftNetwork
+from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import StepSizes, mark_sizes
+
+_NO_BOUND = 1 << 30  # tokens of a request in a step
+Make = Callable[..., CompiledFunction]
+
+
+class Drafts(NamedTuple):
+    """What was drafted after a step.
+
+    Attributes:
+        places: [N] int64: places in the step of the requests that were drafted for.
+        token_ids: ``[most requests, K]`` int64 on the device, of which the first N rows are these requests'.
+    """
+
+    places: np.ndarray
+    token_ids: Tensor
+
+
+def token_ids_of(drafts: Drafts, num_requests: int) -> tuple[tuple[int, ...], ...]:
+    """Of each request of a step, its drafts up to the first that there is none of. They are on the host."""
+    found: list[tuple[int, ...]] = [()] * num_requests
+    for place, row in zip(drafts.places.tolist(), drafts.token_ids[: len(drafts.places)].tolist(), strict=True):
+        found[place] = tuple(row[: row.index(NO_DRAFT)] if NO_DRAFT in row else row)
+    return tuple(found)
+
+
+class DraftStage:
+    """Owns the functions of a network and their inputs.
+
+    Attributes:
+        token_ids: ``[most requests, K]`` int64 on the device: what was drafted last.
+        coverage: what the network lacks of the KV pool; None until that has its size.
+
+    Args:
+        vocab_size: of the model that is drafted for.
+        kv_cache: the network's, to compile on; when it is exchanged, ``record_again``.
+        last_tokens: ``[rows]`` int64, where a step leaves its tokens.
+        tables: on a GPU, the block tables of all requests.
+        exact: see ``AttentionSpec``.
+    """
+
+    def __init__(
+        self,
+        network: DraftNetwork,
+        limits: EngineLimits,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        vocab_size: int,
+        kv_cache: KVCache,
+        last_tokens: Tensor,
+        tables: BlockTables | None,
+        exact: bool,
+    ) -> None:
+        self.network, self.kv_cache = network, kv_cache
+        self._limits, self._device, self._last_tokens = limits, device, last_tokens
+        self._one_for_all = device.type == "cpu"
+        self.token_ids = torch.full(
+            (limits.decode_bucket_sizes[-1], network.num_tokens), NO_DRAFT, dtype=torch.int64, device=device
+        )
+        mark_static_address(self.token_ids)
+        if self._one_for_all:
+            mark_dynamic_size(self.token_ids, 0, DynamicSize("most drafted requests", 17))
+        sizes = StepSizes.of(limits, device)
+        if network.model_config.ropes:
+            for table in network.weights.ropes:
+                if len(table) == limits.max_model_len:
+                    mark_sizes(table, sizes.positions)
+        self._inputs = {
+            size: _DraftBuffers(size, network.num_tokens, limits, device, tables) for size in limits.decode_bucket_sizes
+        }
+        self._prompts = {
+            size: _PromptBuffers(size, limits, device, tables, sizes) for size in limits.token_bucket_sizes
+        }
+        config, block_size = network.model_config, limits.block_size
+        self._recipe = functools.partial(draft_model_function, config, block_size, vocab_size, exact)
+        self._exact = exact
+        self._depends = {
+            **graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device),
+            "num_speculative_tokens": network.num_tokens,
+            "vocab_size": vocab_size,
+        }
+        self._functions: dict[str, CompiledFunction] = {}
+        self.coverage: DraftCoverage | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs on the device, weights and KV cache left out."""
+        buffers = [each.buffers for each in self._inputs.values()] + [each.buffers for each in self._prompts.values()]
+        return self.token_ids.nbytes + sum(each.nbytes for each in buffers)
+
+    # -- Compiling
+
+    def jobs(self, weight_of_step: float, weight_of_layer: float) -> list[Job]:
+        """Everything to compile, for other processes: how long a step takes besides its layers, and each of them."""
+        threads, found = torch.get_num_threads(), dict[str, Job]()
+        weight = weight_of_step + weight_of_layer * self.network.model_config.num_layers
+        for size in self._inputs:
+            name, of_all = self._name("draft", size), weight * self.network.num_tokens
+            found[name] = Job(name, self._recipe, self._arguments(size), threads, of_all, self._depends)
+        for size in self._prompts:
+            name, arguments = self._name("draft_prompt", size), self._prompt_arguments(size)
+            found[name] = Job(name, self._prompt_recipe(size), arguments, threads, weight, self._depends)
+        return list(found.values())
+
+    def warm_up(self, make: Make) -> None:
+        """Compile everything, and run it once on padding. ``make``: (function, name, what it depends on)."""
+        for name, recipe, arguments in self._to_compile():
+            if name not in self._functions:
+                self._functions[name] = make(recipe(), name, self._depends)
+                self._functions[name].warm_up(arguments)
+
+    def record_again(self) -> None:
+        """``kv_cache`` is another one: on a GPU, record every CUDA graph on it."""
+        for name, _, arguments in self._to_compile():
+            self._functions[name].record_again(arguments)
+
+    def functions(self) -> dict[str, CompiledFunction]:
+        """All of them, by their names."""
+        return dict(self._functions)
+
+    def _to_compile(self) -> Iterator[tuple[str, Callable[[], Callable], Callable[[], tuple]]]:
+        """Name, recipe and what makes the arguments. On a GPU the largest come first: their memory serves all."""
+        for size in sorted(self._prompts, reverse=not self._one_for_all):
+            arguments = functools.partial(self._prompt_arguments, size)
+            yield self._name("draft_prompt", size), self._prompt_recipe(size), arguments
+        for size in sorted(self._inputs, reverse=not self._one_for_all):
+            yield self._name("draft", size), self._recipe, functools.partial(self._arguments, size)
+
+    def _name(self, kind: str, size: int) -> str:
+        """Of a function for so many requests or tokens: on a CPU one for all, see ``StepSizes``."""
+        return kind if self._one_for_all else f"{kind}_{size}"
+
+    def _prompt_recipe(self, size: int) -> functools.partial:
+        most = _NO_BOUND if self._one_for_all else size
+        return functools.partial(draft_prompt_function, self.network.model_config, most, self._exact)
+
+    def _arguments(self, size: int) -> tuple:
+        return self.network.weights, self._inputs[size].input, self.kv_cache, self._last_tokens, self.token_ids
+
+    def _prompt_arguments(self, size: int) -> tuple:
+        return self.network.weights, self._prompts[size].input, self.kv_cache
+
+    # -- Running
+
+    def run(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> Drafts | None:
+        """Draft for the requests of a step whose work is on its way to the device; None: for none of them.
+
+        Args:
+            rows: ``[R]`` int64, those of its requests in ``store``.
+        """
+        coverage = self.coverage
+        assert coverage is not None, "there is no KV pool yet"
+        coverage.begin_step(output, rows, store)
+        starts, counts, samples = (
+            np.array(column, dtype=np.int64)
+            for column in (output.num_computed_tokens, output.num_scheduled_tokens, output.num_samples)
+        )
+        # A token that the device alone knew is not there any more.
+        is_known = np.array(output.feedback) < 0
+        is_covered = np.zeros(len(rows), dtype=bool)
+        drafts: Drafts | None = None
+        if output.drafts_next:
+            # ``draft`` computes the last token itself, and drafts of it have been.
+            ends = np.where(is_known, starts + counts - samples, starts)
+            is_covered = self._catch_up(rows, starts, ends, ends + (samples > 0) * is_known, store) & is_known
+            places = np.flatnonzero(is_covered & (samples > 0))
+            if len(places):
+                size = next(size for size in self._inputs if size >= len(places))
+                self._inputs[size].fill(places, output, rows, store)
+                self._functions[self._name("draft", size)](*self._arguments(size))
+                drafts = Drafts(places, self.token_ids)
+        coverage.end_step(rows, starts, starts + counts, is_covered, store)
+        return drafts
+
+    def run_largest(self) -> None:
+        """Run each kind in its largest size, all padding: what it allocates depends on that alone."""
+        prompt, requests = max(self._prompts), max(self._inputs)
+        self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(prompt))
+        self._functions[self._name("draft", requests)](*self._arguments(requests))
+
+    def _catch_up(
+        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
+    ) -> np.ndarray:
+        """Compute what is lacking of tokens before ``ends``, of requests that have computed ``starts`` ([R] each).
+
+        Others may read a block in the very step that fills it (``PrefixCache``). So where anything is lacking, a token
+        before ``known_ends`` that ends a block is computed as well.
+
+        Returns of which requests nothing is lacking then, [R] bool: not of those with tokens that are not known, nor of
+        those that the largest bucket has no room for, which are caught up with later.
+        """
+        coverage = self.coverage
+        assert coverage is not None
+        covered = coverage.num_covered(rows, starts, store)
+        has_all, room = covered >= ends, max(self._prompts)
+        if not has_all.all():
+            ends = np.where(known_ends % self._limits.block_size == 0, known_ends, ends)
+            has_all = covered >= ends
+        chosen: list[tuple[int, int, np.ndarray]] = []  # row, its first token, the tokens
+        for place in np.flatnonzero(~has_all).tolist():
+            row, start, end = int(rows[place]), int(covered[place]), int(ends[place])
+            token_ids = coverage.tokens(row, start, end)
+            if token_ids is None or not room:
+                continue
+            count = min(room, end - start)
+            chosen.append((row, start, token_ids[:count]))
+            coverage.cover(row, start, start + count, store)
+            room -= count
+            has_all[place] = count == end - start
+        if chosen:
+            total = sum(len(token_ids) for _, _, token_ids in chosen)
+            size = next(size for size in self._prompts if size >= total)
+            self._prompts[size].fill(chosen, store)
+            self._functions[self._name("draft_prompt", size)](*self._prompt_arguments(size))
+        return has_all
+
+
+class _DraftBuffers:
+    """A ``DraftInput`` for ``num_requests``, as the host fills it and the graph reads it."""
+
+    def __init__(
+        self, num_requests: int, num_tokens: int, limits: EngineLimits, device: torch.device, tables: BlockTables | None
+    ) -> None:
+        self._limits, self._padding_row = limits, None if tables is None else tables.padding_row
+        self._num_tokens = num_tokens
+        each = (num_requests,)
+        fields: Fields = dict.fromkeys(("first_row", "num_samples", "position", "end"), (each, torch.int32))
+        fields["token_ids"] = (num_requests, num_tokens + 1), torch.int32
+        name = "block_table" if tables is None else "table_rows"
+        fields[name] = ((num_requests, limits.blocks_per_request) if tables is None else each), torch.int32
+        fields |= {field.name: ((num_requests, *field.shape), field.dtype) for field in SAMPLING}
+        self.buffers = FieldBuffers(fields, device)
+        views = dict(self.buffers.tensors)
+        if device.type == "cpu":
+            requests = DynamicSize("drafted requests", 6)
+            blocks = [StepSizes.of(limits, device).blocks]
+            for name, view in views.items():
+                mark_sizes(view, requests, *(blocks if name == "block_table" else []))
+        own: dict[str, Any] = {name: views.get(name) for name in DraftInput._fields}
+        if tables is not None:
+            own["block_table"] = tables.tensors[0]
+        sampling = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
+        self.input = DraftInput(**own | {"sampling": sampling})
+        for arrays in self.buffers.all_arrays():
+            self._pad(arrays, 0)
+        self.buffers.copy()
+
+    def fill(self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
+        """``places`` [N] int64: those in the step of the requests to draft for, whose rows ``rows`` [R] has."""
+        arrays, n, size = self.buffers.next_arrays(), len(places), self._limits.block_size
+        samples = np.array(output.num_samples, dtype=np.int32)
+        counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
+        own, samples_of = rows[places], samples[places]
+        logits_rows = np.maximum(samples, 1)
+        arrays["first_row"][:n] = (logits_rows.cumsum() - logits_rows)[places]
+        arrays["num_samples"][:n] = samples_of
+        ends = counts.cumsum()[places]
+        indices = np.minimum((ends - samples_of)[:, None] + np.arange(self._num_tokens + 1), (ends - 1)[:, None])
+        arrays["token_ids"][:n] = np.array(output.token_ids, dtype=np.int32)[indices]
+        starts = np.array(output.num_computed_tokens, dtype=np.int32)[places]
+        arrays["position"][:n] = positions = starts + counts[places] - samples_of + 1
+        num_blocks = store.num_blocks[own]
+        arrays["end"][:n] = np.minimum(num_blocks * size, self._limits.max_model_len)
+        if self._padding_row is None:
+            # As far as drafts may come; what is behind a request's own blocks is read, and never used.
+            width = min(self._limits.blocks_per_request, int(positions.max() + 2 * self._num_tokens) // size + 1)
+            known = store.block_table[own, :width]
+            arrays["block_table"][:n, :width] = np.where(np.arange(width) < num_blocks[:, None], known, SINK_BLOCK)
+        else:
+            arrays["table_rows"][:n] = own
+        for field in SAMPLING:
+            arrays[field.name][:n] = store.parameters[field.name][own]
+        self._pad(arrays, n)
+        self.buffers.copy()
+
+    def _pad(self, arrays: Arrays, n: int) -> None:
+        """Make everything after the first ``n`` requests padding."""
+        for name in ("first_row", "num_samples", "position", "end", "token_ids"):
+            arrays[name][n:] = 0
+        if self._padding_row is not None:
+            arrays["table_rows"][n:] = self._padding_row
+        for field in SAMPLING:
+            arrays[field.name][n:] = field.padding
+
+
+class _PromptBuffers:
+    """The ``StepInput`` of ``draft_prompt`` for ``num_tokens``. Nothing reads its logits' rows."""
+
+    def __init__(
+        self, num_tokens: int, limits: EngineLimits, device: torch.device, tables: BlockTables | None, sizes: StepSizes
+    ) -> None:
+        self._size, self._num_tokens = limits.block_size, num_tokens
+        self._padding_row = None if tables is None else tables.padding_row
+        requests = limits.decode_bucket_sizes[-1]
+        fields: Fields = dict.fromkeys(("input_ids", "positions", "slot_mapping"), ((num_tokens,), torch.int32))
+        fields |= dict.fromkeys(("seq_lens", "logits_indices"), ((requests,), torch.int32))
+        fields["query_start_loc"] = (requests + 1,), torch.int32
+        name = "block_table" if tables is None else "table_rows"
+        fields[name] = ((requests, limits.blocks_per_request) if tables is None else (requests,)), torch.int32
+        self.buffers = FieldBuffers(fields, device)
+        views = dict(self.buffers.tensors)
+        for name, view in views.items():
+            of_tokens = name in ("input_ids", "positions", "slot_mapping")
+            first = sizes.tokens if of_tokens else sizes.starts if name == "query_start_loc" else sizes.requests
+            mark_sizes(view, first, *([sizes.blocks] if name == "block_table" else []))
+        if tables is not None:
+            views["block_table"] = tables.tensors[0]
+        self.input = StepInput(**views)
+        for arrays in self.buffers.all_arrays():
+            self._pad(arrays, 0, 0)
+        self.buffers.copy()
+
+    def fill(self, chosen: Sequence[tuple[int, int, np.ndarray]], store: RequestRows) -> None:
+        """``chosen``: of each request its row in ``store``, the position of the first token, and the tokens."""
+        arrays, n = self.buffers.next_arrays(), len(chosen)
+        rows = np.array([row for row, _, _ in chosen])
+        starts = np.array([start for _, start, _ in chosen], dtype=np.int32)
+        counts = np.array([len(token_ids) for *_, token_ids in chosen], dtype=np.int32)
+        ends = counts.cumsum(dtype=np.int32)
+        total = int(ends[-1])
+        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
+        arrays["input_ids"][:total] = np.concatenate([token_ids for *_, token_ids in chosen])
+        arrays["positions"][:total] = positions
+        blocks, offsets = np.divmod(positions, self._size)
+        arrays["slot_mapping"][:total] = store.block_table[np.repeat(rows, counts), blocks] * self._size + offsets
+        arrays["query_start_loc"][1 : n + 1] = ends
+        arrays["seq_lens"][:n] = starts + counts
+        if self._padding_row is None:
+            width = -(-int((starts + counts).max()) // self._size)
+            arrays["block_table"][:n, :width] = store.block_table[rows, :width]
+        else:
+            arrays["table_rows"][:n] = rows
+        self._pad(arrays, total, n)
+        self.buffers.copy()
+
+    def _pad(self, arrays: Arrays, num_tokens: int, num_requests: int) -> None:
+        """Make everything after the tokens and requests padding."""
+        for name in ("input_ids", "positions"):
+            arrays[name][num_tokens:] = 0
+        padding = np.arange(self._num_tokens - num_tokens, dtype=np.int32)
+        arrays["slot_mapping"][num_tokens:] = SINK_BLOCK * self._size + padding % self._size
+        arrays["query_start_loc"][num_requests + 1 :] = num_tokens
+        arrays["seq_lens"][num_requests:] = 0
+        if self._padding_row is not None:
+            arrays["table_rows"][num_requests:] = self._padding_row

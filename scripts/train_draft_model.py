@@ -1,0 +1,153 @@
+"""Train a draft model for the bundled demo model: a smaller Qwen3 of the same vocabulary that guesses what it says.
+
+    python scripts/train_draft_model.py      # 8 minutes on two CPU cores, into compiled_llm/demo_drafters/draft_model
+
+It starts as the first layer of the demo model between its embedding and its head, which stay as they are. It reads the
+text that the demo model has learned from, and learns what the demo model thinks of each next token rather than which
+one comes: the loss is the cross-entropy with its distribution (distillation, Hinton et al., 2015, arXiv:1503.02531).
+Afterwards it measures on files that neither has seen how often both have the same likeliest token, and how much
+probability they share, the sum of min(p, q): what speculative decoding accepts at best. `training.json` keeps the
+record.
+"""
+
+import argparse
+import copy
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import own_checkout
+import numpy as np
+import torch
+import train_demo_model as demo
+from tqdm import tqdm
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from compiled_llm.api.command_line import FlagParser
+from compiled_llm.quantizing.texts import read_source_files, split_files
+from compiled_llm.system import hardware as machine
+
+DEFAULT_OUTPUT = demo.DEFAULT_OUTPUT.parent / "demo_drafters" / "draft_model"
+NUM_CURVE_POINTS = 8
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=8.0, help="wall time of the training loop (default: 8)")
+    parser.add_argument("--target", type=Path, default=demo.DEFAULT_OUTPUT, help="folder of the model to draft for")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-files", type=int, help="use only the first so many files, for a quick try")
+    parser.add_argument("--context-length", type=int, default=256, help="of what it learns from, a multiple of 4")
+    parser.add_argument("--num-layers", type=int, default=1, help="of the draft model (default: 1)")
+    parser.add_argument("--learning-rate", type=float, default=0.002, help="the peak (default: 0.002)")
+    args = parser.parse_args(argv)
+    rules = {
+        "minutes": (0 < args.minutes < math.inf, "a positive number"),
+        "target": (args.target.is_dir(), "a folder with a model"),
+        "output": (args.output.is_dir() or not args.output.exists(), "a folder, or not there yet"),
+        "seed": (args.seed >= 0, "0 or more"),
+        "max_files": (args.max_files is None or args.max_files >= 10, "10 or more, so that some can be held out"),
+        "context_length": (args.context_length >= 16 and args.context_length % 4 == 0, "a multiple of 4, 16 or more"),
+        "num_layers": (args.num_layers >= 1, "1 or more"),
+        "learning_rate": (0 < args.learning_rate < 1, "above 0 and below 1"),
+    }
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            parser.error(f"--{name.replace('_', '-')} must be {rule}, got {getattr(args, name)}")
+    return args
+
+
+def build_student(teacher: Qwen3ForCausalLM, num_layers: int) -> Qwen3ForCausalLM:
+    """The first layers of ``teacher`` with its embedding, head and last norm, as a model of its own."""
+    config = copy.deepcopy(teacher.config)
+    config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
+    student = Qwen3ForCausalLM(config)
+    student.load_state_dict(teacher.state_dict(), strict=False)
+    student.model.embed_tokens.requires_grad_(False)
+    return student
+
+
+def distance(student: torch.nn.Module, teacher: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the student with the teacher's distributions, in nats a token."""
+    with torch.no_grad():
+        wanted = teacher(input_ids=input_ids, use_cache=False).logits.softmax(-1)
+    found = student(input_ids=input_ids, use_cache=False).logits.log_softmax(-1)
+    return -(wanted * found).sum() / input_ids.numel()
+
+
+@torch.no_grad()
+def agreement(student: torch.nn.Module, teacher: torch.nn.Module, windows: torch.Tensor) -> dict[str, float]:
+    """On ``windows`` [N, T]: how often the likeliest tokens are the same, and the probability that is shared."""
+    same = shared = total = 0.0
+    for window in windows:
+        p, q = (model(input_ids=window[None], use_cache=False).logits[0].float() for model in (teacher, student))
+        same += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        shared += torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item()
+        total += len(window)
+    return {"same_likeliest_token": round(same / total, 4), "shared_probability": round(shared / total, 4)}
+
+
+def train(student: torch.nn.Module, teacher: torch.nn.Module, documents: list[list[int]], args: argparse.Namespace):
+    """Train for the budget of wall time; the learning rate follows the share of it that has passed."""
+    trained = [p for p in student.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    stream = demo.batches(documents, args)
+    budget, tokens_seen, steps, curve, recent = args.minutes * 60, 0, 0, [], []
+    bar = tqdm(total=round(budget), unit="s", bar_format="{percentage:3.0f}%|{bar:30}| {n:.0f}/{total}s {postfix}")
+    start = time.perf_counter()
+    while (progress := (time.perf_counter() - start) / budget) < 1.0:
+        rows = next(stream)
+        loss = distance(student, teacher, rows[:, :-1].contiguous())
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = args.learning_rate * demo.learning_rate_factor(progress)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        tokens_seen += rows[:, 1:].numel()
+        recent = [*recent[-49:], loss.item()]
+        elapsed = time.perf_counter() - start
+        if elapsed / budget * NUM_CURVE_POINTS >= len(curve) + 1:
+            curve.append({"seconds": round(elapsed), "tokens": tokens_seen, "loss": round(float(np.mean(recent)), 4)})
+            bar.write(json.dumps(curve[-1]), file=sys.stderr)
+        bar.n = min(elapsed, budget)
+        bar.set_postfix_str(f"step {steps}  loss {np.mean(recent):.3f}  {tokens_seen / elapsed:.0f} tokens/s")
+    bar.close()
+    return {"steps": steps, "tokens_seen": tokens_seen, "final_loss": round(float(np.mean(recent)), 4), "curve": curve}
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    torch.manual_seed(args.seed)
+    train_files, held_out_files = split_files(read_source_files(args.max_files))
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    documents = list(demo.encode_files(train_files, tokenizer).values())
+    held_out = [token for tokens in demo.encode_files(held_out_files, tokenizer).values() for token in tokens]
+    teacher = Qwen3ForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval().requires_grad_(False)
+    student = build_student(teacher, args.num_layers)
+    num_parameters = sum(p.numel() for p in student.parameters())
+    print(f"{len(train_files)} files to learn from; {num_parameters} parameters", flush=True)
+    record = train(student, teacher, documents, args)
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    student.bfloat16().save_pretrained(args.output)
+    (args.output / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read
+    (args.output / "generation_config.json").unlink(missing_ok=True)
+    saved = Qwen3ForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
+    windows = torch.tensor(held_out).unfold(0, args.context_length, args.context_length)
+    record |= {"held_out": agreement(saved, teacher, windows[:: max(1, len(windows) // 64)])}
+    header = {
+        "command": " ".join(["python scripts/train_draft_model.py", *(sys.argv[1:] if argv is None else argv)]),
+        "settings": {name: value for name, value in vars(args).items() if name not in ("output", "target")},
+        "machine": machine.describe(torch.device("cpu")),
+        "parameters": num_parameters,
+        "train_files": len(train_files),
+    }
+    (args.output / "training.json").write_text(json.dumps(header | record, indent=1) + "\n")
+    print(json.dumps(record["held_out"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""DraftCoverage against an account of every slot, over random steps, copies and swaps, with and without drafts."""
+
+import random
+
+import numpy as np
+import pytest
+
+from compiled_llm import SamplingParams
+from compiled_llm.api.config import EngineLimits
+from compiled_llm.scheduling.request import RequestId
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
+from compiled_llm.worker.draft_coverage import DraftCoverage
+from compiled_llm.worker.request_rows import RequestRows
+
+SIZE, BLOCKS, HOST_BLOCKS = 4, 12, 4
+LIMITS = EngineLimits(32, 3, 16, SIZE, (3,), (16,), True)
+
+
+def started(name: RequestId, prompt: list[int], output: list[int]) -> StartedRequest:
+    return StartedRequest(name, SamplingParams(), 0, tuple(prompt), tuple(output))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_lacking_is_known_slot_by_slot(seed: int) -> None:
+    """A slot holds the tokens up to its own that its keys were made of, in the model's cache and in the drafter's."""
+    rng, coverage, store = random.Random(seed), DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
+    names = [RequestId(str(number)) for number in range(3)]
+    tokens = {name: [rng.randrange(100) for _ in range(32)] for name in names}
+    blocks = {name: list(range(1 + 4 * number, 5 + 4 * number)) for number, name in enumerate(names)}
+    model: dict[tuple[int, int], tuple[int, ...]] = {}
+    drafter: dict[tuple[int, int], tuple[int, ...]] = {}
+    computed = dict.fromkeys(names, 0)
+
+    def slots(name: RequestId, end: int) -> list[tuple[int, int]]:
+        return [(blocks[name][place // SIZE], place % SIZE) for place in range(end)]
+
+    admitted = set[RequestId]()
+    for _ in range(40):
+        name = rng.choice(names)
+        start, known = computed[name], tokens[name]
+        count = min(rng.choice((1, 1, 3, 5)), 16 - start)
+        swapped_out = swapped_in = copies = ()
+        event = rng.random()
+        if event < 0.1 and start:  # to the host and back, into the same blocks
+            swapped_out = swapped_in = ((blocks[name][0], 1),)
+        elif event < 0.3 and 0 < start <= SIZE:  # a fork: another request goes on from a copy of the first block
+            other = rng.choice([one for one in names if one != name])
+            copies = ((blocks[name][0], blocks[other][0]),)
+            tokens[other][:start], computed[other] = known[:start], start
+            admitted.discard(other)
+            for offset in range(SIZE):
+                for cache in (model, drafter):
+                    cache[blocks[other][0], offset] = cache.get((blocks[name][0], offset), ())
+        elif count <= 0:  # it ends; its blocks begin anew
+            computed[name], tokens[name] = 0, [rng.randrange(100) for _ in range(32)]
+            admitted.discard(name)
+            continue
+        count = max(count, 1)
+        if start + count > 16:
+            continue
+        drafts, is_known = rng.random() < 0.7, rng.random() < 0.9
+        fresh = () if name in admitted else (started(name, tokens[name][:16], []),)
+        sent = known[start : start + count]
+        sent[-1] = sent[-1] if is_known else 0
+        output = SchedulerOutput(
+            request_ids=(name,), num_scheduled_tokens=(count,), num_computed_tokens=(start,), num_samples=(1,),
+            feedback=(-1 if is_known else 0,), token_ids=tuple(sent),
+            admissions=fresh, released_request_ids=(name,) if fresh and name in store._row_of else (),
+            table_updates=((name, 0, tuple(blocks[name])),) if fresh else (),
+            swapped_out=swapped_out, swapped_in=swapped_in, copies=copies,
+        )  # fmt: skip
+        admitted.add(name)
+        rows = store.update(output)
+        coverage.begin_step(output, rows, store)
+        starts = np.array([start])
+        found = int(coverage.num_covered(rows, starts, store)[0])
+        wanted = next(
+            (place for place, slot in enumerate(slots(name, start)) if drafter.get(slot) != model[slot]), start
+        )
+        assert found == wanted
+        is_covered = False
+        if drafts:
+            lacking = coverage.tokens(int(rows[0]), found, start)
+            if lacking is not None:
+                assert lacking.tolist() == tokens[name][found:start]
+                end = start if rng.random() < 0.7 else rng.randint(found, start)  # there is not always room for all
+                coverage.cover(int(rows[0]), found, end, store)
+                for place, slot in enumerate(slots(name, end)):
+                    drafter[slot] = tuple(tokens[name][: place + 1])
+                is_covered = is_known and end == start
+        for place, slot in list(enumerate(slots(name, start + count)))[start:]:
+            model[slot] = tuple(tokens[name][: place + 1])
+            drafter[slot] = model[slot] if is_covered else ()
+        coverage.end_step(rows, starts, starts + count, np.array([is_covered]), store)
+        computed[name] = start + count
+
+
+def test_nothing_is_looked_up_while_the_drafter_has_all() -> None:
+    coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
+    starts = np.array([7, 9])
+    assert coverage.num_covered(np.array([0, 1]), starts, store) is starts
