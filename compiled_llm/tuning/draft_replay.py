@@ -1,7 +1,7 @@
 """How drafts fare on outputs that are known: the scheduler serves them again, beside a worker that looks them up.
 
-The scheduler and the method are those of an engine, so what is drafted, how much of it a step takes and what is accepted
-are what an engine of the same limits would have. Only the seconds of a step are looked up, too. Never loads torch.
+The scheduler and the method are those of an engine, so what is drafted, how much of it a step takes and what is
+accepted are what an engine of the same limits would have. Only the seconds of a step are looked up, too.
 """
 
 import dataclasses
