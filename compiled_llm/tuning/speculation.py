@@ -144,7 +144,7 @@ def step_seconds_of(path: Path, batch_sizes: Sequence[int]) -> tuple[dict[tuple[
 
 def never_falling(seconds: StepSeconds) -> dict[tuple[int, int], float]:
     """Seconds of which those of more tokens are never less: such were slow for another reason, and means are taken."""
-    made = {}
+    made: dict[tuple[int, int], float] = {}
     for size in dict.fromkeys(size for size, _ in seconds):
         times = {tokens: value for (known, tokens), value in seconds.items() if known == size}
         made |= {(size, n): value for n, value in buckets.never_falling(times, dict.fromkeys(times, 1)).items()}

@@ -44,7 +44,7 @@ def test_counts_are_those_of_an_engine(fields: dict) -> None:
         plain = engine.generate(prompts, params, use_tqdm=False)
         for number in (1, 3, 4):
             tokens = plain[number].outputs[0].token_ids
-            params[number] = dataclasses.replace(params[number], stop_token_ids=[tokens[len(tokens) // 2]])
+            params[number] = dataclasses.replace(params[number], stop_token_ids=(tokens[len(tokens) // 2],))
         before = engine.stats()
         outputs = engine.generate(prompts, params, use_tqdm=False)
         stats, limits = engine.stats().since(before), engine.scheduler.limits

@@ -74,7 +74,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         if len(lines) > args.max_requests:
             print(f"{program}: the first {args.max_requests} of {len(lines)} requests are taken (--max-requests)")
             lines = lines[: args.max_requests]
-        seconds, one_graph = {}, True
+        seconds: dict[tuple[int, int], float] = {}
+        one_graph = True
         if args.step_seconds is not None:
             seconds, one_graph = speculation.step_seconds_of(args.step_seconds, args.batch_sizes)
     with errors_end(program), errors_end(program, (_UnansweredError,), status=1):
