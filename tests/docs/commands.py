@@ -162,6 +162,7 @@ EXPENSIVE = (
     _BATCH + r"\b.* --(check|retry-errors) .*",
     r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
     r"compiled-llm batch --bucket-sizes 1,8,32",
+    r"compiled-llm batch --input requests\.jsonl .*",
     r"printf [^|]*\| compiled-llm (generate|chat) .*",
     r"compiled-llm generate \"[^\"]*\"( --max-tokens .*)?",
     _COMMAND + r" report perplexity\b.*",
