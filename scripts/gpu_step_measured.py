@@ -47,7 +47,9 @@ def line_of(path: Path) -> dict[str, Any]:
         model = first_layers(model, result["layers"])
     bucket, keys = f"decode_{result['batch_size']}", round(result.get("mean_keys", result["context"]))
     engine = EngineConfig(
-        max_model_len=model.max_position_embeddings, kv_cache_dtype=result["kv_cache_dtype"], exact=result["exact"],
+        max_model_len=model.max_position_embeddings,
+        kv_cache_dtype=result["kv_cache_dtype"],
+        exact=result["exact"],
         cuda_graphs="manual",
     )
     engine = with_bucket(engine, model, bucket)

@@ -1,1 +1,1 @@
-"""Methods that draft tokens on the host, for steps to verify. Plain Python, never torch."""
+"""Methods that draft tokens on the host, for steps to verify. Never torch."""

@@ -9,7 +9,7 @@ from compiled_llm.drafting.token_text import MOST_TOKENS
 from compiled_llm.scheduling.drafter import DraftSource
 
 # Methods that draft on the host, from tokens alone.
-_HOST_METHODS: Mapping[str, Callable[[SpeculativeConfig], DraftSource]] = {
+HOST_METHODS: Mapping[str, Callable[[SpeculativeConfig], DraftSource]] = {
     "ngram": NgramDrafter.of,
     "suffix": SuffixDrafter.of,
 }
@@ -26,4 +26,4 @@ def host_source(config: SpeculativeConfig, vocab_size: int) -> DraftSource:
             f"speculative_config: method {config.method!r} serves vocabularies of up to {MOST_TOKENS} tokens, given a "
             f"model with {vocab_size}"
         )
-    return _HOST_METHODS[config.method](config)
+    return HOST_METHODS[config.method](config)

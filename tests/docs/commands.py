@@ -154,7 +154,7 @@ NOT_RUN = (
 )  # fmt: skip
 # Run with -m battery; else checked only.
 EXPENSIVE = (
-    _COMMAND + r" (exact|compile|tune buckets|report run)\b.*",
+    _COMMAND + r" (exact|compile|tune (buckets|speculation)|report run)\b.*",
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
     r"compiled-llm check .*--compare\b.*",
@@ -162,6 +162,7 @@ EXPENSIVE = (
     _BATCH + r"\b.* --(check|retry-errors) .*",
     r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
     r"compiled-llm batch --bucket-sizes 1,8,32",
+    r"compiled-llm batch --input requests\.jsonl .*",
     r"printf [^|]*\| compiled-llm (generate|chat) .*",
     r"compiled-llm generate \"[^\"]*\"( --max-tokens .*)?",
     _COMMAND + r" report perplexity\b.*",

@@ -17,7 +17,7 @@ def searched(tokens: list[int], least: int, most: int, count: int) -> list[int]:
     return []
 
 
-@pytest.mark.parametrize(("least", "most"), [(1, 1), (2, 2), (1, 4), (3, 5)])
+@pytest.mark.parametrize(("least", "most"), [(1, 1), (2, 2), (1, 4), (3, 5), (1, 16), (16, 16)])
 def test_proposals_are_those_of_a_search_of_the_whole_text(least: int, most: int) -> None:
     rng = random.Random(least * 10 + most)
     found = 0
@@ -29,12 +29,26 @@ def test_proposals_are_those_of_a_search_of_the_whole_text(least: int, most: int
         for _ in range(20):
             request.output_token_ids += [rng.randrange(letters) for _ in range(rng.randint(0, 4))]
             count = rng.randint(1, 6)
+            if trial % 4 == 0:  # what it said before, so that long runs come again
+                tokens = request.prompt_token_ids + request.output_token_ids
+                request.output_token_ids += tokens[rng.randrange(len(tokens)) :][: rng.randint(1, 24)]
             proposals = drafter.propose([request, other], [count, 6])
             tokens = request.prompt_token_ids + request.output_token_ids
             assert proposals[0] == searched(tokens, least, most, count), (trial, tokens)
             assert proposals[1] == searched(other.prompt_token_ids, least, most, 6)
             found += bool(proposals[0])
-    assert found > 100
+    assert found > 50
+
+
+@pytest.mark.parametrize("tokens", [[5] * 400, [1, 2] * 200, [*[3, 4] * 100, 9, *[4] * 200], [0] * 70 + [1]])
+@pytest.mark.parametrize(("least", "most"), [(1, 16), (2, 3), (9, 16), (1, 1)])
+def test_what_repeats_hundreds_of_times(tokens: list[int], least: int, most: int) -> None:
+    """More places than are compared as a table."""
+    for end in (len(tokens), len(tokens) - 1, 150, 66, 65, 64):
+        for last in ([], [7], [9, *tokens[:12]], tokens[3:30]):
+            text = tokens[:end] + last
+            drafter = NgramDrafter(7, least, most)
+            assert drafter.propose([make_request("x", text, 300)], [7]) == [searched(text, least, most, 7)], (end, last)
 
 
 def test_ids_of_every_size() -> None:
@@ -49,4 +63,4 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     assert drafter.propose([request], [3]) == [[2, 1]]
     drafter.end(request)
     drafter.end(make_request("never asked about", 3, 3))
-    assert not drafter._indices
+    assert not drafter._texts

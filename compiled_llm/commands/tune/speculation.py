@@ -1,0 +1,223 @@
+"""Say which method of drafting, and how many drafts, suit the work of earlier runs on this machine.
+
+    compiled-llm batch --model DIR --input prompts.jsonl --output results.jsonl
+    compiled-llm tune speculation --model DIR --trace results.jsonl
+    compiled-llm tune speculation --model DIR --trace results.jsonl --batch-sizes 1 8 --draft-tokens 2 5
+    compiled-llm tune speculation --trace results.jsonl --step-seconds tuned.json    # no model runs
+
+``--trace`` takes results of ``compiled-llm batch``, or the rows that it takes, which the model answers first. The
+outputs are served again by the scheduler with each method, with no model: what would be drafted, and what of it is
+right, follows from the tokens. The start measures steps of each number of requests and drafts; ``--step-seconds`` takes
+those that ``--json`` of an earlier run wrote, and needs the model's tokenizer alone, or not even that where the
+trace has ``prompt_token_ids``. The last lines are the flag to paste and a line of JSON.
+
+Exit status: 0, also where no method is worth it; 1 if the model cannot answer a row; 2 for bad arguments.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compiled_llm.api import tables
+from compiled_llm.api.command_line import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    errors_end,
+    sampling_arguments,
+    sampling_params,
+)
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
+from compiled_llm.drafting.methods import HOST_METHODS
+from compiled_llm.offline.flags import DEFAULT_SAMPLING
+
+if TYPE_CHECKING:
+    from compiled_llm.engine.engine import CompiledEngine
+    from compiled_llm.tuning.draft_replay import KnownRequest
+    from compiled_llm.tuning.speculation import TraceLine
+
+_NO_OUTPUT = ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "num_speculative_tokens")
+_LOOKUPS = [(1, 3), (2, 4), (3, 5), (5, 5)]
+
+
+def parser(program: str) -> FlagParser:
+    made = FlagParser(prog=program, description="Say which method of drafting suits the work of earlier runs.")
+    add = made.add_argument
+    add("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="results of batch, or rows for it")
+    add("--methods", nargs="+", choices=tuple(HOST_METHODS), default=list(HOST_METHODS), help="to try (default: all)")
+    tokens = "most drafts to try (default: 3 7 15)"
+    add("--draft-tokens", type=int, nargs="+", default=[3, 7, 15], metavar="N", help=tokens)
+    lookups = "lookups of ngram to try (default: 1-3 2-4 3-5 5-5)"
+    add("--prompt-lookups", type=_lookup, nargs="+", default=_LOOKUPS, metavar="MIN-MAX", help=lookups)
+    sizes = "requests at once (default: 1 4 16)"
+    add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N", help=sizes)
+    add("--max-requests", type=int, default=200, metavar="N", help="of the trace, the first ones (default: 200)")
+    add("--step-seconds", type=Path, metavar="FILE", help="take those of an earlier --json instead of measuring")
+    tables.add_json_flag(made)
+    add_sampling_arguments(made, _NO_OUTPUT, **DEFAULT_SAMPLING)
+    add_engine_arguments(made)
+    return made
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    args = parser(program).parse_checked(_check, arguments, batch_sizes=1, max_requests=1, draft_tokens=1)
+    from compiled_llm.tuning import speculation  # which takes seconds, as what it loads does
+
+    with errors_end(program):
+        lines = speculation.read_trace(args.trace)
+        if len(lines) > args.max_requests:
+            print(f"{program}: the first {args.max_requests} of {len(lines)} requests are taken (--max-requests)")
+            lines = lines[: args.max_requests]
+        seconds: dict[tuple[int, int], float] = {}
+        one_graph = True
+        if args.step_seconds is not None:
+            seconds, one_graph = speculation.step_seconds_of(args.step_seconds, args.batch_sizes)
+    with errors_end(program), errors_end(program, (_UnansweredError,), status=1):
+        if args.step_seconds is None or any(line.row is not None for line in lines):
+            from compiled_llm.engine.engine import CompiledEngine
+
+            with CompiledEngine.from_config(_measured(args)) as engine:
+                drafts = engine.scheduler.drafts
+                assert drafts is not None
+                if args.step_seconds is None:
+                    seconds, one_graph = dict(drafts.costs.seconds), engine.scheduler.limits.mixes_lens
+                requests = _answered(engine, args, lines)
+        else:
+            requests = _known(lines, _tokenize(engine_config(args)))
+        sizes = [size for size in args.batch_sizes if size <= len(requests)]
+        if len(sizes) < len(args.batch_sizes):
+            left = ", ".join(str(size) for size in args.batch_sizes if size > len(requests))
+            print(f"{program}: left out of --batch-sizes: {left}, more than the {len(requests)} outputs of the trace")
+        if not sizes:
+            raise ValueError(f"--batch-sizes must have one of up to {len(requests)}, the outputs of the trace")
+        even = speculation.never_falling(seconds)
+        fallen = speculation.as_names({sizes: value for sizes, value in seconds.items() if even[sizes] != value})
+        if fallen:
+            print(
+                f"{program}: steps with more drafts took less time than some with fewer, as on a busy machine, and "
+                f"means are taken: {', '.join(fallen)}"
+            )
+        configs = list(speculation.candidates(args.methods, args.prompt_lookups, args.draft_tokens))
+        result = speculation.tune(requests, configs, sizes, even, one_graph=one_graph)
+    print(speculation.text_of(result))
+
+    import torch
+
+    from compiled_llm.system import hardware
+
+    facts = {"step_seconds": speculation.as_names(seconds), "one_graph": one_graph}
+    machine = {"machine": hardware.describe(torch.device("cpu" if one_graph else "cuda"))}
+    if args.step_seconds is not None:  # they are of another run
+        machine = {}
+    tables.finish(speculation.as_json(result) | facts | machine, args.json)
+    return 0
+
+
+class _UnansweredError(Exception):
+    """The model could not answer a row of the trace."""
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.batch_sizes != sorted(set(args.batch_sizes)):
+        raise ValueError(f"--batch-sizes must rise, given {' '.join(map(str, args.batch_sizes))}")
+    if max(args.draft_tokens) > MOST_DRAFT_TOKENS:
+        given = max(args.draft_tokens)
+        raise ValueError(f"--draft-tokens must be at most {MOST_DRAFT_TOKENS}, given {given}")
+    if args.speculative_config is not None:
+        raise ValueError("--speculative-config must be left out: it is what is looked for")
+    if args.bucket_sizes is not None and not set(args.batch_sizes) <= set(args.bucket_sizes):
+        sizes = ", ".join(map(str, args.bucket_sizes))
+        raise ValueError(f"--batch-sizes must be among --bucket-sizes, {sizes}, given {args.batch_sizes}")
+    sampling_params(args)  # its errors come before torch is loaded
+
+
+def _measured(args: argparse.Namespace) -> EngineConfig:
+    """An engine that measures the steps: any method that drafts so many makes it do so."""
+    config = engine_config(args)
+    drafts = {"method": "ngram", "num_speculative_tokens": max(args.draft_tokens)}
+    return dataclasses.replace(
+        config,
+        speculative_config=drafts,
+        bucket_sizes=config.bucket_sizes or tuple(args.batch_sizes),
+        wait_for_compile=True,
+    )
+
+
+def _answered(engine: "CompiledEngine", args: argparse.Namespace, lines: Sequence["TraceLine"]) -> list["KnownRequest"]:
+    """All requests, after the engine has served those without an output."""
+    from compiled_llm.api.sampling_params import SamplingParams
+    from compiled_llm.offline.serving import run_sampling
+    from compiled_llm.tuning.draft_replay import KnownRequest
+
+    rows = [line.row for line in lines if line.row is not None]
+    answered = {}
+    if rows:
+        sampling, text = run_sampling(engine.config, sampling_arguments(args))
+        print(f"{len(rows)} requests of the trace have no output, and are served first, with {text}")
+        params = [SamplingParams(**{**sampling, **row.sampling}) for row in rows]
+        prompts: list[Any] = [
+            row.prompt if row.messages is None else engine.encode_chat(row.messages, **row.chat_options) for row in rows
+        ]
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        for row, output in zip(rows, outputs, strict=True):
+            if output.outputs[0].finish_reason == "error":
+                raise _UnansweredError(f"{row.name}: {output.outputs[0].stop_reason}")
+            answered[row.index] = [
+                KnownRequest(output.prompt_token_ids, one.token_ids, one.finish_reason == "length")
+                for one in output.outputs
+                if one.token_ids
+            ]
+    encode = _tokenize(engine.config)
+    requests: list[KnownRequest] = []
+    for line in lines:
+        requests += _known([line], encode) if line.row is None else answered[line.row.index]
+    return requests
+
+
+def _known(lines: Sequence["TraceLine"], encode: Callable[[str], Sequence[int]]) -> list["KnownRequest"]:
+    """Requests that have their outputs."""
+    from compiled_llm.tuning.draft_replay import KnownRequest
+
+    return [
+        KnownRequest(ids, tokens, ends_by_length)
+        for line in lines
+        if line.prompt is not None
+        for ids in [encode(line.prompt) if isinstance(line.prompt, str) else line.prompt]
+        for tokens, ends_by_length in line.outputs
+    ]
+
+
+def _tokenize(config: EngineConfig) -> Callable[[str], Sequence[int]]:
+    """What makes token ids of a prompt. The tokenizer is loaded with the first one."""
+    loaded: list[Any] = []
+
+    def encode(text: str) -> Sequence[int]:
+        from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
+        from compiled_llm.text.prompts import Capacity, encode_prompt
+
+        if not loaded:
+            loaded.append(load_tokenizer(config, checkpoint_directory(config, with_weights=False)))
+        if loaded[0] is None:
+            raise ValueError("the model has no tokenizer, and a prompt of the trace needs one: give --tokenizer")
+        room = Capacity(2**31 - 1, "largest number of tokens")
+        return encode_prompt(text, loaded[0], room, None, config.split_special_tokens).token_ids
+
+    return encode
+
+
+def _lookup(text: str) -> tuple[int, int]:
+    """``"1-3"`` -> its two numbers, for argparse."""
+    if not re.fullmatch(r"[1-9]\d?-[1-9]\d?", text) or not 1 <= (pair := _pair(text))[0] <= pair[1] <= 16:
+        raise argparse.ArgumentTypeError(f"must be MIN-MAX within 1-16, as 2-4, given {text!r}")
+    return pair
+
+
+def _pair(text: str) -> tuple[int, int]:
+    least, most = text.split("-")
+    return int(least), int(most)

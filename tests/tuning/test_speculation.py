@@ -1,0 +1,159 @@
+"""``compiled-llm tune speculation``: what it reads, what it says, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm import CompiledEngine
+from compiled_llm.api.speculative_config import SpeculativeConfig
+from compiled_llm.commands.tune.speculation import main
+from compiled_llm.tuning import speculation
+from compiled_llm.tuning.draft_replay import KnownRequest
+
+PROGRAM = "compiled-llm tune speculation"
+PHRASE = list(range(20, 40))
+STEP_SECONDS = {
+    "step_seconds": {
+        "decode_1": 0.01,
+        "decode_1x4": 0.011,
+        "decode_1x16": 0.02,
+        "decode_2": 0.01,
+        "decode_2x8": 0.02,
+        "tokens_64": 1.0,
+    }
+}
+
+
+def result_line(number: int) -> dict[str, Any]:
+    prompt = [*PHRASE, number, *PHRASE[:6]]
+    return {"index": number, "prompt_token_ids": prompt, "token_ids": PHRASE[6:] * 2, "finish_reason": "length"}
+
+
+def files(tmp_path: Path, lines: list[Any], seconds: Any = STEP_SECONDS) -> list[str]:
+    """Flags for a trace of ``lines`` that no model is needed for."""
+    trace, times = tmp_path / "trace.jsonl", tmp_path / "seconds.json"
+    trace.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    times.write_text(json.dumps(seconds))
+    return ["--trace", str(trace), "--step-seconds", str(times), "--batch-sizes", "1", "2"]
+
+
+def test_a_replay_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[Any] = [result_line(number) for number in range(4)]
+    lines += ["", {"index": 9, "error": {"message": "", "type": ""}}]
+    lines[0] |= {"outputs": [{"token_ids": [50, 51, 52]}, {"token_ids": []}]}
+    words = [*files(tmp_path, lines), "--model", "/no/such/directory", "--draft-tokens", "3", "7"]
+    out = tmp_path / "out.json"
+    assert main(PROGRAM, [*words, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert result == json.loads(out.read_text())
+    assert (result["requests"], result["output_tokens"]) == (4, 3 * 28 + 3)
+    assert len(result["candidates"]) == 2 * (4 + 1)
+    assert result["plain_tokens_per_second"]["1"] == pytest.approx(100)
+    best = result["best"]
+    assert SpeculativeConfig.of(best).num_tokens in (3, 7)
+    assert f"--speculative-config '{json.dumps(best)}'" in printed
+    found = next(one for one in result["candidates"] if one["speculative_config"] == best)
+    assert found["mean_accepted_length"] > 3
+    assert 1.5 < found["ratio"]["1"] < 5
+    assert sum(found["num_accepted_by_position"]) <= found["num_draft_tokens"]
+    again = [*words[:3], str(out), *words[4:]]
+    assert main(PROGRAM, again) == 0, "what --json wrote has the seconds of steps"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step_seconds"] == result["step_seconds"]
+
+
+def test_no_method_for_new_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"prompt_token_ids": [1, 2], "token_ids": list(range(100 * n, 100 * n + 20))} for n in range(1, 4)]
+    assert main(PROGRAM, [*files(tmp_path, lines), "--max-requests", "1", "--prompt-lookups", "2-2"]) == 0
+    out = capsys.readouterr().out
+    assert "the first 1 of 3 requests are taken" in out
+    assert "left out of --batch-sizes: 2, more than the 1 outputs" in out
+    assert "no method promises 2% more over all of these" in out
+    assert json.loads(out.splitlines()[-1])["best"] is None
+
+
+def test_a_model_answers_and_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows without outputs beside results with texts as prompts."""
+    line = "def area(width, height):\n    return width * height\n\n\n"
+    with CompiledEngine(enforce_eager=True, bucket_sizes=(1,), max_num_batched_tokens=64, progress="off") as engine:
+        ids = engine.tokenizer.encode(line)  # type: ignore[union-attr]
+    lines = [
+        {"prompt": line * 2 + line[:20], "sampling_params": {"temperature": 0}},
+        {"messages": [{"role": "user", "content": line}], "sampling_params": {"n": 2, "max_tokens": 3}},
+        {"index": 2, "prompt": line, "text": line, "token_ids": ids, "finish_reason": "stop"},
+    ]
+    words = [*files(tmp_path, lines)[:2], "--batch-sizes", "1", "4", "--max-tokens", "24", "--prompt-lookups", "1-3"]
+    words += ["--draft-tokens", "3", "--enforce-eager", "--progress", "off", "--json", str(tmp_path / "out.json")]
+    assert main(PROGRAM, words) == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["requests"], result["output_tokens"]) == (4, 24 + 2 * 3 + len(ids))
+    assert set(result["step_seconds"]) == {
+        "decode_1",
+        "decode_1x2",
+        "decode_1x4",
+        "decode_4",
+        "decode_4x2",
+        "decode_4x4",
+    }
+    assert min(result["step_seconds"].values()) > 0
+    ngram, suffix = result["candidates"]
+    assert ngram["num_drafts"] > 0 < suffix["num_drafts"]
+    assert "2 requests of the trace have no output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no", "trace.jsonl, line 1: is not JSON"),
+        ([], "must be a JSON object"),
+        ({"response": {}}, "OpenAI's format, which has no prompt"),
+        ({"token_ids": [1]}, "must have prompt or prompt_token_ids beside its output"),
+        ({"token_ids": [1], "prompt_token_ids": [1.0]}, "must have prompt or prompt_token_ids"),
+        ({"text": "a", "prompt": "a"}, "token_ids must be a list of token ids, given None"),
+        ({"token_ids": [-1], "prompt": "a"}, "token_ids must be a list of token ids"),
+        ({"outputs": 3, "token_ids": [1], "prompt": "a"}, "outputs must be a list of objects"),
+        ({"promt": "a"}, "unknown key: promt"),
+        ("", "holds no request"),
+        ({"prompt_token_ids": [1], "token_ids": [2]}, "must have more than one token"),
+    ],
+)
+def test_bad_traces(line: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(PROGRAM, files(tmp_path, [line]))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        ([], "must be an object with step_seconds"),
+        ({"step_seconds": {"decode_1": 1.0}}, "must have decode_1, and decode_1x2 or another with room for drafts"),
+        ({"step_seconds": {"decode_1": 0}}, "decode_1 must be seconds above 0, given 0"),
+        ({"step_seconds": {}, "one_graph": 1}, "one_graph must be true or false"),
+    ],
+)
+def test_bad_seconds(seconds: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(PROGRAM, files(tmp_path, [result_line(0)], seconds))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_seconds_never_fall_with_more_drafts() -> None:
+    seconds = {(1, 1): 3.0, (1, 2): 1.0, (1, 4): 5.0, (4, 4): 6.0, (4, 8): 7.0}
+    assert speculation.never_falling(seconds) == {**seconds, (1, 1): 2.0, (1, 2): 2.0}
+
+
+def test_the_best_follows_from_the_seconds() -> None:
+    """Where drafts cost as much as steps do, none are worth it; where they are free, the longest are."""
+    known = [KnownRequest(line["prompt_token_ids"], line["token_ids"]) for line in map(result_line, range(3))]
+    configs = list(speculation.candidates(["ngram"], [(2, 4)], [1, 15]))
+    assert [config["num_speculative_tokens"] for config in configs] == [1, 15]
+    for cost, best in ((1.0, None), (0.0, configs[1])):
+        seconds = {(1, count): 1 + cost * (count - 1) for count in (1, 2, 4, 8, 16)}
+        result = speculation.tune(known, configs, [1], seconds, one_graph=True)
+        assert (None if result.best is None else result.best.config) == best
+        assert all(rating.ratios[1] > 0.98 for rating in result.ratings)
