@@ -78,7 +78,6 @@ _STEPS = [
 
 PARTS = {
     "smoke": Part(200, f"{_PYTEST} -m gpu tests/e2e/test_gpu_smoke.py"),
-    "smoke-engine": Part(150, f"{_PYTEST} -m gpu tests/e2e/test_gpu_smoke.py -k engine"),
     "limits": Part(30, "scripts/gpu_validate.py --measure-limits {json}", 2),
     **{
         f"kernels-{name}-{batch_size}{what}": Part(
@@ -102,6 +101,7 @@ PARTS = {
             ("-few", 60, "qwen3-0.6b", "--warm-runs 1 --bucket-sizes 1 --token-bucket-sizes 128"),
         )
     },
+    "smoke-engine": Part(150, f"{_PYTEST} -m gpu tests/e2e/test_gpu_smoke.py -k engine"),
     "host": Part(70, f"{_BENCH} host --device cuda --layers 8 --steps 150 --output {{folder}}"),
     "code": Part(45, "scripts/gpu_code.py --output {folder}"),
     "e2e": Part(420, f"{_PYTEST} {_GPU_TESTS}"),

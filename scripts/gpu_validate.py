@@ -13,9 +13,10 @@ Parts, short ones that decide what is worth doing first:
 - ``smoke``: a minute: attention, sampling, and the engine uncompiled and with both kinds of CUDA graphs against
   transformers. If it fails, nothing else runs.
 - ``limits``: bandwidth and matrix peak, to compare everything else with.
-- ``kernels-<shape>-<batch size>``: a decode step, every kernel of it, and the gaps between them; of one request also
-  prompts of 2,048 and 8,192 tokens; ``-programmatic``: with launches that begin before the one before has ended;
-  ``-exact``: with ``exact=True``; ``-few``: with fewer layers, as these have.
+- ``smoke-engine``: of ``smoke`` the engine alone.
+- ``kernels-<shape>-<batch size>``: a decode step, every kernel of it, and the gaps between them; ``-prompts``: also
+  prompts of 2,048 and 8,192 tokens; ``-manual``: with launches that begin when the one before has ended; ``-exact``:
+  with ``exact=True``; ``-few``: with fewer layers, as these have.
 - ``products-<shape>``: every linear layer at 1 to 256 rows, by each way to compute it; ``-around``: with the gate or
   residual that follows it, and a layer's four behind each other.
 - ``probe-attention``: the engine's op of a decode and of prompts beside two backends of SDPA.

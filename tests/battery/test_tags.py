@@ -161,7 +161,7 @@ class TagRunner:
         self.groups = [tensors(tuple(layers)), *(tensors(layer) for layer in of_windows), tensors(tuple(states))]
         self.caches = self.groups[0]
         self.swap_space = SwapSpace(self.groups, scheduler.swap_pool.num_blocks, scheduler.swap_pool.states.num_slots)
-        self.last_tokens = torch.full((self.buckets[-1].num_rows,), POISON, dtype=torch.int64)
+        self.last_tokens = torch.full((max(bucket.num_rows for bucket in self.buckets),), POISON, dtype=torch.int64)
         self.hidden = torch.zeros(max(bucket.num_tokens for bucket in self.buckets), 4, dtype=torch.int64)
         config = SimpleNamespace(architecture="tags", stream=None)
         self.steps = {bucket: step_function(config, bucket.max_query_len) for bucket in self.buckets}

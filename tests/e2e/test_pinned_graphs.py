@@ -148,8 +148,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(compiled_steps, "StepBuffers", buffers)
 
-    def in_turns(last_tokens: Tensor, _: torch.device) -> deque[HostSlot]:
-        made: Any = [HostSlot(last_tokens.clone(), Event(device), Event(device)) for _ in range(2)]  # type: ignore[arg-type]
+    def in_turns(last_tokens: Tensor, drafts: Tensor | None, _: torch.device) -> deque[HostSlot]:
+        made: Any = [HostSlot(last_tokens.clone(), Event(device), Event(device), None, Event(device)) for _ in range(2)]  # type: ignore[arg-type]
         return deque(made)
 
     monkeypatch.setattr(HostSlot, "in_turns", in_turns)

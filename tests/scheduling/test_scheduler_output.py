@@ -22,10 +22,13 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
         scheduler.add(make_request(f"{i}", 5, 15))
     engine = FakeEngine(scheduler)
     engine.run()
-    filled = engine.outputs[0]._replace(masks=((0, 0, np.ones(3, dtype=np.int32)),), prompt_targets=((0, 0, (5,)),))
+    filled = engine.outputs[0]._replace(
+        masks=((0, 0, np.ones(3, dtype=np.int32)),), prompt_targets=((0, 0, (5,)),), drafts_next=True
+    )
     copied = pickle.loads(pickle.dumps(filled))
     assert copied.masks[0][2].tolist() == [1, 1, 1]
     assert copied.prompt_targets == ((0, 0, (5,)),)
+    assert copied.drafts_next
     parent, child = make_request("parent", 6, 3), make_request("child", 6, 3)
     child.prompt_token_ids[:] = parent.prompt_token_ids
     scheduler.add(parent)
@@ -35,7 +38,7 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     stream = FakeEngine(make_scheduler(8, windows=[(8, None)], stream=Stream(4, 8, 4), max_model_len=24))
     stream.scheduler.add(make_request("stream", 5, 15))
     stream.run()
-    of_the_engine = {"masks", "prompt_targets"}
+    of_the_engine = {"masks", "prompt_targets", "drafts_next"}
     for field in set(SchedulerOutput._fields) - of_the_engine:
         assert any(getattr(output, field) for output in engine.outputs + stream.outputs), f"no step has {field}"
     for output in engine.outputs:
