@@ -14,7 +14,7 @@ from compiled_llm.scheduling.costs import moved
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
-_LEAST_GAIN = 1.02  # that a larger bucket has to promise
+_LEAST_GAIN = 1.1  # that a larger bucket has to promise
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
