@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.speculative_config import METHODS, MOST_DRAFT_TOKENS, SpeculativeConfig
+from compiled_llm.api.speculative_config import METHODS, MOST_DRAFT_TOKENS, NETWORK_METHODS, SpeculativeConfig
+from compiled_llm.drafting.methods import HOST_METHODS
 
 # Field -> (a method that takes it, values that are refused).
 REFUSED: dict[str, tuple[str, list[Any]]] = {
@@ -92,3 +93,7 @@ def test_defaults_are_those_of_vllm() -> None:
     assert (suffix.num_tokens, suffix.suffix_decoding_max_tree_depth) == (MOST_DRAFT_TOKENS, 24)
     assert (suffix.suffix_decoding_max_cached_requests, suffix.suffix_decoding_max_spec_factor) == (10_000, 1.0)
     assert (suffix.suffix_decoding_min_token_prob, suffix.prompt_lookup_min) == (0.1, None)
+
+
+def test_each_method_is_a_networks_or_drafts_on_the_host() -> None:
+    assert {*METHODS} == {*HOST_METHODS} | {*NETWORK_METHODS}

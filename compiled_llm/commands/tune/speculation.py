@@ -32,8 +32,7 @@ from compiled_llm.api.command_line import (
     sampling_params,
 )
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
-from compiled_llm.drafting.methods import HOST_METHODS
+from compiled_llm.api.speculative_config import METHODS, MOST_DRAFT_TOKENS, NETWORK_METHODS
 from compiled_llm.offline.flags import DEFAULT_SAMPLING
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from compiled_llm.tuning.draft_replay import KnownRequest
     from compiled_llm.tuning.speculation import TraceLine
 
+_HOST_METHODS = tuple(method for method in METHODS if method not in NETWORK_METHODS)
 _NO_OUTPUT = ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "num_speculative_tokens")
 _LOOKUPS = [(1, 3), (2, 4), (3, 5), (5, 5)]
 
@@ -49,7 +49,7 @@ def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Say which method of drafting suits the work of earlier runs.")
     add = made.add_argument
     add("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="results of batch, or rows for it")
-    add("--methods", nargs="+", choices=tuple(HOST_METHODS), default=list(HOST_METHODS), help="to try (default: all)")
+    add("--methods", nargs="+", choices=_HOST_METHODS, default=list(_HOST_METHODS), help="to try (default: all)")
     tokens = "most drafts to try (default: 3 7 15)"
     add("--draft-tokens", type=int, nargs="+", default=[3, 7, 15], metavar="N", help=tokens)
     lookups = "lookups of ngram to try (default: 1-3 2-4 3-5 5-5)"
