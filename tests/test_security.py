@@ -119,7 +119,7 @@ def findings(nodes: Sequence[ast.AST]) -> set[str]:
     for node in nodes:
         if isinstance(node, ast.keyword) and node.arg in CLOSED and ast.unparse(node.value) != str(CLOSED[node.arg]):
             found.add(f"{node.arg}={ast.unparse(node.value)}")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
+        elif isinstance(node, ast.Call) and dotted(node.func)[-1] == "import_module":
             found |= set() if isinstance(node.args[0], ast.Constant) else {"import_module"}
     return found | {text for text in strings_in(nodes) if SHARED_DIRECTORY.search(text)}
 

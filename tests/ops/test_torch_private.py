@@ -21,12 +21,19 @@ def private_names(source: str) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and _begins_with_torch(node):
             names = [ast.unparse(node)]
         for name in names:
             first, *parts = name.split(".")
             if first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts):
                 yield name
+
+
+def _begins_with_torch(node: ast.expr) -> bool:
+    """``torch.a.b``, and not the result of a call: other nodes take most of the time to write out."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "torch"
 
 
 def is_there(name: str) -> bool:

@@ -99,7 +99,7 @@ def writes_to_requests(source: str) -> Iterator[str]:
             targets = [node.func.value]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             targets = [ast.Attribute(node.func.value, "seed")]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
             targets = [ast.Attribute(node.args[0], "seed")]
         for target in flat(targets):
             inner = target

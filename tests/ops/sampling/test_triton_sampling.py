@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
@@ -86,7 +86,12 @@ def strided_rows_give_the_same(dtype: torch.dtype, device: str = "cpu") -> None:
         assert torch.equal(op()(*case._replace(logits=logits)), tokens)
 
 
-def programs_and_neighbours_change_nothing(vocabulary: int, rows: int, pattern: str, device: str = "cpu") -> None:
+SIZES = ((8, 3), (32, 1), (128, 2), (512, 5), (2048, 128), (triton_sampling.MOST_LISTED, 3))  # of ``op``
+
+
+def programs_and_neighbours_change_nothing(
+    vocabulary: int, rows: int, pattern: str, device: str = "cpu", sizes: Sequence[tuple[int, int]] = SIZES
+) -> None:
     """However many programs share a row, whether or not its depths fit into the list, and whatever stands beside it."""
     case = make_case(vocabulary, rows=rows, pattern=pattern, dtype=torch.bfloat16)
     case = case._replace(
@@ -94,7 +99,7 @@ def programs_and_neighbours_change_nothing(vocabulary: int, rows: int, pattern: 
         top_k=torch.tensor([50, 1000, OFF, 1], dtype=torch.int32).repeat(rows)[:rows],
     ).to(device)
     tokens = check(case, op(), most_differences=1)
-    for most_listed, splits in ((8, 3), (32, 1), (128, 2), (512, 5), (2048, 128), (triton_sampling.MOST_LISTED, 3)):
+    for most_listed, splits in sizes:
         assert torch.equal(op(most_listed, splits)(*case), tokens)
     order = torch.arange(rows).flip(0).to(device)
     assert torch.equal(triton_sampling.sample_tokens(*case.rows(order)), tokens[order])
@@ -145,7 +150,7 @@ SEARCHES = {
 FULL = ("1500-float32", "1500-bfloat16")  # of the grid; elsewhere the parts that differ
 PARTS = ("1-float32-equal", "7-float32-normal-2.0", "7-float32-few-values", "257-float32-banned", "1500-float16-peaked")
 INTERPRETED = {
-    "top-n-sigma": functools.partial(of_the_grid, vocabulary=5000, pattern="banned", rows=16, **SIGMAS),
+    "top-n-sigma": functools.partial(of_the_grid, vocabulary=5000, pattern="banned", rows=8, **SIGMAS),
     "no-number": no_number_gives_no_token,
     "top-k-0": a_top_k_below_1_is_1,
     "noise": noise_has_the_bits_of_the_reference,
@@ -161,7 +166,9 @@ for pattern in ("normal", "few-values", "equal"):
     long = functools.partial(of_the_grid, vocabulary=40000, rows=4, pattern=pattern, splits=9)
     INTERPRETED[f"long-{pattern}"] = long
 for pattern in ("normal", "few-values"):
-    INTERPRETED[f"programs-{pattern}"] = functools.partial(programs_and_neighbours_change_nothing, 1100, 4, pattern)
+    neighbours = functools.partial(programs_and_neighbours_change_nothing, pattern=pattern)
+    INTERPRETED[f"programs-{pattern}"] = functools.partial(neighbours, 1100, 4)
+    INTERPRETED[f"some-programs-{pattern}"] = functools.partial(neighbours, 600, 3, sizes=((8, 3), (512, 2)))
 for vocabulary, dtype in ((1, torch.float32), (7, torch.float16), (600, torch.bfloat16), (600, torch.float32)):
     INTERPRETED[f"extremes-{vocabulary}-{dtype}"] = functools.partial(of_extremes, vocabulary, dtype)
 for dtype in DTYPES:
@@ -249,8 +256,7 @@ def test_greedy_tokens_refuse_wrong_inputs() -> None:
 
 
 ORDINARY = [
-    "257-float32-banned", "1500-float32-normal-0.1", "1500-float16-peaked", "top-k-0",
-    "short-list-both-few-values", "extremes-7-torch.float16", "strided-torch.bfloat16", "greedy-torch.float16",
-    "no-number", "top-n-sigma", "programs-few-values", "noise",
+    "257-float32-banned", "1500-float16-peaked", "top-k-0", "short-list-both-few-values", "extremes-7-torch.float16",
+    "greedy-torch.float16", "no-number", "top-n-sigma", "some-programs-few-values", "noise",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)
