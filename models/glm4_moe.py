@@ -4,6 +4,7 @@ The router is DeepSeek-V3's (arXiv:2412.19437): sigmoids in float32, a bias for 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from compiled_llm.models.layers.moe import (
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
+from compiled_llm.models.mtp import Mtp, num_mtp_layers, numbered_layer, take_numbered_layer
 from compiled_llm.models.weights import Source
+
+MTP_FIELD = "num_nextn_predict_layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class Glm4MoeConfig(LlamaConfig):
     n_group: int
     topk_group: int
     first_k_dense_replace: int
+    num_mtp_layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,5 +123,12 @@ FAMILY = Family(
     llama.head,
     requires={**llama.FAMILY.requires, "norm_topk_prob": (True,)},
     read_ropes=one_partial_rope,
-    old_fields=("head_dim", "partial_rotary_factor"),
+    old_fields=("head_dim", "partial_rotary_factor", MTP_FIELD),
+    sizes=lambda config: num_mtp_layers(config, "num_mtp_layers", MTP_FIELD),
+    mtp=Mtp(
+        MTP_FIELD,
+        numbered_layer,
+        functools.partial(take_numbered_layer, take_layer=take_layer),
+        qwen3_moe.through_layers,
+    ),
 )

@@ -4,6 +4,7 @@ The layers are Qwen3-Next's (Qwen team, 2025), whose projections of DeltaNet lie
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +24,13 @@ from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, TakeMlp, Weights
+from compiled_llm.models.mtp import Mtp, MtpWeights, num_mtp_layers
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
 LINEAR = "linear_attention"
+_MTP, MTP_FIELD = "mtp", "mtp_num_hidden_layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class Qwen35Config(LlamaConfig):
     linear_num_key_heads: int
     linear_num_value_heads: int
     layer_types: tuple[str, ...]
+    num_mtp_layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,6 +162,11 @@ def layers(config: Qwen35Config) -> MixedLayers:
 def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    return through_layers(x, weights, step, kv_cache, config, layers).tensor()
+
+
+def through_layers(x: Residual, weights: Any, step: StepInput, kv_cache: KVCache, config: Any, layers: Any) -> Residual:
+    """What all layers make of ``x``; of ``weights``, ``layers`` and ``ropes`` are read."""
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
@@ -166,7 +175,7 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
         else:
             x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
         x += mlp(x.normed(w.mlp_norm), w.mlp)
-    return x.tensor()
+    return x
 
 
 def read_ropes(config: Any) -> tuple[Rope, ...]:
@@ -182,6 +191,35 @@ def read_ropes(config: Any) -> tuple[Rope, ...]:
     return (read_partial_rope(own, config.max_position_embeddings),)
 
 
+def mtp(
+    field: str, take_layer: Callable[[Any, Source, str], LayerWeights], through_layers: Callable[..., Residual]
+) -> Mtp[Any, Weights]:
+    """``Family.mtp`` of families whose layers ``take_layer`` takes. The layer has attention."""
+    return Mtp(
+        field, lambda config: _MTP, functools.partial(_take_mtp, take_layer=take_layer), through_layers, _one_layer
+    )
+
+
+def _take_mtp(
+    config: Any, source: Source, model: Weights, take_layer: Callable[[Any, Source, str], LayerWeights]
+) -> MtpWeights:
+    d = config.hidden_size
+    return MtpWeights(
+        embedding=model.embedding,
+        embedding_norm=source.norm_plus_one(f"{_MTP}.pre_fc_norm_embedding", d),
+        hidden_norm=source.norm_plus_one(f"{_MTP}.pre_fc_norm_hidden", d),
+        projection=source.linear(StoredLinear(f"{_MTP}.fc", d, 2 * d)),
+        layers=(take_layer(_one_layer(config), source, f"{_MTP}.layers.0"),),
+        norm=source.norm_plus_one(f"{_MTP}.norm", d),
+        head=model.head,
+        ropes=model.ropes,
+    )
+
+
+def _one_layer(config: Any) -> Any:
+    return dataclasses.replace(config, num_layers=1, layer_types=(FULL,))
+
+
 FAMILY = Family(
     "Qwen3_5TextConfig",
     Qwen35Config,
@@ -191,5 +229,7 @@ FAMILY = Family(
     llama.head,
     requires=llama.FAMILY.requires,
     read_ropes=read_ropes,
-    old_fields=("full_attention_interval", "partial_rotary_factor"),
+    old_fields=("full_attention_interval", "partial_rotary_factor", MTP_FIELD),
+    sizes=lambda config: num_mtp_layers(config, MTP_FIELD),
+    mtp=mtp(MTP_FIELD, take_layer, through_layers),
 )

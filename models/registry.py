@@ -10,6 +10,7 @@ from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family, Layers, MixedLayers
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.mtp import Mtp
 
 # Architecture, as it is in config.json -> the file of its family, and what it is to a user.
 # This is the allow-list: besides these, only classes that transformers itself ships are run (models/fallback).
@@ -119,6 +120,29 @@ def layers_of(config: ModelConfig) -> MixedLayers:
         return dataclasses.replace(spec, window=stream.window, sink_tokens=stream.sink_tokens)
 
     return tuple(spec if 0 < spec.window < stream.window else bounded(spec) for spec in attention_layers(layers))
+
+
+def mtp_of(config: ModelConfig) -> Mtp[Any, Any]:
+    """What guesses the token after the next in a model of ``config``.
+
+    Raises:
+        ValueError: there is none, by its architecture or its config, or more than one layer.
+    """
+    found = family_of(config).mtp
+    if found is None:
+        having = [name for name in ARCHITECTURES if family(name).mtp is not None]
+        raise ValueError(
+            f"speculative_config: method 'mtp' is for {', '.join(having)}, whose checkpoints have a layer that "
+            f"guesses, given {config.architecture}"
+        )
+    count = getattr(config, "num_mtp_layers", 0)
+    if count != 1:
+        why = "it has no layer that guesses" if not count else "how several play together is not the same for all"
+        raise ValueError(
+            f"speculative_config: method 'mtp' is for models whose config.json has {found.field}=1, as all that were "
+            f"published have it, given {found.field}={count!r:.100}: {why}"
+        )
+    return found
 
 
 def attention_layers(layers: MixedLayers) -> Layers:
