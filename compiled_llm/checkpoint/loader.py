@@ -161,7 +161,9 @@ class RandomReader:
         return order, torch.ones(1, device=self.device) / 16 if scheme.static_activations else None
 
     def _values(self, wanted: Wanted, shape: tuple[int, ...]) -> Tensor:
-        """The generator's next values."""
+        """The generator's next values; zeros where numbers are whole."""
+        if wanted.dtype is not None and not wanted.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=wanted.dtype, device=self.device)
         values = torch.empty(shape, dtype=wanted.dtype or self.dtype, device=self.device)
         values.normal_(generator=self._generator).mul_(wanted.std)
         self._on_bytes(wanted.name, values.numel() * self.dtype.itemsize)

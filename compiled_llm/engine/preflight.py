@@ -104,13 +104,12 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     draft_bytes = 0
     if drafter is not None:
         draft_bytes = num_bytes(drafter.described())
-        of_draft = kv_cache.describe(*drafter.cached, dtype)
         yield (
             "draft model",
             f"{drafter.model_config.architecture}, {_sizes(drafter.model_config)}; {draft_bytes / _MIB:,.1f} MiB in "
-            f"memory; KV cache {of_draft}",
+            f"memory; KV cache {drafter.describe_cache()}",
         )
-    sizes = PoolSizes.of(made, cache_dtypes, limits, dtype, None if drafter is None else drafter.cached)
+    sizes = PoolSizes.of(made, cache_dtypes, limits, dtype, 0 if drafter is None else drafter.token_bytes)
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(made, cache_dtypes, dtype)}{state}"
     where = "GPU" if device.type == "cuda" else "machine"

@@ -11,15 +11,24 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import HeadFamily, with_shared
+from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.torch_private import mark_static_address
-from compiled_llm.step.kv_cache import layer_dtypes, num_tensors
+from compiled_llm.step.kv_cache import (
+    allocate,
+    allocate_features,
+    bytes_per_token,
+    describe,
+    layer_dtypes,
+    num_tensors,
+)
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.cpu_kernels import ops_of
 from compiled_llm.worker.device import use_device
-from compiled_llm.worker.memory import check_room_for_weights, estimated_activations
+from compiled_llm.worker.memory import check_room_for_weights, estimated_activations, num_bytes
 
 
 class DraftPlan(NamedTuple):
@@ -50,13 +59,36 @@ class DraftPlan(NamedTuple):
         return cls(checkpoint, model_config, cache_dtypes, linears, device, dtype)
 
     @property
-    def cached(self) -> tuple[ModelConfig, tuple[torch.dtype, ...]]:
-        """What a token takes in its KV cache follows from."""
-        return self.model_config, self.cache_dtypes
+    def head(self) -> HeadFamily | None:
+        """Its family, if it reads the model's hidden states."""
+        family = family_of(self.model_config)
+        return family if isinstance(family, HeadFamily) else None
+
+    @property
+    def feature_size(self) -> int:
+        """Elements that it keeps of a token's hidden states."""
+        return 0 if self.head is None else self.head.feature_size(self.model_config)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in its KV cache."""
+        return bytes_per_token(self.model_config, self.cache_dtypes) + self.feature_size * self.dtype.itemsize
 
     @property
     def num_cache_tensors(self) -> int:
-        return num_tensors(self.model_config, self.cache_dtypes)
+        return num_tensors(self.model_config, self.cache_dtypes) + bool(self.feature_size)
+
+    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
+        """A zeroed KV cache, the last of which has the features, if it has any."""
+        cache = allocate(self.model_config, self.cache_dtypes, num_blocks, block_size, self.device)
+        shape = num_blocks, block_size, self.feature_size
+        return (*cache, allocate_features(shape, self.dtype, self.device)) if self.feature_size else cache
+
+    def describe_cache(self) -> str:
+        """As ``kv_cache.describe``."""
+        of_layers = describe(self.model_config, self.cache_dtypes, self.dtype)
+        features = self.feature_size * self.dtype.itemsize
+        return f"{of_layers}, and {features} of the model's hidden states" if features else of_layers
 
     def activations(self, limits: EngineLimits) -> int:
         """Bytes that its largest step holds besides weights and cache, about."""
@@ -70,8 +102,8 @@ class DraftPlan(NamedTuple):
         """The weights, on the device "meta"."""
         return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears).weights
 
-    def load(self, progress: StartProgress) -> "DraftNetwork":
-        """Read the weights, or make them where the engine makes all.
+    def load(self, progress: StartProgress, target: Any) -> "DraftNetwork":
+        """Read the weights, or make them where the engine makes all. ``target``: those of the model.
 
         Raises:
             ValueError: the checkpoint or the memory does not allow it.
@@ -87,7 +119,10 @@ class DraftPlan(NamedTuple):
                 weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.advance)
         for tensor in tensors(weights):
             mark_static_address(tensor)
-        return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens)
+        size = num_bytes(weights)
+        if self.head is not None:
+            weights = with_shared(weights, target.embedding, target.head)
+        return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size)
 
 
 class DraftNetwork(NamedTuple):
@@ -96,9 +131,17 @@ class DraftNetwork(NamedTuple):
     Attributes:
         cache_dtypes: of each layer's KV cache.
         num_tokens: most that it drafts for a request and step.
+        nbytes: of the weights that are not the model's.
     """
 
     model_config: ModelConfig
     weights: Any
     cache_dtypes: tuple[torch.dtype, ...]
     num_tokens: int
+    nbytes: int
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See ``HeadFamily``."""
+        family = family_of(self.model_config)
+        return family.taps(self.model_config) if isinstance(family, HeadFamily) else ()

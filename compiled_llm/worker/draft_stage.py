@@ -7,7 +7,7 @@ lacking then.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +20,14 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.drafting import NO_DRAFT, DraftInput, draft_model_function, draft_prompt_function
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_tables import BlockTables
-from compiled_llm.worker.draft_coverage import DraftCoverage
+from compiled_llm.worker.draft_coverage import DraftCoverage, Tokens
 from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
@@ -56,6 +57,34 @@ def token_ids_of(drafts: Drafts, num_requests: int) -> tuple[tuple[int, ...], ..
     return tuple(found)
 
 
+class StepOutputs(NamedTuple):
+    """What a step leaves on the device, and a network reads.
+
+    Attributes:
+        last_tokens: ``[rows]`` int64, its tokens.
+        hidden: ``[tokens, *]``, the hidden states that features are made of; see ``HeadFamily.taps``.
+        slot_mapping: of each bucket, ``[T]`` int32.
+    """
+
+    last_tokens: Tensor
+    hidden: Tensor
+    slot_mapping: Mapping[Bucket, Tensor]
+
+
+class Part(NamedTuple):
+    """A function of a network, for so many requests or tokens: on a CPU one serves all sizes, see ``StepSizes``.
+
+    Attributes:
+        recipe: makes the function, in any process; ``arguments``: what it is called with, each time.
+        passes: over the network's layers, for how long it takes to compile.
+    """
+
+    name: str
+    recipe: Callable[[], Callable]
+    arguments: Callable[[], tuple]
+    passes: int
+
+
 class DraftStage:
     """Owns the functions of a network and their inputs.
 
@@ -66,10 +95,12 @@ class DraftStage:
     Args:
         vocab_size: of the model that is drafted for.
         kv_cache: the network's, to compile on; when it is exchanged, ``record_again``.
-        last_tokens: ``[rows]`` int64, where a step leaves its tokens.
         tables: on a GPU, the block tables of all requests.
         exact: see ``AttentionSpec``.
     """
+
+    _draft_function = staticmethod(draft_model_function)
+    _prompt_function = staticmethod(draft_prompt_function)
 
     def __init__(
         self,
@@ -80,12 +111,12 @@ class DraftStage:
         *,
         vocab_size: int,
         kv_cache: KVCache,
-        last_tokens: Tensor,
+        step: StepOutputs,
         tables: BlockTables | None,
         exact: bool,
     ) -> None:
         self.network, self.kv_cache = network, kv_cache
-        self._limits, self._device, self._last_tokens = limits, device, last_tokens
+        self._limits, self._step = limits, step
         self._one_for_all = device.type == "cpu"
         self.token_ids = torch.full(
             (limits.decode_bucket_sizes[-1], network.num_tokens), NO_DRAFT, dtype=torch.int64, device=device
@@ -105,7 +136,7 @@ class DraftStage:
             size: _PromptBuffers(size, limits, device, tables, sizes) for size in limits.token_bucket_sizes
         }
         config, block_size = network.model_config, limits.block_size
-        self._recipe = functools.partial(draft_model_function, config, block_size, vocab_size, exact)
+        self._recipe = functools.partial(self._draft_function, config, block_size, vocab_size, exact)
         self._exact = exact
         self._depends = {
             **graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device),
@@ -114,6 +145,10 @@ class DraftStage:
         }
         self._functions: dict[str, CompiledFunction] = {}
         self.coverage: DraftCoverage | None = None
+
+    def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
+        """The KV pool and the swap space have so many blocks from now on."""
+        self.coverage = DraftCoverage(self._limits, num_blocks, num_host_blocks)
 
     @property
     def nbytes(self) -> int:
@@ -126,59 +161,55 @@ class DraftStage:
     def jobs(self, weight_of_step: float, weight_of_layer: float) -> list[Job]:
         """Everything to compile, for other processes: how long a step takes besides its layers, and each of them."""
         threads, found = torch.get_num_threads(), dict[str, Job]()
-        weight = weight_of_step + weight_of_layer * self.network.model_config.num_layers
-        for size in self._inputs:
-            name, of_all = self._name("draft", size), weight * self.network.num_tokens
-            found[name] = Job(name, self._recipe, self._arguments(size), threads, of_all, self._depends)
-        for size in self._prompts:
-            name, arguments = self._name("draft_prompt", size), self._prompt_arguments(size)
-            found[name] = Job(name, self._prompt_recipe(size), arguments, threads, weight, self._depends)
+        for part in self._parts():
+            weight = weight_of_step + weight_of_layer * self.network.model_config.num_layers * part.passes
+            job = Job(part.name, part.recipe, part.arguments(), threads, weight, self._depends)
+            found.setdefault(part.name, job)
         return list(found.values())
 
     def warm_up(self, make: Make) -> None:
         """Compile everything, and run it once on padding. ``make``: (function, name, what it depends on)."""
-        for name, recipe, arguments in self._to_compile():
+        for name, recipe, arguments, _ in self._parts():
             if name not in self._functions:
                 self._functions[name] = make(recipe(), name, self._depends)
                 self._functions[name].warm_up(arguments)
 
     def record_again(self) -> None:
         """``kv_cache`` is another one: on a GPU, record every CUDA graph on it."""
-        for name, _, arguments in self._to_compile():
-            self._functions[name].record_again(arguments)
+        for part in self._parts():
+            self._functions[part.name].record_again(part.arguments)
 
     def functions(self) -> dict[str, CompiledFunction]:
         """All of them, by their names."""
         return dict(self._functions)
 
-    def _to_compile(self) -> Iterator[tuple[str, Callable[[], Callable], Callable[[], tuple]]]:
-        """Name, recipe and what makes the arguments. On a GPU the largest come first: their memory serves all."""
+    def _parts(self) -> Iterator[Part]:
+        """All to compile. On a GPU the largest come first: their memory serves all."""
         for size in sorted(self._prompts, reverse=not self._one_for_all):
+            most = _NO_BOUND if self._one_for_all else size
+            recipe = functools.partial(self._prompt_function, self.network.model_config, most, self._exact)
             arguments = functools.partial(self._prompt_arguments, size)
-            yield self._name("draft_prompt", size), self._prompt_recipe(size), arguments
+            yield Part(self._name("draft_prompt", size), recipe, arguments, 1)
         for size in sorted(self._inputs, reverse=not self._one_for_all):
-            yield self._name("draft", size), self._recipe, functools.partial(self._arguments, size)
+            arguments = functools.partial(self._arguments, size)
+            yield Part(self._name("draft", size), self._recipe, arguments, self.network.num_tokens)
 
     def _name(self, kind: str, size: int) -> str:
-        """Of a function for so many requests or tokens: on a CPU one for all, see ``StepSizes``."""
         return kind if self._one_for_all else f"{kind}_{size}"
 
-    def _prompt_recipe(self, size: int) -> functools.partial:
-        most = _NO_BOUND if self._one_for_all else size
-        return functools.partial(draft_prompt_function, self.network.model_config, most, self._exact)
-
     def _arguments(self, size: int) -> tuple:
-        return self.network.weights, self._inputs[size].input, self.kv_cache, self._last_tokens, self.token_ids
+        return self.network.weights, self._inputs[size].input, self.kv_cache, self._step.last_tokens, self.token_ids
 
     def _prompt_arguments(self, size: int) -> tuple:
         return self.network.weights, self._prompts[size].input, self.kv_cache
 
     # -- Running
 
-    def run(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> Drafts | None:
+    def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         """Draft for the requests of a step whose work is on its way to the device; None: for none of them.
 
         Args:
+            bucket: of the step.
             rows: ``[R]`` int64, those of its requests in ``store``.
         """
         coverage = self.coverage
@@ -229,23 +260,28 @@ class DraftStage:
         if not has_all.all():
             ends = np.where(known_ends % self._limits.block_size == 0, known_ends, ends)
             has_all = covered >= ends
-        chosen: list[tuple[int, int, np.ndarray]] = []  # row, its first token, the tokens
+        chosen: list[Tokens] = []
         for place in np.flatnonzero(~has_all).tolist():
             row, start, end = int(rows[place]), int(covered[place]), int(ends[place])
             token_ids = coverage.tokens(row, start, end)
             if token_ids is None or not room:
                 continue
             count = min(room, end - start)
-            chosen.append((row, start, token_ids[:count]))
+            chosen.append(Tokens(row, start, token_ids[:count]))
             coverage.cover(row, start, start + count, store)
             room -= count
             has_all[place] = count == end - start
-        if chosen:
-            total = sum(len(token_ids) for _, _, token_ids in chosen)
-            size = next(size for size in self._prompts if size >= total)
-            self._prompts[size].fill(chosen, store)
-            self._functions[self._name("draft_prompt", size)](*self._prompt_arguments(size))
+        self._compute(chosen, store)
         return has_all
+
+    def _compute(self, chosen: Sequence[Tokens], store: RequestRows) -> None:
+        """Compute keys and values of tokens, none or some."""
+        if not chosen:
+            return
+        total = sum(len(tokens.token_ids) for tokens in chosen)
+        size = next(size for size in self._prompts if size >= total)
+        self._prompts[size].fill(chosen, store)
+        self._functions[self._name("draft_prompt", size)](*self._prompt_arguments(size))
 
 
 class _DraftBuffers:
@@ -343,8 +379,7 @@ class _PromptBuffers:
             self._pad(arrays, 0, 0)
         self.buffers.copy()
 
-    def fill(self, chosen: Sequence[tuple[int, int, np.ndarray]], store: RequestRows) -> None:
-        """``chosen``: of each request its row in ``store``, the position of the first token, and the tokens."""
+    def fill(self, chosen: Sequence[Tokens], store: RequestRows) -> None:
         arrays, n = self.buffers.next_arrays(), len(chosen)
         rows = np.array([row for row, _, _ in chosen])
         starts = np.array([start for _, start, _ in chosen], dtype=np.int32)
