@@ -1,7 +1,6 @@
 """DeepSeek-V3 and R1: latent attention, and experts beside one that all tokens share (arXiv:2412.19437)."""
 
 import dataclasses
-import functools
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,6 @@ from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.heads import HeadRows
 from compiled_llm.models.llama import LayerWeights, TakeMlp, Weights
-from compiled_llm.models.mtp import Mtp, numbered_layer, take_numbered_layer
 from compiled_llm.models.rope_config import Rope, read_latent_rope
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import table_rows
@@ -129,10 +127,4 @@ FAMILY = Family(
     check=check,
     old_fields=(*DERIVED, glm4_moe.MTP_FIELD),
     sizes=glm4_moe.FAMILY.sizes,
-    mtp=Mtp(
-        glm4_moe.MTP_FIELD,
-        numbered_layer,
-        functools.partial(take_numbered_layer, take_layer=take_layer),
-        through_layers,
-    ),
 )

@@ -12,7 +12,6 @@ from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, Spec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized, StoredLinear
-from compiled_llm.models.mtp import Mtp, MtpWeights
 from compiled_llm.models.quantized.plan import GENERAL
 from compiled_llm.models.quantized.scheme import StoredPart, usual_dtypes
 from compiled_llm.models.reader import Wanted, WantedCodes
@@ -62,7 +61,6 @@ class Family(Generic[C, W]):
         sizes: transformers' config -> those of ``ModelConfig``'s fields that it has under other names, by their usual
             ones, and those of ``config``'s that it has not as they are. The other names belong to ``old_fields``.
         quantizations: the kinds of ``quantization_config`` that its checkpoints have.
-        mtp: what guesses the token after the next, where checkpoints have that; None: the family has none.
         derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
     """
 
@@ -79,26 +77,15 @@ class Family(Generic[C, W]):
     old_fields: tuple[str, ...] = ()
     sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
     quantizations: tuple[str, ...] = GENERAL
-    mtp: Mtp[C, W] | None = None
     derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
-    def describe(
-        self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense, *, mtp: bool = False
-    ) -> "Description[W]":
-        """What the weights of a model in ``dtype`` are, without reading any. ``mtp``: of ``Family.mtp``, too."""
+    def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":
+        """What the weights of a model in ``dtype`` are, without reading any."""
         reader = _ShapeReader(dtype)
         source = Source(reader, linears)
         weights = self.take(config, source)
-        guesses = self.mtp.take(config, source, weights) if mtp and self.mtp is not None else None
         return Description(
-            reader.taken,
-            reader.stored,
-            source.may_repeat,
-            source.unused,
-            source.other_names,
-            source.stacks,
-            weights,
-            guesses,
+            reader.taken, reader.stored, source.may_repeat, source.unused, source.other_names, source.stacks, weights
         )
 
 
@@ -156,7 +143,6 @@ class Description(Generic[W]):
         other_names: name that some checkpoints have for a tensor -> that in ``stored``.
         stacks: name of a tensor that some checkpoints hold in the place of the weights of experts -> the experts.
         weights: on the device "meta".
-        mtp: the same of ``Family.mtp``; None where it was not asked for.
     """
 
     taken: dict[str, tuple[int, ...]]
@@ -166,4 +152,3 @@ class Description(Generic[W]):
     other_names: dict[str, str]
     stacks: dict[str, Sequence[Sequence[StoredLinear]]]
     weights: W
-    mtp: MtpWeights | None = None

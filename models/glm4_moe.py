@@ -4,14 +4,13 @@ The router is DeepSeek-V3's (arXiv:2412.19437): sigmoids in float32, a bias for 
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm.models import llama, qwen3_moe
-from compiled_llm.models.config import check_at_least_one
+from compiled_llm.models.config import MtpConfig, check_at_least_one, num_mtp_layers
 from compiled_llm.models.family import Family, one_partial_rope
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import (
@@ -24,14 +23,13 @@ from compiled_llm.models.layers.moe import (
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
-from compiled_llm.models.mtp import Mtp, num_mtp_layers, numbered_layer, take_numbered_layer
 from compiled_llm.models.weights import Source
 
 MTP_FIELD = "num_nextn_predict_layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Glm4MoeConfig(LlamaConfig):
+class Glm4MoeConfig(LlamaConfig, MtpConfig):
     use_qk_norm: bool = False
     n_routed_experts: int
     n_shared_experts: int
@@ -41,7 +39,6 @@ class Glm4MoeConfig(LlamaConfig):
     n_group: int
     topk_group: int
     first_k_dense_replace: int
-    num_mtp_layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,10 +122,4 @@ FAMILY = Family(
     read_ropes=one_partial_rope,
     old_fields=("head_dim", "partial_rotary_factor", MTP_FIELD),
     sizes=lambda config: num_mtp_layers(config, "num_mtp_layers", MTP_FIELD),
-    mtp=Mtp(
-        MTP_FIELD,
-        numbered_layer,
-        functools.partial(take_numbered_layer, take_layer=take_layer),
-        qwen3_moe.through_layers,
-    ),
 )

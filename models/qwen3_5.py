@@ -4,7 +4,6 @@ The layers are Qwen3-Next's (Qwen team, 2025), whose projections of DeltaNet lie
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama
-from compiled_llm.models.config import FULL, check_layer_types
+from compiled_llm.models.config import FULL, MtpConfig, check_layer_types, num_mtp_layers
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
@@ -24,24 +23,22 @@ from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, TakeMlp, Weights
-from compiled_llm.models.mtp import Mtp, MtpWeights, num_mtp_layers
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
 LINEAR = "linear_attention"
-_MTP, MTP_FIELD = "mtp", "mtp_num_hidden_layers"
+MTP_FIELD = "mtp_num_hidden_layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen35Config(LlamaConfig):
+class Qwen35Config(LlamaConfig, MtpConfig):
     linear_conv_kernel_dim: int
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_num_key_heads: int
     linear_num_value_heads: int
     layer_types: tuple[str, ...]
-    num_mtp_layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,35 +188,6 @@ def read_ropes(config: Any) -> tuple[Rope, ...]:
     return (read_partial_rope(own, config.max_position_embeddings),)
 
 
-def mtp(
-    field: str, take_layer: Callable[[Any, Source, str], LayerWeights], through_layers: Callable[..., Residual]
-) -> Mtp[Any, Weights]:
-    """``Family.mtp`` of families whose layers ``take_layer`` takes. The layer has attention."""
-    return Mtp(
-        field, lambda config: _MTP, functools.partial(_take_mtp, take_layer=take_layer), through_layers, _one_layer
-    )
-
-
-def _take_mtp(
-    config: Any, source: Source, model: Weights, take_layer: Callable[[Any, Source, str], LayerWeights]
-) -> MtpWeights:
-    d = config.hidden_size
-    return MtpWeights(
-        embedding=model.embedding,
-        embedding_norm=source.norm_plus_one(f"{_MTP}.pre_fc_norm_embedding", d),
-        hidden_norm=source.norm_plus_one(f"{_MTP}.pre_fc_norm_hidden", d),
-        projection=source.linear(StoredLinear(f"{_MTP}.fc", d, 2 * d)),
-        layers=(take_layer(_one_layer(config), source, f"{_MTP}.layers.0"),),
-        norm=source.norm_plus_one(f"{_MTP}.norm", d),
-        head=model.head,
-        ropes=model.ropes,
-    )
-
-
-def _one_layer(config: Any) -> Any:
-    return dataclasses.replace(config, num_layers=1, layer_types=(FULL,))
-
-
 FAMILY = Family(
     "Qwen3_5TextConfig",
     Qwen35Config,
@@ -231,5 +199,4 @@ FAMILY = Family(
     read_ropes=read_ropes,
     old_fields=("full_attention_interval", "partial_rotary_factor", MTP_FIELD),
     sizes=lambda config: num_mtp_layers(config, MTP_FIELD),
-    mtp=mtp(MTP_FIELD, take_layer, through_layers),
 )

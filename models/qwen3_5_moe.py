@@ -43,5 +43,4 @@ FAMILY = dataclasses.replace(
     take=take,
     old_fields=qwen3_5.FAMILY.old_fields,
     sizes=sizes,
-    mtp=qwen3_5.mtp(qwen3_5.MTP_FIELD, take_layer, qwen3_next.through_layers),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama, qwen3_5, qwen3_moe
-from compiled_llm.models.config import check_at_least_one
+from compiled_llm.models.config import check_at_least_one, num_mtp_layers
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.delta_net import delta_net
@@ -23,7 +23,6 @@ from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
-from compiled_llm.models.mtp import num_mtp_layers
 from compiled_llm.models.qwen3_5 import Qwen35Config
 from compiled_llm.models.qwen3_moe import Qwen3MoeConfig
 from compiled_llm.models.weights import Source
@@ -120,5 +119,4 @@ FAMILY = Family(
     read_ropes=qwen3_5.read_ropes,
     old_fields=("full_attention_interval", "partial_rotary_factor", MTP_FIELD),
     sizes=lambda config: num_mtp_layers(config, MTP_FIELD),
-    mtp=qwen3_5.mtp(MTP_FIELD, take_layer, through_layers),
 )

@@ -10,7 +10,6 @@ from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family, Layers, MixedLayers
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.mtp import Mtp
 
 # Architecture, as it is in config.json -> the file of its family, and what it is to a user.
 # This is the allow-list: besides these, only classes that transformers itself ships are run (models/fallback).
@@ -53,6 +52,8 @@ ARCHITECTURES = {
 }
 # Networks that draft from a model's hidden states -> their files. Only ``speculative_config`` leads to them.
 DRAFT_HEADS = {"eagle3": "eagle3"}
+MTP = ".mtp"
+"""What the architecture of a model's own layer that guesses ends with, behind the model's (``draft_heads/mtp.py``)."""
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
@@ -124,29 +125,6 @@ def layers_of(config: ModelConfig) -> MixedLayers:
     return tuple(spec if 0 < spec.window < stream.window else bounded(spec) for spec in attention_layers(layers))
 
 
-def mtp_of(config: ModelConfig) -> Mtp[Any, Any]:
-    """What guesses the token after the next in a model of ``config``.
-
-    Raises:
-        ValueError: there is none, by its architecture or its config, or more than one layer.
-    """
-    found = family_of(config).mtp
-    if found is None:
-        having = [name for name in ARCHITECTURES if family(name).mtp is not None]
-        raise ValueError(
-            f"speculative_config: method 'mtp' is for {', '.join(having)}, whose checkpoints have a layer that "
-            f"guesses, given {config.architecture}"
-        )
-    count = getattr(config, "num_mtp_layers", 0)
-    if count != 1:
-        why = "it has no layer that guesses" if not count else "how several play together is not the same for all"
-        raise ValueError(
-            f"speculative_config: method 'mtp' is for models whose config.json has {found.field}=1, as all that were "
-            f"published have it, given {found.field}={count!r:.100}: {why}"
-        )
-    return found
-
-
 def attention_layers(layers: MixedLayers) -> Layers:
     """Of ``layers``, those with attention."""
     return tuple(spec for spec in layers if isinstance(spec, AttentionSpec))
@@ -181,6 +159,9 @@ def family_of(config: ModelConfig) -> Family[Any, Any]:
     """The family that a model runs through."""
     if isinstance(config, TransformersConfig):
         return importlib.import_module("compiled_llm.models.fallback.family").family_of_recording(config)
+    if config.architecture.endswith(MTP):
+        mtp = importlib.import_module("compiled_llm.models.draft_heads.mtp")
+        return mtp.FAMILIES[config.architecture.removesuffix(MTP)]
     if config.architecture in DRAFT_HEADS:
         return importlib.import_module(f"compiled_llm.models.draft_heads.{DRAFT_HEADS[config.architecture]}").FAMILY
     return family(config.architecture)

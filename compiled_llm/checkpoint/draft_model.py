@@ -9,7 +9,14 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.speculative_config import NETWORK_METHODS, SpeculativeConfig
 from compiled_llm.checkpoint.eagle3 import eagle3_config
 from compiled_llm.checkpoint.loader import located
-from compiled_llm.checkpoint.model_files import has_tokenizer, load_tokenizer, model_config, model_directory
+from compiled_llm.checkpoint.model_files import (
+    checkpoint_directory,
+    has_tokenizer,
+    load_tokenizer,
+    model_config,
+    model_directory,
+)
+from compiled_llm.checkpoint.mtp import mtp_arguments
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import head_family
 from compiled_llm.models.draft_heads.taps import check_taps
@@ -58,6 +65,9 @@ def draft_checkpoint(
     wanted = config.speculation
     if wanted is None or wanted.method not in NETWORK_METHODS:
         return None
+    if wanted.method == "mtp":
+        directory = checkpoint_directory(config, with_weights)
+        return DraftCheckpoint(*mtp_arguments(config, target, directory), directory, wanted.num_tokens)
     assert wanted.model is not None
     directory = model_directory(wanted.model, wanted.revision, "speculative_config: model", with_weights)
     own = _own_arguments(config, wanted, target)

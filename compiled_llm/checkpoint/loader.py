@@ -14,13 +14,13 @@ from compiled_llm.checkpoint.reader import CheckpointReader, OnBytes
 from compiled_llm.checkpoint.stored_layout import difference, in_family_layout, parts_of
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.family import Description
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
-from compiled_llm.models.mtp import MtpWeights
 from compiled_llm.models.quantized.scheme import StoredPart, usual_dtypes
 from compiled_llm.models.reader import Wanted, WantedCodes
-from compiled_llm.models.registry import family_of, mtp_of
+from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
 from compiled_llm.ops.user_warnings import warn
@@ -36,54 +36,39 @@ def load_weights(
     device: torch.device,
     linears: LinearKind = Dense,
     on_bytes: OnBytes = lambda name, count: None,
-    *,
-    mtp: bool = False,
+    others: str = "",
 ) -> Any:
     """The weights of ``directory`` in ``dtype`` on ``device``, its linear layers of the kind ``linears``.
 
-    ``mtp``: ``load_mtp`` is going to read the layer that guesses.
-
     Tensors are read in pieces on several threads, each piece straight into its layer. Tensors of other parts than the
-    language model are left, and a warning names the parts.
+    language model are left, and a warning names the parts; not those whose names begin with ``others``, if given.
 
     Raises:
         ValueError: a file is missing, cut off or not safetensors, its tensors do not match ``config``, or one holds
             NaN or infinite values.
     """
-    description = family_of(config).describe(config, dtype, linears, mtp=mtp)
-    stored = checked_tensors(directory, config, description)
+    description = family_of(config).describe(config, dtype, linears)
+    stored = checked_tensors(directory, config, description, others)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
         return family_of(config).take(config, Source(reader, linears))
 
 
-def load_mtp(
-    directory: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    linears: LinearKind,
-    model: Any,
-    on_bytes: OnBytes = lambda name, count: None,
-) -> MtpWeights:
-    """The weights of ``Family.mtp`` in ``directory``; embedding, head and tables are those of ``model``, its weights.
-
-    Raises:
-        ValueError: as ``load_weights``.
-    """
-    description = family_of(config).describe(config, dtype, linears, mtp=True)
-    stored = checked_tensors(directory, config, description)
-    with CheckpointReader(stored, dtype, device, on_bytes) as reader:
-        return mtp_of(config).take(config, Source(reader, linears), model)
-
-
-def checked_tensors(directory: Path, config: ModelConfig, description: Description[Any]) -> dict[str, StoredTensor]:
+def checked_tensors(
+    directory: Path, config: ModelConfig, description: Description[Any], others: str = ""
+) -> dict[str, StoredTensor]:
     """Where the tensors of ``directory`` are, by the names of ``description``, as the headers of its files tell.
 
     Raises:
         ValueError: as ``load_weights``, but for values, which are not read.
     """
-    stored = in_family_layout(located(directory), description)
-    _check(directory, config, description, stored)
+    found, prefix = located(directory), prefix_of(config)
+    if prefix and not any(prefix in name for name in found):
+        raise CheckpointError(
+            f"speculative_config: method must be another for {directory}, which has no tensors {prefix}* to draft "
+            "with: load the checkpoint as its makers published it, or choose another method"
+        )
+    stored = in_family_layout(found, description)
+    _check(directory, config, description, stored, others)
     return stored
 
 
@@ -106,19 +91,6 @@ def dummy_weights(
     ``seed`` and its name, not on the order in which a family takes them.
     """
     return family_of(config).take(config, Source(RandomReader(dtype, device, seed, on_bytes), linears))
-
-
-def dummy_mtp(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    linears: LinearKind,
-    model: Any,
-    on_bytes: OnBytes = lambda name, count: None,
-) -> MtpWeights:
-    """The same of ``Family.mtp``; ``model``: the model's weights."""
-    return mtp_of(config).take(config, Source(RandomReader(dtype, device, seed, on_bytes), linears), model)
 
 
 class RandomReader:
@@ -171,31 +143,25 @@ class RandomReader:
 
 
 def _check(
-    directory: Path, config: ModelConfig, description: Description[Any], stored: dict[str, StoredTensor]
+    directory: Path, config: ModelConfig, description: Description[Any], stored: dict[str, StoredTensor], others: str
 ) -> None:
     """``CheckpointError`` unless the tensors are what the config implies. Warns of tensors that are left."""
     model, problems = family_of(config), []
     wanted = description.stored
-    guessing = f"{mtp_of(config).name(config)}." if description.mtp is not None else ""
-    if guessing and not any(name.startswith(guessing) for name in stored):
-        raise CheckpointError(
-            f"speculative_config: method 'mtp' drafts with a layer of the checkpoint, and {directory} has no tensors "
-            f"{guessing}*: load the checkpoint as its makers published it, or choose another method"
-        )
+    prefix = prefix_of(config)
     missing = [name for name, one in wanted.items() if name not in stored and one.required]
     if missing:
         problems.append(f"missing: {listed(missing)}")
 
     extra = [name for name in stored if name not in wanted and not name.endswith(model.derived_tensors)]
+    extra = [name for name in extra if name.startswith(prefix) and not (others and name.startswith(others))]
     for name, original in description.may_repeat.items():
         if name in extra:
             extra.remove(name)
             problems += _check_repeated(name, original, wanted.get(original), stored)
-    parts = parts_of(extra, config.num_layers) | {
+    parts = (dict.fromkeys(extra) if prefix else parts_of(extra, config.num_layers)) | {
         name: description.unused[name] for name in extra if name in description.unused
     }
-    if guessing:
-        parts |= {name: None for name in extra if name.startswith(guessing)}
     if config.published:
         parts |= {name: "scales of a KV cache" for name in extra if name.endswith(_CACHE_SCALES)}
     left = Counter(part for part in parts.values() if part is not None)
@@ -219,12 +185,12 @@ def _check(
 
 
 def _check_repeated(name: str, original: str, wanted: StoredPart | None, stored: dict[str, StoredTensor]) -> list[str]:
-    # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are equal.
-    if wanted is None:
-        return [f"{stored[name].name} cannot be compared with {original}, which is quantised and should be the same"]
-    if original not in stored or difference(stored[original], wanted):
+    # Some checkpoints hold a shared tensor a second time. It may be left out only if the two are equal.
+    if wanted is None and original not in stored:
+        return [f"{stored[name].name} cannot be compared with {original}, which is not there or quantised"]
+    if original not in stored or (wanted is not None and difference(stored[original], wanted)):
         return []  # which is a problem of its own
     is_like = stored[name][2:4] == stored[original][2:4]
     if is_like and have_same_bytes(stored[name], stored[original]):
         return []
-    return [f"{stored[name].name} differs from {stored[original].name}, though the two are one in this architecture"]
+    return [f"{stored[name].name} differs from {stored[original].name}, though they should be one"]

@@ -9,9 +9,11 @@ import torch
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
+from compiled_llm.checkpoint.mtp import as_stored
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.draft_heads.family import HeadFamily, with_shared
+from compiled_llm.models.draft_heads.family import HeadFamily, prefix_of, with_shared
+from compiled_llm.models.family import Description
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family_of
@@ -56,6 +58,8 @@ class DraftPlan(NamedTuple):
         cache_dtypes = layer_dtypes(config, dtype, model_config)
         use_device(device, cache_dtypes, model_config)
         linears = linears_of(config, model_config, device, dtype)
+        if prefix_of(model_config):
+            linears = as_stored(linears, checkpoint.directory)
         return cls(checkpoint, model_config, cache_dtypes, linears, device, dtype)
 
     @property
@@ -98,9 +102,9 @@ class DraftPlan(NamedTuple):
         """The ops of ``kernel_build.OPS`` that its steps call."""
         return ops_of(self.model_config, self.dtype, self.linears)
 
-    def described(self) -> Any:
-        """The weights, on the device "meta"."""
-        return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears).weights
+    def description(self) -> Description[Any]:
+        """What the weights are."""
+        return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears)
 
     def load(self, progress: StartProgress, target: Any) -> "DraftNetwork":
         """Read the weights, or make them where the engine makes all. ``target``: those of the model.
@@ -109,7 +113,7 @@ class DraftPlan(NamedTuple):
             ValueError: the checkpoint or the memory does not allow it.
         """
         c, config, directory = self.model_config, self.checkpoint.config, self.checkpoint.directory
-        description = family_of(c).describe(c, self.dtype, self.linears)
+        description = self.description()
         check_room_for_weights(description.weights, self.linears, config, c, directory, self.device, self.dtype)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading the draft model", sizes, is_long=False, in_bytes=True) as stage:
@@ -121,7 +125,7 @@ class DraftPlan(NamedTuple):
             mark_static_address(tensor)
         size = num_bytes(weights)
         if self.head is not None:
-            weights = with_shared(weights, target.embedding, target.head)
+            weights = with_shared(weights, target)
         return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size)
 
 

@@ -25,6 +25,7 @@ from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
@@ -476,7 +477,9 @@ class ModelRunner(Worker):
             if config.load_format == "dummy":
                 weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.advance)
             else:
-                weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.advance)
+                others = "" if self._draft is None else prefix_of(self._draft.model_config)
+                how = self.dtype, self.device, self.linears, stage.advance
+                weights = loader.load_weights(directory, c, *how, others)
         say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)

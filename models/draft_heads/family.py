@@ -19,7 +19,7 @@ from compiled_llm.models.registry import family_of
 class HeadFamily(Family[C, W]):
     """All that the engine knows of a kind of such networks. Its ``config`` is that of the network.
 
-    ``take`` leaves the embedding or the head None where the checkpoint has none: the model's own serve. ``forward``
+    ``take`` leaves None what it has of the model, see ``with_shared``. ``forward``
     takes the features from ``StepInput.features``, and the tokens that follow as ``input_ids``.
 
     Attributes:
@@ -27,6 +27,8 @@ class HeadFamily(Family[C, W]):
         taps: config -> the layers whose inputs features are made of, ascending; the number of layers stands for what
             the last one gives. Empty: features are made of what the model's head takes.
         features: (weights, those of all taps side by side ``[T, taps * D]``, config) -> ``[T, F]``. Pure.
+        prefix: config -> what the names of all its tensors begin with, where the model's checkpoint has them; "": it
+            has a checkpoint of its own.
         feed_back: (weights, rows of what ``forward`` gave, config) -> the features ``[R, F]`` of the rows after them.
     """
 
@@ -34,6 +36,7 @@ class HeadFamily(Family[C, W]):
     taps: Callable[[C], tuple[int, ...]] = lambda config: ()
     features: Callable[[W, Tensor, C], Tensor] = lambda weights, hidden, config: hidden
     feed_back: Callable[[W, Tensor, C], Tensor] = lambda weights, rows, config: rows
+    prefix: Callable[[C], str] = lambda config: ""
 
 
 def head_family(config: ModelConfig) -> HeadFamily[Any, Any]:
@@ -43,8 +46,13 @@ def head_family(config: ModelConfig) -> HeadFamily[Any, Any]:
     return family
 
 
-def with_shared(weights: Any, embedding: Any, head: Any) -> Any:
-    """``weights`` with the model's own ``embedding`` and ``head``, where the checkpoint has none."""
-    if weights.embedding is None:
-        weights = weights._replace(embedding=embedding)
-    return weights if weights.head is not None else weights._replace(head=head)
+def prefix_of(config: ModelConfig) -> str:
+    """``HeadFamily.prefix``; "" for all but heads."""
+    family = family_of(config)
+    return family.prefix(config) if isinstance(family, HeadFamily) else ""
+
+
+def with_shared(weights: Any, model: Any) -> Any:
+    """``weights`` with those of ``model``, the model's, in each field that is None and that both have."""
+    lacking = [name for name in weights._fields if getattr(weights, name) is None and hasattr(model, name)]
+    return weights._replace(**{name: getattr(model, name) for name in lacking})
