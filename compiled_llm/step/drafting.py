@@ -35,6 +35,7 @@ class DraftInput(NamedTuple):
     block_table: Tensor  # [R, M] int32; on a GPU: of all requests
     table_rows: Tensor | None  # [R] int32, on a GPU: where those of these requests are
     sampling: SamplingInput  # [R] each; its position is not read
+    row_numbers: Tensor | None = None  # [R * (K + 1)] int32: 0, 1 and so on, where a network has so many rows at first
 
 
 def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size: int, exact: bool = False) -> Any:

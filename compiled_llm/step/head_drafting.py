@@ -25,10 +25,10 @@ from compiled_llm.step.step import with_own_tables
 
 def head_features_function(model_config: ModelConfig) -> Any:
     """What keeps features after a step: (weights, slots ``[T]`` int32, hidden states ``[*, D]``, KV cache) -> None."""
-    family = head_family(model_config)
+    made_of = head_family(model_config).features
 
     def draft_features(weights: Any, slot_mapping: Tensor, hidden: Tensor, kv_cache: KVCache) -> None:
-        rows = family.features(weights, hidden.narrow(0, 0, slot_mapping.shape[0]), model_config)
+        rows = made_of(weights, hidden.narrow(0, 0, slot_mapping.shape[0]), model_config)
         features = kv_cache[-1].features
         size = features.shape[1]
         features.index_put_((slot_mapping // size, slot_mapping % size), rows)
@@ -41,8 +41,8 @@ def draft_head_function(model_config: ModelConfig, block_size: int, vocab_size: 
 
     The first pass has up to K + 1 rows of a request, one below the other, and padding behind those of the last.
     """
-    family = head_family(model_config)
-    layers = layers_of(model_config)
+    family, layers = head_family(model_config), layers_of(model_config)
+    forward, head, feed_back = family.forward, family.head, family.feed_back
     alone = for_queries(layers, 1, exact=exact)
     known_ids, both = model_config.vocab_size, min(vocab_size, model_config.vocab_size)
 
@@ -50,15 +50,15 @@ def draft_head_function(model_config: ModelConfig, block_size: int, vocab_size: 
         table, num_drafts = own_table(known), drafts.shape[1]
         accepted, is_drafted = num_accepted(known, last_tokens), known.num_samples > 0
         position = known.position + accepted  # of the newest token
-        step, ends = _accepted_rows(known, accepted, last_tokens, table, num_drafts + 1, block_size)
+        step, ends = _accepted_rows(known, accepted, last_tokens, table, block_size)
         first = for_queries(layers, num_drafts + 1, exact=exact)
 
         def computed(step: StepInput, features: Tensor, layers: Layers) -> Tensor:
             own = step._replace(input_ids=step.input_ids.clamp(max=known_ids - 1), features=features)
-            return family.forward(weights, own, kv_cache[:-1], model_config, layers)
+            return forward(weights, own, kv_cache[:-1], model_config, layers)
 
         def next_token(rows: Tensor, position: Tensor) -> Tensor:
-            logits = family.head(weights, rows, model_config)[:, :both]
+            logits = head(weights, rows, model_config)[:, :both]
             return sample(logits, known.sampling._replace(position=position)).to(torch.int32)
 
         rows = computed(step, features_at(kv_cache, step.slot_mapping), first)[(ends - 1).clamp(min=0)]
@@ -69,7 +69,7 @@ def draft_head_function(model_config: ModelConfig, block_size: int, vocab_size: 
             slots = torch.where(is_drafted[:, None], slots_of(table, position[:, None], block_size), SINK_SLOT)
             place, seq_lens = torch.where(is_drafted, position, 0)[:, None], torch.where(is_drafted, position + 1, 0)
             step = step_of(token.clamp(min=0)[:, None], place, slots, seq_lens, table)
-            rows = computed(step, family.feed_back(weights, rows, model_config), alone)
+            rows = computed(step, feed_back(weights, rows, model_config), alone)
             position = position + 1
             token = next_token(rows, position + 1)
             found.append(torch.where(is_drafted, token, NO_DRAFT))
@@ -80,7 +80,7 @@ def draft_head_function(model_config: ModelConfig, block_size: int, vocab_size: 
 
 def head_prompt_function(model_config: ModelConfig, max_query_len: int, exact: bool = False) -> Any:
     """As ``draft_prompt_function``; ``input_ids`` are the tokens that follow those of ``positions``."""
-    family = head_family(model_config)
+    forward = head_family(model_config).forward
     layers = for_queries(layers_of(model_config), max_query_len, exact=exact)
     known_ids = model_config.vocab_size
 
@@ -88,7 +88,7 @@ def head_prompt_function(model_config: ModelConfig, max_query_len: int, exact: b
         own = with_own_tables(step_input)
         ids, features = own.input_ids.clamp(max=known_ids - 1), features_at(kv_cache, own.slot_mapping)
         own = own._replace(input_ids=ids, features=features)
-        family.forward(weights, own, kv_cache[:-1], model_config, layers)
+        forward(weights, own, kv_cache[:-1], model_config, layers)
 
     return draft_prompt
 
@@ -101,12 +101,13 @@ def features_at(kv_cache: KVCache, slots: Tensor) -> Tensor:
 
 
 def _accepted_rows(
-    known: DraftInput, accepted: Tensor, last_tokens: Tensor, table: Tensor, most: int, block_size: int
+    known: DraftInput, accepted: Tensor, last_tokens: Tensor, table: Tensor, block_size: int
 ) -> tuple[StepInput, Tensor]:
-    """The rows that a step lets be computed, up to ``most`` of a request, and [R] int32 where those of each end."""
+    """The rows that a step lets be computed, up to K + 1 of a request, and [R] int32 where those of each end."""
     counts = torch.where(known.num_samples > 0, accepted + 1, 0)
     ends = counts.cumsum(0, dtype=torch.int32)
-    number = torch.arange(counts.shape[0] * most, dtype=torch.int32, device=ends.device)
+    number = known.row_numbers
+    assert number is not None
     owner = torch.searchsorted(ends, number, right=True).clamp(max=counts.shape[0] - 1)
     place = number - (ends - counts)[owner]
     is_known = number < ends[-1]

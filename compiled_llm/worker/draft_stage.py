@@ -101,6 +101,7 @@ class DraftStage:
 
     _draft_function = staticmethod(draft_model_function)
     _prompt_function = staticmethod(draft_prompt_function)
+    _numbers_rows = False  # whether it has ``DraftInput.row_numbers``
 
     def __init__(
         self,
@@ -130,7 +131,8 @@ class DraftStage:
                 if len(table) == limits.max_model_len:
                     mark_sizes(table, sizes.positions)
         self._inputs = {
-            size: _DraftBuffers(size, network.num_tokens, limits, device, tables) for size in limits.decode_bucket_sizes
+            size: _DraftBuffers(size, network.num_tokens, limits, device, tables, numbers_rows=self._numbers_rows)
+            for size in limits.decode_bucket_sizes
         }
         self._prompts = {
             size: _PromptBuffers(size, limits, device, tables, sizes) for size in limits.token_bucket_sizes
@@ -288,7 +290,14 @@ class _DraftBuffers:
     """A ``DraftInput`` for ``num_requests``, as the host fills it and the graph reads it."""
 
     def __init__(
-        self, num_requests: int, num_tokens: int, limits: EngineLimits, device: torch.device, tables: BlockTables | None
+        self,
+        num_requests: int,
+        num_tokens: int,
+        limits: EngineLimits,
+        device: torch.device,
+        tables: BlockTables | None,
+        *,
+        numbers_rows: bool,
     ) -> None:
         self._limits, self._padding_row = limits, None if tables is None else tables.padding_row
         self._num_tokens = num_tokens
@@ -298,13 +307,16 @@ class _DraftBuffers:
         name = "block_table" if tables is None else "table_rows"
         fields[name] = ((num_requests, limits.blocks_per_request) if tables is None else each), torch.int32
         fields |= {field.name: ((num_requests, *field.shape), field.dtype) for field in SAMPLING}
+        if numbers_rows:
+            fields["row_numbers"] = (num_requests * (num_tokens + 1),), torch.int32
         self.buffers = FieldBuffers(fields, device)
         views = dict(self.buffers.tensors)
         if device.type == "cpu":
             requests = DynamicSize("drafted requests", 6)
             blocks = [StepSizes.of(limits, device).blocks]
             for name, view in views.items():
-                mark_sizes(view, requests, *(blocks if name == "block_table" else []))
+                first = DynamicSize("their first rows", 19) if name == "row_numbers" else requests
+                mark_sizes(view, first, *(blocks if name == "block_table" else []))
         own: dict[str, Any] = {name: views.get(name) for name in DraftInput._fields}
         if tables is not None:
             own["block_table"] = tables.tensors[0]
@@ -312,6 +324,8 @@ class _DraftBuffers:
         self.input = DraftInput(**own | {"sampling": sampling})
         for arrays in self.buffers.all_arrays():
             self._pad(arrays, 0)
+            if numbers_rows:
+                arrays["row_numbers"][:] = np.arange(len(arrays["row_numbers"]))
         self.buffers.copy()
 
     def fill(self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:

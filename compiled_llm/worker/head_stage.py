@@ -31,6 +31,7 @@ class HeadStage(DraftStage):
 
     _draft_function = staticmethod(draft_head_function)
     _prompt_function = staticmethod(head_prompt_function)
+    _numbers_rows = True
 
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         self.coverage = HeadCoverage(self._limits, num_blocks, num_host_blocks)

@@ -15,12 +15,16 @@ from compiled_llm.models.family import C, Family, W
 from compiled_llm.models.registry import family_of
 
 
+def _as_they_are(weights: Any, rows: Tensor, config: Any) -> Tensor:
+    return rows
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadFamily(Family[C, W]):
     """All that the engine knows of a kind of such networks. Its ``config`` is that of the network.
 
-    ``take`` leaves None what it has of the model, see ``with_shared``. ``forward``
-    takes the features from ``StepInput.features``, and the tokens that follow as ``input_ids``.
+    ``take`` leaves None what it has of the model, see ``with_shared``. ``forward`` takes the features from
+    ``StepInput.features``, and the tokens that follow as ``input_ids``.
 
     Attributes:
         feature_size: config -> F, the elements of a token's feature.
@@ -34,8 +38,8 @@ class HeadFamily(Family[C, W]):
 
     feature_size: Callable[[C], int] = dataclasses.field(kw_only=True)
     taps: Callable[[C], tuple[int, ...]] = lambda config: ()
-    features: Callable[[W, Tensor, C], Tensor] = lambda weights, hidden, config: hidden
-    feed_back: Callable[[W, Tensor, C], Tensor] = lambda weights, rows, config: rows
+    features: Callable[[W, Tensor, C], Tensor] = _as_they_are
+    feed_back: Callable[[W, Tensor, C], Tensor] = _as_they_are
     prefix: Callable[[C], str] = lambda config: ""
 
 
