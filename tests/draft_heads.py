@@ -31,7 +31,9 @@ HEAD_CONFIG: dict[str, Any] = {
 }
 
 
-def eagle3_tensors(seed: int = 0, *, draft_vocab: int = 307, taps: int = 3, target_size: int = 112) -> dict[str, Tensor]:
+def eagle3_tensors(
+    seed: int = 0, *, draft_vocab: int = 307, taps: int = 3, target_size: int = 112
+) -> dict[str, Tensor]:
     """Tensors of a head by the names of the authors' layout."""
     generator = torch.Generator().manual_seed(seed)
     c = HEAD_CONFIG

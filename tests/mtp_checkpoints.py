@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compiled_llm import CompiledEngine
+from compiled_llm.models.draft_heads.family import head_family
+from compiled_llm.models.layers.attention import for_queries
+from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.ops.torch_settings import own_settings
+from tests.draft_heads import sampled_as
+from tests.drafting_networks import Drafted
 from tests.families import EVERY_CONFIG, checkpoint, strengthened
+from tests.models.steps import BLOCK_SIZE, empty_cache, step_input
 
 FAMILIES = ("deepseek-v3", "deepseek-v3-halves", "glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 
@@ -89,6 +98,48 @@ def mtp_checkpoint(name: str) -> Path:
         tensors[f"{prefix}.embed_tokens.weight"] = of_model["model.embed_tokens.weight"].clone()
         tensors[f"{prefix}.shared_head.head.weight"] = of_model["lm_head.weight"].clone()
     return write_checkpoint(name, Path(tempfile.mkdtemp(prefix="compiled-llm-mtp-")), tensors)
+
+
+_OUTPUTS = re.compile(r"\.(o_proj|out_proj|down_proj)(\.|$)")  # of all that is added to the stream
+
+
+def guessing_checkpoint(name: str, directory: Path, share: float) -> Path:
+    """One whose layer guesses what the model says, since all layers add little: ``share`` of what they would."""
+    of_model = load_file(checkpoint(name) / "model.safetensors")
+    tensors, d = mtp_tensors(name), of_model["model.norm.weight"].shape[0]
+    norms = [key for key in tensors if key.endswith(("enorm.weight", "pre_fc_norm_embedding.weight"))]
+    projections = [key for key in tensors if key.endswith((".eh_proj.weight", ".fc.weight"))]
+    last = [key for key in tensors if key.endswith(("shared_head.norm.weight", "mtp.norm.weight"))]
+    (one,), (projection,), (norm,) = norms, projections, last
+    tensors[one] = torch.zeros(d) if name.startswith("qwen") else torch.ones(d)
+    tensors[projection] = torch.cat([torch.eye(d), torch.zeros(d, d)], 1)
+    tensors[norm] = of_model["model.norm.weight"].clone()
+    every = of_model | tensors
+    return write_checkpoint(
+        name, directory, {key: value * share if _OUTPUTS.search(key) else value for key, value in every.items()}
+    )
+
+
+def expected_drafts(engine: CompiledEngine, one: Drafted) -> tuple[int, ...]:
+    """What is to be drafted after the tokens of ``one``: by the engine's weights, all rows anew in each pass."""
+    runner = engine.own_runner
+    drafting = runner.steps.drafting
+    assert drafting is not None
+    model, head = runner.model_config, drafting.network.model_config
+    family, weights, tokens = head_family(head), drafting.network.weights, list(one.token_ids)
+    table = [list(range(1, len(tokens) // BLOCK_SIZE + 3))]
+    with torch.no_grad(), own_settings():
+        known = tokens[:-1]
+        step, specs = step_input([(known, 0)], table), for_queries(layers_of(model), len(known))
+        hidden = family_of(model).forward(runner.steps.weights, step, empty_cache(model, runner.dtype), model, specs)
+        features = family.features(weights, hidden, head)
+        for position in range(len(tokens), len(tokens) + len(one.drafts)):
+            step = step_input([(tokens[1:], 0)], table)._replace(features=features)
+            specs = for_queries(layers_of(head), len(features))
+            row = family.forward(weights, step, empty_cache(head, runner.dtype), head, specs)[-1:]
+            tokens.append(sampled_as(family.head(weights, row, head), one.params, one.seed, position))
+            features = torch.cat([features, family.feed_back(weights, row, head)])
+    return tuple(tokens[len(one.token_ids) :])
 
 
 def reference(name: str, embedded: Tensor, features: Tensor) -> Tensor:
