@@ -31,9 +31,7 @@ HEAD_CONFIG: dict[str, Any] = {
 }
 
 
-def eagle3_tensors(
-    seed: int = 0, *, draft_vocab: int = 307, taps: int = 3, target_size: int = 112
-) -> dict[str, Tensor]:
+def eagle3_tensors(seed: int = 0, *, draft_vocab: int = 307, taps: int = 3) -> dict[str, Tensor]:
     """Tensors of a head by the names of the authors' layout."""
     generator = torch.Generator().manual_seed(seed)
     c = HEAD_CONFIG
@@ -46,7 +44,7 @@ def eagle3_tensors(
         return 1 + 0.2 * torch.randn(size, generator=generator)
 
     tensors = {
-        "fc.weight": matrix(d, taps * target_size),
+        "fc.weight": matrix(d, taps * d),
         "midlayer.self_attn.q_proj.weight": matrix(heads * h, 2 * d),
         "midlayer.self_attn.k_proj.weight": matrix(kv_heads * h, 2 * d),
         "midlayer.self_attn.v_proj.weight": matrix(kv_heads * h, 2 * d),

@@ -1,4 +1,4 @@
-"""The files of a network that drafts, a model of the same vocabulary or a head, and whether it can draft for a model."""
+"""The files of a network that drafts, a model of the same vocabulary or a head, and whether it can draft for one."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import head_family
-from compiled_llm.models.family import Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import layers_of
@@ -53,26 +52,22 @@ def draft_head_function(model_config: ModelConfig, block_size: int, vocab_size: 
         step, ends = _accepted_rows(known, accepted, last_tokens, table, block_size)
         first = for_queries(layers, num_drafts + 1, exact=exact)
 
-        def computed(step: StepInput, features: Tensor, layers: Layers) -> Tensor:
+        last, features = (ends - 1).clamp(min=0), features_at(kv_cache, step.slot_mapping)
+
+        found = []
+        for number in range(num_drafts):
             own = step._replace(input_ids=step.input_ids.clamp(max=known_ids - 1), features=features)
-            return forward(weights, own, kv_cache[:-1], model_config, layers)
-
-        def next_token(rows: Tensor, position: Tensor) -> Tensor:
+            rows = forward(weights, own, kv_cache[:-1], model_config, alone if number else first)
+            rows = rows if number else rows[last]
             logits = head(weights, rows, model_config)[:, :both]
-            return sample(logits, known.sampling._replace(position=position)).to(torch.int32)
-
-        rows = computed(step, features_at(kv_cache, step.slot_mapping), first)[(ends - 1).clamp(min=0)]
-        token = next_token(rows, position + 1)
-        found = [torch.where(is_drafted, token, NO_DRAFT)]
-        for _ in range(num_drafts - 1):
-            is_drafted = is_drafted & (position < known.end)
-            slots = torch.where(is_drafted[:, None], slots_of(table, position[:, None], block_size), SINK_SLOT)
-            place, seq_lens = torch.where(is_drafted, position, 0)[:, None], torch.where(is_drafted, position + 1, 0)
-            step = step_of(token.clamp(min=0)[:, None], place, slots, seq_lens, table)
-            rows = computed(step, feed_back(weights, rows, model_config), alone)
-            position = position + 1
-            token = next_token(rows, position + 1)
+            token = sample(logits, known.sampling._replace(position=position + 1)).to(torch.int32)
             found.append(torch.where(is_drafted, token, NO_DRAFT))
+            # The next row is that of the newest token, which the model has not read yet.
+            is_drafted = is_drafted & (position < known.end)
+            place, seq_lens = torch.where(is_drafted, position, 0)[:, None], torch.where(is_drafted, position + 1, 0)
+            slots = torch.where(is_drafted[:, None], slots_of(table, place, block_size), SINK_SLOT)
+            step = step_of(token.clamp(min=0)[:, None], place, slots, seq_lens, table)
+            features, position = feed_back(weights, rows, model_config), position + 1
         drafts.narrow(0, 0, position.shape[0]).copy_(torch.stack(found, 1))
 
     return draft
