@@ -7,11 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint import loader, quantization
+from compiled_llm.checkpoint.mtp import as_stored
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.draft_heads.family import head_family, prefix_of, with_shared
 from compiled_llm.models.draft_heads.mtp import mtp_config
+from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.layers.attention import for_queries
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.models.registry import family_of, layers_of
 from tests.families import checkpoint, transformers_model
 from tests.models.steps import empty_cache, step_input
@@ -20,15 +26,30 @@ from tests.mtp_checkpoints import FAMILIES, mtp_checkpoint, mtp_tensors, referen
 CPU = torch.device("cpu")
 
 
-def loaded(directory: Path) -> tuple[Any, Any, Any]:
+def loaded(directory: Path, kind: LinearKind = Dense) -> tuple[Any, Any, Any]:
     """The model's weights, the config of its layer that guesses, and the layer's weights."""
     config = read_config(directory)
     own = mtp_config(config)
-    weights = loader.load_weights(directory, config, torch.float32, CPU, others=prefix_of(own))
-    return weights, own, with_shared(loader.load_weights(directory, own, torch.float32, CPU), weights)
+    kind = quantization.published(config, kind)
+    weights = loader.load_weights(directory, config, torch.float32, CPU, kind, others=prefix_of(own))
+    layer = loader.load_weights(directory, own, torch.float32, CPU, as_stored(kind, directory))
+    return weights, own, with_shared(layer, weights)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def rows_of(config: Any, own: Any, cache: KVCache, tokens: list[int], features: Tensor, start: int = 0) -> Tensor:
+    """What the layer gives of tokens from position ``start + 1`` on and the features before them."""
+    step = step_input([(tokens, start)], [[3, 1, 4, 2, 5]])._replace(features=features)
+    specs = for_queries(layers_of(config), len(tokens))
+    with torch.no_grad():
+        return head_family(config).forward(own, step, cache, config, specs)
+
+
+ORDINARY = ("deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in ORDINARY else pytest.mark.battery) for x in FAMILIES]
+)
 def test_rows_are_those_of_transformers_layers_through_several_passes(name: str) -> None:
     weights, config, own = loaded(mtp_checkpoint(name))
     family, model = head_family(config), transformers_model(name)
@@ -37,33 +58,49 @@ def test_rows_are_those_of_transformers_layers_through_several_passes(name: str)
     prompt = torch.randint(3, config.vocab_size, (12,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.no_grad():
         given = model.model(torch.tensor([prompt[:-1]])).last_hidden_state[0]
-    cache, specs, tokens = empty_cache(config), layers_of(config), prompt[1:]
-
-    def run(tokens: list[int], features: Tensor, start: int) -> Tensor:
-        step = step_input([(tokens, start)], [[3, 1, 4, 2, 5]])._replace(features=features)
-        with torch.no_grad():
-            return family.forward(own, step, cache, config, for_queries(specs, len(tokens)))
+    cache, tokens = empty_cache(config), prompt[1:]
 
     # Rows of the prompt in two pieces, whose features are the model's; then rows that take what the last one gave.
-    rows = [run(tokens[:7], given[:7], 0), run(tokens[7:], given[7:], 7)]
+    rows = [rows_of(config, own, cache, tokens[:7], given[:7]), rows_of(config, own, cache, tokens[7:], given[7:], 7)]
     for start in range(11, 15):
         with torch.no_grad():
             tokens.append(int(family.head(own, rows[-1][-1:], config).argmax()))
         given = torch.cat([given, family.feed_back(own, rows[-1][-1:], config)])
-        rows.append(run(tokens[-1:], given[-1:], start))
+        rows.append(rows_of(config, own, cache, tokens[-1:], given[-1:], start))
     with torch.no_grad():
         wanted = reference(name, model.get_input_embeddings()(torch.tensor(tokens)), given)
         torch.testing.assert_close(torch.cat(rows), wanted, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(family.head(own, wanted, config), model.lm_head(wanted), atol=1e-4, rtol=1e-4)
+        # What the model's head multiplies is the feature.
+        whole, hidden = read_config(checkpoint(name)), torch.randn(3, config.hidden_size)
+        logits = family.head(own, family.features(own, hidden, config), config)
+        torch.testing.assert_close(logits, family_of(whole).head(weights, hidden, whole), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5"])
-def test_features_are_what_the_models_head_multiplies(name: str) -> None:
-    weights, config, own = loaded(mtp_checkpoint(name))
-    hidden, model = torch.randn(3, config.hidden_size), read_config(checkpoint(name))
-    features = head_family(config).features(own, hidden, config)
-    logits = family_of(model).head(weights, hidden, model)
-    torch.testing.assert_close(head_family(config).head(own, features, config), logits, atol=1e-4, rtol=1e-4)
+def test_a_quantised_layer_is_read_as_its_files_keep_it(tmp_path: Path) -> None:
+    """FP8 in blocks, as DeepSeek publishes it: the projection and the router are plain, and nothing says so."""
+    quantised = {name: value for name, value in mtp_tensors("deepseek-v3").items() if value.ndim == 2}
+    plain = {}
+    for name in [name for name in quantised if not name.endswith(("eh_proj.weight", ".gate.weight"))]:
+        blocks = torch.nn.functional.pad(quantised[name], (0, -quantised[name].shape[1] % 128)).split(128, 1)
+        blocks = [torch.nn.functional.pad(block, (0, 0, 0, -len(block) % 128)).split(128) for block in blocks]
+        scales = torch.stack([torch.stack([part.abs().max() / 448 for part in column]) for column in blocks], 1)
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        spread = spread[: quantised[name].shape[0], : quantised[name].shape[1]]
+        quantised[name] = (quantised[name] / spread).to(torch.float8_e4m3fn)
+        quantised[f"{name}_scale_inv"] = scales
+        plain[name] = quantised[name].float() * spread
+    fields = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    fields["modules_to_not_convert"] = [f"model.layers.{number}" for number in range(2)]
+    tensors = mtp_tensors("deepseek-v3")
+    held = write_checkpoint("deepseek-v3", tmp_path / "fp8", tensors | quantised, quantization_config=fields)
+    _, config, own = loaded(held, Packed)
+    _, _, expected = loaded(write_checkpoint("deepseek-v3", tmp_path / "plain", tensors | plain))
+    assert isinstance(own.layers[0].attention.o, Quantized)
+    assert isinstance(own.projection, Packed)
+    tokens, features = list(range(5, 17)), torch.randn(12, config.hidden_size)
+    found, wanted = (rows_of(config, layer, empty_cache(config), tokens, features) for layer in (own, expected))
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
 def test_without_it_the_layer_is_left_with_a_warning() -> None:
