@@ -51,7 +51,7 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": ("gpt2", "GPT-2"),
 }
 # Networks that draft from a model's hidden states -> their files. Only ``speculative_config`` leads to them.
-DRAFT_HEADS = {"eagle3": "eagle3"}
+DRAFT_HEADS = {"eagle3": "eagle3", "medusa": "medusa"}
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},

@@ -11,7 +11,7 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.draft_heads.family import HeadFamily, with_shared
+from compiled_llm.models.draft_heads.family import HeadFamily
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family_of
@@ -121,7 +121,7 @@ class DraftPlan(NamedTuple):
             mark_static_address(tensor)
         size = num_bytes(weights)
         if self.head is not None:
-            weights = with_shared(weights, target.embedding, target.head)
+            weights = self.head.share(weights, target)
         return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size)
 
 
@@ -139,6 +139,11 @@ class DraftNetwork(NamedTuple):
     cache_dtypes: tuple[torch.dtype, ...]
     num_tokens: int
     nbytes: int
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it keeps anything of tokens."""
+        return self.model_config.num_layers > 0
 
     @property
     def taps(self) -> tuple[int, ...]:

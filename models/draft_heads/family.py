@@ -19,24 +19,33 @@ def _as_they_are(weights: Any, rows: Tensor, config: Any) -> Tensor:
     return rows
 
 
+def shared(weights: Any, target: Any) -> Any:
+    """``weights`` with the embedding and the head of the model, where the checkpoint has none."""
+    if weights.embedding is None:
+        weights = weights._replace(embedding=target.embedding)
+    return weights if weights.head is not None else weights._replace(head=target.head)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadFamily(Family[C, W]):
     """All that the engine knows of a kind of such networks. Its ``config`` is that of the network.
 
-    ``take`` leaves the embedding or the head None where the checkpoint has none: the model's own serve. ``forward``
-    takes the features from ``StepInput.features``, and the tokens that follow as ``input_ids``.
+    ``forward`` takes the features from ``StepInput.features``, and the tokens that follow as ``input_ids``.
 
     Attributes:
-        feature_size: config -> F, the elements of a token's feature.
+        feature_size: config -> F, the elements of a token's feature; 0: none is kept, and there is no cache.
         taps: config -> the layers whose inputs features are made of, ascending; the number of layers stands for what
             the last one gives. Empty: features are made of what the model's head takes.
         features: (weights, those of all taps side by side ``[T, taps * D]``, config) -> ``[T, F]``. Pure.
+        share: (weights, the model's) -> the weights with what is the model's. A checkpoint that has neither embedding
+            nor head leaves them None.
         feed_back: (weights, rows of what ``forward`` gave, config) -> the features ``[R, F]`` of the rows after them.
     """
 
     feature_size: Callable[[C], int] = dataclasses.field(kw_only=True)
     taps: Callable[[C], tuple[int, ...]] = lambda config: ()
     features: Callable[[W, Tensor, C], Tensor] = _as_they_are
+    share: Callable[[W, Any], W] = shared
     feed_back: Callable[[W, Tensor, C], Tensor] = _as_they_are
 
 
@@ -45,10 +54,3 @@ def head_family(config: ModelConfig) -> HeadFamily[Any, Any]:
     family = family_of(config)
     assert isinstance(family, HeadFamily)
     return family
-
-
-def with_shared(weights: Any, embedding: Any, head: Any) -> Any:
-    """``weights`` with the model's own ``embedding`` and ``head``, where the checkpoint has none."""
-    if weights.embedding is None:
-        weights = weights._replace(embedding=embedding)
-    return weights if weights.head is not None else weights._replace(head=head)
