@@ -51,7 +51,7 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": ("gpt2", "GPT-2"),
 }
 # Networks that draft from a model's hidden states -> their files. Only ``speculative_config`` leads to them.
-DRAFT_HEADS = {"eagle3": "eagle3"}
+DRAFT_HEADS = {"eagle3": "eagle3", "medusa": "medusa"}
 MTP = ".mtp"
 """What the architecture of a model's own layer that guesses ends with, behind the model's (``draft_heads/mtp.py``)."""
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.

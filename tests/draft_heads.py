@@ -170,3 +170,42 @@ def sampled_as(logits: Tensor, params: SamplingParams, seed: int, position: int)
     dtypes = *[torch.float32] * 2, torch.int32, *[torch.float32] * 2, torch.int64, torch.int32
     row = (torch.tensor([number], dtype=dtype) for number, dtype in zip(numbers, dtypes, strict=True))
     return int(sample(logits, SamplingInput(*row)))
+
+
+def medusa_tensors(num_heads: int = 3, num_blocks: int = 2, *, bias: bool = True, seed: int = 0) -> dict[str, Tensor]:
+    """Heads of random weights by the names of the authors' layout, without matrices that make logits."""
+    generator = torch.Generator().manual_seed(seed)
+    d = HEAD_CONFIG["hidden_size"]
+    tensors = {}
+    for head in range(num_heads):
+        for block in range(num_blocks):
+            tensors[f"{head}.{block}.linear.weight"] = torch.randn(d, d, generator=generator) * d**-0.5
+            if bias:
+                tensors[f"{head}.{block}.linear.bias"] = torch.randn(d, generator=generator) * 0.3
+    return tensors
+
+
+class MedusaReference:
+    """What Medusa heads draft, in plain torch and float32; tensors by the names of the authors' layout."""
+
+    def __init__(self, tensors: dict[str, Tensor], num_blocks: int, target: Path) -> None:
+        self.tensors, self.num_blocks = tensors, num_blocks
+        self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def drafts(self, token_ids: Sequence[int], count: int, params: SamplingParams, seed: int) -> tuple[int, ...]:
+        """The ``count`` tokens that are drafted after ``token_ids``, of which the last was sampled in the same step."""
+        hidden = self.model.model(torch.tensor([list(token_ids[:-1])])).last_hidden_state[0, -1:]
+        drafts = []
+        for head in range(count):
+            x = hidden
+            for block in range(self.num_blocks):
+                weight, bias = (self.tensors.get(f"{head}.{block}.linear.{kind}") for kind in ("weight", "bias"))
+                x = x + torch.nn.functional.silu(torch.nn.functional.linear(x, weight, bias))
+            logits = x @ self.tensors.get(f"{head}.{self.num_blocks}.weight", self.model.lm_head.weight).T
+            if "token_map" in self.tensors:
+                logits = torch.full((1, HEAD_CONFIG["vocab_size"]), -torch.inf).index_copy(
+                    1, self.tensors["token_map"], logits
+                )
+            drafts.append(sampled_as(logits, params, seed, len(token_ids) + head))
+        return tuple(drafts)

@@ -42,10 +42,11 @@ METHODS: Mapping[str, Method] = {
     ),
     "draft_model": Method(4, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
     "eagle3": Method(3, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
+    "medusa": Method(3, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
     "mtp": Method(2, {}),
 }
 # Methods whose drafts a network of the worker makes behind each step.
-NETWORK_METHODS = ("draft_model", "eagle3", "mtp")
+NETWORK_METHODS = ("draft_model", "eagle3", "medusa", "mtp")
 _LOOKUP = 5  # tokens, where neither bound is given
 _INTEGERS = {
     "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),

@@ -9,6 +9,7 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.speculative_config import NETWORK_METHODS, SpeculativeConfig
 from compiled_llm.checkpoint.eagle3 import eagle3_config
 from compiled_llm.checkpoint.loader import located
+from compiled_llm.checkpoint.medusa import medusa_config
 from compiled_llm.checkpoint.model_files import (
     checkpoint_directory,
     has_tokenizer,
@@ -19,6 +20,7 @@ from compiled_llm.checkpoint.model_files import (
 from compiled_llm.checkpoint.mtp import mtp_arguments
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import head_family
+from compiled_llm.models.draft_heads.medusa import MedusaConfig
 from compiled_llm.models.draft_heads.taps import check_taps
 from compiled_llm.models.files import read_json
 from compiled_llm.models.layers.state import StateSpec
@@ -27,7 +29,8 @@ from compiled_llm.text.tokenizer import Tokenizer
 
 # Methods whose network reads hidden states -> (config.json, names of tensors or None, the model's) -> its config.
 _HEADS: Mapping[str, Callable[[Mapping[str, Any], Collection[str] | None, ModelConfig], ModelConfig]] = {
-    "eagle3": eagle3_config
+    "eagle3": eagle3_config,
+    "medusa": medusa_config,
 }
 
 
@@ -75,6 +78,11 @@ def draft_checkpoint(
     if reads_hidden_states:
         found = _HEADS[wanted.method](read_json(directory / "config.json"), _tensor_names(directory), target)
         check_taps(target, head_family(found).taps(found))
+        if isinstance(found, MedusaConfig) and wanted.num_tokens > len(found.block_names):
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens must be at most {len(found.block_names)}, the heads of "
+                f"{wanted.model!r}, given {wanted.num_tokens}"
+            )
     else:
         found = model_config(directory, config.model_impl, own.dtype)
         _check_layers(wanted.model, found, config.max_model_len or target.max_position_embeddings)
@@ -107,8 +115,16 @@ def _own_arguments(config: EngineConfig, wanted: SpeculativeConfig, target: Mode
 
 
 def _tensor_names(directory: Path) -> Collection[str] | None:
-    """Those of its files; None where they were not downloaded."""
-    return located(directory) if any(directory.glob("*.safetensors")) else None
+    """Those of its files; None where they were not downloaded. ``ValueError`` where they are pickled."""
+    if any(directory.glob("*.safetensors")):
+        return located(directory)
+    pickled = sorted([*directory.glob("*.pt"), *directory.glob("*.bin")])
+    if pickled:
+        raise ValueError(
+            f"speculative_config: model must have its tensors in safetensors files, given {pickled[0]}. To convert it: "
+            "safetensors.torch.save_file(torch.load(PATH, weights_only=True), 'model.safetensors')"
+        )
+    return None
 
 
 def _check_layers(name: str, config: ModelConfig, max_model_len: int) -> None:

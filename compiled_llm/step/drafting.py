@@ -35,6 +35,7 @@ class DraftInput(NamedTuple):
     block_table: Tensor  # [R, M] int32; on a GPU: of all requests
     table_rows: Tensor | None  # [R] int32, on a GPU: where those of these requests are
     sampling: SamplingInput  # [R] each; its position is not read
+    token_row: Tensor | None = None  # [R] int32, the row of the step's tokens that the first row of logits is of
     row_numbers: Tensor | None = None  # [R * (K + 1)] int32: 0, 1 and so on, where a network has so many rows at first
 
 

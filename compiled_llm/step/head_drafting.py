@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads import medusa
 from compiled_llm.models.draft_heads.family import head_family
+from compiled_llm.models.draft_heads.medusa import MedusaConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import layers_of
@@ -69,6 +71,29 @@ def draft_head_function(model_config: ModelConfig, block_size: int, vocab_size: 
             step = step_of(token.clamp(min=0)[:, None], place, slots, seq_lens, table)
             features, position = feed_back(weights, rows, model_config), position + 1
         drafts.narrow(0, 0, position.shape[0]).copy_(torch.stack(found, 1))
+
+    return draft
+
+
+def draft_medusa_function(model_config: MedusaConfig, block_size: int, vocab_size: int, exact: bool = False) -> Any:
+    """As ``draft_head_function``, of heads without a cache, which all read what the model's last right row gave.
+
+    In the place of the KV cache it takes that, of all tokens of the step: ``[T, D]``.
+    """
+    both = min(vocab_size, model_config.vocab_size)
+
+    def draft(weights: Any, known: DraftInput, hidden: Tensor, last_tokens: Tensor, drafts: Tensor) -> None:
+        accepted, is_drafted = num_accepted(known, last_tokens), known.num_samples > 0
+        assert known.token_row is not None
+        rows = torch.index_select(hidden, 0, known.token_row + accepted)
+        rows = medusa.features(weights, rows, model_config)
+        found = []
+        for number in range(drafts.shape[1]):
+            logits = medusa.logits_of(weights, number, rows, model_config)[:, :both]
+            position = known.position + accepted + number + 1
+            token = sample(logits, known.sampling._replace(position=position)).to(torch.int32)
+            found.append(torch.where(is_drafted, token, NO_DRAFT))
+        drafts.narrow(0, 0, accepted.shape[0]).copy_(torch.stack(found, 1))
 
     return draft
 

@@ -12,7 +12,7 @@ from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.checkpoint.mtp import as_stored
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.draft_heads.family import HeadFamily, prefix_of, with_shared
+from compiled_llm.models.draft_heads.family import HeadFamily, prefix_of
 from compiled_llm.models.family import Description
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.protocol import LinearKind
@@ -125,7 +125,7 @@ class DraftPlan(NamedTuple):
             mark_static_address(tensor)
         size = num_bytes(weights)
         if self.head is not None:
-            weights = with_shared(weights, target)
+            weights = self.head.share(weights, target)
         return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size)
 
 
@@ -143,6 +143,11 @@ class DraftNetwork(NamedTuple):
     cache_dtypes: tuple[torch.dtype, ...]
     num_tokens: int
     nbytes: int
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it keeps anything of tokens."""
+        return self.model_config.num_layers > 0
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -135,7 +135,8 @@ class DraftStage:
             for size in limits.decode_bucket_sizes
         }
         self._prompts = {
-            size: _PromptBuffers(size, limits, device, tables, sizes) for size in limits.token_bucket_sizes
+            size: _PromptBuffers(size, limits, device, tables, sizes)
+            for size in (limits.token_bucket_sizes if network.has_cache else ())
         }
         config, block_size = network.model_config, limits.block_size
         self._recipe = functools.partial(self._draft_function, config, block_size, vocab_size, exact)
@@ -229,19 +230,27 @@ class DraftStage:
             # ``draft`` computes the last token itself, and drafts of it have been.
             ends = np.where(is_known, starts + counts - samples, starts)
             is_covered = self._catch_up(rows, starts, ends, ends + (samples > 0) * is_known, store) & is_known
-            places = np.flatnonzero(is_covered & (samples > 0))
-            if len(places):
-                size = next(size for size in self._inputs if size >= len(places))
-                self._inputs[size].fill(places, output, rows, store)
-                self._functions[self._name("draft", size)](*self._arguments(size))
-                drafts = Drafts(places, self.token_ids)
+            drafts = self._draft(np.flatnonzero(is_covered & (samples > 0)), output, rows, store)
         coverage.end_step(rows, starts, starts + counts, is_covered, store)
         return drafts
 
+    def _draft(
+        self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows
+    ) -> Drafts | None:
+        """Draft for the requests at ``places`` [N] int64 of the step."""
+        if not len(places):
+            return None
+        size = next(size for size in self._inputs if size >= len(places))
+        self._inputs[size].fill(places, output, rows, store)
+        self._functions[self._name("draft", size)](*self._arguments(size))
+        return Drafts(places, self.token_ids)
+
     def run_largest(self) -> None:
         """Run each kind in its largest size, all padding: what it allocates depends on that alone."""
-        prompt, requests = max(self._prompts), max(self._inputs)
-        self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(prompt))
+        if self._prompts:
+            prompt = max(self._prompts)
+            self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(prompt))
+        requests = max(self._inputs)
         self._functions[self._name("draft", requests)](*self._arguments(requests))
 
     def _catch_up(
@@ -302,7 +311,9 @@ class _DraftBuffers:
         self._limits, self._padding_row = limits, None if tables is None else tables.padding_row
         self._num_tokens = num_tokens
         each = (num_requests,)
-        fields: Fields = dict.fromkeys(("first_row", "num_samples", "position", "end"), (each, torch.int32))
+        fields: Fields = dict.fromkeys(
+            ("first_row", "num_samples", "position", "end", "token_row"), (each, torch.int32)
+        )
         fields["token_ids"] = (num_requests, num_tokens + 1), torch.int32
         name = "block_table" if tables is None else "table_rows"
         fields[name] = ((num_requests, limits.blocks_per_request) if tables is None else each), torch.int32
@@ -338,6 +349,7 @@ class _DraftBuffers:
         arrays["first_row"][:n] = (logits_rows.cumsum() - logits_rows)[places]
         arrays["num_samples"][:n] = samples_of
         ends = counts.cumsum()[places]
+        arrays["token_row"][:n] = ends - samples_of
         indices = np.minimum((ends - samples_of)[:, None] + np.arange(self._num_tokens + 1), (ends - 1)[:, None])
         arrays["token_ids"][:n] = np.array(output.token_ids, dtype=np.int32)[indices]
         starts = np.array(output.num_computed_tokens, dtype=np.int32)[places]
@@ -358,7 +370,7 @@ class _DraftBuffers:
 
     def _pad(self, arrays: Arrays, n: int) -> None:
         """Make everything after the first ``n`` requests padding."""
-        for name in ("first_row", "num_samples", "position", "end", "token_ids"):
+        for name in ("first_row", "num_samples", "position", "end", "token_row", "token_ids"):
             arrays[name][n:] = 0
         if self._padding_row is not None:
             arrays["table_rows"][n:] = self._padding_row

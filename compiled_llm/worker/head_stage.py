@@ -10,7 +10,12 @@ from compiled_llm.models.draft_heads.family import HeadFamily
 from compiled_llm.models.registry import family_of
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.step.head_drafting import draft_head_function, head_features_function, head_prompt_function
+from compiled_llm.step.head_drafting import (
+    draft_head_function,
+    draft_medusa_function,
+    head_features_function,
+    head_prompt_function,
+)
 from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.draft_stage import Drafts, DraftStage, Part
 from compiled_llm.worker.head_coverage import HeadCoverage
@@ -20,7 +25,8 @@ from compiled_llm.worker.request_rows import RequestRows
 def draft_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> DraftStage:
     """The stage that ``network`` needs; the arguments are those of ``DraftStage``."""
     is_head = isinstance(family_of(network.model_config), HeadFamily)
-    return (HeadStage if is_head else DraftStage)(network, *arguments, **others)
+    stage = DraftStage if not is_head else HeadStage if network.has_cache else MedusaStage
+    return stage(network, *arguments, **others)
 
 
 class HeadStage(DraftStage):
@@ -62,3 +68,20 @@ class HeadStage(DraftStage):
 
     def _feature_arguments(self, bucket: Bucket) -> tuple:
         return self.network.weights, self._step.slot_mapping[bucket], self._step.hidden, self.kv_cache
+
+
+class MedusaStage(DraftStage):
+    """Heads that keep nothing of tokens: they read what the step that has just run leaves."""
+
+    _draft_function = staticmethod(draft_medusa_function)
+
+    def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
+        """There is nothing that they could lack."""
+
+    def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
+        samples = np.array(output.num_samples) if output.drafts_next else np.zeros(0)
+        return self._draft(np.flatnonzero(samples), output, rows, store)
+
+    def _arguments(self, size: int) -> tuple:
+        step = self._step
+        return self.network.weights, self._inputs[size].input, step.hidden, step.last_tokens, self.token_ids

@@ -19,18 +19,26 @@ def _as_they_are(weights: Any, rows: Tensor, config: Any) -> Tensor:
     return rows
 
 
+def shared(weights: Any, target: Any) -> Any:
+    """``weights`` with the embedding and the head of the model, where the checkpoint has none."""
+    if weights.embedding is None:
+        weights = weights._replace(embedding=target.embedding)
+    return weights if weights.head is not None else weights._replace(head=target.head)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadFamily(Family[C, W]):
     """All that the engine knows of a kind of such networks. Its ``config`` is that of the network.
 
-    ``take`` leaves None what it has of the model, see ``with_shared``. ``forward`` takes the features from
-    ``StepInput.features``, and the tokens that follow as ``input_ids``.
+    ``forward`` takes the features from ``StepInput.features``, and the tokens that follow as ``input_ids``.
 
     Attributes:
-        feature_size: config -> F, the elements of a token's feature.
+        feature_size: config -> F, the elements of a token's feature; 0: none is kept, and there is no cache.
         taps: config -> the layers whose inputs features are made of, ascending; the number of layers stands for what
             the last one gives. Empty: features are made of what the model's head takes.
         features: (weights, those of all taps side by side ``[T, taps * D]``, config) -> ``[T, F]``. Pure.
+        share: (weights, the model's) -> the weights with what is the model's. A checkpoint that has neither embedding
+            nor head leaves them None.
         prefix: config -> what the names of all its tensors begin with, where the model's checkpoint has them; "": it
             has a checkpoint of its own.
         feed_back: (weights, rows of what ``forward`` gave, config) -> the features ``[R, F]`` of the rows after them.
@@ -39,6 +47,7 @@ class HeadFamily(Family[C, W]):
     feature_size: Callable[[C], int] = dataclasses.field(kw_only=True)
     taps: Callable[[C], tuple[int, ...]] = lambda config: ()
     features: Callable[[W, Tensor, C], Tensor] = _as_they_are
+    share: Callable[[W, Any], W] = shared
     feed_back: Callable[[W, Tensor, C], Tensor] = _as_they_are
     prefix: Callable[[C], str] = lambda config: ""
 
@@ -54,9 +63,3 @@ def prefix_of(config: ModelConfig) -> str:
     """``HeadFamily.prefix``; "" for all but heads."""
     family = family_of(config)
     return family.prefix(config) if isinstance(family, HeadFamily) else ""
-
-
-def with_shared(weights: Any, model: Any) -> Any:
-    """``weights`` with those of ``model``, the model's, in each field that is None and that both have."""
-    lacking = [name for name in weights._fields if getattr(weights, name) is None and hasattr(model, name)]
-    return weights._replace(**{name: getattr(model, name) for name in lacking})

@@ -30,17 +30,16 @@ TakeLayer = Callable[[Any, Source, str], Any]
 
 
 class Weights(NamedTuple):
-    """Fields that are None are the model's, as ``with_shared`` gives them."""
-
     embedding_norm: Tensor  # [D]
     feature_norm: Tensor  # [D]
     projection: Linear  # [D, 2 * D]
     layers: tuple[Any, ...]  # one
     norm: Tensor  # [D], of what the layer gives
+    # The model's own.
     embedding: Linear | None = None  # [V, D]
     final_norm: Tensor | None = None  # [D]
     head: Linear | None = None  # [V, D]
-    ropes: tuple[Tensor, ...] | None = None
+    ropes: tuple[Tensor, ...] = ()
 
 
 def take_numbered(config: MtpConfig, source: Source, take_layer: TakeLayer) -> Weights:
@@ -68,6 +67,11 @@ def take_named(config: MtpConfig, source: Source, take_layer: TakeLayer) -> Weig
         layers=(take_layer(config, source, f"{name}layers.0"),),
         norm=source.norm_plus_one(f"{name}norm", d),
     )
+
+
+def share(weights: Weights, model: Any) -> Weights:
+    """``weights`` with what is the model's."""
+    return weights._replace(embedding=model.embedding, final_norm=model.final_norm, head=model.head, ropes=model.ropes)
 
 
 def features(weights: Weights, hidden: Tensor, config: MtpConfig) -> Tensor:
@@ -118,6 +122,7 @@ def _of(
         head,
         feature_size=lambda config: config.hidden_size,
         features=features,
+        share=share,
         prefix=prefix,
     )
 

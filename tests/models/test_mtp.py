@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_llm.checkpoint import loader, quantization
 from compiled_llm.checkpoint.mtp import as_stored
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.draft_heads.family import head_family, prefix_of, with_shared
+from compiled_llm.models.draft_heads.family import head_family, prefix_of
 from compiled_llm.models.draft_heads.mtp import mtp_config
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.layers.attention import for_queries
@@ -33,7 +33,7 @@ def loaded(directory: Path, kind: LinearKind = Dense) -> tuple[Any, Any, Any]:
     kind = quantization.published(config, kind)
     weights = loader.load_weights(directory, config, torch.float32, CPU, kind, others=prefix_of(own))
     layer = loader.load_weights(directory, own, torch.float32, CPU, as_stored(kind, directory))
-    return weights, own, with_shared(layer, weights)
+    return weights, own, head_family(own).share(layer, weights)
 
 
 def rows_of(config: Any, own: Any, cache: KVCache, tokens: list[int], features: Tensor, start: int = 0) -> Tensor:
