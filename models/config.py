@@ -60,6 +60,24 @@ class ModelConfig:
             raise ValueError(f"config.json: dtype must be one of {', '.join(DTYPES)}, given {self.dtype!r:.100}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MtpConfig(ModelConfig):
+    """A model whose checkpoints may have layers that guess further tokens.
+
+    Attributes:
+        num_mtp_layers: how many, by ``config.json``; 1 where it says nothing.
+        num_layers_before: in the config of one of them alone: the layers of the model. The engine's.
+    """
+
+    num_mtp_layers: int = 1
+    num_layers_before: int = 0
+
+
+def num_mtp_layers(full: Any, *fields: str) -> dict[str, int]:
+    """``Family.sizes``: ``num_mtp_layers``, the first of ``fields`` that transformers' config has."""
+    return {"num_mtp_layers": next((getattr(full, name) or 0 for name in fields if hasattr(full, name)), 1)}
+
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

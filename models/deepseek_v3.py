@@ -70,8 +70,13 @@ def layers(config: DeepseekConfig) -> Layers:
 
 def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    heads = HeadRows.of(step.positions, config.num_heads)
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    return through_layers(x, weights, step, kv_cache, config, layers).tensor()
+
+
+def through_layers(x: Residual, weights: Any, step: StepInput, kv_cache: KVCache, config: Any, layers: Any) -> Residual:
+    """What all layers make of ``x``; of ``weights``, ``layers`` and ``ropes`` are read."""
+    heads = HeadRows.of(step.positions, config.num_heads)
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     query_scale = table_rows(weights.ropes[1], step.positions) if len(weights.ropes) > 1 else None  # Mistral 4
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
@@ -79,7 +84,7 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
         x += latent_attention(normed, w.attention, cos_sin, spec, cache, step, heads, query_scale)
         normed = x.normed(w.mlp_norm)
         x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
-    return x.tensor()
+    return x
 
 
 def read_ropes(config: Any) -> tuple[Rope, ...]:
@@ -120,5 +125,6 @@ FAMILY = Family(
     requires={**llama.FAMILY.requires, "norm_topk_prob": (True,), "rope_interleave": (True, False)},
     read_ropes=read_ropes,
     check=check,
-    old_fields=DERIVED,
+    old_fields=(*DERIVED, glm4_moe.MTP_FIELD),
+    sizes=glm4_moe.FAMILY.sizes,
 )

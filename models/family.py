@@ -62,6 +62,7 @@ class Family(Generic[C, W]):
             ones, and those of ``config``'s that it has not as they are. The other names belong to ``old_fields``.
         quantizations: the kinds of ``quantization_config`` that its checkpoints have.
         derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
+        ends_normed: whether ``forward`` ends with the last norm; else it is the head's.
     """
 
     hf_config: str
@@ -78,6 +79,7 @@ class Family(Generic[C, W]):
     sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
     quantizations: tuple[str, ...] = GENERAL
     derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ends_normed: bool = False
 
     def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":
         """What the weights of a model in ``dtype`` are, without reading any."""

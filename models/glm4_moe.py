@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama, qwen3_moe
-from compiled_llm.models.config import check_at_least_one
+from compiled_llm.models.config import MtpConfig, check_at_least_one, num_mtp_layers
 from compiled_llm.models.family import Family, one_partial_rope
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import (
@@ -25,9 +25,11 @@ from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
+MTP_FIELD = "num_nextn_predict_layers"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Glm4MoeConfig(LlamaConfig):
+class Glm4MoeConfig(LlamaConfig, MtpConfig):
     use_qk_norm: bool = False
     n_routed_experts: int
     n_shared_experts: int
@@ -118,5 +120,6 @@ FAMILY = Family(
     llama.head,
     requires={**llama.FAMILY.requires, "norm_topk_prob": (True,)},
     read_ropes=one_partial_rope,
-    old_fields=("head_dim", "partial_rotary_factor"),
+    old_fields=("head_dim", "partial_rotary_factor", MTP_FIELD),
+    sizes=lambda config: num_mtp_layers(config, "num_mtp_layers", MTP_FIELD),
 )

@@ -125,4 +125,5 @@ FAMILY = Family(
     old_fields=("layer_norm_epsilon", "n_inner"),
     sizes=sizes,
     derived_tensors=(".attn.bias", ".attn.masked_bias"),
+    ends_normed=True,
 )

@@ -116,4 +116,5 @@ FAMILY = Family(
     old_fields=("layer_norm_eps", "rotary_emb_base", "rotary_pct"),
     sizes=sizes,
     derived_tensors=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
+    ends_normed=True,
 )

@@ -63,4 +63,5 @@ FAMILY = Family(
     head,
     requires=llama.FAMILY.requires,
     old_fields=("head_dim",),
+    ends_normed=True,
 )

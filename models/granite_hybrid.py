@@ -188,4 +188,5 @@ FAMILY = Family(
     old_fields=("head_dim", "mamba_expand", "layers_block_type"),
     sizes=sizes,
     check=check,
+    ends_normed=True,
 )

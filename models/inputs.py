@@ -34,6 +34,7 @@ class StepInput(NamedTuple):
     table_rows: Tensor | None = None  # [R] on a GPU: where the tables of all requests have those of this step's
     plans: tuple[DecodePlan, ...] = ()  # of a decode on a GPU, for ``AttentionSpec.plan``; the step makes them
     states: StateRows | None = None  # of models that have layers with a state
+    features: Tensor | None = None  # [T, F] of networks that draft from a model's hidden states
 
 
 class LayerCache(NamedTuple):
@@ -53,6 +54,12 @@ class StateCache(NamedTuple):
 
     convolution: Tensor  # [slots, width - 1, C]
     recurrent: Tensor | None = None  # [slots, ...] float32
+
+
+class FeatureCache(NamedTuple):
+    """What a network that drafts has of the model's hidden states, for each token."""
+
+    features: Tensor  # [B, S, F]
 
 
 KVCache = tuple[Any, ...]  # a ``LayerCache`` for each layer with attention, a ``StateCache`` for each with a state

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama
-from compiled_llm.models.config import FULL, check_layer_types
+from compiled_llm.models.config import FULL, MtpConfig, check_layer_types, num_mtp_layers
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
@@ -28,10 +28,11 @@ from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
 LINEAR = "linear_attention"
+MTP_FIELD = "mtp_num_hidden_layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen35Config(LlamaConfig):
+class Qwen35Config(LlamaConfig, MtpConfig):
     linear_conv_kernel_dim: int
     linear_key_head_dim: int
     linear_value_head_dim: int
@@ -158,6 +159,11 @@ def layers(config: Qwen35Config) -> MixedLayers:
 def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    return through_layers(x, weights, step, kv_cache, config, layers).tensor()
+
+
+def through_layers(x: Residual, weights: Any, step: StepInput, kv_cache: KVCache, config: Any, layers: Any) -> Residual:
+    """What all layers make of ``x``; of ``weights``, ``layers`` and ``ropes`` are read."""
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
@@ -166,7 +172,7 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
         else:
             x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
         x += mlp(x.normed(w.mlp_norm), w.mlp)
-    return x.tensor()
+    return x
 
 
 def read_ropes(config: Any) -> tuple[Rope, ...]:
@@ -191,5 +197,6 @@ FAMILY = Family(
     llama.head,
     requires=llama.FAMILY.requires,
     read_ropes=read_ropes,
-    old_fields=("full_attention_interval", "partial_rotary_factor"),
+    old_fields=("full_attention_interval", "partial_rotary_factor", MTP_FIELD),
+    sizes=lambda config: num_mtp_layers(config, MTP_FIELD),
 )

@@ -34,7 +34,13 @@ def take(config: Qwen3NextConfig, source: Source) -> Weights:
 def sizes(config: Any) -> dict[str, Any]:
     """No layer has a plain MLP: the size is that of an expert."""
     check_size("intermediate_size", config.moe_intermediate_size, "moe_intermediate_size")
-    return {"intermediate_size": config.moe_intermediate_size}
+    return {"intermediate_size": config.moe_intermediate_size, **qwen3_5.FAMILY.sizes(config)}
 
 
-FAMILY = dataclasses.replace(qwen3_next.FAMILY, hf_config="Qwen3_5MoeTextConfig", take=take, sizes=sizes)
+FAMILY = dataclasses.replace(
+    qwen3_next.FAMILY,
+    hf_config="Qwen3_5MoeTextConfig",
+    take=take,
+    old_fields=qwen3_5.FAMILY.old_fields,
+    sizes=sizes,
+)

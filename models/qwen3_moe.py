@@ -64,12 +64,17 @@ def take(config: Qwen3MoeConfig, source: Source) -> Weights:
 def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: Layers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    return through_layers(x, weights, step, kv_cache, config, layers).tensor()
+
+
+def through_layers(x: Residual, weights: Any, step: StepInput, kv_cache: KVCache, config: Any, layers: Any) -> Residual:
+    """What all layers make of ``x``; of ``weights``, ``layers`` and ``ropes`` are read."""
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         x += attention(x.normed(w.input_norm), w.attention, cos_sin, spec, cache, step)
         normed = x.normed(w.mlp_norm)
         x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
-    return x.tensor()
+    return x
 
 
 FAMILY = Family(

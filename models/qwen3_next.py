@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama, qwen3_5, qwen3_moe
-from compiled_llm.models.config import check_at_least_one
+from compiled_llm.models.config import check_at_least_one, num_mtp_layers
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.delta_net import delta_net
@@ -26,6 +26,8 @@ from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.qwen3_5 import Qwen35Config
 from compiled_llm.models.qwen3_moe import Qwen3MoeConfig
 from compiled_llm.models.weights import Source
+
+MTP_FIELD = "num_nextn_predict_layers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,11 @@ def take(config: Qwen3NextConfig, source: Source) -> Weights:
 def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
     x = Residual(weights.embedding.rows(step.input_ids), config.rms_norm_eps)
+    return through_layers(x, weights, step, kv_cache, config, layers).tensor()
+
+
+def through_layers(x: Residual, weights: Any, step: StepInput, kv_cache: KVCache, config: Any, layers: Any) -> Residual:
+    """What all layers make of ``x``; of ``weights``, ``layers`` and ``ropes`` are read."""
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, spec, cache in zip(weights.layers, layers, kv_cache, strict=True):
         normed = x.normed(w.input_norm)
@@ -98,7 +105,7 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, l
             x += gated_attention(normed, w.attention, cos_sin, spec, cache, step)
         normed = x.normed(w.mlp_norm)
         x += experts(normed, w.mlp, config.router, step) if isinstance(w.mlp, MoeWeights) else mlp(normed, w.mlp)
-    return x.tensor()
+    return x
 
 
 FAMILY = Family(
@@ -110,5 +117,6 @@ FAMILY = Family(
     llama.head,
     requires=llama.FAMILY.requires,
     read_ropes=qwen3_5.read_ropes,
-    old_fields=qwen3_5.FAMILY.old_fields,
+    old_fields=("full_attention_interval", "partial_rotary_factor", MTP_FIELD),
+    sizes=lambda config: num_mtp_layers(config, MTP_FIELD),
 )

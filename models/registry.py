@@ -50,6 +50,10 @@ ARCHITECTURES = {
     "GPTNeoXForCausalLM": ("gpt_neox", "GPT-NeoX and Pythia"),
     "GPT2LMHeadModel": ("gpt2", "GPT-2"),
 }
+# Networks that draft from a model's hidden states -> their files. Only ``speculative_config`` leads to them.
+DRAFT_HEADS = {"eagle3": "eagle3", "medusa": "medusa"}
+MTP = ".mtp"
+"""What the architecture of a model's own layer that guesses ends with, behind the model's (``draft_heads/mtp.py``)."""
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
@@ -155,4 +159,9 @@ def family_of(config: ModelConfig) -> Family[Any, Any]:
     """The family that a model runs through."""
     if isinstance(config, TransformersConfig):
         return importlib.import_module("compiled_llm.models.fallback.family").family_of_recording(config)
+    if config.architecture.endswith(MTP):
+        mtp = importlib.import_module("compiled_llm.models.draft_heads.mtp")
+        return mtp.FAMILIES[config.architecture.removesuffix(MTP)]
+    if config.architecture in DRAFT_HEADS:
+        return importlib.import_module(f"compiled_llm.models.draft_heads.{DRAFT_HEADS[config.architecture]}").FAMILY
     return family(config.architecture)

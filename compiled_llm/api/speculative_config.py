@@ -41,9 +41,12 @@ METHODS: Mapping[str, Method] = {
         },
     ),
     "draft_model": Method(4, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
+    "eagle3": Method(3, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
+    "medusa": Method(3, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
+    "mtp": Method(2, {}),
 }
 # Methods whose drafts a network of the worker makes behind each step.
-NETWORK_METHODS = ("draft_model",)
+NETWORK_METHODS = ("draft_model", "eagle3", "medusa", "mtp")
 _LOOKUP = 5  # tokens, where neither bound is given
 _INTEGERS = {
     "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),
@@ -70,8 +73,9 @@ class SpeculativeConfig:
             "suffix": what most often followed the longest run of last tokens, in the request and in recent outputs of
             others (SuffixDecoding, Oliaro et al., 2024, arXiv:2411.04975).
             "draft_model": what a smaller model of the same vocabulary samples, with the random numbers of the model.
+            "mtp": the same of the layer for the token after the next that the model's own checkpoint has.
         num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 15. None: 7 by "ngram", 15 by
-            "suffix", 4 by "draft_model".
+            "suffix", 4 by "draft_model", 2 by "mtp".
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the

@@ -1,15 +1,37 @@
-"""A draft model's files: another checkpoint of the same vocabulary, and whether it can draft for a model."""
+"""The files of a network that drafts, a model of the same vocabulary or a head, and whether it can draft for one."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.checkpoint.model_files import load_tokenizer, model_config, model_directory
+from compiled_llm.api.speculative_config import NETWORK_METHODS, SpeculativeConfig
+from compiled_llm.checkpoint.eagle3 import eagle3_config
+from compiled_llm.checkpoint.loader import located
+from compiled_llm.checkpoint.medusa import medusa_config
+from compiled_llm.checkpoint.model_files import (
+    checkpoint_directory,
+    has_tokenizer,
+    load_tokenizer,
+    model_config,
+    model_directory,
+)
+from compiled_llm.checkpoint.mtp import mtp_arguments
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import head_family
+from compiled_llm.models.draft_heads.medusa import MedusaConfig
+from compiled_llm.models.draft_heads.taps import check_taps
+from compiled_llm.models.files import read_json
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.registry import layers_of
 from compiled_llm.text.tokenizer import Tokenizer
+
+# Methods whose network reads hidden states -> (config.json, names of tensors or None, the model's) -> its config.
+_HEADS: Mapping[str, Callable[[Mapping[str, Any], Collection[str] | None, ModelConfig], ModelConfig]] = {
+    "eagle3": eagle3_config,
+    "medusa": medusa_config,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +56,7 @@ def draft_checkpoint(
     *,
     with_weights: bool = True,
 ) -> DraftCheckpoint | None:
-    """The draft model that ``config.speculative_config`` names; None: its method has none.
+    """The network that ``config.speculative_config`` names; None: its method has none.
 
     Args:
         target: of the model that is drafted for; ``tokenizer``: its own, if it has one.
@@ -44,11 +66,34 @@ def draft_checkpoint(
         ValueError: there is no such model, or it cannot draft for this one; the message says why.
     """
     wanted = config.speculation
-    if wanted is None or wanted.method != "draft_model":
+    if wanted is None or wanted.method not in NETWORK_METHODS:
         return None
+    if wanted.method == "mtp":
+        directory = checkpoint_directory(config, with_weights)
+        return DraftCheckpoint(*mtp_arguments(config, target, directory), directory, wanted.num_tokens)
     assert wanted.model is not None
     directory = model_directory(wanted.model, wanted.revision, "speculative_config: model", with_weights)
-    own = dataclasses.replace(
+    own = _own_arguments(config, wanted, target)
+    reads_hidden_states = wanted.method in _HEADS
+    if reads_hidden_states:
+        found = _HEADS[wanted.method](read_json(directory / "config.json"), _tensor_names(directory), target)
+        check_taps(target, head_family(found).taps(found))
+        if isinstance(found, MedusaConfig) and wanted.num_tokens > len(found.block_names):
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens must be at most {len(found.block_names)}, the heads of "
+                f"{wanted.model!r}, given {wanted.num_tokens}"
+            )
+    else:
+        found = model_config(directory, config.model_impl, own.dtype)
+        _check_layers(wanted.model, found, config.max_model_len or target.max_position_embeddings)
+    if not reads_hidden_states or has_tokenizer(own, directory):
+        _check_vocabulary(wanted.model, found, load_tokenizer(own, directory), target, tokenizer)
+    return DraftCheckpoint(own, found, directory, wanted.num_tokens)
+
+
+def _own_arguments(config: EngineConfig, wanted: SpeculativeConfig, target: ModelConfig) -> EngineConfig:
+    """Engine arguments as they are for the network."""
+    return dataclasses.replace(
         config,
         model=wanted.model,
         revision=wanted.revision,
@@ -67,20 +112,33 @@ def draft_checkpoint(
         num_state_slots=None,
         speculative_config=None,
     )
-    found = model_config(directory, config.model_impl, own.dtype)
-    if any(isinstance(spec, StateSpec) for spec in layers_of(found)):
+
+
+def _tensor_names(directory: Path) -> Collection[str] | None:
+    """Those of its files; None where they were not downloaded. ``ValueError`` where they are pickled."""
+    if any(directory.glob("*.safetensors")):
+        return located(directory)
+    pickled = sorted([*directory.glob("*.pt"), *directory.glob("*.bin")])
+    if pickled:
         raise ValueError(
-            f"speculative_config: model must have attention in all layers, given {wanted.model!r} "
-            f"({found.architecture}), some of whose layers keep a state that no rejected draft could be taken out of"
+            f"speculative_config: model must have its tensors in safetensors files, given {pickled[0]}. To convert it: "
+            "safetensors.torch.save_file(torch.load(PATH, weights_only=True), 'model.safetensors')"
         )
-    max_model_len = config.max_model_len or target.max_position_embeddings
-    if not found.ropes and found.max_position_embeddings < max_model_len:
+    return None
+
+
+def _check_layers(name: str, config: ModelConfig, max_model_len: int) -> None:
+    """``ValueError`` where a draft model has layers or positions that cannot serve."""
+    if any(isinstance(spec, StateSpec) for spec in layers_of(config)):
         raise ValueError(
-            f"max_model_len must be at most {found.max_position_embeddings} with the draft model {wanted.model!r}, "
-            f"which has an embedding for each position, given {max_model_len}"
+            f"speculative_config: model must have attention in all layers, given {name!r} ({config.architecture}), "
+            "some of whose layers keep a state that no rejected draft could be taken out of"
         )
-    _check_vocabulary(wanted.model, found, load_tokenizer(own, directory), target, tokenizer)
-    return DraftCheckpoint(own, found, directory, wanted.num_tokens)
+    if not config.ropes and config.max_position_embeddings < max_model_len:
+        raise ValueError(
+            f"max_model_len must be at most {config.max_position_embeddings} with the draft model {name!r}, which has "
+            f"an embedding for each position, given {max_model_len}"
+        )
 
 
 def _check_vocabulary(

@@ -14,6 +14,7 @@ from compiled_llm.checkpoint.reader import CheckpointReader, OnBytes
 from compiled_llm.checkpoint.stored_layout import difference, in_family_layout, parts_of
 from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.family import Description
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
@@ -35,30 +36,39 @@ def load_weights(
     device: torch.device,
     linears: LinearKind = Dense,
     on_bytes: OnBytes = lambda name, count: None,
+    others: str = "",
 ) -> Any:
     """The weights of ``directory`` in ``dtype`` on ``device``, its linear layers of the kind ``linears``.
 
     Tensors are read in pieces on several threads, each piece straight into its layer. Tensors of other parts than the
-    language model are left, and a warning names the parts.
+    language model are left, and a warning names the parts; not those whose names begin with ``others``, if given.
 
     Raises:
         ValueError: a file is missing, cut off or not safetensors, its tensors do not match ``config``, or one holds
             NaN or infinite values.
     """
     description = family_of(config).describe(config, dtype, linears)
-    stored = checked_tensors(directory, config, description)
+    stored = checked_tensors(directory, config, description, others)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
         return family_of(config).take(config, Source(reader, linears))
 
 
-def checked_tensors(directory: Path, config: ModelConfig, description: Description[Any]) -> dict[str, StoredTensor]:
+def checked_tensors(
+    directory: Path, config: ModelConfig, description: Description[Any], others: str = ""
+) -> dict[str, StoredTensor]:
     """Where the tensors of ``directory`` are, by the names of ``description``, as the headers of its files tell.
 
     Raises:
         ValueError: as ``load_weights``, but for values, which are not read.
     """
-    stored = in_family_layout(located(directory), description)
-    _check(directory, config, description, stored)
+    found, prefix = located(directory), prefix_of(config)
+    if prefix and not any(prefix in name for name in found):
+        raise CheckpointError(
+            f"speculative_config: method must be another for {directory}, which has no tensors {prefix}* to draft "
+            "with: load the checkpoint as its makers published it, or choose another method"
+        )
+    stored = in_family_layout(found, description)
+    _check(directory, config, description, stored, others)
     return stored
 
 
@@ -123,7 +133,9 @@ class RandomReader:
         return order, torch.ones(1, device=self.device) / 16 if scheme.static_activations else None
 
     def _values(self, wanted: Wanted, shape: tuple[int, ...]) -> Tensor:
-        """The generator's next values."""
+        """The generator's next values; zeros where numbers are whole."""
+        if wanted.dtype is not None and not wanted.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=wanted.dtype, device=self.device)
         values = torch.empty(shape, dtype=wanted.dtype or self.dtype, device=self.device)
         values.normal_(generator=self._generator).mul_(wanted.std)
         self._on_bytes(wanted.name, values.numel() * self.dtype.itemsize)
@@ -131,21 +143,23 @@ class RandomReader:
 
 
 def _check(
-    directory: Path, config: ModelConfig, description: Description[Any], stored: dict[str, StoredTensor]
+    directory: Path, config: ModelConfig, description: Description[Any], stored: dict[str, StoredTensor], others: str
 ) -> None:
     """``CheckpointError`` unless the tensors are what the config implies. Warns of tensors that are left."""
     model, problems = family_of(config), []
     wanted = description.stored
+    prefix = prefix_of(config)
     missing = [name for name, one in wanted.items() if name not in stored and one.required]
     if missing:
         problems.append(f"missing: {listed(missing)}")
 
     extra = [name for name in stored if name not in wanted and not name.endswith(model.derived_tensors)]
+    extra = [name for name in extra if name.startswith(prefix) and not (others and name.startswith(others))]
     for name, original in description.may_repeat.items():
         if name in extra:
             extra.remove(name)
-            problems += _check_repeated(name, original, wanted[original], stored)
-    parts = parts_of(extra, config.num_layers) | {
+            problems += _check_repeated(name, original, wanted.get(original), stored)
+    parts = (dict.fromkeys(extra) if prefix else parts_of(extra, config.num_layers)) | {
         name: description.unused[name] for name in extra if name in description.unused
     }
     if config.published:
@@ -170,11 +184,13 @@ def _check(
         warn(f"{directory}: left, since the language model has no such parts: {named}")
 
 
-def _check_repeated(name: str, original: str, wanted: StoredPart, stored: dict[str, StoredTensor]) -> list[str]:
-    # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are equal.
-    if original not in stored or difference(stored[original], wanted):
+def _check_repeated(name: str, original: str, wanted: StoredPart | None, stored: dict[str, StoredTensor]) -> list[str]:
+    # Some checkpoints hold a shared tensor a second time. It may be left out only if the two are equal.
+    if wanted is None and original not in stored:
+        return [f"{stored[name].name} cannot be compared with {original}, which is not there or quantised"]
+    if original not in stored or (wanted is not None and difference(stored[original], wanted)):
         return []  # which is a problem of its own
     is_like = stored[name][2:4] == stored[original][2:4]
     if is_like and have_same_bytes(stored[name], stored[original]):
         return []
-    return [f"{stored[name].name} differs from {stored[original].name}, though config.json says they are tied"]
+    return [f"{stored[name].name} differs from {stored[original].name}, though they should be one"]

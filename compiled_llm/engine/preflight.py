@@ -22,6 +22,7 @@ from compiled_llm.checkpoint.model_files import checkpoint_directory, load_token
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of, with_stream
@@ -80,6 +81,9 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     yield from _of_sampling(directory, limits)
 
     linears = linears_of(config, made, device, dtype)
+    network = draft_checkpoint(config, made, tokenizer, with_weights=False)
+    drafter = None if network is None else DraftPlan.of(network, limits.max_model_len, device, dtype)
+    within = "" if drafter is None else prefix_of(drafter.model_config)
     served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
     description = family_of(served).describe(served, dtype, linears)
     weight_bytes = num_bytes(description.weights)
@@ -89,7 +93,9 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if config.model is not None and not Path(config.model).expanduser().is_dir() and not _has_weights(directory):
         yield "files", "the weights were not downloaded from the hub, and their headers not read"
     elif config.load_format != "dummy":
-        stored, notes = _with_notes(lambda: checked_tensors(directory, served, description))
+        stored, notes = _with_notes(lambda: checked_tensors(directory, served, description, within))
+        if drafter is not None and within:
+            checked_tensors(directory, drafter.model_config, drafter.description())
         files = {tensor.path for tensor in stored.values()}
         size = sum(path.stat().st_size for path in files) / _MIB
         yield (
@@ -99,18 +105,15 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
         yield from notes
     yield "exact bits", exactness.described(exactness.obstacles(config, device, linears, made))
 
-    network = draft_checkpoint(config, made, tokenizer, with_weights=False)
-    drafter = None if network is None else DraftPlan.of(network, limits.max_model_len, device, dtype)
     draft_bytes = 0
     if drafter is not None:
-        draft_bytes = num_bytes(drafter.described())
-        of_draft = kv_cache.describe(*drafter.cached, dtype)
+        draft_bytes = num_bytes(drafter.description().weights)
         yield (
             "draft model",
             f"{drafter.model_config.architecture}, {_sizes(drafter.model_config)}; {draft_bytes / _MIB:,.1f} MiB in "
-            f"memory; KV cache {of_draft}",
+            f"memory; KV cache {drafter.describe_cache()}",
         )
-    sizes = PoolSizes.of(made, cache_dtypes, limits, dtype, None if drafter is None else drafter.cached)
+    sizes = PoolSizes.of(made, cache_dtypes, limits, dtype, 0 if drafter is None else drafter.token_bytes)
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(made, cache_dtypes, dtype)}{state}"
     where = "GPU" if device.type == "cuda" else "machine"

@@ -21,7 +21,7 @@ from compiled_llm.step.sampling import SamplingInput, sample
 from compiled_llm.step.step import with_own_tables
 
 NO_DRAFT = -1  # where a request has no draft: after the last token that it has a block for, or in padding
-_SINK_SLOT = 0  # of the block that nobody reads
+SINK_SLOT = 0  # of the block that nobody reads
 
 
 class DraftInput(NamedTuple):
@@ -35,6 +35,8 @@ class DraftInput(NamedTuple):
     block_table: Tensor  # [R, M] int32; on a GPU: of all requests
     table_rows: Tensor | None  # [R] int32, on a GPU: where those of these requests are
     sampling: SamplingInput  # [R] each; its position is not read
+    token_row: Tensor | None = None  # [R] int32, the row of the step's tokens that the first row of logits is of
+    row_numbers: Tensor | None = None  # [R * (K + 1)] int32: 0, 1 and so on, where a network has so many rows at first
 
 
 def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size: int, exact: bool = False) -> Any:
@@ -55,10 +57,11 @@ def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size:
 
     def draft(weights: Any, known: DraftInput, kv_cache: KVCache, last_tokens: Tensor, drafts: Tensor) -> None:
         num_requests, num_drafts = known.first_row.shape[0], drafts.shape[1]
-        table = known.block_table
-        if known.table_rows is not None:
-            table = torch.index_select(table, 0, known.table_rows)
-        token, before, position = _accepted(known, last_tokens)
+        table = own_table(known)
+        accepted = num_accepted(known, last_tokens)
+        token = last_tokens[known.first_row + accepted].clamp(min=0).to(torch.int32)
+        before = torch.gather(known.token_ids, 1, accepted[:, None].to(torch.int64))[:, 0]
+        position = known.position + accepted
 
         found = []
         for number in range(num_drafts):
@@ -70,8 +73,8 @@ def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size:
                 is_drafted = known.num_samples > 0
                 ids, positions = torch.stack((before, token), 1), torch.stack((position - 1, position), 1)
                 blocks, seq_lens = torch.stack((is_drafted, has_block), 1), torch.where(is_drafted, position + 1, 0)
-            slots = torch.where(blocks, _slots(table, positions, block_size), _SINK_SLOT)
-            step = _step(ids.clamp(max=known_ids - 1), torch.where(blocks, positions, 0), slots, seq_lens, table)
+            slots = torch.where(blocks, slots_of(table, positions, block_size), SINK_SLOT)
+            step = step_of(ids.clamp(max=known_ids - 1), torch.where(blocks, positions, 0), slots, seq_lens, table)
             hidden = forward(weights, step, kv_cache, model_config, alone if number else of_pairs)
             rows = hidden if number else hidden.view(num_requests, 2, -1)[:, 1]
             logits = head(weights, rows, model_config)[:, :both]
@@ -101,28 +104,32 @@ def draft_prompt_function(model_config: ModelConfig, max_query_len: int, exact: 
     return draft_prompt
 
 
-def _accepted(known: DraftInput, last_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The last token that each request has now, the token before, and the position of the last one: [R] int32 each."""
-    num_accepted = torch.zeros_like(known.num_samples)
+def num_accepted(known: DraftInput, last_tokens: Tensor) -> Tensor:
+    """How many of the step's drafts were right, [R] int32."""
+    accepted = torch.zeros_like(known.num_samples)
     right = known.num_samples > 0
     for place in range(known.token_ids.shape[1] - 1):
         right = right & (known.num_samples > place + 1)
         sampled = last_tokens[torch.where(right, known.first_row + place, 0)]
         right = right & (sampled == known.token_ids[:, place + 1])
-        num_accepted = num_accepted + right.to(torch.int32)
-    token = last_tokens[known.first_row + num_accepted].clamp(min=0).to(torch.int32)
-    before = torch.gather(known.token_ids, 1, num_accepted[:, None].to(torch.int64))[:, 0]
-    return token, before, known.position + num_accepted
+        accepted = accepted + right.to(torch.int32)
+    return accepted
 
 
-def _step(ids: Tensor, positions: Tensor, slots: Tensor, seq_lens: Tensor, table: Tensor) -> StepInput:
+def own_table(known: DraftInput) -> Tensor:
+    """The block table of its requests, [R, M]."""
+    rows = known.table_rows
+    return known.block_table if rows is None else torch.index_select(known.block_table, 0, rows)
+
+
+def step_of(ids: Tensor, positions: Tensor, slots: Tensor, seq_lens: Tensor, table: Tensor) -> StepInput:
     """Of tokens [R, n] that follow each other in each request; ``seq_lens`` is 0 in padding."""
     num_requests, each = ids.shape
     starts = torch.arange(0, each * (num_requests + 1), each, dtype=torch.int32, device=ids.device)
     return StepInput(ids.flatten(), positions.flatten(), slots.flatten(), starts, seq_lens, starts[1:], table)
 
 
-def _slots(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
+def slots_of(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """Slots of ``positions`` [R, n] int32 by a table [R, M]: those of other requests where these are behind the end."""
     columns = (positions // block_size).clamp(min=0, max=table.shape[1] - 1)
     blocks = torch.gather(table, 1, columns.to(torch.int64))

@@ -1,5 +1,6 @@
 """The KV cache's memory: the dtype of each layer's, what a token or a state takes, and the tensors themselves."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, LayerCache, StateCache
+from compiled_llm.models.inputs import FeatureCache, KVCache, LayerCache, StateCache
 from compiled_llm.models.layers.attention import AttentionSpec, windows_kept_apart
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.registry import attention_layers, layers_of
@@ -119,16 +120,9 @@ def allocate(
     """
 
     places = window_places or {}
+    zeros = functools.partial(_zeros, device)
     # Examples that differ from each other: the compiler takes sizes that do not for the same one.
     sizes = {window: DynamicSize(f"blocks of window {window}", 11 + 2 * n) for n, window in enumerate(places)}
-
-    def zeros(shape: tuple[int, ...], dtype: torch.dtype, size: DynamicSize) -> Tensor:
-        on_cpu = device.type == "cpu"
-        tensor = native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
-        # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
-        mark_static_address(tensor, guard=False)
-        mark_dynamic_size(tensor, 0, size)
-        return tensor
 
     caches: list[LayerCache | StateCache] = []
     for spec, dtype in zip(layers_of(model_config), dtypes, strict=True):
@@ -140,6 +134,20 @@ def allocate(
         own = {name: zeros(*one, sizes.get(spec.window, _NUM_BLOCKS)) for name, one in held.items()}
         caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
     return tuple(caches)
+
+
+def allocate_features(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> FeatureCache:
+    """Zeroed features of ``shape`` [B, S, F], in the blocks of a cache that ``allocate`` made."""
+    return FeatureCache(_zeros(device, shape, dtype, _NUM_BLOCKS))
+
+
+def _zeros(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, size: DynamicSize) -> Tensor:
+    on_cpu = device.type == "cpu"
+    tensor = native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+    # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
+    mark_static_address(tensor, guard=False)
+    mark_dynamic_size(tensor, 0, size)
+    return tensor
 
 
 def _tensors(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.taps import Taps
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
 from compiled_llm.models.registry import family_of, layers_of
@@ -27,15 +28,21 @@ class Feedback(NamedTuple):
     source: Tensor  # [T] int32: the row of last_tokens that holds this input token, or -1 where input_ids holds it
     last_tokens: Tensor  # [R] int64, at least as long as any bucket's R; read, then overwritten with this step's
     hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with the input of the head
+    taken: Tensor | None = None  # [T, taps * D], as long; overwritten with the inputs of the layers ``taps``
 
 
 def step_function(
-    model_config: ModelConfig, max_query_len: int, exact: bool = False, windows: tuple[int, ...] = ()
+    model_config: ModelConfig,
+    max_query_len: int,
+    exact: bool = False,
+    windows: tuple[int, ...] = (),
+    taps: tuple[int, ...] = (),
 ) -> Any:
     """The step of one bucket: a pure function (weights, step input, KV cache, feedback) -> logits [R, V].
 
     It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
-    ``feedback.hidden``. ``exact``: see ``AttentionSpec``. ``windows``: those of ``StepInput.windows``.
+    ``feedback.hidden``. ``exact``: see ``AttentionSpec``. ``windows``: those of ``StepInput.windows``. ``taps``: see
+    ``HeadFamily``; what is read there goes to ``feedback.taken``.
     """
     model = family_of(model_config)
     forward, head = model.forward, model.head
@@ -47,11 +54,15 @@ def step_function(
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         step_input = _fed_back(step_input, feedback)
         own = with_own_tables(step_input)
+        read = Taps(taps)
+        tapped = read.on(weights) if taps else weights
         if planned is None or not step_input.seq_lens.is_cuda:
-            hidden = forward(weights, own, kv_cache, model_config, layers)
+            hidden = forward(tapped, own, kv_cache, model_config, layers)
         else:
             plans = make_plans(planned, step_input, kv_cache, feedback.hidden.element_size())
-            hidden = forward(weights, own._replace(plans=plans), kv_cache, model_config, planned)
+            hidden = forward(tapped, own._replace(plans=plans), kv_cache, model_config, planned)
+        if feedback.taken is not None:
+            feedback.taken.narrow(0, 0, hidden.shape[0]).copy_(read.taken(hidden))
         rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
         logits = head(weights, rows, model_config)
         keep_greedy_tokens(logits, feedback.last_tokens)

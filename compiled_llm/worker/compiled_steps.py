@@ -38,7 +38,8 @@ from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_copies import Caches
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.draft_network import DraftNetwork
-from compiled_llm.worker.draft_stage import DraftStage
+from compiled_llm.worker.draft_stage import DraftStage, StepOutputs
+from compiled_llm.worker.head_stage import draft_stage
 from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
@@ -67,6 +68,7 @@ class CompiledSteps:
         tables: on a GPU, the block tables of all requests.
         last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
         hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens.
+        taken: ``[T, taps * D]``, the inputs of layers that a drafter reads; None where it reads none.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
         serves_before: whether steps run before all is compiled.
         build_seconds: in which ``compile`` waited for other processes.
@@ -102,11 +104,17 @@ class CompiledSteps:
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
-        for tensor in (self.last_tokens, self.hidden):
+        self._taps = () if drafter is None else drafter[0].taps
+        self.taken: Tensor | None = None
+        if self._taps:
+            self.taken = torch.zeros(num_tokens, len(self._taps) * model_config.hidden_size, dtype=dtype, device=device)
+        for tensor in (self.last_tokens, self.hidden, *([] if self.taken is None else [self.taken])):
             mark_static_address(tensor)
         sizes = StepSizes.of(limits, device, self.uses_trees)
         mark_sizes(self.last_tokens, sizes.most_rows)
         mark_sizes(self.hidden, sizes.most_tokens)
+        if self.taken is not None:
+            mark_sizes(self.taken, sizes.most_tokens)
         for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
@@ -128,14 +136,18 @@ class CompiledSteps:
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self.drafting: DraftStage | None = None
         if drafter is not None:
-            self.drafting = DraftStage(
+            self.drafting = draft_stage(
                 drafter[0],
                 limits,
                 device,
                 dtype,
                 vocab_size=model_config.vocab_size,
                 kv_cache=drafter[1],
-                last_tokens=self.last_tokens,
+                step=StepOutputs(
+                    self.last_tokens,
+                    self.hidden if self.taken is None else self.taken,
+                    {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()},
+                ),
                 tables=self.tables,
                 exact=self._exact_attention,
             )
@@ -153,7 +165,8 @@ class CompiledSteps:
         pieces = [buffers.nbytes for buffers in self.buffers.values()]
         tables = 0 if self.tables is None else self.tables.nbytes
         pieces += [] if self.drafting is None else [self.drafting.nbytes]
-        return sum(pieces) + tables + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes
+        taken = 0 if self.taken is None else self.taken.nbytes
+        return sum(pieces) + tables + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes + taken
 
     def cache_groups(self) -> list[Caches]:
         """The KV cache's tensors of layers without a window, of those with each window, and of those with a state.
@@ -332,7 +345,8 @@ class CompiledSteps:
         """Makes the step of a bucket, in any process."""
         # Where one graph serves all buckets, it serves any: the ops of a CPU ask for no bound.
         most = _NO_BOUND if self._name(bucket) == "step" else bucket.max_query_len
-        return functools.partial(step_function, self.model_config, most, self._exact_attention, self._windows)
+        of_all = self.model_config, most, self._exact_attention
+        return functools.partial(step_function, *of_all, self._windows, self._taps)
 
     def _depends(self) -> Fields:
         """What a step depends on."""
@@ -391,7 +405,7 @@ class CompiledSteps:
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         """What the compiled step of ``bucket`` is called with, each time."""
         buffers = self.buffers[bucket]
-        feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
+        feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden, self.taken)
         return self.weights, buffers.step_input, self.kv_cache, feedback
 
     def leave_tokens_in(self, hosts: Sequence[Tensor]) -> None:

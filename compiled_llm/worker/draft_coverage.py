@@ -7,6 +7,7 @@ draft.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,15 @@ from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.worker.request_rows import RequestRows
 
-_UNKNOWN = -1  # a token that was on the device alone when its step was launched
+UNKNOWN = -1  # a token that was on the device alone when its step was launched
+
+
+class Tokens(NamedTuple):
+    """Tokens of the request in a row of ``RequestRows``, from the one at ``start`` on; ``token_ids``: [n] int32."""
+
+    row: int
+    start: int
+    token_ids: np.ndarray
 
 
 class DraftCoverage:
@@ -40,14 +49,14 @@ class DraftCoverage:
             self._token_ids[store.row_of(admission.request_id), : len(known)] = known
         if self._lacks_some and output.moves_blocks:
             device, host = self._first_lacking, self._first_lacking_on_host
-            _move(output.swapped_out, device, host)
-            _move([(block, own) for own, block in output.swapped_in], host, device)
-            _move(output.copies, device, device)
+            move(output.swapped_out, device, host)
+            move([(block, own) for own, block in output.swapped_in], host, device)
+            move(output.copies, device, device)
         counts = np.array(output.num_scheduled_tokens, dtype=np.int64)
         starts, ends = np.array(output.num_computed_tokens, dtype=np.int64), counts.cumsum()
         positions = np.arange(output.num_tokens) + np.repeat(starts - (ends - counts), counts)
         token_ids = np.array(output.token_ids, dtype=np.int32)
-        token_ids[ends[np.array(output.feedback) >= 0] - 1] = _UNKNOWN
+        token_ids[ends[np.array(output.feedback) >= 0] - 1] = UNKNOWN
         self._token_ids[np.repeat(rows, counts), positions] = token_ids
 
     def num_covered(self, rows: np.ndarray, starts: np.ndarray, store: RequestRows) -> np.ndarray:
@@ -69,7 +78,7 @@ class DraftCoverage:
     def tokens(self, row: int, start: int, end: int) -> np.ndarray | None:
         """Of the request in ``row``, tokens ``start..end - 1``; None: one of them is not known."""
         token_ids = self._token_ids[row, start:end]
-        return None if (token_ids == _UNKNOWN).any() else token_ids
+        return None if (token_ids == UNKNOWN).any() else token_ids
 
     def end_step(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, is_covered: np.ndarray, store: RequestRows
@@ -100,7 +109,8 @@ class DraftCoverage:
             self._first_lacking[blocks[-1]] = end % self._size
 
 
-def _move(pairs: Sequence[tuple[int, int]], source: np.ndarray, target: np.ndarray) -> None:
+def move(pairs: Sequence[tuple[int, int]], source: np.ndarray, target: np.ndarray) -> None:
+    """What ``source`` has of blocks goes to ``target``, for each pair of blocks."""
     if pairs:
         of, to = np.array(pairs, dtype=np.int64).T
         target[to] = source[of]

@@ -9,17 +9,28 @@ import torch
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
+from compiled_llm.checkpoint.mtp import as_stored
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import HeadFamily, prefix_of
+from compiled_llm.models.family import Description
+from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops.torch_private import mark_static_address
-from compiled_llm.step.kv_cache import layer_dtypes, num_tensors
+from compiled_llm.step.kv_cache import (
+    allocate,
+    allocate_features,
+    bytes_per_token,
+    describe,
+    layer_dtypes,
+    num_tensors,
+)
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.cpu_kernels import ops_of
 from compiled_llm.worker.device import use_device
-from compiled_llm.worker.memory import check_room_for_weights, estimated_activations
+from compiled_llm.worker.memory import check_room_for_weights, estimated_activations, num_bytes
 
 
 class DraftPlan(NamedTuple):
@@ -47,16 +58,41 @@ class DraftPlan(NamedTuple):
         cache_dtypes = layer_dtypes(config, dtype, model_config)
         use_device(device, cache_dtypes, model_config)
         linears = linears_of(config, model_config, device, dtype)
+        if prefix_of(model_config):
+            linears = as_stored(linears, checkpoint.directory)
         return cls(checkpoint, model_config, cache_dtypes, linears, device, dtype)
 
     @property
-    def cached(self) -> tuple[ModelConfig, tuple[torch.dtype, ...]]:
-        """What a token takes in its KV cache follows from."""
-        return self.model_config, self.cache_dtypes
+    def head(self) -> HeadFamily | None:
+        """Its family, if it reads the model's hidden states."""
+        family = family_of(self.model_config)
+        return family if isinstance(family, HeadFamily) else None
+
+    @property
+    def feature_size(self) -> int:
+        """Elements that it keeps of a token's hidden states."""
+        return 0 if self.head is None else self.head.feature_size(self.model_config)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in its KV cache."""
+        return bytes_per_token(self.model_config, self.cache_dtypes) + self.feature_size * self.dtype.itemsize
 
     @property
     def num_cache_tensors(self) -> int:
-        return num_tensors(self.model_config, self.cache_dtypes)
+        return num_tensors(self.model_config, self.cache_dtypes) + bool(self.feature_size)
+
+    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
+        """A zeroed KV cache, the last of which has the features, if it has any."""
+        cache = allocate(self.model_config, self.cache_dtypes, num_blocks, block_size, self.device)
+        shape = num_blocks, block_size, self.feature_size
+        return (*cache, allocate_features(shape, self.dtype, self.device)) if self.feature_size else cache
+
+    def describe_cache(self) -> str:
+        """As ``kv_cache.describe``."""
+        of_layers = describe(self.model_config, self.cache_dtypes, self.dtype)
+        features = self.feature_size * self.dtype.itemsize
+        return f"{of_layers}, and {features} of the model's hidden states" if features else of_layers
 
     def activations(self, limits: EngineLimits) -> int:
         """Bytes that its largest step holds besides weights and cache, about."""
@@ -66,18 +102,18 @@ class DraftPlan(NamedTuple):
         """The ops of ``kernel_build.OPS`` that its steps call."""
         return ops_of(self.model_config, self.dtype, self.linears)
 
-    def described(self) -> Any:
-        """The weights, on the device "meta"."""
-        return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears).weights
+    def description(self) -> Description[Any]:
+        """What the weights are."""
+        return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears)
 
-    def load(self, progress: StartProgress) -> "DraftNetwork":
-        """Read the weights, or make them where the engine makes all.
+    def load(self, progress: StartProgress, target: Any) -> "DraftNetwork":
+        """Read the weights, or make them where the engine makes all. ``target``: those of the model.
 
         Raises:
             ValueError: the checkpoint or the memory does not allow it.
         """
         c, config, directory = self.model_config, self.checkpoint.config, self.checkpoint.directory
-        description = family_of(c).describe(c, self.dtype, self.linears)
+        description = self.description()
         check_room_for_weights(description.weights, self.linears, config, c, directory, self.device, self.dtype)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading the draft model", sizes, is_long=False, in_bytes=True) as stage:
@@ -87,7 +123,10 @@ class DraftPlan(NamedTuple):
                 weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.advance)
         for tensor in tensors(weights):
             mark_static_address(tensor)
-        return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens)
+        size = num_bytes(weights)
+        if self.head is not None:
+            weights = self.head.share(weights, target)
+        return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size)
 
 
 class DraftNetwork(NamedTuple):
@@ -96,9 +135,22 @@ class DraftNetwork(NamedTuple):
     Attributes:
         cache_dtypes: of each layer's KV cache.
         num_tokens: most that it drafts for a request and step.
+        nbytes: of the weights that are not the model's.
     """
 
     model_config: ModelConfig
     weights: Any
     cache_dtypes: tuple[torch.dtype, ...]
     num_tokens: int
+    nbytes: int
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it keeps anything of tokens."""
+        return self.model_config.num_layers > 0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See ``HeadFamily``."""
+        family = family_of(self.model_config)
+        return family.taps(self.model_config) if isinstance(family, HeadFamily) else ()

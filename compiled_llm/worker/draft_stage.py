@@ -7,7 +7,7 @@ lacking then.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +20,14 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.drafting import NO_DRAFT, DraftInput, draft_model_function, draft_prompt_function
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_tables import BlockTables
-from compiled_llm.worker.draft_coverage import DraftCoverage
+from compiled_llm.worker.draft_coverage import DraftCoverage, Tokens
 from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
@@ -56,6 +57,34 @@ def token_ids_of(drafts: Drafts, num_requests: int) -> tuple[tuple[int, ...], ..
     return tuple(found)
 
 
+class StepOutputs(NamedTuple):
+    """What a step leaves on the device, and a network reads.
+
+    Attributes:
+        last_tokens: ``[rows]`` int64, its tokens.
+        hidden: ``[tokens, *]``, the hidden states that features are made of; see ``HeadFamily.taps``.
+        slot_mapping: of each bucket, ``[T]`` int32.
+    """
+
+    last_tokens: Tensor
+    hidden: Tensor
+    slot_mapping: Mapping[Bucket, Tensor]
+
+
+class Part(NamedTuple):
+    """A function of a network, for so many requests or tokens: on a CPU one serves all sizes, see ``StepSizes``.
+
+    Attributes:
+        recipe: makes the function, in any process; ``arguments``: what it is called with, each time.
+        passes: over the network's layers, for how long it takes to compile.
+    """
+
+    name: str
+    recipe: Callable[[], Callable]
+    arguments: Callable[[], tuple]
+    passes: int
+
+
 class DraftStage:
     """Owns the functions of a network and their inputs.
 
@@ -66,10 +95,13 @@ class DraftStage:
     Args:
         vocab_size: of the model that is drafted for.
         kv_cache: the network's, to compile on; when it is exchanged, ``record_again``.
-        last_tokens: ``[rows]`` int64, where a step leaves its tokens.
         tables: on a GPU, the block tables of all requests.
         exact: see ``AttentionSpec``.
     """
+
+    _draft_function = staticmethod(draft_model_function)
+    _prompt_function = staticmethod(draft_prompt_function)
+    _numbers_rows = False  # whether it has ``DraftInput.row_numbers``
 
     def __init__(
         self,
@@ -80,12 +112,12 @@ class DraftStage:
         *,
         vocab_size: int,
         kv_cache: KVCache,
-        last_tokens: Tensor,
+        step: StepOutputs,
         tables: BlockTables | None,
         exact: bool,
     ) -> None:
         self.network, self.kv_cache = network, kv_cache
-        self._limits, self._device, self._last_tokens = limits, device, last_tokens
+        self._limits, self._step = limits, step
         self._one_for_all = device.type == "cpu"
         self.token_ids = torch.full(
             (limits.decode_bucket_sizes[-1], network.num_tokens), NO_DRAFT, dtype=torch.int64, device=device
@@ -99,13 +131,15 @@ class DraftStage:
                 if len(table) == limits.max_model_len:
                     mark_sizes(table, sizes.positions)
         self._inputs = {
-            size: _DraftBuffers(size, network.num_tokens, limits, device, tables) for size in limits.decode_bucket_sizes
+            size: _DraftBuffers(size, network.num_tokens, limits, device, tables, numbers_rows=self._numbers_rows)
+            for size in limits.decode_bucket_sizes
         }
         self._prompts = {
-            size: _PromptBuffers(size, limits, device, tables, sizes) for size in limits.token_bucket_sizes
+            size: _PromptBuffers(size, limits, device, tables, sizes)
+            for size in (limits.token_bucket_sizes if network.has_cache else ())
         }
         config, block_size = network.model_config, limits.block_size
-        self._recipe = functools.partial(draft_model_function, config, block_size, vocab_size, exact)
+        self._recipe = functools.partial(self._draft_function, config, block_size, vocab_size, exact)
         self._exact = exact
         self._depends = {
             **graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device),
@@ -114,6 +148,10 @@ class DraftStage:
         }
         self._functions: dict[str, CompiledFunction] = {}
         self.coverage: DraftCoverage | None = None
+
+    def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
+        """The KV pool and the swap space have so many blocks from now on."""
+        self.coverage = DraftCoverage(self._limits, num_blocks, num_host_blocks)
 
     @property
     def nbytes(self) -> int:
@@ -126,59 +164,55 @@ class DraftStage:
     def jobs(self, weight_of_step: float, weight_of_layer: float) -> list[Job]:
         """Everything to compile, for other processes: how long a step takes besides its layers, and each of them."""
         threads, found = torch.get_num_threads(), dict[str, Job]()
-        weight = weight_of_step + weight_of_layer * self.network.model_config.num_layers
-        for size in self._inputs:
-            name, of_all = self._name("draft", size), weight * self.network.num_tokens
-            found[name] = Job(name, self._recipe, self._arguments(size), threads, of_all, self._depends)
-        for size in self._prompts:
-            name, arguments = self._name("draft_prompt", size), self._prompt_arguments(size)
-            found[name] = Job(name, self._prompt_recipe(size), arguments, threads, weight, self._depends)
+        for part in self._parts():
+            weight = weight_of_step + weight_of_layer * self.network.model_config.num_layers * part.passes
+            job = Job(part.name, part.recipe, part.arguments(), threads, weight, self._depends)
+            found.setdefault(part.name, job)
         return list(found.values())
 
     def warm_up(self, make: Make) -> None:
         """Compile everything, and run it once on padding. ``make``: (function, name, what it depends on)."""
-        for name, recipe, arguments in self._to_compile():
+        for name, recipe, arguments, _ in self._parts():
             if name not in self._functions:
                 self._functions[name] = make(recipe(), name, self._depends)
                 self._functions[name].warm_up(arguments)
 
     def record_again(self) -> None:
         """``kv_cache`` is another one: on a GPU, record every CUDA graph on it."""
-        for name, _, arguments in self._to_compile():
-            self._functions[name].record_again(arguments)
+        for part in self._parts():
+            self._functions[part.name].record_again(part.arguments)
 
     def functions(self) -> dict[str, CompiledFunction]:
         """All of them, by their names."""
         return dict(self._functions)
 
-    def _to_compile(self) -> Iterator[tuple[str, Callable[[], Callable], Callable[[], tuple]]]:
-        """Name, recipe and what makes the arguments. On a GPU the largest come first: their memory serves all."""
+    def _parts(self) -> Iterator[Part]:
+        """All to compile. On a GPU the largest come first: their memory serves all."""
         for size in sorted(self._prompts, reverse=not self._one_for_all):
+            most = _NO_BOUND if self._one_for_all else size
+            recipe = functools.partial(self._prompt_function, self.network.model_config, most, self._exact)
             arguments = functools.partial(self._prompt_arguments, size)
-            yield self._name("draft_prompt", size), self._prompt_recipe(size), arguments
+            yield Part(self._name("draft_prompt", size), recipe, arguments, 1)
         for size in sorted(self._inputs, reverse=not self._one_for_all):
-            yield self._name("draft", size), self._recipe, functools.partial(self._arguments, size)
+            arguments = functools.partial(self._arguments, size)
+            yield Part(self._name("draft", size), self._recipe, arguments, self.network.num_tokens)
 
     def _name(self, kind: str, size: int) -> str:
-        """Of a function for so many requests or tokens: on a CPU one for all, see ``StepSizes``."""
         return kind if self._one_for_all else f"{kind}_{size}"
 
-    def _prompt_recipe(self, size: int) -> functools.partial:
-        most = _NO_BOUND if self._one_for_all else size
-        return functools.partial(draft_prompt_function, self.network.model_config, most, self._exact)
-
     def _arguments(self, size: int) -> tuple:
-        return self.network.weights, self._inputs[size].input, self.kv_cache, self._last_tokens, self.token_ids
+        return self.network.weights, self._inputs[size].input, self.kv_cache, self._step.last_tokens, self.token_ids
 
     def _prompt_arguments(self, size: int) -> tuple:
         return self.network.weights, self._prompts[size].input, self.kv_cache
 
     # -- Running
 
-    def run(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> Drafts | None:
+    def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         """Draft for the requests of a step whose work is on its way to the device; None: for none of them.
 
         Args:
+            bucket: of the step.
             rows: ``[R]`` int64, those of its requests in ``store``.
         """
         coverage = self.coverage
@@ -196,19 +230,27 @@ class DraftStage:
             # ``draft`` computes the last token itself, and drafts of it have been.
             ends = np.where(is_known, starts + counts - samples, starts)
             is_covered = self._catch_up(rows, starts, ends, ends + (samples > 0) * is_known, store) & is_known
-            places = np.flatnonzero(is_covered & (samples > 0))
-            if len(places):
-                size = next(size for size in self._inputs if size >= len(places))
-                self._inputs[size].fill(places, output, rows, store)
-                self._functions[self._name("draft", size)](*self._arguments(size))
-                drafts = Drafts(places, self.token_ids)
+            drafts = self._draft(np.flatnonzero(is_covered & (samples > 0)), output, rows, store)
         coverage.end_step(rows, starts, starts + counts, is_covered, store)
         return drafts
 
+    def _draft(
+        self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows
+    ) -> Drafts | None:
+        """Draft for the requests at ``places`` [N] int64 of the step."""
+        if not len(places):
+            return None
+        size = next(size for size in self._inputs if size >= len(places))
+        self._inputs[size].fill(places, output, rows, store)
+        self._functions[self._name("draft", size)](*self._arguments(size))
+        return Drafts(places, self.token_ids)
+
     def run_largest(self) -> None:
         """Run each kind in its largest size, all padding: what it allocates depends on that alone."""
-        prompt, requests = max(self._prompts), max(self._inputs)
-        self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(prompt))
+        if self._prompts:
+            prompt = max(self._prompts)
+            self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(prompt))
+        requests = max(self._inputs)
         self._functions[self._name("draft", requests)](*self._arguments(requests))
 
     def _catch_up(
@@ -229,46 +271,63 @@ class DraftStage:
         if not has_all.all():
             ends = np.where(known_ends % self._limits.block_size == 0, known_ends, ends)
             has_all = covered >= ends
-        chosen: list[tuple[int, int, np.ndarray]] = []  # row, its first token, the tokens
+        chosen: list[Tokens] = []
         for place in np.flatnonzero(~has_all).tolist():
             row, start, end = int(rows[place]), int(covered[place]), int(ends[place])
             token_ids = coverage.tokens(row, start, end)
             if token_ids is None or not room:
                 continue
             count = min(room, end - start)
-            chosen.append((row, start, token_ids[:count]))
+            chosen.append(Tokens(row, start, token_ids[:count]))
             coverage.cover(row, start, start + count, store)
             room -= count
             has_all[place] = count == end - start
-        if chosen:
-            total = sum(len(token_ids) for _, _, token_ids in chosen)
-            size = next(size for size in self._prompts if size >= total)
-            self._prompts[size].fill(chosen, store)
-            self._functions[self._name("draft_prompt", size)](*self._prompt_arguments(size))
+        self._compute(chosen, store)
         return has_all
+
+    def _compute(self, chosen: Sequence[Tokens], store: RequestRows) -> None:
+        """Compute keys and values of tokens, none or some."""
+        if not chosen:
+            return
+        total = sum(len(tokens.token_ids) for tokens in chosen)
+        size = next(size for size in self._prompts if size >= total)
+        self._prompts[size].fill(chosen, store)
+        self._functions[self._name("draft_prompt", size)](*self._prompt_arguments(size))
 
 
 class _DraftBuffers:
     """A ``DraftInput`` for ``num_requests``, as the host fills it and the graph reads it."""
 
     def __init__(
-        self, num_requests: int, num_tokens: int, limits: EngineLimits, device: torch.device, tables: BlockTables | None
+        self,
+        num_requests: int,
+        num_tokens: int,
+        limits: EngineLimits,
+        device: torch.device,
+        tables: BlockTables | None,
+        *,
+        numbers_rows: bool,
     ) -> None:
         self._limits, self._padding_row = limits, None if tables is None else tables.padding_row
         self._num_tokens = num_tokens
         each = (num_requests,)
-        fields: Fields = dict.fromkeys(("first_row", "num_samples", "position", "end"), (each, torch.int32))
+        fields: Fields = dict.fromkeys(
+            ("first_row", "num_samples", "position", "end", "token_row"), (each, torch.int32)
+        )
         fields["token_ids"] = (num_requests, num_tokens + 1), torch.int32
         name = "block_table" if tables is None else "table_rows"
         fields[name] = ((num_requests, limits.blocks_per_request) if tables is None else each), torch.int32
         fields |= {field.name: ((num_requests, *field.shape), field.dtype) for field in SAMPLING}
+        if numbers_rows:
+            fields["row_numbers"] = (num_requests * (num_tokens + 1),), torch.int32
         self.buffers = FieldBuffers(fields, device)
         views = dict(self.buffers.tensors)
         if device.type == "cpu":
             requests = DynamicSize("drafted requests", 6)
             blocks = [StepSizes.of(limits, device).blocks]
             for name, view in views.items():
-                mark_sizes(view, requests, *(blocks if name == "block_table" else []))
+                first = DynamicSize("their first rows", 19) if name == "row_numbers" else requests
+                mark_sizes(view, first, *(blocks if name == "block_table" else []))
         own: dict[str, Any] = {name: views.get(name) for name in DraftInput._fields}
         if tables is not None:
             own["block_table"] = tables.tensors[0]
@@ -276,6 +335,8 @@ class _DraftBuffers:
         self.input = DraftInput(**own | {"sampling": sampling})
         for arrays in self.buffers.all_arrays():
             self._pad(arrays, 0)
+            if numbers_rows:
+                arrays["row_numbers"][:] = np.arange(len(arrays["row_numbers"]))
         self.buffers.copy()
 
     def fill(self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
@@ -288,6 +349,7 @@ class _DraftBuffers:
         arrays["first_row"][:n] = (logits_rows.cumsum() - logits_rows)[places]
         arrays["num_samples"][:n] = samples_of
         ends = counts.cumsum()[places]
+        arrays["token_row"][:n] = ends - samples_of
         indices = np.minimum((ends - samples_of)[:, None] + np.arange(self._num_tokens + 1), (ends - 1)[:, None])
         arrays["token_ids"][:n] = np.array(output.token_ids, dtype=np.int32)[indices]
         starts = np.array(output.num_computed_tokens, dtype=np.int32)[places]
@@ -308,7 +370,7 @@ class _DraftBuffers:
 
     def _pad(self, arrays: Arrays, n: int) -> None:
         """Make everything after the first ``n`` requests padding."""
-        for name in ("first_row", "num_samples", "position", "end", "token_ids"):
+        for name in ("first_row", "num_samples", "position", "end", "token_row", "token_ids"):
             arrays[name][n:] = 0
         if self._padding_row is not None:
             arrays["table_rows"][n:] = self._padding_row
@@ -343,8 +405,7 @@ class _PromptBuffers:
             self._pad(arrays, 0, 0)
         self.buffers.copy()
 
-    def fill(self, chosen: Sequence[tuple[int, int, np.ndarray]], store: RequestRows) -> None:
-        """``chosen``: of each request its row in ``store``, the position of the first token, and the tokens."""
+    def fill(self, chosen: Sequence[Tokens], store: RequestRows) -> None:
         arrays, n = self.buffers.next_arrays(), len(chosen)
         rows = np.array([row for row, _, _ in chosen])
         starts = np.array([start for _, start, _ in chosen], dtype=np.int32)

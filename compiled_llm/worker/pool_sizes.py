@@ -34,7 +34,7 @@ class PoolSizes:
         own_block_bytes: of a block in layers without a window.
         most_blocks: more could not be numbered.
         useful_blocks: more would be of no use, where blocks are numbers that take no memory.
-        draft_block_bytes: of a block in all layers of a network that drafts.
+        draft_block_bytes: of a block in all that a network which drafts keeps.
         num_slots: of layers with a state, the sink left out; 0: there are none.
         slot_bytes: of a slot in all of these.
     """
@@ -54,9 +54,9 @@ class PoolSizes:
         dtypes: Sequence[torch.dtype],
         limits: EngineLimits,
         dtype: torch.dtype,
-        drafter: tuple[ModelConfig, Sequence[torch.dtype]] | None = None,
+        draft_token_bytes: int = 0,
     ) -> "PoolSizes":
-        """``dtypes``: of each layer's cache; ``dtype``: the model's; ``drafter``: config and dtypes of a network."""
+        """``dtypes``: of each layer's cache; ``dtype``: the model's; ``draft_token_bytes``: a network's."""
         windows = short_windows(model_config, limits.max_model_len)
         own, *others = split_by_window(model_config, windows, bytes_per_layer(model_config, dtypes))
         sizes = [
@@ -64,7 +64,7 @@ class PoolSizes:
             for window, layers in zip(windows, others, strict=True)
         ]
         most = _MOST_SLOTS // limits.block_size - 1
-        drafted = 0 if drafter is None else sum(bytes_per_layer(*drafter)) * limits.block_size
+        drafted = draft_token_bytes * limits.block_size
         useful = most if any(own) or drafted else limits.max_num_seqs * limits.blocks_per_request
         slots = limits.num_state_slots, bytes_per_slot(model_config, dtype)
         return cls(sum(own) * limits.block_size, tuple(sizes), most, useful, *slots, drafted)

@@ -25,6 +25,7 @@ from compiled_llm.compiling.gpu_properties import GpuTarget
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
@@ -54,7 +55,6 @@ from compiled_llm.worker.device import (
     use_device,
     use_threads,
 )
-from compiled_llm.worker.draft_coverage import DraftCoverage
 from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_stage import Drafts, token_ids_of
 from compiled_llm.worker.memory import (
@@ -244,8 +244,8 @@ class ModelRunner(Worker):
         builds = self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
-        cached = None if draft is None else draft.cached
-        self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype, cached)
+        drafted = 0 if draft is None else draft.token_bytes
+        self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype, drafted)
         activations = estimated_activations(model_config, self.limits, self.dtype, self.linears)
         memory = StartMemory(
             config,
@@ -256,7 +256,7 @@ class ModelRunner(Worker):
             activations if draft is None else max(activations, draft.activations(self.limits)),
         )
         weights = self._load_weights(config, directory, progress)
-        network = None if draft is None else draft.load(progress)
+        network = None if draft is None else draft.load(progress, weights)
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
         num_windows = len(self.pool_sizes.windows)
@@ -336,7 +336,7 @@ class ModelRunner(Worker):
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
         num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         sampled = time.perf_counter()
-        drafts = self._run_drafter(output, rows, slot)
+        drafts = self._run_drafter(output, bucket, rows, slot)
         finished = time.perf_counter()
         if slot is not None:
             slot.ended.record()
@@ -353,13 +353,15 @@ class ModelRunner(Worker):
         drafted = len(rows), drafts, finished - sampled
         return LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
 
-    def _run_drafter(self, output: SchedulerOutput, rows: np.ndarray, slot: HostSlot | None) -> Drafts | None:
+    def _run_drafter(
+        self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, slot: HostSlot | None
+    ) -> Drafts | None:
         """Let a network draft, if there is one. The drafts are on their way to the host."""
         if self.steps.drafting is None:
             return None
         if slot is not None:
             slot.sampled.record()
-        drafts = self.steps.drafting.run(output, rows, self.rows)
+        drafts = self.steps.drafting.run(output, bucket, rows, self.rows)
         if drafts is None:
             return None
         if slot is None or slot.drafts is None:
@@ -475,7 +477,9 @@ class ModelRunner(Worker):
             if config.load_format == "dummy":
                 weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.advance)
             else:
-                weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.advance)
+                others = "" if self._draft is None else prefix_of(self._draft.model_config)
+                how = self.dtype, self.device, self.linears, stage.advance
+                weights = loader.load_weights(directory, c, *how, others)
         say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)
@@ -493,7 +497,7 @@ class ModelRunner(Worker):
         """The same for a network that drafts; nothing if there is none."""
         if self._draft is None:
             return ()
-        return allocate(*self._draft.cached, num_blocks + 1, self.limits.block_size, self.device)
+        return self._draft.allocate(num_blocks + 1, self.limits.block_size)
 
     def _compile(self, config: EngineConfig, builds: Builds | None, progress: StartProgress) -> None:
         """``builds``: as ``start_builds`` gives them."""
@@ -538,8 +542,8 @@ class ModelRunner(Worker):
             self.swap_space.rehearse(self.steps.cache_groups())
         of_drafter = None
         if (drafting := self.steps.drafting) is not None:
-            of_drafter = num_bytes(drafting.network.weights), num_bytes(drafting.kv_cache)
-            drafting.coverage = DraftCoverage(self.limits, num_blocks, self.swap_space.num_blocks)
+            of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
+            drafting.make_coverage(num_blocks, self.swap_space.num_blocks)
         self.memory_ledger = memory.ledger(
             self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.nbytes, of_drafter
         )

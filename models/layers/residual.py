@@ -31,6 +31,13 @@ class LayerNorm(NamedTuple):
 Norm = Tensor | LayerNorm  # a Tensor [D] is the weight of an RMS norm
 
 
+class TappedNorm(NamedTuple):
+    """A norm whose input is noted in ``taken`` while a step is traced (``draft_heads/taps.py``)."""
+
+    norm: Norm
+    taken: list[Tensor]
+
+
 class Summand(Protocol):
     """What a block gives, before it is added to the residual stream that it has read."""
 
@@ -68,8 +75,11 @@ class Residual:
         assert self.delta is not None, "multiply follows add"
         self.scale = scale
 
-    def normed(self, norm: Norm | None) -> "Normed":
+    def normed(self, norm: "Norm | TappedNorm | None") -> "Normed":
         """Its norm; itself without one."""
+        if isinstance(norm, TappedNorm):
+            norm.taken.append(self.tensor())
+            norm = norm.norm
         return Normed(self, norm)
 
     def tensor(self) -> Tensor:

@@ -1,0 +1,87 @@
+"""HeadStage: a ``DraftStage`` of a network that reads the model's hidden states (``step/head_drafting.py``)."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from compiled_llm.models.draft_heads.family import HeadFamily
+from compiled_llm.models.registry import family_of
+from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.head_drafting import (
+    draft_head_function,
+    draft_medusa_function,
+    head_features_function,
+    head_prompt_function,
+)
+from compiled_llm.worker.draft_network import DraftNetwork
+from compiled_llm.worker.draft_stage import Drafts, DraftStage, Part
+from compiled_llm.worker.head_coverage import HeadCoverage
+from compiled_llm.worker.request_rows import RequestRows
+
+
+def draft_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> DraftStage:
+    """The stage that ``network`` needs; the arguments are those of ``DraftStage``."""
+    is_head = isinstance(family_of(network.model_config), HeadFamily)
+    stage = DraftStage if not is_head else HeadStage if network.has_cache else MedusaStage
+    return stage(network, *arguments, **others)
+
+
+class HeadStage(DraftStage):
+    """Keeps the features of all tokens of each step, whether it drafts or not.
+
+    A row that is said to be covered is that of a token and the one after it: see ``HeadCoverage``.
+    """
+
+    _draft_function = staticmethod(draft_head_function)
+    _prompt_function = staticmethod(head_prompt_function)
+    _numbers_rows = True
+
+    def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.coverage = HeadCoverage(self._limits, num_blocks, num_host_blocks)
+
+    def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
+        self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
+        return super().run(output, bucket, rows, store)
+
+    def _catch_up(
+        self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows
+    ) -> np.ndarray:
+        """As its base; the row of a request's last known token is ``draft``'s, which knows what follows."""
+        coverage = self.coverage
+        assert isinstance(coverage, HeadCoverage)
+        most = min(max(self._prompts), max(self._inputs))
+        self._compute(coverage.outdated(rows.tolist(), most, store), store)
+        return super()._catch_up(rows, starts, ends, ends, store)
+
+    def _parts(self) -> Iterator[Part]:
+        buckets = list(self._step.slot_mapping)
+        for bucket in buckets if self._one_for_all else buckets[::-1]:
+            recipe = functools.partial(head_features_function, self.network.model_config)
+            yield Part(self._features_name(bucket), recipe, functools.partial(self._feature_arguments, bucket), 0)
+        yield from super()._parts()
+
+    def _features_name(self, bucket: Bucket) -> str:
+        return "draft_features" if self._one_for_all else f"draft_features_{bucket.name}"
+
+    def _feature_arguments(self, bucket: Bucket) -> tuple:
+        return self.network.weights, self._step.slot_mapping[bucket], self._step.hidden, self.kv_cache
+
+
+class MedusaStage(DraftStage):
+    """Heads that keep nothing of tokens: they read what the step that has just run leaves."""
+
+    _draft_function = staticmethod(draft_medusa_function)
+
+    def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
+        """There is nothing that they could lack."""
+
+    def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
+        samples = np.array(output.num_samples) if output.drafts_next else np.zeros(0)
+        return self._draft(np.flatnonzero(samples), output, rows, store)
+
+    def _arguments(self, size: int) -> tuple:
+        step = self._step
+        return self.network.weights, self._inputs[size].input, step.hidden, step.last_tokens, self.token_ids

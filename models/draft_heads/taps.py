@@ -1,0 +1,51 @@
+"""Reading the inputs of a model's layers on the way, in any family whose layers begin with a norm of the stream."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.fallback.config import TransformersConfig
+from compiled_llm.models.layers.residual import TappedNorm
+from compiled_llm.models.registry import family_of
+
+
+class Taps:
+    """The inputs of ``layers`` (ascending) in one pass of a model; see ``HeadFamily.taps``."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = layers
+        self._taken: list[Tensor] = []
+
+    def on(self, weights: Any) -> Any:
+        """``weights`` that note them. Nothing else is computed, and no number is another one."""
+        tapped = [
+            layer._replace(input_norm=TappedNorm(layer.input_norm, self._taken)) if number in self._layers else layer
+            for number, layer in enumerate(weights.layers)
+        ]
+        weights = weights._replace(layers=tuple(tapped))
+        # Some families end with this norm, in others it is the head's, which takes the sum itself.
+        if len(weights.layers) not in self._layers:
+            return weights
+        return weights._replace(final_norm=TappedNorm(weights.final_norm, self._taken))
+
+    def taken(self, hidden: Tensor) -> Tensor:
+        """All side by side, ``[T, taps * D]``; ``hidden`` ``[T, D]`` is what the last layer gave."""
+        return torch.cat([*self._taken, hidden][: len(self._layers)], 1)
+
+
+def check_taps(config: ModelConfig, taps: Sequence[int]) -> None:
+    """``ValueError`` unless the inputs of these layers can be read in the model of ``config``."""
+    count = config.num_layers
+    if not taps:
+        return
+    if any(not 0 <= tap <= count for tap in taps):
+        raise ValueError(f"speculative_config: model reads layers {list(taps)}, and {config.architecture} has {count}")
+    layers = () if isinstance(config, TransformersConfig) else family_of(config).describe(config).weights.layers
+    if len(layers) != count or not all(hasattr(layer, "input_norm") for layer in layers):
+        raise ValueError(
+            f"speculative_config: method must be another for {config.architecture}, the inputs of whose layers are not "
+            "within reach of a drafter"
+        )
