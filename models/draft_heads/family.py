@@ -54,3 +54,10 @@ def head_family(config: ModelConfig) -> HeadFamily[Any, Any]:
     family = family_of(config)
     assert isinstance(family, HeadFamily)
     return family
+
+
+def checked_ids(name: str, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """``token_ids`` of the tensor ``name``. ``ValueError`` where one is no token of the model."""
+    if not token_ids.is_meta and len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise ValueError(f"{name} must have ids of tokens, 0 to {vocab_size - 1}, given others: the file is damaged")
+    return token_ids
