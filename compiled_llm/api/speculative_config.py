@@ -41,9 +41,10 @@ METHODS: Mapping[str, Method] = {
         },
     ),
     "draft_model": Method(4, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
+    "layer_skip": Method(4, {"num_draft_layers": None}),
 }
 # Methods whose drafts a network of the worker makes behind each step.
-NETWORK_METHODS = ("draft_model",)
+NETWORK_METHODS = ("draft_model", "layer_skip")
 _LOOKUP = 5  # tokens, where neither bound is given
 _INTEGERS = {
     "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),
@@ -51,6 +52,7 @@ _INTEGERS = {
     "prompt_lookup_max": (1, 16),
     "suffix_decoding_max_tree_depth": (2, 64),
     "suffix_decoding_max_cached_requests": (0, 1_000_000),
+    "num_draft_layers": (1, 1023),
 }
 _NUMBERS = {
     "suffix_decoding_max_spec_factor": (0.1, 64.0),
@@ -70,8 +72,10 @@ class SpeculativeConfig:
             "suffix": what most often followed the longest run of last tokens, in the request and in recent outputs of
             others (SuffixDecoding, Oliaro et al., 2024, arXiv:2411.04975).
             "draft_model": what a smaller model of the same vocabulary samples, with the random numbers of the model.
+            "layer_skip": what the model's own first layers and its head sample (LayerSkip, Elhoushi et al., 2024,
+            arXiv:2404.16710). Of use for models that were trained to end early.
         num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 15. None: 7 by "ngram", 15 by
-            "suffix", 4 by "draft_model".
+            "suffix", 4 by "draft_model" and "layer_skip".
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
@@ -86,6 +90,7 @@ class SpeculativeConfig:
             that it has in the model. It runs in the model's dtype, and has a KV cache of its own in the model's blocks.
         revision: by "draft_model": branch, tag or commit of a hub id. None: the main branch.
         quantization: by "draft_model": as the engine argument of this name, of the draft model. None: the checkpoint's.
+        num_draft_layers: by "layer_skip": how many of the first layers draft. None: a quarter of them, at least one.
     """
 
     method: str
@@ -100,6 +105,7 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     quantization: str | None = None
+    num_draft_layers: int | None = None
 
     def __post_init__(self) -> None:
         one_of("method", self.method, tuple(METHODS))

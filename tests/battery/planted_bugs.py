@@ -440,9 +440,9 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         prompts are not computed by the drafter
             DraftStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
         drafts go on behind the last block of a request
-            _DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
+            DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
         drafts have the rows of the requests before
-            _DraftBuffers.fill: (logits_rows.cumsum() - logits_rows)[places] => places
+            DraftBuffers.fill: (logits_rows.cumsum() - logits_rows)[places] => places
         """,
     ),
     (
