@@ -40,6 +40,7 @@ METHODS: Mapping[str, Method] = {
             "suffix_decoding_min_token_prob": 0.1,
         },
     ),
+    "lookahead": Method(7, {"lookahead_window": None, "lookahead_ngram": 4}),
     "draft_model": Method(4, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
     "layer_skip": Method(4, {"num_draft_layers": None}),
 }
@@ -52,6 +53,8 @@ _INTEGERS = {
     "prompt_lookup_max": (1, 16),
     "suffix_decoding_max_tree_depth": (2, 64),
     "suffix_decoding_max_cached_requests": (0, 1_000_000),
+    "lookahead_window": (1, MOST_DRAFT_TOKENS),
+    "lookahead_ngram": (2, 8),
     "num_draft_layers": (1, 1023),
 }
 _NUMBERS = {
@@ -106,6 +109,8 @@ class SpeculativeConfig:
     revision: str | None = None
     quantization: str | None = None
     num_draft_layers: int | None = None
+    lookahead_window: int | None = None
+    lookahead_ngram: int | None = None
 
     def __post_init__(self) -> None:
         one_of("method", self.method, tuple(METHODS))
@@ -126,6 +131,11 @@ class SpeculativeConfig:
         if self.quantization is not None:
             one_of("quantization", self.quantization, QUANTIZATIONS)
         self._complete(method)
+        if self.lookahead_window is not None and self.lookahead_window > self.num_tokens:
+            raise ValueError(
+                f"lookahead_window must be at most num_speculative_tokens, {self.num_tokens}, given "
+                f"{self.lookahead_window}"
+            )
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is not None and most is not None and least > most:
             raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max, {most}, given {least}")
@@ -175,6 +185,8 @@ class SpeculativeConfig:
             least, most = self.prompt_lookup_min, self.prompt_lookup_max
             given = next((value for value in (least, most) if value is not None), _LOOKUP)
             defaults |= {"prompt_lookup_min": given, "prompt_lookup_max": given}
+        elif self.method == "lookahead":
+            defaults["lookahead_window"] = self.num_speculative_tokens or method.num_speculative_tokens
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)

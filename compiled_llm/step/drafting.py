@@ -113,12 +113,13 @@ def num_draft_layers(wanted: SpeculativeConfig | None, model_config: ModelConfig
     """
     if wanted is None or wanted.method != "layer_skip":
         return 0
-    name, layers = model_config.architecture, layers_of(model_config)
+    name = model_config.architecture
     if isinstance(model_config, TransformersConfig):
         raise ValueError(
             f"speculative_config: method must be another one than 'layer_skip' for {name}, which runs through "
             "transformers' modelling code: that is not cut into layers"
         )
+    layers = layers_of(model_config)
     most = len(layers) - 1
     count = max(1, round(len(layers) / 4)) if wanted.num_draft_layers is None else wanted.num_draft_layers
     if not 1 <= count <= most:

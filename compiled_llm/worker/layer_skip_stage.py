@@ -73,9 +73,7 @@ class LayerSkipStage:
         mark_static_address(self.token_ids)
         if self._one_for_all:
             mark_dynamic_size(self.token_ids, 0, DynamicSize("most drafted requests", 17))
-        self._inputs = {
-            size: DraftBuffers(size, num_tokens, limits, device, tables, len(windows)) for size in requests
-        }
+        self._inputs = {size: DraftBuffers(size, num_tokens, limits, device, tables, len(windows)) for size in requests}
         self._recipe = functools.partial(
             layer_skip_function, model_config, num_layers, limits.block_size, windows, exact
         )
