@@ -75,10 +75,12 @@ class SpeculativeConfig:
             "suffix": what most often followed the longest run of last tokens, in the request and in recent outputs of
             others (SuffixDecoding, Oliaro et al., 2024, arXiv:2411.04975).
             "draft_model": what a smaller model of the same vocabulary samples, with the random numbers of the model.
+            "lookahead": what followed the last token in the request or in what the model said in passing, else what the
+            last step sampled behind wrong drafts (lookahead decoding, Fu et al., 2024, arXiv:2402.02057).
             "layer_skip": what the model's own first layers and its head sample (LayerSkip, Elhoushi et al., 2024,
             arXiv:2404.16710). Of use for models that were trained to end early.
         num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 15. None: 7 by "ngram", 15 by
-            "suffix", 4 by "draft_model" and "layer_skip".
+            "suffix", 7 by "lookahead", 4 by "draft_model" and "layer_skip".
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
@@ -93,6 +95,9 @@ class SpeculativeConfig:
             that it has in the model. It runs in the model's dtype, and has a KV cache of its own in the model's blocks.
         revision: by "draft_model": branch, tag or commit of a hub id. None: the main branch.
         quantization: by "draft_model": as the engine argument of this name, of the draft model. None: the checkpoint's.
+        lookahead_window: by "lookahead": places of a proposal that are guessed by iterations, at most
+            ``num_speculative_tokens``. None: as many.
+        lookahead_ngram: by "lookahead": tokens of the n-grams, 2 to 8. None: 4.
         num_draft_layers: by "layer_skip": how many of the first layers draft. None: a quarter of them, at least one.
     """
 
@@ -108,9 +113,9 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     quantization: str | None = None
-    num_draft_layers: int | None = None
     lookahead_window: int | None = None
     lookahead_ngram: int | None = None
+    num_draft_layers: int | None = None
 
     def __post_init__(self) -> None:
         one_of("method", self.method, tuple(METHODS))

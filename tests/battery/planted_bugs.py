@@ -159,6 +159,8 @@ DRAFTED = Checks(
     load_torch=True,
 )
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
+LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
+LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
 NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
@@ -405,6 +407,42 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             SuffixDrafter._proposal: self._outputs.of(request.cache_salt) => self._outputs.of('')
         outputs are kept for ever
             RecentOutputs._drop_oldest: del texts[number] =>
+        """,
+    ),
+    (
+        "drafting.lookahead",
+        LOOKAHEAD,
+        """
+        guesses stay where they were when tokens came
+            _Lookahead.chain: first + place < len(self.guesses) => place < len(self.guesses)
+        the draft that was wrong is guessed again
+            _Lookahead.read: sampled[place + 1] => drafts[place]
+        n-grams of iterations take the place of the text's
+            _Lookahead.chain: of_text.get(last) or of_guesses.get(last) => of_guesses.get(last) or of_text.get(last)
+        n-grams are kept for ever
+            _put: len(pool) > MOST_NGRAMS => False
+        an iteration goes on from a token that was not guessed
+            _Lookahead.read: run and run[-1] == token => run
+        """,
+    ),
+    (
+        "scheduling.draft_planner",
+        LOOKAHEAD,
+        """
+        what was sampled for a request that was preempted meanwhile is read
+            DraftPlanner.accept: len(sampled) == len(drafts) + 1 => True
+        """,
+    ),
+    (
+        "step.drafting",
+        LAYER_SKIP,
+        """
+        keys of drafts go to the slot of the token before
+            layer_skip_function.draft: position[:, None] => position[:, None] - 1
+        keys of drafts in windows go to the places of other blocks
+            layer_skip_function.draft: slots[1:] => slots[:1]
+        layers with a state draft
+            num_draft_layers: states and states[0] < count => False
         """,
     ),
     (
