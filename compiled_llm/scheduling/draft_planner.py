@@ -129,7 +129,7 @@ class DraftPlanner:
 
     def accept(self, request: Request, start: int, drafts: list[int], sampled: Sequence[int], count: int) -> None:
         """The first ``count`` of these drafts were right; ``sampled``, from position ``start`` on, came with them."""
-        if self._reader is not None and len(sampled) == len(drafts) + 1:  # else it was preempted meanwhile
+        if self._reader is not None and drafts:  # else it was preempted meanwhile
             self._reader.read_samples(request, start, drafts, sampled)
         counts = self.running_set.counts
         counts.num_accepted_draft_tokens += max(0, count)

@@ -426,11 +426,11 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
-        "scheduling.draft_planner",
+        "scheduling.scheduler",
         LOOKAHEAD,
         """
-        what was sampled for a request that was preempted meanwhile is read
-            DraftPlanner.accept: len(sampled) == len(drafts) + 1 => True
+        what was sampled is taken for that of the position before
+            Scheduler._accept: start + 1 => start
         """,
     ),
     (

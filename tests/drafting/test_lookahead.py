@@ -73,6 +73,13 @@ def test_n_grams_of_iterations_are_taken_where_the_text_has_none() -> None:
     assert proposal(drafter, request, 2) == [7, 8]
 
 
+def test_a_draft_that_was_no_guess_begins_an_n_gram_of_its_own() -> None:
+    drafter, request = drafting([1, 2])
+    verify(drafter, request, [91, 92, 93], [51, 52, 53, 54])
+    verify(drafter, request, [52, 77, 54], [61, 62, 63, 64])
+    assert dict(drafter._known[request]._of_guesses) == {91: (52, 62), 93: (54, 64)}
+
+
 def test_nothing_is_guessed_after_a_row_without_a_token() -> None:
     drafter, request = drafting([1, 2])
     verify(drafter, request, [91, 92, 93], [51, 52, -1, 54])
