@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,22 @@ def inexact_copy(name: str, directory: Path, noise: float = 0.03) -> str:
         for key, value in load_file(source / "model.safetensors").items()
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
+
+
+def first_layers_of(name: str, count: int, directory: Path) -> str:
+    """The checkpoint ``name`` with its first ``count`` layers alone; written to ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = describes(checkpoint(name))
+    num_layers = config["num_hidden_layers"]
+    by_layer = {key: value for key, value in config.items() if isinstance(value, list) and len(value) == num_layers}
+    by_layer.pop("architectures", None)
+    config |= {"num_hidden_layers": count} | {key: value[:count] for key, value in by_layer.items()}
+    (directory / "config.json").write_text(json.dumps(config))
+    later = re.compile("|".join(rf"\.layers\.{place}\." for place in range(count, num_layers)))
+    tensors = load_file(checkpoint(name) / "model.safetensors")
+    kept = {key: value for key, value in tensors.items() if not later.search(key)}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
 
 
@@ -81,4 +98,5 @@ def check_drafts(found: Sequence[Drafted], model: str, **arguments: Any) -> None
 
 
 def describes(path: Path) -> dict[str, Any]:
-    return json.loads((path / "config.json").read_text())
+    found: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return found

@@ -40,13 +40,15 @@ METHODS: Mapping[str, Method] = {
             "suffix_decoding_min_token_prob": 0.1,
         },
     ),
+    "lookahead": Method(7, {"lookahead_window": None, "lookahead_ngram": 4}),
     "draft_model": Method(4, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
     "eagle3": Method(3, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
     "medusa": Method(3, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
     "mtp": Method(2, {}),
+    "layer_skip": Method(4, {"num_draft_layers": None}),
 }
 # Methods whose drafts a network of the worker makes behind each step.
-NETWORK_METHODS = ("draft_model", "eagle3", "medusa", "mtp")
+NETWORK_METHODS = ("draft_model", "eagle3", "medusa", "mtp", "layer_skip")
 _LOOKUP = 5  # tokens, where neither bound is given
 _INTEGERS = {
     "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),
@@ -54,6 +56,9 @@ _INTEGERS = {
     "prompt_lookup_max": (1, 16),
     "suffix_decoding_max_tree_depth": (2, 64),
     "suffix_decoding_max_cached_requests": (0, 1_000_000),
+    "lookahead_window": (1, MOST_DRAFT_TOKENS),
+    "lookahead_ngram": (2, 8),
+    "num_draft_layers": (1, 1023),
 }
 _NUMBERS = {
     "suffix_decoding_max_spec_factor": (0.1, 64.0),
@@ -74,8 +79,13 @@ class SpeculativeConfig:
             others (SuffixDecoding, Oliaro et al., 2024, arXiv:2411.04975).
             "draft_model": what a smaller model of the same vocabulary samples, with the random numbers of the model.
             "mtp": the same of the layer for the token after the next that the model's own checkpoint has.
+            "lookahead": what followed the last token in the request or in what the model said in passing, else what the
+            last step sampled behind wrong drafts (lookahead decoding, Fu et al., 2024, arXiv:2402.02057).
+            "layer_skip": what the model's own first layers and its head sample (LayerSkip, Elhoushi et al., 2024,
+            arXiv:2404.16710). Of use for models that were trained to end early.
         num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 15. None: 7 by "ngram", 15 by
-            "suffix", 4 by "draft_model", 2 by "mtp".
+            "suffix", 7 by "lookahead", 4 by "draft_model" and
+            "layer_skip", 3 by "eagle3" and "medusa", 2 by "mtp".
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
@@ -90,6 +100,10 @@ class SpeculativeConfig:
             that it has in the model. It runs in the model's dtype, and has a KV cache of its own in the model's blocks.
         revision: by "draft_model": branch, tag or commit of a hub id. None: the main branch.
         quantization: by "draft_model": as the engine argument of this name, of the draft model. None: the checkpoint's.
+        lookahead_window: by "lookahead": places of a proposal that are guessed by iterations, at most
+            ``num_speculative_tokens``. None: as many.
+        lookahead_ngram: by "lookahead": tokens of the n-grams, 2 to 8. None: 4.
+        num_draft_layers: by "layer_skip": how many of the first layers draft. None: a quarter of them, at least one.
     """
 
     method: str
@@ -104,6 +118,9 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     quantization: str | None = None
+    lookahead_window: int | None = None
+    lookahead_ngram: int | None = None
+    num_draft_layers: int | None = None
 
     def __post_init__(self) -> None:
         one_of("method", self.method, tuple(METHODS))
@@ -124,6 +141,11 @@ class SpeculativeConfig:
         if self.quantization is not None:
             one_of("quantization", self.quantization, QUANTIZATIONS)
         self._complete(method)
+        if self.lookahead_window is not None and self.lookahead_window > self.num_tokens:
+            raise ValueError(
+                f"lookahead_window must be at most num_speculative_tokens, {self.num_tokens}, given "
+                f"{self.lookahead_window}"
+            )
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is not None and most is not None and least > most:
             raise ValueError(f"prompt_lookup_min must be at most prompt_lookup_max, {most}, given {least}")
@@ -173,6 +195,8 @@ class SpeculativeConfig:
             least, most = self.prompt_lookup_min, self.prompt_lookup_max
             given = next((value for value in (least, most) if value is not None), _LOOKUP)
             defaults |= {"prompt_lookup_min": given, "prompt_lookup_max": given}
+        elif self.method == "lookahead":
+            defaults["lookahead_window"] = self.num_speculative_tokens or method.num_speculative_tokens
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)

@@ -66,8 +66,8 @@ def draft_checkpoint(
         ValueError: there is no such model, or it cannot draft for this one; the message says why.
     """
     wanted = config.speculation
-    if wanted is None or wanted.method not in NETWORK_METHODS:
-        return None
+    if wanted is None or wanted.method not in NETWORK_METHODS or wanted.method == "layer_skip":
+        return None  # by "layer_skip" the model itself drafts
     if wanted.method == "mtp":
         directory = checkpoint_directory(config, with_weights)
         return DraftCheckpoint(*mtp_arguments(config, target, directory), directory, wanted.num_tokens)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from compiled_llm.api.speculative_config import SpeculativeConfig
+from compiled_llm.drafting.lookahead import LookaheadDrafter
 from compiled_llm.drafting.ngram import NgramDrafter
 from compiled_llm.drafting.suffix import SuffixDrafter
 from compiled_llm.drafting.token_text import MOST_TOKENS
@@ -12,6 +13,7 @@ from compiled_llm.scheduling.drafter import DraftSource
 HOST_METHODS: Mapping[str, Callable[[SpeculativeConfig], DraftSource]] = {
     "ngram": NgramDrafter.of,
     "suffix": SuffixDrafter.of,
+    "lookahead": LookaheadDrafter.of,
 }
 
 

@@ -27,6 +27,7 @@ from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of, with_stream
 from compiled_llm.step import kv_cache
+from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.text.tokenizer_parts import probe_texts
 from compiled_llm.worker import exactness
@@ -113,6 +114,8 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
             f"{drafter.model_config.architecture}, {_sizes(drafter.model_config)}; {draft_bytes / _MIB:,.1f} MiB in "
             f"memory; KV cache {drafter.describe_cache()}",
         )
+    if num_layers := num_draft_layers(config.speculation, made):
+        yield "drafts", f"by the first {num_layers} of {made.num_layers} layers, on the model's weights and KV cache"
     sizes = PoolSizes.of(made, cache_dtypes, limits, dtype, 0 if drafter is None else drafter.token_bytes)
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(made, cache_dtypes, dtype)}{state}"

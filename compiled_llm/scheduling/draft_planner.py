@@ -13,7 +13,7 @@ from compiled_llm.scheduling.draft_lengths import (
     lengths_beside_prompts,
     num_skipped,
 )
-from compiled_llm.scheduling.drafter import DraftSource
+from compiled_llm.scheduling.drafter import DraftSource, ReadsSamples
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
@@ -45,6 +45,7 @@ class DraftPlanner:
         self._look_seconds = 0.0  # that looking for the drafts of a request takes; a moving average
         self._proposed: dict[Request, Sequence[int]] = {}  # for the step that is being planned
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
+        self._reader = source if isinstance(source, ReadsSamples) else None
         self._network_seconds: dict[int, float] = {}  # by requests of the decode bucket: what a network took behind it
 
     def takes_drafts(self, request: Request) -> bool:
@@ -126,8 +127,10 @@ class DraftPlanner:
         assert self._of_worker is not None, "nobody asked the worker for drafts"
         self._of_worker.take(requests, drafts)
 
-    def accept(self, count: int) -> None:
-        """The first ``count`` drafts of a request were right."""
+    def accept(self, request: Request, start: int, drafts: list[int], sampled: Sequence[int], count: int) -> None:
+        """The first ``count`` of these drafts were right; ``sampled``, from position ``start`` on, came with them."""
+        if self._reader is not None and drafts:  # else it was preempted meanwhile
+            self._reader.read_samples(request, start, drafts, sampled)
         counts = self.running_set.counts
         counts.num_accepted_draft_tokens += max(0, count)
         counts.num_accepted_by_position = tuple(

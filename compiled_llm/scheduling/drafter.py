@@ -5,7 +5,7 @@ The scheduler asks a ``DraftSource``, once for all requests of a step. A method 
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from compiled_llm.api.readable import shown
 from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
@@ -35,6 +35,19 @@ class DraftSource(Protocol):
 
     def end(self, request: Request) -> None:
         """A request has ended, and is forgotten; called once, also for one that was never asked about."""
+        ...
+
+
+@runtime_checkable
+class ReadsSamples(Protocol):
+    """A ``DraftSource`` that reads what steps sample behind wrong drafts, too, which is no part of any output."""
+
+    def read_samples(self, request: Request, start: int, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+        """A step verified ``drafts`` of a request, whose output has what it accepted.
+
+        ``sampled[i]`` is the token at position ``start + i`` of prompt and output if all drafts before it are right,
+        of which ``drafts[i]`` is the one at that position. There is one more of them; negative: no token was found.
+        """
         ...
 
 

@@ -294,7 +294,7 @@ class Scheduler:
         request.num_computed_tokens -= 1 + len(drafts) - num_computed
         request.output_token_ids += tokens
         if self.drafts is not None:
-            self.drafts.accept(len(tokens) - 1)
+            self.drafts.accept(request, start + 1, drafts, sampled, len(tokens) - 1)
         self.running_set.states.accept(request, num_computed, start)
         if request.first_token_time is None:
             request.first_token_time = now

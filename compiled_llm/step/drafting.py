@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import for_queries
+from compiled_llm.models.fallback.config import TransformersConfig
+from compiled_llm.models.inputs import BlockTable, KVCache, StepInput
+from compiled_llm.models.layers.attention import for_queries, with_window_tables
+from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.step.sampling import SamplingInput, sample
 from compiled_llm.step.step import with_own_tables
@@ -37,6 +40,7 @@ class DraftInput(NamedTuple):
     sampling: SamplingInput  # [R] each; its position is not read
     token_row: Tensor | None = None  # [R] int32, the row of the step's tokens that the first row of logits is of
     row_numbers: Tensor | None = None  # [R * (K + 1)] int32: 0, 1 and so on, where a network has so many rows at first
+    window_tables: tuple[Tensor, ...] = ()  # as ``block_table``, of each window: of the model's own first layers alone
 
 
 def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size: int, exact: bool = False) -> Any:
@@ -102,6 +106,82 @@ def draft_prompt_function(model_config: ModelConfig, max_query_len: int, exact: 
         forward(weights, own, kv_cache, model_config, layers)
 
     return draft_prompt
+
+
+def num_draft_layers(wanted: SpeculativeConfig | None, model_config: ModelConfig) -> int:
+    """How many of its own first layers a model drafts with; 0: it does not.
+
+    Raises:
+        ValueError: it cannot, or not with so many.
+    """
+    if wanted is None or wanted.method != "layer_skip":
+        return 0
+    name = model_config.architecture
+    if isinstance(model_config, TransformersConfig):
+        raise ValueError(
+            f"speculative_config: method must be another one than 'layer_skip' for {name}, which runs through "
+            "transformers' modelling code: that is not cut into layers"
+        )
+    layers = layers_of(model_config)
+    most = len(layers) - 1
+    count = max(1, round(len(layers) / 4)) if wanted.num_draft_layers is None else wanted.num_draft_layers
+    if not 1 <= count <= most:
+        raise ValueError(
+            f"speculative_config: num_draft_layers must be at most {most}, one less than the layers of {name}, given "
+            f"{count}"
+        )
+    states = [place for place, spec in enumerate(layers) if isinstance(spec, StateSpec)]
+    if states and states[0] < count:
+        fewer = f"at most {states[0]}" if states[0] else "left out, and method another one"
+        raise ValueError(
+            f"speculative_config: num_draft_layers must be {fewer} for {name}, whose layer {states[0]} keeps a state "
+            f"that no rejected draft could be taken out of, given {count}"
+        )
+    return count
+
+
+def layer_skip_function(
+    model_config: ModelConfig, num_layers: int, block_size: int, windows: tuple[int, ...] = (), exact: bool = False
+) -> Any:
+    """What drafts after a step with the model's first layers and its head: as ``draft_model_function`` gives it.
+
+    Its KV cache is the model's own, of these layers. There the model has left the keys of all tokens that count but
+    the last one, whatever was drafted before. Keys of drafts go where the model will put its own: to slots of positions
+    that are not computed yet, in blocks that are the request's alone, and which nothing reads before the model has
+    written them. (Elhoushi et al., 2024, arXiv:2404.16710; Zhang et al., 2023, arXiv:2309.08168.)
+
+    Args:
+        num_layers: of the model that draft; the weights and the cache have as many.
+        windows: as in ``step_function``.
+        exact: see ``AttentionSpec``.
+    """
+    forward, head = family_of(model_config).forward, family_of(model_config).head
+    layers = for_queries(with_window_tables(layers_of(model_config), windows)[:num_layers], 1, exact=exact)
+
+    def draft(weights: Any, known: DraftInput, kv_cache: KVCache, last_tokens: Tensor, drafts: Tensor) -> None:
+        tables = known.block_table, *known.window_tables
+        if known.table_rows is not None:
+            tables = tuple(torch.index_select(table, 0, known.table_rows) for table in tables)
+        accepted = num_accepted(known, last_tokens)
+        token = last_tokens[known.first_row + accepted].clamp(min=0).to(torch.int32)
+        position, found = known.position + accepted, []
+        for _ in range(drafts.shape[1]):
+            has_block = (known.num_samples > 0) & (position < known.end)
+            slots = [
+                torch.where(has_block, slots_of(table, position[:, None], block_size)[:, 0], SINK_SLOT)
+                for table in tables
+            ]
+            seq_lens, at = torch.where(has_block, position + 1, 0), torch.where(has_block, position, 0)
+            step = step_of(token[:, None], at[:, None], slots[0][:, None], seq_lens, tables[0])
+            step = step._replace(windows=tuple(map(BlockTable, slots[1:], tables[1:])))
+            logits = head(weights, forward(weights, step, kv_cache, model_config, layers), model_config)
+            position = position + 1
+            sampled = sample(logits, known.sampling._replace(position=position)).to(torch.int32)
+            found.append(torch.where(has_block, sampled, NO_DRAFT))
+            token = sampled.clamp(min=0)
+        drafts.narrow(0, 0, known.first_row.shape[0]).copy_(torch.stack(found, 1))
+
+    return draft
 
 
 def num_accepted(known: DraftInput, last_tokens: Tensor) -> Tensor:

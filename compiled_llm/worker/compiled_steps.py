@@ -28,6 +28,7 @@ from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_addr
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import WorkerFailedError
+from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.step.kv_cache import of_states, split_by_window
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
@@ -40,6 +41,7 @@ from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.draft_stage import DraftStage, StepOutputs
 from compiled_llm.worker.head_stage import draft_stage
+from compiled_llm.worker.layer_skip_stage import LayerSkipStage
 from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
@@ -130,7 +132,22 @@ class CompiledSteps:
         self._config, self._transforms, self._dtype = config, transforms, dtype
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
-        self.drafting: DraftStage | None = None
+        self.drafting: DraftStage | LayerSkipStage | None = None
+        if num_layers := num_draft_layers(config.speculation, model_config):
+            self.drafting = LayerSkipStage(
+                config,
+                num_layers,
+                model_config,
+                limits,
+                device,
+                dtype,
+                weights=weights,
+                kv_cache=kv_cache,
+                windows=self._windows,
+                last_tokens=self.last_tokens,
+                tables=self.tables,
+                exact=self._exact_attention,
+            )
         if drafter is not None:
             self.drafting = draft_stage(
                 drafter[0],
@@ -177,7 +194,9 @@ class CompiledSteps:
     def hold(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
         """Take other caches in the place of those so far: see ``record_again``."""
         self.kv_cache = kv_cache
-        if self.drafting is not None:
+        if isinstance(self.drafting, LayerSkipStage):
+            self.drafting.hold(kv_cache)
+        elif self.drafting is not None:
             self.drafting.kv_cache = draft_cache
 
     def undo(self, bucket: Bucket) -> Callable[[], None]:
@@ -306,10 +325,10 @@ class CompiledSteps:
             self.kv_cache,
             self.pool_sizes,
             transforms=self._transforms,
-            drafter=None if self.drafting is None else (self.drafting.network, self.drafting.kv_cache),
+            drafter=(self.drafting.network, self.drafting.kv_cache) if isinstance(self.drafting, DraftStage) else None,
         )
         steps.compile(cache_dtypes, enforce_eager=True, num_workers=None, progress=StartProgress("off"))
-        if steps.drafting is not None and self.drafting is not None:
+        if isinstance(steps.drafting, DraftStage) and isinstance(self.drafting, DraftStage):
             steps.drafting.coverage = self.drafting.coverage
         return steps
 

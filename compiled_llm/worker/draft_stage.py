@@ -131,7 +131,7 @@ class DraftStage:
                 if len(table) == limits.max_model_len:
                     mark_sizes(table, sizes.positions)
         self._inputs = {
-            size: _DraftBuffers(size, network.num_tokens, limits, device, tables, numbers_rows=self._numbers_rows)
+            size: DraftBuffers(size, network.num_tokens, limits, device, tables, numbers_rows=self._numbers_rows)
             for size in limits.decode_bucket_sizes
         }
         self._prompts = {
@@ -295,8 +295,12 @@ class DraftStage:
         self._functions[self._name("draft_prompt", size)](*self._prompt_arguments(size))
 
 
-class _DraftBuffers:
-    """A ``DraftInput`` for ``num_requests``, as the host fills it and the graph reads it."""
+class DraftBuffers:
+    """A ``DraftInput`` for ``num_requests``, as the host fills it and the graph reads it.
+
+    Args:
+        num_windows: block tables of windows that it has besides.
+    """
 
     def __init__(
         self,
@@ -305,8 +309,9 @@ class _DraftBuffers:
         limits: EngineLimits,
         device: torch.device,
         tables: BlockTables | None,
+        num_windows: int = 0,
         *,
-        numbers_rows: bool,
+        numbers_rows: bool = False,
     ) -> None:
         self._limits, self._padding_row = limits, None if tables is None else tables.padding_row
         self._num_tokens = num_tokens
@@ -315,8 +320,11 @@ class _DraftBuffers:
             ("first_row", "num_samples", "position", "end", "token_row"), (each, torch.int32)
         )
         fields["token_ids"] = (num_requests, num_tokens + 1), torch.int32
-        name = "block_table" if tables is None else "table_rows"
-        fields[name] = ((num_requests, limits.blocks_per_request) if tables is None else each), torch.int32
+        self._tables = ["block_table", *(f"block_table {number}" for number in range(num_windows))]
+        if tables is None:
+            fields |= dict.fromkeys(self._tables, ((num_requests, limits.blocks_per_request), torch.int32))
+        else:
+            fields["table_rows"] = each, torch.int32
         fields |= {field.name: ((num_requests, *field.shape), field.dtype) for field in SAMPLING}
         if numbers_rows:
             fields["row_numbers"] = (num_requests * (num_tokens + 1),), torch.int32
@@ -327,10 +335,10 @@ class _DraftBuffers:
             blocks = [StepSizes.of(limits, device).blocks]
             for name, view in views.items():
                 first = DynamicSize("their first rows", 19) if name == "row_numbers" else requests
-                mark_sizes(view, first, *(blocks if name == "block_table" else []))
+                mark_sizes(view, first, *(blocks if name in self._tables else []))
         own: dict[str, Any] = {name: views.get(name) for name in DraftInput._fields}
-        if tables is not None:
-            own["block_table"] = tables.tensors[0]
+        of_all = [views[name] for name in self._tables] if tables is None else tables.tensors[: 1 + num_windows]
+        own["block_table"], own["window_tables"] = of_all[0], tuple(of_all[1:])
         sampling = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.input = DraftInput(**own | {"sampling": sampling})
         for arrays in self.buffers.all_arrays():
@@ -359,8 +367,9 @@ class _DraftBuffers:
         if self._padding_row is None:
             # As far as drafts may come; what is behind a request's own blocks is read, and never used.
             width = min(self._limits.blocks_per_request, int(positions.max() + 2 * self._num_tokens) // size + 1)
-            known = store.block_table[own, :width]
-            arrays["block_table"][:n, :width] = np.where(np.arange(width) < num_blocks[:, None], known, SINK_BLOCK)
+            is_own = np.arange(width) < num_blocks[:, None]
+            for name, known in zip(self._tables, store.tables, strict=False):
+                arrays[name][:n, :width] = np.where(is_own, known[own, :width], SINK_BLOCK)
         else:
             arrays["table_rows"][:n] = own
         for field in SAMPLING:

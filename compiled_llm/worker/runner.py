@@ -37,6 +37,7 @@ from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import LogprobColumns, StepResult, Worker, WorkerFacts
+from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
@@ -56,7 +57,7 @@ from compiled_llm.worker.device import (
     use_threads,
 )
 from compiled_llm.worker.draft_network import DraftPlan
-from compiled_llm.worker.draft_stage import Drafts, token_ids_of
+from compiled_llm.worker.draft_stage import Drafts, DraftStage, token_ids_of
 from compiled_llm.worker.memory import (
     TRIAL_BLOCKS,
     StartMemory,
@@ -238,6 +239,7 @@ class ModelRunner(Worker):
         if not config.enforce_eager or self.device.type != "cpu":  # else there is no code in it that this engine runs
             use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
+        num_draft_layers(config.speculation, model_config)  # refuses what cannot be, before weights are read
         self._draft = draft = (
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
@@ -541,7 +543,7 @@ class ModelRunner(Worker):
                 self._record_on(num_blocks)
             self.swap_space.rehearse(self.steps.cache_groups())
         of_drafter = None
-        if (drafting := self.steps.drafting) is not None:
+        if isinstance(drafting := self.steps.drafting, DraftStage):
             of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks)
         self.memory_ledger = memory.ledger(

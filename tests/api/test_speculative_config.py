@@ -25,6 +25,9 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "model": ("draft_model", ["", 3, None, Path("somewhere")]),
     "revision": ("draft_model", ["", 3]),
     "quantization": ("draft_model", ["", "int5", 8]),
+    "num_draft_layers": ("layer_skip", [0, 1024, 1.0, True, "1"]),
+    "lookahead_window": ("lookahead", [0, 8, 16, 1.0, True]),
+    "lookahead_ngram": ("lookahead", [1, 9, 2.0, True]),
 }
 
 
@@ -43,7 +46,7 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
         SpeculativeConfig(**{"method": REFUSED[name][0]} | _needed(REFUSED[name][0]) | {name: value})
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _) in REFUSED.items() if name.startswith(("prompt_", "suffix_"))])
+@pytest.mark.parametrize("name", [name for name in REFUSED if "_" in name and name != "num_speculative_tokens"])
 def test_a_field_of_another_method_is_refused_with_the_method_that_takes_it(name: str) -> None:
     other = "suffix" if REFUSED[name][0] == "ngram" else "ngram"
     with pytest.raises(ValueError, match=rf"^{name} must be left out with method '{other}' \(it belongs to '"):
@@ -51,9 +54,9 @@ def test_a_field_of_another_method_is_refused_with_the_method_that_takes_it(name
 
 
 def test_a_network_that_drafts_needs_graphs_of_the_engine() -> None:
-    config = {"method": "draft_model", "model": "somewhere"}
-    with pytest.raises(ValueError, match=r"^cuda_graphs must not be 'trees' with a network that drafts"):
-        EngineConfig(speculative_config=config, cuda_graphs="trees")
+    for config in ({"method": "draft_model", "model": "somewhere"}, {"method": "layer_skip"}):
+        with pytest.raises(ValueError, match=r"^cuda_graphs must not be 'trees' with a network that drafts"):
+            EngineConfig(speculative_config=config, cuda_graphs="trees")
     EngineConfig(speculative_config={"method": "ngram"}, cuda_graphs="trees")
 
 
@@ -62,7 +65,7 @@ def test_a_network_that_drafts_needs_graphs_of_the_engine() -> None:
     [
         (3, "speculative_config must be a SpeculativeConfig or a dict of its fields"),
         ([], "speculative_config must be a SpeculativeConfig or a dict of its fields"),
-        ({}, "speculative_config must have a method, one of ngram, suffix, .*, given {}"),
+        ({}, f"speculative_config must have a method, one of {', '.join(METHODS)}, given {{}}"),
         ({"adaptive": True}, "speculative_config must have a method"),
         ({5: 3}, "speculative_config must be"),
         ({"methd": "ngram"}, r"unknown field of speculative_config 'methd': did you mean 'method'\?"),
@@ -93,6 +96,14 @@ def test_defaults_are_those_of_vllm() -> None:
     assert (suffix.num_tokens, suffix.suffix_decoding_max_tree_depth) == (MOST_DRAFT_TOKENS, 24)
     assert (suffix.suffix_decoding_max_cached_requests, suffix.suffix_decoding_max_spec_factor) == (10_000, 1.0)
     assert (suffix.suffix_decoding_min_token_prob, suffix.prompt_lookup_min) == (0.1, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "window"), [({}, 7), ({"num_speculative_tokens": 3}, 3), ({"lookahead_window": 2}, 2)]
+)
+def test_a_lookahead_window_is_as_long_as_a_proposal(given: dict[str, int], window: int) -> None:
+    config = SpeculativeConfig(method="lookahead", **given)
+    assert (config.lookahead_window, config.lookahead_ngram) == (window, 4)
 
 
 def test_each_method_is_a_networks_or_drafts_on_the_host() -> None:

@@ -159,6 +159,8 @@ DRAFTED = Checks(
     load_torch=True,
 )
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
+LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
+LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
 NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
@@ -408,6 +410,42 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
+        "drafting.lookahead",
+        LOOKAHEAD,
+        """
+        guesses stay where they were when tokens came
+            _Lookahead.chain: first + place < len(self.guesses) => place < len(self.guesses)
+        the draft that was wrong is guessed again
+            _Lookahead.read: sampled[place + 1] => drafts[place]
+        n-grams of iterations take the place of the text's
+            _Lookahead.chain: of_text.get(last) or of_guesses.get(last) => of_guesses.get(last) or of_text.get(last)
+        n-grams are kept for ever
+            _put: len(pool) > MOST_NGRAMS => False
+        an iteration goes on from a token that was not guessed
+            _Lookahead.read: run and run[-1] == token => run
+        """,
+    ),
+    (
+        "scheduling.scheduler",
+        LOOKAHEAD,
+        """
+        what was sampled is taken for that of the position before
+            Scheduler._accept: start + 1 => start
+        """,
+    ),
+    (
+        "step.drafting",
+        LAYER_SKIP,
+        """
+        keys of drafts go to the slot of the token before
+            layer_skip_function.draft: position[:, None] => position[:, None] - 1
+        keys of drafts in windows go to the places of other blocks
+            layer_skip_function.draft: slots[1:] => slots[:1]
+        layers with a state draft
+            num_draft_layers: states and states[0] < count => False
+        """,
+    ),
+    (
         "step.drafting",
         NETWORKS,
         """
@@ -440,9 +478,9 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         prompts are not computed by the drafter
             DraftStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
         drafts go on behind the last block of a request
-            _DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
+            DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
         drafts have the rows of the requests before
-            _DraftBuffers.fill: (logits_rows.cumsum() - logits_rows)[places] => places
+            DraftBuffers.fill: (logits_rows.cumsum() - logits_rows)[places] => places
         """,
     ),
     (

@@ -3,6 +3,7 @@
 ``LIMITS`` of the fake engine: 4 requests, 16 tokens a step, blocks of 4 tokens, requests of up to 64 tokens.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,3 +293,38 @@ def test_a_request_of_one_token_takes_no_drafts() -> None:
     scheduler = drafting(20, "right")
     request = add_request(scheduler, "x", 3, 1)
     assert (request.takes_drafts, request.waits_for_tokens) == (False, False)
+
+
+# -- What is sampled behind wrong drafts
+
+
+class Reading(CheckedDrafter):
+    """Notes that it was told of every draft that counted, each at its position, and of no other."""
+
+    num_told = 0
+
+    def read_samples(self, request: Request, start: int, drafts: Sequence[int], sampled: Sequence[int]) -> None:
+        known = [*request.prompt_token_ids, *request.output_token_ids]
+        right = len(known) - start - 1
+        assert known[start:] == list(sampled[: right + 1])
+        assert drafts[:right] == list(sampled[:right])
+        assert right == len(drafts) or drafts[right] != sampled[right]
+        # Behind a wrong draft: what follows it.
+        for place in range(right, len(drafts)):
+            assert [sampled[place + 1]] == expected_tokens([*known[:start], *drafts[: place + 1]], 1)
+        self.num_told += len(drafts)
+
+
+@both_loops
+@kinds
+def test_a_source_that_asks_for_them_is_told_what_steps_sampled(kind: str, overlap: bool) -> None:
+    source = Reading(drafters(3)[kind], VOCABULARY)
+    scheduler = make_scheduler(14, source=source)
+    engine = FakeEngine(scheduler, overlap=overlap)
+    requests = [add_request(scheduler, f"{n}", length, 14) for n, length in enumerate([5, 12, 9, 3])]
+    engine.run()
+    for request in requests:
+        check_result(request)
+    assert scheduler.num_preemptions > 0
+    lost = scheduler.counts.num_draft_tokens - source.num_told
+    assert lost == 0 or (overlap and lost < source.num_told)

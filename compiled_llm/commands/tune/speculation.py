@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from compiled_llm.tuning.draft_replay import KnownRequest
     from compiled_llm.tuning.speculation import TraceLine
 
-_HOST_METHODS = tuple(method for method in METHODS if method not in NETWORK_METHODS)
+# Those that draft from tokens alone: what a model would draft or sample in passing is in no trace.
+_METHODS = tuple(method for method in METHODS if method not in (*NETWORK_METHODS, "lookahead"))
 _NO_OUTPUT = ("logprobs", "prompt_logprobs", "detokenize", "output_kind", "num_speculative_tokens")
 _LOOKUPS = [(1, 3), (2, 4), (3, 5), (5, 5)]
 
@@ -49,7 +50,7 @@ def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Say which method of drafting suits the work of earlier runs.")
     add = made.add_argument
     add("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="results of batch, or rows for it")
-    add("--methods", nargs="+", choices=_HOST_METHODS, default=list(_HOST_METHODS), help="to try (default: all)")
+    add("--methods", nargs="+", choices=_METHODS, default=list(_METHODS), help="from tokens alone (default: all)")
     tokens = "most drafts to try (default: 3 7 15)"
     add("--draft-tokens", type=int, nargs="+", default=[3, 7, 15], metavar="N", help=tokens)
     lookups = "lookups of ngram to try (default: 1-3 2-4 3-5 5-5)"
