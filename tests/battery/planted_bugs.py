@@ -467,11 +467,11 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a step without the drafter leaves no gap
             DraftCoverage.end_step: self._first_lacking[blocks[1:]] = 0 =>
         what the drafter lacks of a block is lost on the way to the host
-            DraftCoverage.begin_step: _move(output.swapped_out, device, host) =>
+            DraftCoverage.begin_step: move(output.swapped_out, device, host) =>
         what the drafter lacks of a copied block is not known
-            DraftCoverage.begin_step: _move(output.copies, device, device) =>
+            DraftCoverage.begin_step: move(output.copies, device, device) =>
         a token that the device alone knew is computed as token 0
-            DraftCoverage.begin_step: token_ids[ends[np.array(output.feedback) >= 0] - 1] = _UNKNOWN =>
+            DraftCoverage.begin_step: token_ids[ends[np.array(output.feedback) >= 0] - 1] = UNKNOWN =>
         """,
     ),
     (
