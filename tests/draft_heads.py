@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ HEAD_CONFIG: dict[str, Any] = {
 }
 
 
-def eagle3_tensors(seed: int = 0, *, draft_vocab: int = 307, taps: int = 3) -> dict[str, Tensor]:
+def eagle3_tensors(
+    seed: int = 0, *, draft_vocab: int = 307, taps: int = 3, config: Mapping[str, Any] = HEAD_CONFIG
+) -> dict[str, Tensor]:
     """Tensors of a head by the names of the authors' layout."""
     generator = torch.Generator().manual_seed(seed)
-    c = HEAD_CONFIG
+    c = config
     d, heads, kv_heads, h = (c[x] for x in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -70,14 +72,22 @@ def write_head(directory: Path, config: dict[str, Any], tensors: dict[str, Tenso
     return str(directory)
 
 
-def write_eagle3(directory: Path, target: Path, layer_ids: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> str:
-    """A head of random weights for the checkpoint ``target``, whose head it takes: so it is right now and then."""
-    target_tensors = load_file(target / "model.safetensors")
-    tensors = eagle3_tensors(seed) | {"lm_head.weight": target_tensors["lm_head.weight"].float()}
-    tensors["norm.weight"] = target_tensors["model.norm.weight"].float()
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 307, **HEAD_CONFIG}
-    config["eagle_aux_hidden_state_layer_ids"] = list(layer_ids)
-    return write_head(directory, config, tensors)
+def write_eagle3(directory: Path, target: Path) -> str:
+    """A head of random weights for the checkpoint ``target``, whose embedding and head it shares."""
+    of_target = json.loads((target / "config.json").read_text())
+    count = of_target["num_hidden_layers"]
+    config = HEAD_CONFIG | {name: of_target[name] for name in ("hidden_size", "vocab_size")}
+    tensors = eagle3_tensors(config=config, draft_vocab=config["vocab_size"])
+    del tensors["lm_head.weight"]
+    return write_head(
+        directory, {**config, "eagle_aux_hidden_state_layer_ids": [count // 2, count - 1, count]}, tensors
+    )
+
+
+def write_medusa(directory: Path, target: Path) -> str:
+    """Heads of random weights for the checkpoint ``target``, whose head makes their logits."""
+    size = json.loads((target / "config.json").read_text())["hidden_size"]
+    return write_head(directory, {"medusa_num_heads": 4, "medusa_num_layers": 1}, medusa_tensors(4, 1, size=size))
 
 
 class Eagle3Reference:
@@ -93,6 +103,7 @@ class Eagle3Reference:
         self.head = self.tensors.get("lm_head.weight", self.model.lm_head.weight)
         self.embedding = self.tensors.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
         self._seen: dict[int, Tensor] = {}
+        self._known: list[tuple[tuple[int, ...], Tensor]] = []  # tokens, and what ``fc`` gives of them
         for number, module in enumerate([*self.model.model.layers, self.model.model.norm]):
             module.register_forward_pre_hook(functools.partial(self._note, number), with_kwargs=True)
 
@@ -103,14 +114,7 @@ class Eagle3Reference:
     def drafts(self, token_ids: Sequence[int], count: int, params: SamplingParams, seed: int) -> tuple[int, ...]:
         """The ``count`` tokens that are drafted after ``token_ids``."""
         tokens = list(token_ids)
-        self.model(torch.tensor([tokens]))
-        taken = [self._seen[number][0] for number in self.config["eagle_aux_hidden_state_layer_ids"]]
-        if self.config.get("fc_norm"):
-            taken = [self._norm(x, f"fc_norm.{number}") for number, x in enumerate(taken)]
-        hidden = torch.cat(taken, 1)
-        if self.config.get("norm_before_fc"):
-            hidden = self._norm(hidden, "input_norm")
-        features = (hidden @ self.tensors["fc.weight"].T)[:-1]  # of the last token nothing is known yet
+        features = self._features(tuple(token_ids))[:-1]  # of the last token nothing is known yet
         for _ in range(count):
             out = self._rows(features, torch.tensor(tokens[1:]))[-1:]
             normed = self._norm(out, "norm")
@@ -122,6 +126,20 @@ class Eagle3Reference:
             tokens.append(self._sampled(logits, params, seed, len(tokens)))
             features = torch.cat((features, normed if self.config.get("norm_output") else out))
         return tuple(tokens[len(token_ids) :])
+
+    def _features(self, token_ids: tuple[int, ...]) -> Tensor:
+        for tokens, features in self._known:
+            if tokens[: len(token_ids)] == token_ids:
+                return features[: len(token_ids)]
+        self.model.model(torch.tensor([token_ids]))
+        taken = [self._seen[number][0] for number in self.config["eagle_aux_hidden_state_layer_ids"]]
+        if self.config.get("fc_norm"):
+            taken = [self._norm(x, f"fc_norm.{number}") for number, x in enumerate(taken)]
+        hidden = torch.cat(taken, 1)
+        if self.config.get("norm_before_fc"):
+            hidden = self._norm(hidden, "input_norm")
+        self._known.append((token_ids, hidden @ self.tensors["fc.weight"].T))
+        return self._known[-1][1]
 
     def _rows(self, features: Tensor, token_ids: Tensor) -> Tensor:
         """Outputs ``[T, D]`` of rows of features ``[T, D]`` and the tokens after them."""
@@ -172,11 +190,12 @@ def sampled_as(logits: Tensor, params: SamplingParams, seed: int, position: int)
     return int(sample(logits, SamplingInput(*row)))
 
 
-def medusa_tensors(num_heads: int = 3, num_blocks: int = 2, *, bias: bool = True, seed: int = 0) -> dict[str, Tensor]:
+def medusa_tensors(
+    num_heads: int = 3, num_blocks: int = 2, *, bias: bool = True, seed: int = 0, size: int = 112
+) -> dict[str, Tensor]:
     """Heads of random weights by the names of the authors' layout, without matrices that make logits."""
     generator = torch.Generator().manual_seed(seed)
-    d = HEAD_CONFIG["hidden_size"]
-    tensors = {}
+    d, tensors = size, {}
     for head in range(num_heads):
         for block in range(num_blocks):
             tensors[f"{head}.{block}.linear.weight"] = torch.randn(d, d, generator=generator) * d**-0.5
@@ -190,12 +209,17 @@ class MedusaReference:
 
     def __init__(self, tensors: dict[str, Tensor], num_blocks: int, target: Path) -> None:
         self.tensors, self.num_blocks = tensors, num_blocks
+        self._known: list[tuple[tuple[int, ...], Tensor]] = []
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def drafts(self, token_ids: Sequence[int], count: int, params: SamplingParams, seed: int) -> tuple[int, ...]:
         """The ``count`` tokens that are drafted after ``token_ids``, of which the last was sampled in the same step."""
-        hidden = self.model.model(torch.tensor([list(token_ids[:-1])])).last_hidden_state[0, -1:]
+        known = next((hidden for tokens, hidden in self._known if tokens[: len(token_ids)] == tuple(token_ids)), None)
+        if known is None:
+            known = self.model.model(torch.tensor([list(token_ids)])).last_hidden_state[0]
+            self._known.append((tuple(token_ids), known))
+        hidden = known[len(token_ids) - 2][None]
         drafts = []
         for head in range(count):
             x = hidden
