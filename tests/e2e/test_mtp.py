@@ -42,7 +42,7 @@ def goes_on_alone(one: Drafted, sequences: Iterable[list[int]], block_size: int 
     )
 
 
-def case(name: str, engine: str, count: int = 200, *, battery: bool = True) -> Any:
+def case(name: str, engine: str, count: int = 80, *, battery: bool = True) -> Any:
     return pytest.param(name, engine, count, id=f"{name}-{engine}", marks=pytest.mark.battery if battery else ())
 
 
@@ -59,7 +59,7 @@ def test_outputs_are_those_without_it_and_it_drafts_what_it_should(
     name: str, engine: str, count: int, tmp_path: Path
 ) -> None:
     arguments = SMALL | ENGINES[engine]
-    model = str(guessing_checkpoint(name, tmp_path / "model", 0.05))
+    model = str(guessing_checkpoint(name, tmp_path / "model", 0.02))
     work, aborted = random_work(random.Random(7), count), frozenset(range(5, count, 11))
     with CompiledEngine(model, **arguments) as without:
         wanted = serve(without, plain(work), aborted)
