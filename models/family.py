@@ -13,7 +13,7 @@ from compiled_llm.models.layers.attention import AttentionSpec, Spec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized, StoredLinear
 from compiled_llm.models.quantized.plan import GENERAL
-from compiled_llm.models.quantized.scheme import StoredPart, usual_dtypes
+from compiled_llm.models.quantized.scheme import FLOATS, StoredPart, usual_dtypes
 from compiled_llm.models.reader import Wanted, WantedCodes
 from compiled_llm.models.rope_config import Rope, read_partial_rope, read_rope
 from compiled_llm.models.weights import ModelWeights, Source
@@ -102,7 +102,8 @@ class _ShapeReader:
     def tensor(self, wanted: Wanted) -> Tensor:
         assert wanted.name not in self.taken, f"{wanted.name} is taken twice"
         self.taken[wanted.name] = wanted.shape
-        self.stored[wanted.name] = StoredPart((wanted.shape,))
+        whole = wanted.dtype is not None and not wanted.dtype.is_floating_point
+        self.stored[wanted.name] = StoredPart((wanted.shape,), (torch.int64, torch.int32) if whole else FLOATS)
         return torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device="meta")
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:

@@ -16,7 +16,9 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import own_checkout
 import numpy as np
@@ -90,7 +92,13 @@ def agreement(student: torch.nn.Module, teacher: torch.nn.Module, windows: torch
     return {"same_likeliest_token": round(same / total, 4), "shared_probability": round(shared / total, 4)}
 
 
-def train(student: torch.nn.Module, teacher: torch.nn.Module, documents: list[list[int]], args: argparse.Namespace):
+def train(
+    student: torch.nn.Module,
+    teacher: torch.nn.Module,
+    documents: list[list[int]],
+    args: argparse.Namespace,
+    distance: Callable[..., torch.Tensor] = distance,
+) -> dict[str, Any]:
     """Train for the budget of wall time; the learning rate follows the share of it that has passed."""
     trained = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

@@ -93,6 +93,7 @@ class Eagle3Reference:
         self.head = self.tensors.get("lm_head.weight", self.model.lm_head.weight)
         self.embedding = self.tensors.get("embed_tokens.weight", self.model.model.embed_tokens.weight)
         self._seen: dict[int, Tensor] = {}
+        self._known: list[tuple[tuple[int, ...], Tensor]] = []  # tokens, and what ``fc`` gives of them
         for number, module in enumerate([*self.model.model.layers, self.model.model.norm]):
             module.register_forward_pre_hook(functools.partial(self._note, number), with_kwargs=True)
 
@@ -103,14 +104,7 @@ class Eagle3Reference:
     def drafts(self, token_ids: Sequence[int], count: int, params: SamplingParams, seed: int) -> tuple[int, ...]:
         """The ``count`` tokens that are drafted after ``token_ids``."""
         tokens = list(token_ids)
-        self.model(torch.tensor([tokens]))
-        taken = [self._seen[number][0] for number in self.config["eagle_aux_hidden_state_layer_ids"]]
-        if self.config.get("fc_norm"):
-            taken = [self._norm(x, f"fc_norm.{number}") for number, x in enumerate(taken)]
-        hidden = torch.cat(taken, 1)
-        if self.config.get("norm_before_fc"):
-            hidden = self._norm(hidden, "input_norm")
-        features = (hidden @ self.tensors["fc.weight"].T)[:-1]  # of the last token nothing is known yet
+        features = self._features(tuple(token_ids))[:-1]  # of the last token nothing is known yet
         for _ in range(count):
             out = self._rows(features, torch.tensor(tokens[1:]))[-1:]
             normed = self._norm(out, "norm")
@@ -122,6 +116,20 @@ class Eagle3Reference:
             tokens.append(self._sampled(logits, params, seed, len(tokens)))
             features = torch.cat((features, normed if self.config.get("norm_output") else out))
         return tuple(tokens[len(token_ids) :])
+
+    def _features(self, token_ids: tuple[int, ...]) -> Tensor:
+        for tokens, features in self._known:
+            if tokens[: len(token_ids)] == token_ids:
+                return features[: len(token_ids)]
+        self.model.model(torch.tensor([token_ids]))
+        taken = [self._seen[number][0] for number in self.config["eagle_aux_hidden_state_layer_ids"]]
+        if self.config.get("fc_norm"):
+            taken = [self._norm(x, f"fc_norm.{number}") for number, x in enumerate(taken)]
+        hidden = torch.cat(taken, 1)
+        if self.config.get("norm_before_fc"):
+            hidden = self._norm(hidden, "input_norm")
+        self._known.append((token_ids, hidden @ self.tensors["fc.weight"].T))
+        return self._known[-1][1]
 
     def _rows(self, features: Tensor, token_ids: Tensor) -> Tensor:
         """Outputs ``[T, D]`` of rows of features ``[T, D]`` and the tokens after them."""
@@ -190,12 +198,17 @@ class MedusaReference:
 
     def __init__(self, tensors: dict[str, Tensor], num_blocks: int, target: Path) -> None:
         self.tensors, self.num_blocks = tensors, num_blocks
+        self._known: list[tuple[tuple[int, ...], Tensor]] = []
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def drafts(self, token_ids: Sequence[int], count: int, params: SamplingParams, seed: int) -> tuple[int, ...]:
         """The ``count`` tokens that are drafted after ``token_ids``, of which the last was sampled in the same step."""
-        hidden = self.model.model(torch.tensor([list(token_ids[:-1])])).last_hidden_state[0, -1:]
+        known = next((hidden for tokens, hidden in self._known if tokens[: len(token_ids)] == tuple(token_ids)), None)
+        if known is None:
+            known = self.model.model(torch.tensor([list(token_ids)])).last_hidden_state[0]
+            self._known.append((tuple(token_ids), known))
+        hidden = known[len(token_ids) - 2][None]
         drafts = []
         for head in range(count):
             x = hidden

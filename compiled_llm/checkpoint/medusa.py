@@ -31,7 +31,7 @@ def medusa_config(config: Mapping[str, Any], names: Collection[str] | None, targ
         head_names = [f"{head}.{blocks}" for head in range(count)]
     else:
         block_names = [[f"blocks.{head}.layers.{block}" for block in range(blocks)] for head in range(count)]
-        head_names = [f"lm_heads.{head}" for head in range(count)]
+        head_names = ["lm_head"] if config.get("original_lm_head") else [f"lm_heads.{head}" for head in range(count)]
     names = names if names is not None else [f"{name}.weight" for name in head_names]
     if not any(f"{name}.weight" in names for name in head_names):
         head_names = []

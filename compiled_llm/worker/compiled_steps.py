@@ -104,17 +104,13 @@ class CompiledSteps:
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
-        self._taps = () if drafter is None else drafter[0].taps
-        self.taken: Tensor | None = None
-        if self._taps:
-            self.taken = torch.zeros(num_tokens, len(self._taps) * model_config.hidden_size, dtype=dtype, device=device)
-        for tensor in (self.last_tokens, self.hidden, *([] if self.taken is None else [self.taken])):
+        for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
         sizes = StepSizes.of(limits, device, self.uses_trees)
         mark_sizes(self.last_tokens, sizes.most_rows)
         mark_sizes(self.hidden, sizes.most_tokens)
-        if self.taken is not None:
-            mark_sizes(self.taken, sizes.most_tokens)
+        self._taps = () if drafter is None else drafter[0].taps
+        self.taken = _buffer_of_taps(self.hidden, len(self._taps), sizes) if self._taps else None
         for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
@@ -143,11 +139,7 @@ class CompiledSteps:
                 dtype,
                 vocab_size=model_config.vocab_size,
                 kv_cache=drafter[1],
-                step=StepOutputs(
-                    self.last_tokens,
-                    self.hidden if self.taken is None else self.taken,
-                    {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()},
-                ),
+                step=self._outputs(),
                 tables=self.tables,
                 exact=self._exact_attention,
             )
@@ -158,6 +150,10 @@ class CompiledSteps:
         self._builds: BackgroundBuilds | None = None  # while functions are uncompiled that will not stay so
         self._ready_time = 0.0
         self._last_report: CompileReport | None = None  # once closed
+
+    def _outputs(self) -> StepOutputs:
+        slots = {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()}
+        return StepOutputs(self.last_tokens, self.hidden if self.taken is None else self.taken, slots)
 
     @property
     def nbytes(self) -> int:
@@ -462,3 +458,10 @@ class CompiledSteps:
             self.run(bucket, SamplingNeeds(sampling=True, changed_logits=True, logprobs=True))
         if self.drafting is not None:
             self.drafting.run_largest()
+
+
+def _buffer_of_taps(hidden: Tensor, count: int, sizes: StepSizes) -> Tensor:
+    """For what so many taps read of as many tokens as ``hidden`` has."""
+    taken = hidden.new_zeros(len(hidden), count * hidden.shape[1])
+    mark_static_address(taken)
+    return mark_sizes(taken, sizes.most_tokens)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models import llama
-from compiled_llm.models.draft_heads.family import HeadFamily
+from compiled_llm.models.draft_heads.family import HeadFamily, checked_ids
 from compiled_llm.models.family import Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionWeights, attended, attention
@@ -72,6 +72,7 @@ def take(config: Eagle3Config, source: Source) -> Weights:
     if config.draft_vocab_size != config.vocab_size:
         offsets = source.tensor("d2t", (config.draft_vocab_size,), dtype=torch.int64)
         token_ids = offsets + torch.arange(config.draft_vocab_size, device=offsets.device)
+        token_ids = checked_ids("d2t", token_ids, config.vocab_size)
     norms = {"input_norm": len(config.layer_ids) * width} if config.norm_before_fc else {}
     norms |= {f"fc_norm.{i}": width for i in range(len(config.layer_ids))} if config.fc_norm else {}
     others = [llama.take_layer(config, source, f"layers.{i}") for i in range(1, config.num_layers)]

@@ -63,3 +63,10 @@ def prefix_of(config: ModelConfig) -> str:
     """``HeadFamily.prefix``; "" for all but heads."""
     family = family_of(config)
     return family.prefix(config) if isinstance(family, HeadFamily) else ""
+
+
+def checked_ids(name: str, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """``token_ids`` of the tensor ``name``. ``ValueError`` where one is no token of the model."""
+    if not token_ids.is_meta and len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+        raise ValueError(f"{name} must have ids of tokens, 0 to {vocab_size - 1}, given others: the file is damaged")
+    return token_ids

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.draft_heads.family import HeadFamily
+from compiled_llm.models.draft_heads.family import HeadFamily, checked_ids
 from compiled_llm.models.family import Layers
 from compiled_llm.models.layers.residual import Norm, Residual
 from compiled_llm.models.linears.fused import activated_linear
@@ -40,7 +40,7 @@ class MedusaConfig(ModelConfig):
 class Weights(NamedTuple):
     embedding: None
     layers: tuple[tuple[Linear, ...], ...]  # of each head its blocks, [D, D]
-    heads: tuple[Linear, ...]  # [draft_vocab_size, D] each; none: ``head``
+    heads: tuple[Linear, ...]  # [draft_vocab_size, D] each; one: all have it; none: ``head``
     token_ids: Tensor | None  # [draft_vocab_size] int64, of their outputs; None: those of the model
     head: Linear | None = None  # [V, D], the model's own
     final_norm: Norm | None = None  # the model's own
@@ -50,12 +50,14 @@ class Weights(NamedTuple):
 def take(config: MedusaConfig, source: Source) -> Weights:
     """The weights."""
     d, size = config.hidden_size, config.draft_vocab_size
-    is_mapped = size != config.vocab_size
+    token_ids = None
+    if size != config.vocab_size:
+        token_ids = checked_ids("token_map", source.tensor("token_map", (size,), dtype=torch.int64), config.vocab_size)
     return Weights(
         None,
         tuple(tuple(source.linear(StoredLinear(x, d, d, config.bias)) for x in names) for names in config.block_names),
         tuple(source.linear(StoredLinear(name, size, d, role="head")) for name in config.head_names),
-        source.tensor("token_map", (size,), dtype=torch.int64) if is_mapped else None,
+        token_ids,
     )
 
 
@@ -78,7 +80,7 @@ def logits_of(weights: Weights, number: int, x: Tensor, config: MedusaConfig) ->
     """Logits ``[R, V]`` of head ``number``; of tokens that it cannot draft, minus infinity."""
     for block in weights.layers[number]:
         x = x + activated_linear(x, block, "silu", gated=False)
-    head = weights.heads[number] if weights.heads else weights.head
+    head = weights.heads[min(number, len(weights.heads) - 1)] if weights.heads else weights.head
     assert head is not None
     logits = head.apply(x)
     if weights.token_ids is None:

@@ -62,7 +62,7 @@ def test_a_network_that_drafts_needs_graphs_of_the_engine() -> None:
     [
         (3, "speculative_config must be a SpeculativeConfig or a dict of its fields"),
         ([], "speculative_config must be a SpeculativeConfig or a dict of its fields"),
-        ({}, "speculative_config must have a method, one of ngram, suffix, .*, given {}"),
+        ({}, "speculative_config must have a method, one of ngram, suffix, draft_model, eagle3, medusa, mtp, given {}"),
         ({"adaptive": True}, "speculative_config must have a method"),
         ({5: 3}, "speculative_config must be"),
         ({"methd": "ngram"}, r"unknown field of speculative_config 'methd': did you mean 'method'\?"),
