@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ HEAD_CONFIG: dict[str, Any] = {
 }
 
 
-def eagle3_tensors(seed: int = 0, *, draft_vocab: int = 307, taps: int = 3) -> dict[str, Tensor]:
+def eagle3_tensors(
+    seed: int = 0, *, draft_vocab: int = 307, taps: int = 3, config: Mapping[str, Any] = HEAD_CONFIG
+) -> dict[str, Tensor]:
     """Tensors of a head by the names of the authors' layout."""
     generator = torch.Generator().manual_seed(seed)
-    c = HEAD_CONFIG
+    c = config
     d, heads, kv_heads, h = (c[x] for x in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -70,14 +72,22 @@ def write_head(directory: Path, config: dict[str, Any], tensors: dict[str, Tenso
     return str(directory)
 
 
-def write_eagle3(directory: Path, target: Path, layer_ids: tuple[int, ...] = (0, 1, 2), seed: int = 0) -> str:
-    """A head of random weights for the checkpoint ``target``, whose head it takes: so it is right now and then."""
-    target_tensors = load_file(target / "model.safetensors")
-    tensors = eagle3_tensors(seed) | {"lm_head.weight": target_tensors["lm_head.weight"].float()}
-    tensors["norm.weight"] = target_tensors["model.norm.weight"].float()
-    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 307, **HEAD_CONFIG}
-    config["eagle_aux_hidden_state_layer_ids"] = list(layer_ids)
-    return write_head(directory, config, tensors)
+def write_eagle3(directory: Path, target: Path) -> str:
+    """A head of random weights for the checkpoint ``target``, whose embedding and head it shares."""
+    of_target = json.loads((target / "config.json").read_text())
+    count = of_target["num_hidden_layers"]
+    config = HEAD_CONFIG | {name: of_target[name] for name in ("hidden_size", "vocab_size")}
+    tensors = eagle3_tensors(config=config, draft_vocab=config["vocab_size"])
+    del tensors["lm_head.weight"]
+    return write_head(
+        directory, {**config, "eagle_aux_hidden_state_layer_ids": [count // 2, count - 1, count]}, tensors
+    )
+
+
+def write_medusa(directory: Path, target: Path) -> str:
+    """Heads of random weights for the checkpoint ``target``, whose head makes their logits."""
+    size = json.loads((target / "config.json").read_text())["hidden_size"]
+    return write_head(directory, {"medusa_num_heads": 4, "medusa_num_layers": 1}, medusa_tensors(4, 1, size=size))
 
 
 class Eagle3Reference:
@@ -180,11 +190,12 @@ def sampled_as(logits: Tensor, params: SamplingParams, seed: int, position: int)
     return int(sample(logits, SamplingInput(*row)))
 
 
-def medusa_tensors(num_heads: int = 3, num_blocks: int = 2, *, bias: bool = True, seed: int = 0) -> dict[str, Tensor]:
+def medusa_tensors(
+    num_heads: int = 3, num_blocks: int = 2, *, bias: bool = True, seed: int = 0, size: int = 112
+) -> dict[str, Tensor]:
     """Heads of random weights by the names of the authors' layout, without matrices that make logits."""
     generator = torch.Generator().manual_seed(seed)
-    d = HEAD_CONFIG["hidden_size"]
-    tensors = {}
+    d, tensors = size, {}
     for head in range(num_heads):
         for block in range(num_blocks):
             tensors[f"{head}.{block}.linear.weight"] = torch.randn(d, d, generator=generator) * d**-0.5

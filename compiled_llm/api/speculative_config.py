@@ -73,9 +73,11 @@ class SpeculativeConfig:
             "suffix": what most often followed the longest run of last tokens, in the request and in recent outputs of
             others (SuffixDecoding, Oliaro et al., 2024, arXiv:2411.04975).
             "draft_model": what a smaller model of the same vocabulary samples, with the random numbers of the model.
-            "mtp": the same of the layer for the token after the next that the model's own checkpoint has.
+            "eagle3": what an EAGLE-3 head samples so, which reads the model's hidden states (Li et al., 2025,
+            arXiv:2503.01840). "medusa": what Medusa heads do (Cai et al., 2024, arXiv:2401.10774).
+            "mtp": the same of the layer in the model's own checkpoint that guesses the token after the next.
         num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 15. None: 7 by "ngram", 15 by
-            "suffix", 4 by "draft_model", 2 by "mtp".
+            "suffix", 4 by "draft_model", 3 by "eagle3" and "medusa", 2 by "mtp".
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
@@ -88,8 +90,9 @@ class SpeculativeConfig:
             0.1.
         model: by "draft_model": a directory, a .gguf file or a hub id, of a checkpoint in which each token has the id
             that it has in the model. It runs in the model's dtype, and has a KV cache of its own in the model's blocks.
-        revision: by "draft_model": branch, tag or commit of a hub id. None: the main branch.
-        quantization: by "draft_model": as the engine argument of this name, of the draft model. None: the checkpoint's.
+            By "eagle3" and "medusa": a directory or hub id of such heads for this model.
+        revision: of these: branch, tag or commit of a hub id. None: the main branch.
+        quantization: of these: as the engine argument of this name. None: the checkpoint's.
     """
 
     method: str

@@ -99,7 +99,7 @@ class DraftStage:
         exact: see ``AttentionSpec``.
     """
 
-    _draft_function = staticmethod(draft_model_function)
+    _draft_function: Callable[..., Any] = staticmethod(draft_model_function)
     _prompt_function = staticmethod(draft_prompt_function)
     _numbers_rows = False  # whether it has ``DraftInput.row_numbers``
 

@@ -160,6 +160,7 @@ DRAFTED = Checks(
 )
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
+HEADS = Checks(("tests/worker/test_head_coverage.py", "tests/e2e/test_draft_heads.py"), load_torch=True)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
@@ -412,9 +413,49 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         NETWORKS,
         """
         a network goes on from the token after the last right draft but one
-            _accepted: known.first_row + num_accepted => known.first_row
+            draft_model_function: known.first_row + accepted => known.first_row
         a draft is compared with itself on the device
-            _accepted: known.token_ids[:, place + 1] => known.token_ids[:, place]
+            num_accepted: known.token_ids[:, place + 1] => known.token_ids[:, place]
+        """,
+    ),
+    (
+        "step.head_drafting",
+        HEADS,
+        """
+        a feature is that of the token after
+            features_at: slots % size => (slots + 1) % size
+        drafts that were right are not computed anew
+            _accepted_rows: place = number - (ends - counts)[owner] => place = accepted[owner]
+        a row stands at the token after its own
+            _accepted_rows: known.position[owner] - 1 + place => known.position[owner] + place
+        a head drafts after the first row of a step
+            draft_head_function: (ends - 1).clamp(min=0) => (ends - 1 - accepted).clamp(min=0)
+        Medusa heads read the row of the first token
+            draft_medusa_function: known.token_row + accepted => known.token_row
+        all drafts have the noise of the first
+            draft_head_function: features, position = feed_back(weights, rows, model_config), position + 1
+                => features, position = feed_back(weights, rows, model_config), position
+        """,
+    ),
+    (
+        "worker.head_coverage",
+        HEADS,
+        """
+        a block that another token follows is taken as it is
+            HeadCoverage.begin_step: ends[device[blocks] != self._token_ids[row, ends]] => ends[:0]
+        followers stay behind when blocks are copied
+            HeadCoverage.begin_step: move(output.copies, device, device) =>
+        a row takes its own token for the one that follows
+            HeadCoverage.tokens: super().tokens(row, start + 1, end + 1) => super().tokens(row, start, end)
+        """,
+    ),
+    (
+        "worker.head_stage",
+        HEADS,
+        """
+        features are not kept while nothing is drafted
+            HeadStage.run: self._functions[self._features_name(bucket)](*self._feature_arguments(bucket)) =>
+                output.drafts_next and self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
         """,
     ),
     (
@@ -426,11 +467,11 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a step without the drafter leaves no gap
             DraftCoverage.end_step: self._first_lacking[blocks[1:]] = 0 =>
         what the drafter lacks of a block is lost on the way to the host
-            DraftCoverage.begin_step: _move(output.swapped_out, device, host) =>
+            DraftCoverage.begin_step: move(output.swapped_out, device, host) =>
         what the drafter lacks of a copied block is not known
-            DraftCoverage.begin_step: _move(output.copies, device, device) =>
+            DraftCoverage.begin_step: move(output.copies, device, device) =>
         a token that the device alone knew is computed as token 0
-            DraftCoverage.begin_step: token_ids[ends[np.array(output.feedback) >= 0] - 1] = _UNKNOWN =>
+            DraftCoverage.begin_step: token_ids[ends[np.array(output.feedback) >= 0] - 1] = UNKNOWN =>
         """,
     ),
     (

@@ -7,12 +7,14 @@ takes, and nothing else.
 import dataclasses
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from tests.draft_heads import write_eagle3, write_medusa
 from tests.drafted_runs import facts
 from tests.families import checkpoint
 
@@ -20,7 +22,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4, "num_speculative_tokens": 5},
     "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.0, "num_speculative_tokens": 15},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 4},
+    "medusa": {"method": "medusa", "num_speculative_tokens": 4},
 }
+SMALL_METHODS = ("ngram", "suffix", "draft_model")  # heads: tests/e2e/test_draft_heads.py
+HEADS = {"eagle3": write_eagle3, "medusa": write_medusa}  # of random weights
 # By the model, the one that drafts for it.
 DRAFT_MODELS = {None: str(DEMO_MODEL), "lfm2": "llama"}
 SIZES: dict[str, Any] = {
@@ -154,7 +160,7 @@ def compare(work: Work, plain: dict[str, RequestOutput], drafted: dict[str, Requ
         *(pytest.param(name, 275, id=f"full-{name}", marks=pytest.mark.battery) for name in ENGINES),
     ],
 )
-def test_the_same_as_without(engine: str, count: int, battery_counts: Counter[str]) -> None:
+def test_the_same_as_without(engine: str, count: int, battery_counts: Counter[str], tmp_path: Path) -> None:
     arguments = {**SIZES, **ENGINES[engine]}
     model = arguments.pop("model", None)
     if model is not None:
@@ -164,12 +170,15 @@ def test_the_same_as_without(engine: str, count: int, battery_counts: Counter[st
         has_text = plain_engine.tokenizer is not None
         work = random_work(rng, count, has_text=has_text, vocab_size=plain_engine.model_config.vocab_size)
         plain = serve(plain_engine, work, random.Random(1))
-    for method in METHODS:
+    for method in METHODS if count > 100 else SMALL_METHODS:
         for adaptive in (False, True) if count > 100 else (method == "suffix",):
             config = {**METHODS[method], "adaptive": adaptive}
             if method == "draft_model":
                 drafting = DRAFT_MODELS[model]
                 config["model"] = drafting if model is None else str(checkpoint(drafting))
+            elif method in HEADS:
+                target = DEMO_MODEL if model is None else checkpoint(model)
+                config["model"] = HEADS[method](tmp_path / method, target)
             with CompiledEngine(**arguments, speculative_config=config) as drafting_engine:
                 drafted_work = [(prompt, _with_drafts(asks, index)) for index, (prompt, asks) in enumerate(work)]
                 drafted = serve(drafting_engine, drafted_work, random.Random(2))
