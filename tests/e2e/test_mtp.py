@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.worker.memory import num_bytes
@@ -42,7 +43,7 @@ def goes_on_alone(one: Drafted, sequences: Iterable[list[int]], block_size: int 
     )
 
 
-def case(name: str, engine: str, count: int = 200, *, battery: bool = True) -> Any:
+def case(name: str, engine: str, count: int = 80, *, battery: bool = True) -> Any:
     return pytest.param(name, engine, count, id=f"{name}-{engine}", marks=pytest.mark.battery if battery else ())
 
 
@@ -59,7 +60,7 @@ def test_outputs_are_those_without_it_and_it_drafts_what_it_should(
     name: str, engine: str, count: int, tmp_path: Path
 ) -> None:
     arguments = SMALL | ENGINES[engine]
-    model = str(guessing_checkpoint(name, tmp_path / "model", 0.05))
+    model = str(guessing_checkpoint(name, tmp_path / "model", 0.02))
     work, aborted = random_work(random.Random(7), count), frozenset(range(5, count, 11))
     with CompiledEngine(model, **arguments) as without:
         wanted = serve(without, plain(work), aborted)
@@ -138,3 +139,18 @@ def test_its_memory_is_in_the_ledger_and_embedding_and_head_are_the_models(tmp_p
     size = num_bytes(layer) + num_bytes(own.projection) + 3 * 112 * 4
     assert ledger.bytes_of("drafter's weights") == size
     assert ledger.bytes_of("drafter's KV pool") == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_function_is_one_graph(name: str, tmp_path: Path) -> None:
+    """As Dynamo explains them, which traces a function and compiles nothing."""
+    model = str(guessing_checkpoint(name, tmp_path / "model", 0.02))
+    with CompiledEngine(model, **SMALL | {"num_kv_blocks": 24}, speculative_config=CONFIG) as engine:
+        drafting = engine.own_runner.steps.drafting
+        assert drafting is not None
+        parts = list({part.name: part for part in drafting._parts()}.values())
+        assert {part.name for part in parts} == {"draft_features", "draft_prompt", "draft"}
+        for part in parts:
+            explained = torch._dynamo.explain(part.recipe())(*part.arguments())
+            assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
