@@ -132,34 +132,7 @@ class CompiledSteps:
         self._config, self._transforms, self._dtype = config, transforms, dtype
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
-        self.drafting: DraftStage | LayerSkipStage | None = None
-        if num_layers := num_draft_layers(config.speculation, model_config):
-            self.drafting = LayerSkipStage(
-                config,
-                num_layers,
-                model_config,
-                limits,
-                device,
-                dtype,
-                weights=weights,
-                kv_cache=kv_cache,
-                windows=self._windows,
-                last_tokens=self.last_tokens,
-                tables=self.tables,
-                exact=self._exact_attention,
-            )
-        if drafter is not None:
-            self.drafting = draft_stage(
-                drafter[0],
-                limits,
-                device,
-                dtype,
-                vocab_size=model_config.vocab_size,
-                kv_cache=drafter[1],
-                step=self._outputs(),
-                tables=self.tables,
-                exact=self._exact_attention,
-            )
+        self.drafting = self._drafting(drafter)
         self._graph_pool = graph_pool
         self._slot = 0  # of the tokens of the last step
         self._host_tokens: tuple[Tensor, Tensor] | None = None
@@ -171,6 +144,28 @@ class CompiledSteps:
     def _outputs(self) -> StepOutputs:
         slots = {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()}
         return StepOutputs(self.last_tokens, self.hidden if self.taken is None else self.taken, slots)
+
+    def _drafting(self, drafter: tuple[DraftNetwork, KVCache] | None) -> DraftStage | LayerSkipStage | None:
+        """What drafts behind each step: ``drafter``, the first layers of the model, or nothing."""
+        limits, device = self.limits, self.device
+        shared: dict[str, Any] = {"tables": self.tables, "exact": self._exact_attention}
+        if drafter is not None:
+            network, kv_cache = drafter
+            vocab_size = self.model_config.vocab_size
+            return draft_stage(
+                network, limits, device, self._dtype,
+                vocab_size=vocab_size, kv_cache=kv_cache, step=self._outputs(), **shared,
+            )  # fmt: skip
+        num_layers = num_draft_layers(self._config.speculation, self.model_config)
+        if not num_layers:
+            return None
+        of_model: dict[str, Any] = {
+            "weights": self.weights, "kv_cache": self.kv_cache, "windows": self._windows,
+            "last_tokens": self.last_tokens,
+        }  # fmt: skip
+        return LayerSkipStage(
+            self._config, num_layers, self.model_config, limits, device, self._dtype, **of_model, **shared
+        )
 
     @property
     def nbytes(self) -> int:

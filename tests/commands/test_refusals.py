@@ -87,6 +87,8 @@ REFUSED = {
     "tune speculation --trace t --prompt-lookups 4-2": "must be MIN-MAX within 1-16, as 2-4",
     "tune speculation --trace t --max-requests 0": "--max-requests must be at least 1",
     "tune speculation --trace t --methods eagle": "must be one of ngram, suffix",
+    "tune speculation --trace t --methods lookahead": "must be one of ngram, suffix, given 'lookahead'",
+    "tune speculation --trace t --methods ngram layer_skip": "must be one of ngram, suffix, given 'layer_skip'",
     "tune speculation --trace t --temperature -1": "temperature",
     'tune speculation --trace t --speculative-config {"method":"ngram"}': "--speculative-config must be left out",
     "tune attention": "no CUDA GPU here",
