@@ -34,6 +34,7 @@ class StepInput(NamedTuple):
     table_rows: Tensor | None = None  # [R] on a GPU: where the tables of all requests have those of this step's
     plans: tuple[DecodePlan, ...] = ()  # of a decode on a GPU, for ``AttentionSpec.plan``; the step makes them
     states: StateRows | None = None  # of models that have layers with a state
+    adapter_slots: Tensor | None = None  # [T] where the adapter of each token's request lies; 0: it has none
 
 
 class LayerCache(NamedTuple):
