@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.models.linears.fused import activated_linear
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantizing import ROUTERS
@@ -40,7 +41,7 @@ class Adapted(NamedTuple):
 
     def apply(self, x: Tensor) -> Tensor:
         assert self.slots is not None, "see with_slots"
-        y = self.plain.apply(x)
+        y = activated_linear(x, self.plain)
         add_lora(y, x, self.slots, self.changes)
         return y
 
