@@ -28,6 +28,11 @@ class HostAdapters:
         self._known: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()  # by digest
         self._lock = threading.Lock()
 
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers that adapters may change."""
+        return list(self._places)
+
     def get(self, request: LoRARequest) -> Adapter:
         """The adapter of a request, read if it is not here. Any thread may ask.
 

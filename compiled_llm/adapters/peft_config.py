@@ -92,7 +92,9 @@ class PeftConfig:
             by_root,
             {key: _rank(path, "rank_pattern", value) for key, value in _patterns(path, fields, "rank_pattern")},
             {key: _alpha(path, "alpha_pattern", value) for key, value in _patterns(path, fields, "alpha_pattern")},
-            None if isinstance(targets, str) or fields.get("layers_pattern") else _names(path, fields, "target_modules"),
+            None
+            if isinstance(targets, str) or fields.get("layers_pattern")
+            else _names(path, fields, "target_modules"),
             () if isinstance(fields.get("exclude_modules"), str) else _names(path, fields, "exclude_modules"),
             _layers(path, fields.get("layers_to_transform")),
         )
@@ -147,7 +149,9 @@ def _names(path: Path, fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def _layers(path: Path, value: Any) -> tuple[int, ...]:
     layers = [value] if isinstance(value, int) else value or []
     if not isinstance(layers, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in layers):
-        raise ValueError(f"{path}: layers_to_transform must be an integer, a list of these or null, given {shown(value)}")
+        raise ValueError(
+            f"{path}: layers_to_transform must be an integer, a list of these or null, given {shown(value)}"
+        )
     return tuple(layers)
 
 

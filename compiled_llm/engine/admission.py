@@ -123,7 +123,9 @@ class Admission:
         self._check(params)
         adapter = self._adapter(lora_request)
         if score_start is not None:  # the last token is not computed, since nothing follows it
-            return PreparedRequest(encoded, params, frozenset(), len(token_ids) - 1, [None], [None], score_start, adapter)
+            return PreparedRequest(
+                encoded, params, frozenset(), len(token_ids) - 1, [None], [None], score_start, adapter
+            )
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= frozenset(self._model_config.eos_token_ids)
@@ -175,7 +177,9 @@ class Admission:
         if lora_request is None:
             return None
         if self._adapters is None:
-            raise UnservableError("lora_request must be None unless the engine has enable_lora=True, given a LoRARequest")
+            raise UnservableError(
+                "lora_request must be None unless the engine has enable_lora=True, given a LoRARequest"
+            )
         return self._adapters.get(lora_request)
 
     def _check(self, params: SamplingParams) -> None:

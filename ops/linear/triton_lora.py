@@ -59,7 +59,9 @@ def expand_kernel(
     if tl.max(own.to(tl.int32), 0) > 0:
         place = tl.arange(0, TILES * 16)
         tile, ranked = first + place // 16, tl.arange(0, 16)
-        b_tile = b + ((slot.to(tl.int64) * num_tiles + tile[None, :]) * RANK + ranked[:, None]) * 16 + place[None, :] % 16
+        b_tile = (
+            b + ((slot.to(tl.int64) * num_tiles + tile[None, :]) * RANK + ranked[:, None]) * 16 + place[None, :] % 16
+        )
         tiles_before = 0
         for part in tl.static_range(PARTS):
             start, end = tl.load(starts + part), tl.load(starts + part + 1)

@@ -141,4 +141,6 @@ def test_refuses_a_slot_that_there_is_not() -> None:
 
 def test_registration() -> None:
     w = weights((32, 16), 64, 16, torch.float32)
-    torch.library.opcheck(torch.ops.compiled_llm.add_lora, (*problem(5, w), *w), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.compiled_llm.add_lora, (*problem(5, w), *w), test_utils=("test_schema", "test_faketensor")
+    )
