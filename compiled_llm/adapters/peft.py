@@ -1,4 +1,4 @@
-"""An adapter as PEFT publishes it: its tensors, checked against the base model, as the slots of the layers take them."""
+"""An adapter as PEFT publishes it: its tensors, checked against the base model, as the layers' slots take them."""
 
 import hashlib
 import os
@@ -97,7 +97,7 @@ def read_adapter(name: str, directory: Path, places: Mapping[str, Place], most_r
         for part in (layer, repr(scale), str(tuple(a.shape)), str(dtype)):
             digest.update(f"{part}\n".encode())
         for tensor in (a, b):
-            digest.update(tensor.view(torch.uint8).numpy())
+            digest.update(tensor.view(torch.uint8).numpy().data)
         changes[layer] = _as_slots_take_it(a, b, scale, place.part)
     return Adapter(name, digest.hexdigest(), changes)
 
@@ -137,7 +137,7 @@ def _layers_of(path: Path, modules: Iterable[str], layers: Collection[str]) -> d
         ends = sorted({name.rpartition(".")[2] for name in layers})
         raise ValueError(
             f"{path}: changes modules that are no linear layers of this model which adapters may change: "
-            f"{listed(unknown)}. These are {', '.join(ends)}: embeddings, heads, routers, experts and products of "
+            f"{listed(unknown)}. Those are {', '.join(ends)}; embeddings, heads, routers, experts and products of "
             f"single heads are not among them. Load the adapter's own base model, or {MERGE}"
         )
     return found
@@ -151,8 +151,8 @@ def _check_complete(config: PeftConfig, modules: Mapping[str, str], layers: Iter
     lacking = [name for name in layers if name not in has and config.names(within + _stripped(name))]
     if lacking:
         raise ValueError(
-            f"{config.path}: target_modules names modules without tensors in {TENSORS_FILE}: {listed(lacking)}: save or "
-            "download the adapter again"
+            f"{config.path}: target_modules names modules without tensors in {TENSORS_FILE}: {listed(lacking)}: save "
+            "or download the adapter again"
         )
 
 
@@ -166,8 +166,8 @@ def _check_shapes(
             raise ValueError(f"{path}: {tensor.name} must be in {', '.join(_DTYPES)}, found {tensor.dtype:.20}")
         if tensor.shape != shape:
             raise ValueError(
-                f"{path}: {tensor.name} must be {list(shape)}, by the base model and the rank {rank} that {CONFIG_FILE} "
-                f"says, found {list(tensor.shape)}: load the adapter's own base model, or save the adapter again"
+                f"{path}: {tensor.name} must be {list(shape)}, by the base model and the rank {rank} of {CONFIG_FILE}, "
+                f"found {list(tensor.shape)}: load the adapter's own base model, or save the adapter again"
             )
     if rank > most_rank:
         raise ValueError(

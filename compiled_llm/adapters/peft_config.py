@@ -69,17 +69,17 @@ class PeftConfig:
                 raise ValueError(f"{path}: {name} must not be set, given {shown(value)}. This is {_REFUSED[name]}")
             if name not in _READ | _NOT_NEEDED | _REFUSED.keys() and _is_set(value):
                 raise ValueError(
-                    f"{path}: {shown(name)} is a field that is not known here, given {shown(value)}: it may change what "
-                    f"the adapter computes. {MERGE[0].upper()}{MERGE[1:]}"
+                    f"{path}: {shown(name)} is a field that is not known here, given {shown(value)}: it may change "
+                    f"what the adapter computes. {MERGE[0].upper()}{MERGE[1:]}"
                 )
         if fields.get("bias", "none") != "none":
             raise ValueError(f"{path}: bias must be 'none', given {shown(fields['bias'])}: {MERGE}")
         start = fields.get("init_lora_weights", True)
         if not any(start is one or (isinstance(start, str) and start == one) for one in _STARTS):
             raise ValueError(
-                f"{path}: init_lora_weights must be one of {', '.join(map(repr, _STARTS))}, given {shown(start)}, which "
-                "changes the base model's weights: convert it with path_initial_model_for_weight_conversion of PEFT's "
-                "save_pretrained"
+                f"{path}: init_lora_weights must be one of {', '.join(map(repr, _STARTS))}, given {shown(start)}, "
+                "which changes the base model's weights: convert it with path_initial_model_for_weight_conversion of "
+                "PEFT's save_pretrained"
             )
         by_root = fields.get("use_rslora") or False
         if not isinstance(by_root, bool):

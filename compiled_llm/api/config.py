@@ -117,10 +117,10 @@ class EngineConfig:
         speculative_config: let steps verify drafted tokens, which changes no output: a ``SpeculativeConfig``, or a dict
             of its fields such as ``{"method": "ngram", "num_speculative_tokens": 7}``. None: no drafts. See
             docs/speculation.md.
-        enable_lora: serve requests with LoRA adapters over the model, each with its own or none; see docs/lora.md.
+        enable_lora: serve requests with LoRA adapters, each with its own or none; see docs/lora.md.
         max_loras: with ``enable_lora``: most adapters of the requests that run at once. None: 8.
-        max_lora_rank: with ``enable_lora``: the largest rank of an adapter; memory is set aside for ``max_loras`` of it.
-            None: 16.
+        max_lora_rank: with ``enable_lora``: the largest rank of an adapter; memory is set aside for ``max_loras`` of
+            them. None: 16.
         max_cpu_loras: with ``enable_lora``: most adapters that stay in host memory while no request uses them. None: as
             ``max_loras``.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.

@@ -102,8 +102,8 @@ class RunningSet:
     def admit(self, request: Request, output: SchedulerOutputBuilder) -> bool:
         """Move a waiting request to the running ones, with blocks for all its tokens.
 
-        False where there is no room, and where it is held back for a block that another request will fill, or for a slot
-        of its adapter.
+        False where there is no room, and where it is held back for a block that another request will fill, or for a
+        slot of its adapter.
         """
         if not self.adapters.may_enter(request):
             self.waiting.remove(request)

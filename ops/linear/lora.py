@@ -2,15 +2,17 @@
 
     y[t] += B[s] @ (A[s] @ x[t]) * scale[s]        s = slots[t] - 1; a row whose slot is 0 stays as it is
 
-LoRA (Hu et al., 2021, arXiv:2106.09685), many adapters in one batch (Punica, arXiv:2310.18547; S-LoRA, arXiv:2311.03285).
+LoRA: Hu et al., 2021, arXiv:2106.09685; many adapters in a batch: Punica, arXiv:2310.18547, S-LoRA, arXiv:2311.03285.
 A layer may compute several parts at once, such as queries, keys and values: each has an A and a B of its own.
 
-Letters: T rows, K inputs, N outputs of all parts, S slots, P parts, R the largest rank, a multiple of 16. The outputs of B
-lie in tiles of 16, the last tile of each part filled up with zeros, so that a kernel reads B from its beginning to its end:
+Letters: T rows, K inputs, N outputs of all parts, S slots, P parts, R the largest rank, a multiple of 16. The outputs
+of B lie in tiles of 16, the last tile of each part filled up with zeros, so that a kernel reads B from its beginning to
+its end:
 
     b[s, tile of part p, r, j] = B[s, p][16 * tile + j, r]
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -57,7 +59,7 @@ def _tiles(outputs: int) -> int:
 
 
 def add_lora(y: Tensor, x: Tensor, slots: Tensor, weights: LoraWeights) -> Tensor:
-    """Add to each row of ``y`` what the adapter of its slot changes; both sums are in float32, in the order of their terms.
+    """Add to each row of ``y`` what the adapter of its slot changes; both sums are in float32, in one order.
 
     A row is computed by itself: its bits depend neither on the other rows nor on their slots. ``A x * scale`` is not
     rounded; ``y`` is rounded once. Where no row has a slot, nothing is read but ``slots``.
@@ -86,7 +88,7 @@ def add_lora_reference(
     for slot in range(len(a)):
         rows = (slots == slot + 1).nonzero()[:, 0]
         tile = 0
-        for part, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for part, (start, end) in enumerate(itertools.pairwise(bounds)):
             rank, count = int(ranks[slot, part]), _tiles(end - start)
             own = b[slot, tile : tile + count, :rank].transpose(1, 2).flatten(0, 1)[: end - start]
             tile += count

@@ -1,9 +1,9 @@
 """Low-rank changes on the GPU: two Triton kernels and their launches. ``lora.py`` says what is computed.
 
-A program has a tile of rows and a slot, and computes the rows of that slot among them; mostly there are none, and it ends
-after one look at the slots. So rows need no order, and no list of them is made. A row's sums are its own, in one order:
-over the inputs in steps of one size, then over the ranks; tiles have 16 rows whatever the step has, so the instructions
-are the same ones.
+A program has a tile of rows and a slot, and computes the rows of that slot among them; mostly there are none, and it
+ends after one look at the slots. So rows need no order, and no list of them is made. A row's sums are its own, in one
+order: over the inputs in steps of one size, then over the ranks; tiles have 16 rows whatever the step has, so the
+instructions are the same ones.
 """
 
 import torch
@@ -52,7 +52,7 @@ def expand_kernel(
     y, slots, b, ranks, starts, shrunk, num_rows, num_tiles, stride_y, PARTS: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """``y[t] += B[s] shrunk[t]`` for a tile of rows, a slot and some tiles of outputs, which may be of several parts."""
+    """``y[t] += B[s] shrunk[t]`` for a tile of rows, a slot and some tiles of outputs, of one part or several."""
     slot, first = tl.program_id(1), tl.program_id(2) * TILES
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     own = tl.load(slots + rows, mask=rows < num_rows, other=0) == slot + 1

@@ -1,5 +1,7 @@
 """Low-rank changes: every instruction set against the reference, rows in any company, the op's registration."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ def exact(y: Tensor, x: Tensor, slots: Tensor, w: LoraWeights) -> Tensor:
     y, bounds = y.double(), w.starts.tolist()
     for row, slot in enumerate(slots.tolist()):
         tile = 0
-        for part, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for part, (start, end) in enumerate(itertools.pairwise(bounds)):
             count = -(-(end - start) // 16)
             rank = int(w.ranks[slot - 1, part])
             if slot and rank:
