@@ -28,6 +28,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.adapted import Adaptable, change_bytes
+from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
@@ -244,12 +245,7 @@ class ModelRunner(Worker):
         self._draft = draft = (
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
-        self._taken = self.linears
-        self.adapters: HostAdapters | None = None
-        if self.limits.max_loras:
-            adaptable = Adaptable(self.linears, self.limits.max_loras, config.lora_rank)
-            self._taken = adaptable
-            self.adapters = HostAdapters(adaptable.places, config.lora_rank, config.host_loras)
+        self._taken, self.adapters = _with_adapters(self.linears, config)
         builds = self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
@@ -563,6 +559,14 @@ class ModelRunner(Worker):
         )
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
         return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress)
+
+
+def _with_adapters(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, HostAdapters | None]:
+    """The kind of linear layer that adapters may change, and where these are; ``linears`` and None without any."""
+    if not config.enable_lora:
+        return linears, None
+    adaptable = Adaptable(linears, config.lora_slots, config.lora_rank)
+    return adaptable, HostAdapters(adaptable.places, config.lora_rank, config.host_loras)
 
 
 def _columns(rows: LogprobRows, count: int) -> LogprobColumns:
