@@ -83,8 +83,8 @@ def test_refused_by_name(name: str, value: object) -> None:
 def test_adapters() -> None:
     config = EngineConfig(enable_lora=True)
     assert (config.lora_slots, config.lora_rank, config.host_loras) == (8, 16, 8)
-    assert limits(config).max_loras == 8
-    assert limits(EngineConfig()).max_loras == 0
+    assert limits(enable_lora=True).max_loras == 8
+    assert limits().max_loras == 0
     config = EngineConfig(enable_lora=True, max_loras=2, max_lora_rank=64, max_cpu_loras=100)
     assert (config.lora_slots, config.lora_rank, config.host_loras) == (2, 64, 100)
     with pytest.raises(ValueError, match="model_process must be False with enable_lora=True"):

@@ -81,7 +81,7 @@ def expected(engine: CompiledEngine, adapters: list[LoRARequest | None]) -> list
     return found
 
 
-@pytest.mark.parametrize("name", marked(EVERY_CONFIG, ["llama-biases", "gpt2", "gpt-neox-in-turn"]))
+@pytest.mark.parametrize("name", marked(EVERY_CONFIG, ["gpt2", "gpt-neox-in-turn"]))
 def test_log_probabilities_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
     """All layers that adapters may change, ranks and alphas by pattern, and the root of the rank."""
     model = transformers_model(name)
@@ -127,9 +127,14 @@ def test_company_changes_no_bit(
     [
         ({"token_bucket_sizes": (16,), "max_loras": 3}, False),
         ({"num_kv_blocks": 12, "preemption_mode": "recompute"}, True),
-        ({"num_kv_blocks": 12, "preemption_mode": "swap", "swap_space_bytes": 2**20, "max_loras": 3}, True),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, False),
-        ({"max_loras": 1, "enable_prefix_caching": False}, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.battery)
+            for case in (
+                ({"num_kv_blocks": 12, "preemption_mode": "swap", "swap_space_bytes": 2**20, "max_loras": 3}, True),
+                ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, False),
+                ({"max_loras": 1, "enable_prefix_caching": False}, False),
+            )
+        ),
     ],
     ids=["chunks", "preempted", "swapped", "drafts", "one slot"],
 )
@@ -139,6 +144,17 @@ def test_chunks_preemptions_and_drafts_change_no_bit(
     with CompiledEngine(str(checkpoint(MODEL)), **{"dtype": "bfloat16", **SIZES, **LORA, **changes}) as engine:
         assert results(engine, adapters) == expected
         assert (engine.stats().num_preemptions > 0) == preempts
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("quantization", ["int8", "int4_w4a8"])
+def test_quantised_weights_and_cache(quantization: str, adapters: list[LoRARequest | None]) -> None:
+    arguments = {**SIZES, **LORA, "quantization": quantization, "kv_cache_dtype": "int8"}
+    with CompiledEngine(str(checkpoint(MODEL)), dtype="bfloat16", **arguments) as engine:
+        together = results(engine, adapters)
+        for i in range(len(PROMPTS)):
+            engine.reset_prefix_cache()
+            assert results(engine, adapters, range(i, i + 1)) == together[i : i + 1]
 
 
 def test_without_adapters_it_is_the_engine_without_them(engine: CompiledEngine) -> None:
