@@ -11,6 +11,7 @@ from compiled_llm.system import clock as _clock  # noqa: F401 - it takes the tim
 
 if TYPE_CHECKING:
     from compiled_llm.api.config import EngineConfig as EngineConfig
+    from compiled_llm.api.lora_request import LoRARequest as LoRARequest
     from compiled_llm.api.outputs import CompletionOutput as CompletionOutput
     from compiled_llm.api.outputs import EngineStats as EngineStats
     from compiled_llm.api.outputs import Logprob as Logprob
@@ -53,6 +54,7 @@ _HOMES = {
     "EngineStats": "api.outputs",
     "Field": "step.logits_transforms",
     "GraphReport": "compiling.report",
+    "LoRARequest": "api.lora_request",
     "LogitsContext": "step.logits_transforms",
     "LogitsTransform": "step.logits_transforms",
     "Logprob": "api.outputs",

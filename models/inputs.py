@@ -35,6 +35,7 @@ class StepInput(NamedTuple):
     plans: tuple[DecodePlan, ...] = ()  # of a decode on a GPU, for ``AttentionSpec.plan``; the step makes them
     states: StateRows | None = None  # of models that have layers with a state
     features: Tensor | None = None  # [T, F] of networks that draft from a model's hidden states
+    adapter_slots: Tensor | None = None  # [T] where the adapter of each token's request lies; 0: it has none
 
 
 class LayerCache(NamedTuple):

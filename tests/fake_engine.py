@@ -123,6 +123,7 @@ def make_request(
     cache_salt: str = "",
     keeps_blocks: bool = False,
     most_cached_tokens: int | None = None,
+    adapter: str = "",
 ) -> Request:
     """A request for the fake model. A number as ``prompt`` stands for that many tokens that no other request has.
 
@@ -139,6 +140,7 @@ def make_request(
         arrival_time=0.0,
         priority=priority,
         cache_salt=cache_salt,
+        adapter=adapter,
         scored_token_ids=() if most_cached_tokens is None else token_ids,
         num_scored=0 if most_cached_tokens is None else most_cached_tokens + 1,
         keeps_blocks=keeps_blocks,
@@ -160,7 +162,8 @@ def make_child(
     computed = min(parent.num_computed_tokens, len(known))
     assert not own or num_shared is None or num_shared >= computed, "it has other tokens computed"
     prompt = [*known[:num_shared], *own]
-    return make_request(name, prompt, max_tokens, stop, parent.priority, parent.cache_salt, keeps_blocks)
+    of_parent = parent.priority, parent.cache_salt
+    return make_request(name, prompt, max_tokens, stop, *of_parent, keeps_blocks, adapter=parent.adapter)
 
 
 def hash_of(text: str) -> int:
@@ -168,34 +171,37 @@ def hash_of(text: str) -> int:
 
 
 class Context:
-    """The tokens up to a position, as a chain of hashes: equal exactly where all tokens before are equal."""
+    """The tokens up to a position, as a chain of hashes: equal exactly where all tokens before are equal.
+
+    And where the same adapter has computed them.
+    """
 
     @staticmethod
-    def after(before: int, token_id: int) -> int:
-        return hash((before, token_id))
+    def after(before: int, token_id: int, adapter: str = "") -> int:
+        return hash((before, token_id, hash_of(adapter))) if adapter else hash((before, token_id))
 
     @staticmethod
     def next_token(context: int) -> int:
         return context % VOCABULARY
 
 
-def contexts_of(tokens: list[int]) -> list[int]:
+def contexts_of(tokens: list[int], adapter: str = "") -> list[int]:
     """The context at each of the first tokens of a text."""
     contexts: list[int] = []
     for token_id in tokens:
-        contexts.append(Context.after(contexts[-1] if contexts else 0, token_id))
+        contexts.append(Context.after(contexts[-1] if contexts else 0, token_id, adapter))
     return contexts
 
 
-def expected_tokens(prompt: list[int], count: int) -> list[int]:
+def expected_tokens(prompt: list[int], count: int, adapter: str = "") -> list[int]:
     """What the fake model generates after ``prompt``."""
     context = 0
     for token_id in prompt:
-        context = Context.after(context, token_id)
+        context = Context.after(context, token_id, adapter)
     tokens = []
     for _ in range(count):
         tokens.append(Context.next_token(context))
-        context = Context.after(context, tokens[-1])
+        context = Context.after(context, tokens[-1], adapter)
     return tokens
 
 
@@ -244,11 +250,11 @@ class FakeWindow:
             self.written[-1].add(slot)
             self.slots[slot] = contexts[position]
 
-    def compute_sinks(self, request_id: RequestId, tokens: list[int], num_dropped: int) -> None:
+    def compute_sinks(self, request_id: RequestId, tokens: list[int], num_dropped: int, adapter: str) -> None:
         assert self.stream is not None
         assert len(tokens) == self.stream.sink_tokens
         self.num_dropped[request_id] = num_dropped
-        self.write(request_id, 0, contexts_of(tokens))
+        self.write(request_id, 0, contexts_of(tokens, adapter))
 
     def check(self, request_id: RequestId, start: int, contexts: list[int]) -> None:
         seen = range(max(0, start - self.window + 1), len(contexts))
@@ -332,6 +338,8 @@ class FakeRunner:
         self.host: dict[int, dict[int, int]] = {}
         self.tables: dict[RequestId, list[int]] = {}
         self.sampled: list[int] = []
+        self.adapters: dict[int, str] = {0: ""}  # by slot
+        self.slot_of: dict[RequestId, int] = {}
         self.written: deque[set[tuple[int, int]]] = deque()  # slots, by each step whose results are not in
 
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -347,9 +355,11 @@ class FakeRunner:
             self.tables.clear()
         for request_id in output.released_request_ids:
             del self.tables[request_id]
-        for request_id, *_ in output.admissions:
+        self.adapters |= dict(output.adapter_loads)
+        for request_id, *_, slot in output.admissions:
             assert request_id not in self.tables
             self.tables[request_id] = []
+            self.slot_of[request_id] = slot
         for request_id, start, blocks in output.table_updates:
             assert start <= len(self.tables[request_id])
             assert SINK_BLOCK not in blocks
@@ -364,8 +374,9 @@ class FakeRunner:
             if output.feedback[index] >= 0:
                 tokens[-1] = self.sampled[output.feedback[index]]
             if index in dict(output.moved_sinks):
+                adapter = self.adapters[self.slot_of[request_id]]
                 for window in self.windows:
-                    window.compute_sinks(request_id, tokens, dict(output.moved_sinks)[index])
+                    window.compute_sinks(request_id, tokens, dict(output.moved_sinks)[index], adapter)
                 continue
             step.append((request_id, start, tokens))
             for position in range(start, start + count):
@@ -412,6 +423,7 @@ class FakeRunner:
             self.slots.pop(slot, None)
         self.written.clear()
         self.host.clear()
+        self.adapters = {0: ""}
         for window in self.windows:
             window.forget()
         if self.states is not None:
@@ -442,7 +454,8 @@ class FakeRunner:
             assert None not in found, "a slot is read that nobody wrote to"
             chain: list[int] = found  # type: ignore[assignment]
             for token_id in tokens:
-                chain.append(Context.after(chain[-1] if chain else 0, token_id))
+                adapter = self.adapters[self.slot_of[request_id]]
+                chain.append(Context.after(chain[-1] if chain else 0, token_id, adapter))
             contexts[request_id] = chain
             for position in range(start, start + len(tokens)):
                 fresh[table[position // size], position % size] = chain[position]
@@ -542,7 +555,7 @@ class FakeEngine:
 def check_result(request: Request) -> None:
     """The tokens of a finished request are the fake model's, as many as its finish reason says."""
     count = len(request.output_token_ids)
-    assert request.output_token_ids == expected_tokens(request.prompt_token_ids, count)
+    assert request.output_token_ids == expected_tokens(request.prompt_token_ids, count, request.adapter)
     if request.finish_reason == "length":
         assert len(request.prompt_token_ids) + count == request.max_num_tokens
     elif request.finish_reason == "stop":

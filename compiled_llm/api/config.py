@@ -117,6 +117,12 @@ class EngineConfig:
         speculative_config: let steps verify drafted tokens, which changes no output: a ``SpeculativeConfig``, or a dict
             of its fields such as ``{"method": "ngram", "num_speculative_tokens": 7}``. None: no drafts. See
             docs/speculation.md.
+        enable_lora: serve requests with LoRA adapters, each with its own or none; see docs/lora.md.
+        max_loras: with ``enable_lora``: most adapters of the requests that run at once. None: 8.
+        max_lora_rank: with ``enable_lora``: the largest rank of an adapter; memory is set aside for ``max_loras`` of
+            them. None: 16.
+        max_cpu_loras: with ``enable_lora``: most adapters that stay in host memory while no request uses them. None: as
+            ``max_loras``.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
         max_request_id_length: most characters of a ``request_id``.
@@ -178,6 +184,10 @@ class EngineConfig:
     wait_for_compile: bool = True
     num_threads: int | None = None
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
+    enable_lora: bool = False
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    max_cpu_loras: int | None = None
     max_logprobs: int = 20
     max_queued_requests: int = 100_000
     max_request_id_length: int = 256
@@ -268,10 +278,21 @@ class EngineConfig:
             )
         if self.attention_sink_tokens:
             self._check_sinks()
+        self._check_lora()
         if self.target_itl_ms is not None and not self.enable_chunked_prefill:
             raise ValueError(
                 "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
                 f"given {self.target_itl_ms!r}"
+            )
+
+    def _check_lora(self) -> None:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            if not self.enable_lora and getattr(self, name) is not None:
+                raise ValueError(f"{name} must be None without enable_lora=True, given {getattr(self, name)}")
+        if self.enable_lora and self.model_process:
+            raise ValueError(
+                "model_process must be False with enable_lora=True (adapters are read in the engine's process), given "
+                "True"
             )
 
     def _check_sinks(self) -> None:
@@ -296,6 +317,21 @@ class EngineConfig:
         """``speculative_config``, once it is no dict any more."""
         assert not isinstance(self.speculative_config, dict)
         return self.speculative_config
+
+    @property
+    def lora_rank(self) -> int:
+        """The largest rank of an adapter."""
+        return self.max_lora_rank or 16
+
+    @property
+    def lora_slots(self) -> int:
+        """Adapters that a step may have; 0: none are served."""
+        return (self.max_loras or 8) if self.enable_lora else 0
+
+    @property
+    def host_loras(self) -> int:
+        """Adapters that stay in host memory without a request."""
+        return self.max_cpu_loras or self.lora_slots
 
     @property
     def waits_for_compile(self) -> bool:
@@ -326,6 +362,9 @@ _INTEGERS = {
     "compile_workers": (0, 1024),
     "num_threads": (1, 1024),
     "max_logprobs": (0, 1000),
+    "max_loras": (1, 1024),
+    "max_lora_rank": (1, 512),
+    "max_cpu_loras": (1, 2**20),
     "max_queued_requests": (1, 2**31 - 1),
     "max_request_id_length": (1, 2**20),
     "max_grammar_bytes": (2**20, 2**48),
@@ -367,6 +406,7 @@ class EngineLimits:
     draft_lens: tuple[int, ...] = (1,)  # tokens a request, on average, that decode buckets have room for; from 1
     mixes_lens: bool = False  # whether drafts may be in the place of other requests' tokens in all decode buckets
     stream: Stream | None = None  # where requests keep sink tokens and a window
+    max_loras: int = 0  # adapters that a step may have
     max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
 
     @property
@@ -462,6 +502,7 @@ class EngineLimits:
             decode_bucket_sizes=tuple(decode),
             token_bucket_sizes=tuple(sorted(ladder)),
             chunked_prefill=config.enable_chunked_prefill,
+            max_loras=config.lora_slots,
             max_tokens_beside_decodes=beside_decodes,
             stream=stream if stream is not None and stream.sink_tokens else None,
         )

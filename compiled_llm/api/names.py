@@ -62,7 +62,9 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "give speculative_config, a dict with method and num_speculative_tokens": (
             "speculative_model num_speculative_tokens speculative_method"
         ),
-        "there is none: merge the adapter into the checkpoint": "enable_lora lora_modules max_loras max_lora_rank",
+        "give lora_request to generate(), chat() and the others": "lora_modules",
+        "there is none: adapters are kept in the dtype of the model": "lora_dtype",
+        "there is none: an engine runs on one device, with all of an adapter": "fully_sharded_loras",
         "there is none: the engine serves text": "limit_mm_per_prompt mm_processor_kwargs",
         "there is none: the engine generates text": "task runner",
         "give max_num_batched_tokens or target_itl_ms, which bound a step": "max_num_partial_prefills",
@@ -106,8 +108,7 @@ SAMPLING_PARAMETERS: Mapping[str, str] = _by_name(
         "call engine.stream(prompt)": "stream",
         "there is none: the text is what the tokenizer decodes": "spaces_between_special_tokens",
         "there is none: logprobs are dicts by token id": "flat_logprobs",
-        "give it to generate() or add_request()": "priority",
-        "there is none: merge the adapter into the checkpoint": "lora_request",
+        "give it to generate() or add_request()": "priority lora_request",
         'give it with the prompt: {"prompt": ..., "cache_salt": ...}': "cache_salt",
         "give chat(..., chat_template_kwargs={'enable_thinking': ...})": "enable_thinking",
     }

@@ -5,8 +5,11 @@ import hashlib
 import time
 from collections.abc import Sequence
 
+from compiled_llm.adapters.host_adapters import HostAdapters
+from compiled_llm.adapters.peft import Adapter
 from compiled_llm.api.argument_checks import UnservableError
 from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.api.lora_request import LoRARequest, check_lora_request
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.constraints.mask_maker import MaskMaker
@@ -38,6 +41,7 @@ class PreparedRequest:
         masks: one for each completion; None where every token may follow.
         texts: one for each completion; None where nothing is decoded.
         score_start: index of the first token of the prompt that is scored; None: tokens are generated.
+        adapter: None: the base model serves it.
     """
 
     prompt: EncodedPrompt
@@ -47,6 +51,7 @@ class PreparedRequest:
     masks: list[TokenMask | None]
     texts: list[OutputText | None]
     score_start: int | None = None
+    adapter: Adapter | None = None
     is_used: bool = False
 
     def __repr__(self) -> str:
@@ -58,6 +63,7 @@ class Admission:
 
     Args:
         capacity: most tokens that a request can ever have.
+        adapters: None: the engine serves none.
     """
 
     def __init__(
@@ -68,7 +74,9 @@ class Admission:
         transforms: Sequence[LogitsTransform],
         limits: EngineLimits,
         capacity: int,
+        adapters: HostAdapters | None = None,
     ) -> None:
+        self._adapters = adapters
         self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
         self._transforms = {transform.name: transform for transform in transforms}
         self._num_draft_tokens = limits.num_draft_tokens
@@ -81,8 +89,10 @@ class Admission:
         """End the processes that follow grammars."""
         self._masks.close()
 
-    def prepare(self, prompt: Prompt | PreparedRequest, params: SamplingParams | None) -> PreparedRequest:
-        """Check and encode a prompt, and compile what its parameters need.
+    def prepare(
+        self, prompt: Prompt | PreparedRequest, params: SamplingParams | None, lora_request: LoRARequest | None = None
+    ) -> PreparedRequest:
+        """Check and encode a prompt, compile what its parameters need, and read its adapter if it is not here.
 
         Args:
             prompt: one that is prepared already stays as it is. Of a ``ScoredPrompt``, the parameters count that
@@ -93,8 +103,10 @@ class Admission:
             ImportError: a package is missing that the parameters need.
         """
         if isinstance(prompt, PreparedRequest):
-            if prompt.is_used or params not in (None, prompt.params):
-                raise ValueError("a prepared request serves once, with the sampling_params it was prepared for")
+            if prompt.is_used or params not in (None, prompt.params) or lora_request is not None:
+                raise ValueError(
+                    "a prepared request serves once, with the sampling_params and the lora_request it was prepared for"
+                )
             return prompt
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -109,8 +121,11 @@ class Admission:
         token_ids = encoded.token_ids
         check_token_ids("prompt_token_ids", token_ids, self._model_config.vocab_size)
         self._check(params)
+        adapter = self._adapter(lora_request)
         if score_start is not None:  # the last token is not computed, since nothing follows it
-            return PreparedRequest(encoded, params, frozenset(), len(token_ids) - 1, [None], [None], score_start)
+            return PreparedRequest(
+                encoded, params, frozenset(), len(token_ids) - 1, [None], [None], score_start, adapter
+            )
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= frozenset(self._model_config.eos_token_ids)
@@ -118,7 +133,7 @@ class Admission:
         end = capacity if params.max_tokens is None else min(len(token_ids) + params.max_tokens, capacity)
         masks = self._masks.masks(params, stop_token_ids, split)
         texts = [self._text(token_ids, params) for _ in range(params.n)]
-        return PreparedRequest(encoded, params, stop_token_ids, end, masks, texts)
+        return PreparedRequest(encoded, params, stop_token_ids, end, masks, texts, adapter=adapter)
 
     def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> UserRequest:
         """The request with all its completions.
@@ -144,6 +159,7 @@ class Admission:
                 arrival_time=time.monotonic(),
                 priority=priority,
                 cache_salt=cache_salt,
+                adapter="" if prepared.adapter is None else prepared.adapter.digest,
                 mask=mask,
                 scored_token_ids=token_ids if first_scored and is_first else (),
                 num_scored=first_scored or 0,
@@ -152,7 +168,19 @@ class Admission:
             )
             completions.append(Completion(index, request, output_text, mask))
         prompt_logprobs: list | None = None if first_scored is None else [None] * first_scored
-        return UserRequest(request_id, text, list(token_ids), params, completions, prompt_logprobs)
+        return UserRequest(
+            request_id, text, list(token_ids), params, completions, prompt_logprobs, adapter=prepared.adapter
+        )
+
+    def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+        check_lora_request(lora_request)
+        if lora_request is None:
+            return None
+        if self._adapters is None:
+            raise UnservableError(
+                "lora_request must be None unless the engine has enable_lora=True, given a LoRARequest"
+            )
+        return self._adapters.get(lora_request)
 
     def _check(self, params: SamplingParams) -> None:
         """Raise for parameters that this model, its tokenizer or the engine's limits do not allow."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.outputs import EngineStats, RequestOutput, ScoreOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.compiling.report import CompileReport
@@ -107,6 +108,7 @@ class AsyncCompiledEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -124,6 +126,7 @@ class AsyncCompiledEngine:
 
         Args:
             prompt: a str, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``.
+            lora_request: an adapter; None: the model as it is. It is read in another thread where it is not here yet.
             request_id: for ``abort``; None makes one, which the outputs have.
             sampling_params: without a ``seed``, the random numbers follow from the order in which requests reach the
                 engine.
@@ -135,12 +138,12 @@ class AsyncCompiledEngine:
                 a step is none: the requests of that step end with ``finish_reason="error"``, and the others go on.)
         """
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        is_long = isinstance(text, str) and len(text) > _LONG_PROMPT
+        is_long = lora_request is not None or (isinstance(text, str) and len(text) > _LONG_PROMPT)
         if isinstance(sampling_params, SamplingParams):
             is_long = is_long or bool(sampling_params.bad_words or sampling_params.structured_outputs)
 
         def prepare(engine: CompiledEngine) -> PreparedRequest:
-            return engine.prepare(prompt, sampling_params)
+            return engine.prepare(prompt, sampling_params, lora_request=lora_request)
 
         return self._outputs(prepare, "long" if is_long else "text", prompt, sampling_params, request_id, priority)
 
@@ -149,6 +152,7 @@ class AsyncCompiledEngine:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         request_id: str | None = None,
         priority: int = 0,
         **options: Any,
@@ -160,7 +164,7 @@ class AsyncCompiledEngine:
 
         def prepare(engine: CompiledEngine) -> PreparedRequest:
             params = engine.chat_sampling_params() if sampling_params is None else sampling_params
-            return engine.prepare(engine.encode_chat(messages, **options), params)
+            return engine.prepare(engine.encode_chat(messages, **options), params, lora_request=lora_request)
 
         return self._outputs(prepare, "chat", None, sampling_params, request_id, priority)
 
@@ -171,24 +175,24 @@ class AsyncCompiledEngine:
         *,
         top_logprobs: int = 0,
         split_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> ScoreOutput:
         """How likely the given ``continuation`` is after its prompt, as ``CompiledEngine.score`` says.
 
-        Cancelling it aborts the request. ``request_id`` and ``priority`` are those of ``generate``.
+        Cancelling it aborts the request. ``lora_request``, ``request_id`` and ``priority`` are those of ``generate``.
 
         Raises:
             ValueError, RuntimeError: as ``generate``.
         """
         scored = ScoredPrompt(prompt, continuation)
         texts = [part for part in (prompt, continuation) if isinstance(part, str)]
-        kind = "long" if sum(map(len, texts)) > _LONG_PROMPT else "text"
+        kind = "long" if lora_request is not None or sum(map(len, texts)) > _LONG_PROMPT else "text"
 
         def prepare(engine: CompiledEngine) -> PreparedRequest:
-            return engine.prepare(
-                scored, scoring_params(top_logprobs, engine.config.max_logprobs, split_special_tokens)
-            )
+            params = scoring_params(top_logprobs, engine.config.max_logprobs, split_special_tokens)
+            return engine.prepare(scored, params, lora_request=lora_request)
 
         outputs = [output async for output in self._outputs(prepare, kind, scored, None, request_id, priority)]
         return score_output(outputs[-1], has_top_logprobs=top_logprobs != 0)

@@ -55,6 +55,7 @@ class BeamGroup:
         self.requests: list[Request] = []  # one for each running beam
         self.failure: str | None = None
         self._prompt, self._prompt_token_ids, self._cache_salt = prepared.prompt
+        self._adapter = prepared.adapter  # held as long as its beams may run
         self._beam_width, self._max_tokens = beam_width, prepared.max_num_tokens - len(self._prompt_token_ids)
         self._length_penalty, self._eos_token_ids = length_penalty, frozenset(eos_token_ids)
         self._params = SamplingParams(temperature=0, max_tokens=1, logprobs=self.count)
@@ -153,6 +154,7 @@ class BeamGroup:
             max_num_tokens=len(token_ids) + 1,
             arrival_time=self._arrival_time,
             cache_salt=self._cache_salt,
+            adapter="" if self._adapter is None else self._adapter.digest,
             keeps_blocks=True,
         )
 

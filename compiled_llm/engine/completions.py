@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compiled_llm.adapters.peft import Adapter
 from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.constraints.token_masks import TokenMask
@@ -120,6 +121,7 @@ class UserRequest:
             unless asked for, and after a delta that has them.
         is_forked: whether the other completions have been started.
         output_kind: that of the outputs, as in ``SamplingParams``.
+        adapter: held until the request has ended: until then it may have to be copied to a slot again.
     """
 
     request_id: str
@@ -130,6 +132,7 @@ class UserRequest:
     prompt_logprobs: list[Logprobs | None] | None = None
     is_forked: bool = False
     output_kind: str = "cumulative"
+    adapter: Adapter | None = None
     _last_metrics: tuple[tuple, RequestMetrics] | None = None
 
     @property

@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from compiled_llm.api.argument_checks import integer
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import LoRARequest, check_lora_request, pair_lora_requests
 from compiled_llm.api.outputs import EngineStats, RequestOutput, ScoreOutput
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
@@ -78,6 +79,7 @@ class CompiledEngine(StepEngine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
@@ -89,6 +91,8 @@ class CompiledEngine(StepEngine):
                 ``split_special_tokens`` of the parameters or the engine says otherwise.
             sampling_params: one for all, or one for each prompt.
             use_tqdm: show a progress bar.
+            lora_request: the adapter of all prompts, or a list with that of each, None for the model as it is; for
+                ``enable_lora=True``.
             priority: one for each prompt, lower is served first; for ``scheduling_policy="priority"``.
             raise_on_error: raise for a bad prompt too.
 
@@ -102,7 +106,8 @@ class CompiledEngine(StepEngine):
             ImportError: a package is missing: structured outputs need llguidance.
             RuntimeError: requests of ``add_request`` are unfinished; their outputs would be lost.
         """
-        return self._serve("generate", prompt_list(prompts), sampling_params, use_tqdm, priority, raise_on_error)
+        items = prompt_list(prompts)
+        return self._serve("generate", items, sampling_params, use_tqdm, priority, raise_on_error, lora_request)
 
     def chat(
         self,
@@ -110,6 +115,7 @@ class CompiledEngine(StepEngine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         raise_on_error: bool = False,
         chat_template: str | None = None,
@@ -154,7 +160,7 @@ class CompiledEngine(StepEngine):
             except ValueError as error:
                 items.append(error)
         params = self.chat_sampling_params() if sampling_params is None else sampling_params
-        return self._serve("chat", items, params, use_tqdm, priority, raise_on_error)
+        return self._serve("chat", items, params, use_tqdm, priority, raise_on_error, lora_request)
 
     def score(
         self,
@@ -164,6 +170,7 @@ class CompiledEngine(StepEngine):
         top_logprobs: int = 0,
         split_special_tokens: bool | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         raise_on_error: bool = False,
     ) -> list[ScoreOutput]:
@@ -178,7 +185,7 @@ class CompiledEngine(StepEngine):
             continuations: texts or lists of token ids, one for each prompt; a single prompt may have any number.
             top_logprobs: give so many of the most likely tokens too; -1: as many as the engine's ``max_logprobs``.
             split_special_tokens: as that of ``SamplingParams``, for texts.
-            use_tqdm, priority: as in ``generate``.
+            use_tqdm, lora_request, priority: as in ``generate``.
             raise_on_error: as in ``generate``; otherwise the output of a bad prompt has the reason in ``error``.
 
         Returns:
@@ -190,7 +197,7 @@ class CompiledEngine(StepEngine):
         """
         params = scoring_params(top_logprobs, self.config.max_logprobs, split_special_tokens)
         items = scored_prompts(prompts, continuations)
-        outputs = self._serve("score", items, params, use_tqdm, priority, raise_on_error)
+        outputs = self._serve("score", items, params, use_tqdm, priority, raise_on_error, lora_request)
         return [score_output(output, has_top_logprobs=top_logprobs != 0) for output in outputs]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> EncodedPrompt:
@@ -215,25 +222,27 @@ class CompiledEngine(StepEngine):
         use_tqdm: bool,
         priority: Sequence[int] | None,
         raise_on_error: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         """Serve prompts until all have ended. An item may also be the ``ValueError`` of a prompt that is refused."""
         self._own_process.check()
         self._check_room(len(items))
         params = pair_sampling_params(sampling_params, len(items))
-        priorities = pair_priorities(priority, len(items))
+        priorities, adapters = pair_priorities(priority, len(items)), pair_lora_requests(lora_request, len(items))
         for value in priorities:
             self._check_priority(value)
         if self._core.entries.keys() - self._streams.keys():
             raise RuntimeError(f"{kind}() while requests of add_request() are unfinished: finish or abort them first")
         with self._interrupts:
             request_ids = [self._unused_id(kind) for _ in items]
-            settings = dict(zip(request_ids, zip(params, priorities, strict=True), strict=True))
+            settings = dict(zip(request_ids, zip(params, priorities, adapters, strict=True), strict=True))
+
+            def add(request_id: str, prompt: Any) -> None:
+                own, urgency, adapter = settings[request_id]
+                self._add(request_id, prompt, own, urgency, "final", adapter)
+
             try:
-                outputs = self._for_each(
-                    zip(request_ids, items, strict=True),
-                    lambda request_id, prompt: self._add(request_id, prompt, *settings[request_id], "final"),
-                    raise_on_error,
-                )
+                outputs = self._for_each(zip(request_ids, items, strict=True), add, raise_on_error)
                 with tqdm(total=len(items), initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar:
                     while len(outputs) < len(items):
                         self._interrupts.take()
@@ -254,6 +263,7 @@ class CompiledEngine(StepEngine):
         *,
         ignore_eos: bool = False,
         split_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """The likeliest continuations of every prompt, as transformers' ``generate(num_beams=beam_width)`` finds them.
@@ -266,6 +276,7 @@ class CompiledEngine(StepEngine):
             length_penalty: score = (sum of log-probabilities) / (number of tokens) ** length_penalty.
             ignore_eos: go on after an end-of-text token.
             split_special_tokens: as that of ``SamplingParams``.
+            lora_request: the adapter of all prompts.
             raise_on_error: as in ``generate``.
 
         Returns:
@@ -279,12 +290,13 @@ class CompiledEngine(StepEngine):
         if not isinstance(ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, given {shown(ignore_eos)}")
         eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
+        check_lora_request(lora_request)
         check_beam_search(beam_width, max_tokens, length_penalty, eos_token_ids, self.config.max_logprobs)
         params = SamplingParams(max_tokens=max_tokens, split_special_tokens=split_special_tokens)
         groups: dict[str, BeamGroup] = {}
 
         def prepare(request_id: str, prompt: Any) -> None:
-            prepared = self._admission.prepare(prompt, params)
+            prepared = self._admission.prepare(prompt, params, lora_request)
             groups[request_id] = BeamGroup(request_id, prepared, beam_width, length_penalty, eos_token_ids)
 
         items = prompt_list(prompts)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compiled_llm.api.argument_checks import UnservableError, integer
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.readable import shown
 from compiled_llm.api.sampling_params import SamplingParams
@@ -90,6 +91,7 @@ class StepEngine:
             self.runner.transforms,
             self.runner.limits,
             self.scheduler.request_capacity,
+            self.runner.adapters if isinstance(self.runner, ModelRunner) else None,
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._suggested_sampling = suggested_sampling(directory)
@@ -166,11 +168,14 @@ class StepEngine:
         prompt: Prompt | PreparedRequest,
         sampling_params: SamplingParams | None = None,
         priority: int = 0,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request; ``step`` advances it.
 
         Args:
-            prompt: as that of ``stream``, or what ``prepare`` made of it and the parameters.
+            prompt: as that of ``stream``, or what ``prepare`` made of it, the parameters and the adapter.
+            lora_request: an adapter; None: the model as it is.
 
         Raises:
             ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
@@ -178,7 +183,7 @@ class StepEngine:
             ImportError: a package is missing that the parameters need.
             RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
-        self._add(request_id, prompt, sampling_params, priority)
+        self._add(request_id, prompt, sampling_params, priority, lora_request=lora_request)
 
     def check_request(self, request_id: str, priority: int, preparing: Collection[str] = ()) -> None:
         """Raise what ``add_request`` raises whatever the prompt is. ``preparing``: ids that will be added before it."""
@@ -200,18 +205,24 @@ class StepEngine:
                 f"priority must be 0 unless the engine's scheduling_policy is 'priority', given {shown(priority)}"
             )
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> PreparedRequest:
-        """Encode a prompt and compile the grammar of its parameters; for one call of ``add_request``.
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> PreparedRequest:
+        """Encode a prompt, compile the grammar of its parameters and read its adapter; for a call of ``add_request``.
 
         This may take long. Any thread may call it, also while another one steps.
 
         Raises:
-            ValueError: the prompt or its parameters cannot be served.
+            ValueError: the prompt, its parameters or its adapter cannot be served.
             ImportError: a package is missing that the parameters need.
             RuntimeError: this process is a fork of the engine's.
         """
         self._own_process.check()
-        return self._admission.prepare(prompt, sampling_params)
+        return self._admission.prepare(prompt, sampling_params, lora_request)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
@@ -277,8 +288,14 @@ class StepEngine:
             raise RuntimeError("reset_prefix_cache() while requests are unfinished: finish or abort them first")
         self.scheduler.pool.clear_cache()
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
-        """Complete one prompt; an iterator over its output after each of its tokens.
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> RequestStream:
+        """Complete one prompt, with an adapter or none; an iterator over its output after each of its tokens.
 
         Each output holds all so far, unless ``output_kind`` of the parameters is "delta" or "final".
         Several streams may be consumed in turns. A stream that is closed early, or dropped, aborts its request.
@@ -290,7 +307,7 @@ class StepEngine:
 
         with self._interrupts:
             request_id = self._unused_id("stream")
-            self.add_request(request_id, prompt, sampling_params)
+            self.add_request(request_id, prompt, sampling_params, lora_request=lora_request)
             stream = RequestStream(advance, lambda: self._end_stream(request_id))
             self._streams[request_id] = stream.outputs
             self._stream_references[request_id] = StreamReference(stream, request_id, self._dropped)
@@ -345,10 +362,11 @@ class StepEngine:
         sampling_params: SamplingParams | None,
         priority: int,
         output_kind: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """``add_request``, with ``output_kind`` in the place of that of the parameters if it is given."""
         self.check_request(request_id, priority)
-        prepared = self._admission.prepare(prompt, sampling_params)
+        prepared = self._admission.prepare(prompt, sampling_params, lora_request)
         entry = self._admission.admit(request_id, prepared, priority, self._core.counts.num_requests)
         entry.output_kind = output_kind or prepared.params.output_kind
         with self._interrupts:

@@ -21,6 +21,7 @@ from compiled_llm.compiling.gpu_properties import GpuProperties
 from compiled_llm.gpu_step.gpus import Gpu
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import MixedLayers
+from compiled_llm.models.linears.adapted import Adaptable
 from compiled_llm.models.linears.dense import Dense, counters_on
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.registry import family_of, layers_of
@@ -152,7 +153,10 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     buffers = StepBuffers(bucket, limits, on_host, windows, BlockTables(limits, on_host, len(windows)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        described = family_of(config).describe(config, dtype, linears_of(engine, config, DEVICE, dtype)).weights
+        linears = linears_of(engine, config, DEVICE, dtype)
+        if limits.max_loras:
+            linears = Adaptable(linears, limits.max_loras, engine.lora_rank)
+        described = family_of(config).describe(config, dtype, linears).weights
         weights, step_input, source = faked((described, buffers.step_input, buffers.feedback))
         places = dict.fromkeys(windows, _BLOCKS)
         cache = allocate(config, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places, 1 + limits.num_state_slots)

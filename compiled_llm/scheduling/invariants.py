@@ -10,7 +10,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 def check_scheduler(scheduler: Scheduler) -> None:
     """Assert what must hold of the scheduler and its pools. Takes time in the order of the pool's size."""
     running, waiting = scheduler.running, list(scheduler.waiting)
-    held_back = scheduler.prefix_cache.held_back()
+    held_back = scheduler.held_back()
     requests = [*running, *waiting, *held_back]
     assert len(running) <= scheduler.limits.max_num_seqs
     assert len(set(requests)) == len(requests), "a request is in two queues"
@@ -29,6 +29,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.swap_pool.check_invariants([request.host_block_ids for request in requests])
     scheduler.prefix_cache.check_invariants(running)
     scheduler.suspects.check_invariants()
+    scheduler.running_set.adapters.check_invariants(running)
     holders = [*running, *scheduler.forks.kept, *scheduler.forks.holders]
     _check_places(scheduler, holders)
     scheduler.running_set.states.check_invariants(holders, requests)

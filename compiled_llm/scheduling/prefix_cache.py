@@ -204,7 +204,8 @@ class PrefixCache:
         """The digests of its blocks, at least the first ``count``, which are full of known tokens."""
         digests, size = request.block_digests, self.block_size
         if len(digests) < count:
-            parent = digests[-1] if digests else root_digest(*self._facts, request.cache_salt)
+            own = [request.adapter] if request.adapter else []
+            parent = digests[-1] if digests else root_digest(*self._facts, request.cache_salt, *own)
             for index in range(len(digests), count):
                 parent = block_digest(parent, request.tokens(index * size, (index + 1) * size))
                 digests.append(parent)

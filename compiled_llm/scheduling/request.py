@@ -102,6 +102,7 @@ class Request:
         max_num_tokens: prompt and output together never exceed this. As long as the prompt: nothing is generated.
         priority: lower is served first, under the policy that asks for it.
         cache_salt: requests share cached blocks only with requests of the same salt.
+        adapter: digest of the adapter that it is served with; requests of others share no blocks with it. "": none.
         mask: which tokens may come next; None: all.
         scored_token_ids: the prompt, and the token after it if that is scored too, where log-probabilities of them are
             asked for; else empty.
@@ -148,6 +149,7 @@ class Request:
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
     mask: Mask | None = None
     scored_token_ids: Sequence[int] = ()
     num_scored: int = 0

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.scheduling.adapter_slots import AdapterSlots
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.forks import Forks
@@ -69,6 +70,7 @@ class RunningSet:
         self.limits, self.pool, self.swap_pool = limits, pool, swap_pool
         self.places, self.states, self.prefix_cache, self.forks = places, states, prefix_cache, forks
         self.preemption_mode, self.costs = preemption_mode, costs
+        self.adapters = AdapterSlots(limits.max_loras)
         self.counts = SchedulerCounts()
         self.waiting = RequestQueue()
         self.running: list[Request] = []
@@ -100,8 +102,13 @@ class RunningSet:
     def admit(self, request: Request, output: SchedulerOutputBuilder) -> bool:
         """Move a waiting request to the running ones, with blocks for all its tokens.
 
-        False where there is no room, and where it is held back for a block that another request will fill.
+        False where there is no room, and where it is held back for a block that another request will fill, or for a
+        slot of its adapter.
         """
+        if not self.adapters.may_enter(request):
+            self.waiting.remove(request)
+            self.adapters.hold_back(request)
+            return False
         holds = request in self.forks.holders
         shared, awaited = self._find(request)
         if awaited is not None and not request.host_block_ids:
@@ -143,9 +150,8 @@ class RunningSet:
             held.sent = 0
         bisect.insort(self.running, request, key=lambda other: other.rank)
         prompt, tokens = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
-        output.admissions.append(
-            StartedRequest(request.request_id, request.sampling_params, request.seed, prompt, tokens)
-        )
+        known = request.request_id, request.sampling_params, request.seed, prompt, tokens
+        output.admissions.append(StartedRequest(*known, self.adapters.enter(request)))
         return True
 
     def _count_admission(self, request: Request) -> None:
@@ -358,6 +364,8 @@ class RunningSet:
             self.forks.drop(request)
         elif self.prefix_cache.holds_back(request):
             self.prefix_cache.forget(request)
+        elif self.adapters.forget(request):
+            self.forks.drop(request)
         if request.host_block_ids:
             host = set(request.host_block_ids)
             self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in host]
@@ -369,6 +377,7 @@ class RunningSet:
 
     def release(self, request: Request, keeps_blocks: bool = False) -> None:
         """``request`` runs no more: its blocks are free, or kept to be forked."""
+        self.adapters.leave(request)
         self.wait_again(self.prefix_cache.remove_pending(request))
         if keeps_blocks:
             self.forks.keep(request)
@@ -388,6 +397,9 @@ class RunningSet:
         """Steps broke: every request computes all its tokens again, since blocks may hold what these steps wrote."""
         while self.take_back():
             pass
+        while self.running:
+            self.preempt(self.running.pop(), may_swap=False)
+        self.wait_again(self.adapters.start_over())
         for request in list(self.waiting):
             if request.host_block_ids:
                 self.swap_pool.free(request.host_block_ids)
@@ -396,8 +408,6 @@ class RunningSet:
                 request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
                 self.waiting.remove(request)
                 self.waiting.add(request)  # by what it lacks now
-        while self.running:
-            self.preempt(self.running.pop(), may_swap=False)
         self.released, self.swapped_out = [], []
         for window in self.pool.windows:
             window.swapped_out = []

@@ -113,11 +113,15 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + self.prefix_cache.num_held_back
+        return len(self.waiting) + self.prefix_cache.num_held_back + self.running_set.adapters.num_held_back
 
     @property
     def num_preemptions(self) -> int:
         return self.counts.num_recompute_preemptions + self.counts.num_swap_preemptions
+
+    def held_back(self) -> list[Request]:
+        """Requests that wait for a block of another one, or for a slot of their adapter."""
+        return [*self.prefix_cache.held_back(), *self.running_set.adapters.held_back()]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.running or self.num_waiting)
@@ -169,6 +173,7 @@ class Scheduler:
             # What was noted since the last step, also between steps.
             output.released_request_ids, running_set.released = running_set.released, []
             output.swapped_out, running_set.swapped_out = running_set.swapped_out, []
+            output.adapter_loads, running_set.adapters.loads = running_set.adapters.loads, []
             for window_output, window in zip(output.windows, self.pool.windows, strict=True):
                 window_output.swapped_out, window.swapped_out = window.swapped_out, []
             awaited = map(self.prefix_cache.awaited_ends, requests, output.num_computed_tokens)
@@ -379,7 +384,7 @@ class Scheduler:
         requests = ", ".join(
             f"{request.request_id} ({request.status.value}: {request.num_computed_tokens} of {request.num_tokens} "
             f"tokens computed, {len(request.block_ids)} blocks)"
-            for request in [*self.running, *self.waiting, *self.prefix_cache.held_back()][:20]
+            for request in [*self.running, *self.waiting, *self.held_back()][:20]
         )
         return f"{self.pool.num_free} of {self.pool.num_blocks} blocks free; {requests}; {self.limits}"
 

@@ -22,6 +22,7 @@ class StartedRequest(NamedTuple):
     seed: int
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
+    adapter_slot: int = 0  # of its adapter; 0: it has none
 
 
 class WindowOutput(NamedTuple):
@@ -84,6 +85,7 @@ class SchedulerOutput(NamedTuple):
         moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
         resets: whether the worker is to forget all requests before this step.
         drafts_next: whether a network of the worker is to draft what follows this step, if there is one.
+        adapter_loads: (slot, digest): the adapter of that digest is to be copied to ``slot`` before the step.
         masks: (i, place, words): the tokens that request i may have where it samples for the first, second... time in
             the step (``place`` from 0): bit v % 32 of int32 word v // 32 for token v.
         prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
@@ -109,6 +111,7 @@ class SchedulerOutput(NamedTuple):
     masks: tuple[tuple[int, int, "np.ndarray"], ...] = ()
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     drafts_next: bool = False
+    adapter_loads: tuple[tuple[int, str], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +189,7 @@ class SchedulerOutputBuilder:
         self.masks: list[tuple[int, int, np.ndarray]] = []
         self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
         self.drafts_next = False
+        self.adapter_loads: list[tuple[int, str]] = []
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
@@ -209,4 +213,5 @@ class SchedulerOutputBuilder:
             tuple(self.masks),
             tuple(self.prompt_targets),
             self.drafts_next,
+            tuple(self.adapter_loads),
         )

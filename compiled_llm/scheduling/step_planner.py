@@ -52,6 +52,7 @@ class StepPlanner:
 
     def plan(self, output: SchedulerOutputBuilder) -> list[Request]:
         """Fill ``output``. Returns its requests, in the order of its columns; none: nothing can run now."""
+        self.running_set.wait_again(self.running_set.adapters.next_turn())
         self._preempt_for_priority()
         self._make_room_for_the_first()
         self._num_drafts, self._masked = 0, []
@@ -293,7 +294,7 @@ class StepPlanner:
     def _preempt_for_priority(self) -> None:
         """Preempt running requests for a waiting one that is more urgent, if it can start then."""
         request = self.waiting.first() if self.policy == "priority" else None
-        if request is None:
+        if request is None or not self.running_set.adapters.may_enter(request):
             return
         less_urgent = [other for other in self.running if other.rank[0] > request.rank[0]]
         if less_urgent and self._could_start(request, self.running[: len(self.running) - len(less_urgent)]):

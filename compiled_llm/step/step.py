@@ -14,6 +14,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.taps import Taps
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
+from compiled_llm.models.linears.adapted import with_slots
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
 from compiled_llm.step.logits import LogitsInput, due_rows, process_logits
@@ -54,6 +55,8 @@ def step_function(
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         step_input = _fed_back(step_input, feedback)
         own = with_own_tables(step_input)
+        if own.adapter_slots is not None:
+            weights = with_slots(weights, own.adapter_slots)
         read = Taps(taps)
         tapped = read.on(weights) if taps else weights
         if planned is None or not step_input.seq_lens.is_cuda:

@@ -52,8 +52,8 @@ class MemoryLedger:
     The rows add up to all the memory there is (on a host to what its container may use, if that is less), whoever uses
     it; the other programs' share is in one of them. ``str()`` of it is a table. The rows:
 
-    - weights, step buffers, KV pool (the sink block included), swap space: the engine's tensors. Of a network that
-      drafts, its weights and its KV pool have rows of their own; its buffers are among the others.
+    - weights, adapters' slots, step buffers, KV pool (the sink block included), swap space: the engine's tensors. Of a
+      network that drafts, its weights and its KV pool have rows of their own; its buffers are among the others.
     - compiled code and CUDA graphs: what compiling, recording and loading kernels take for good.
     - activations: what the largest step needs besides. On a GPU the graphs hold it all the time, and what torch's
       allocator rounds up and keeps is counted here; on a CPU it comes and goes.
@@ -246,13 +246,14 @@ class StartMemory:
         pool_bytes: int,
         swap_bytes: int,
         drafter: tuple[int, int] | None = None,
+        adapter_bytes: int = 0,
     ) -> MemoryLedger:
         """What everything came to, now that the pool is there (and on a GPU the graphs are recorded on it).
 
-        ``drafter``: bytes of the weights and of the KV pool of a network that drafts.
+        ``drafter``: bytes of the weights and of the KV pool of a network that drafts. ``adapter_bytes``: of all slots.
         """
         of_drafter = sum(drafter or ())
-        total, held = total_bytes(self._device), weight_bytes + buffer_bytes + pool_bytes + of_drafter
+        total, held = total_bytes(self._device), weight_bytes + adapter_bytes + buffer_bytes + pool_bytes + of_drafter
         if self._on_gpu:
             before, now = self._before_compiling, self._now()
             compiled = max(0, now.outside_allocator - before.outside_allocator)
@@ -268,6 +269,7 @@ class StartMemory:
         drafted = [MemoryRow(name, size, where, "exact") for name, size in zip(names, drafter or (), strict=False)]
         rows = (
             MemoryRow("weights", weight_bytes, where, "exact"),
+            *([MemoryRow("adapters' slots", adapter_bytes, where, "exact")] if adapter_bytes else []),
             MemoryRow("step buffers", buffer_bytes, where, "exact"),
             MemoryRow("compiled code and CUDA graphs", compiled, where, "measured"),
             MemoryRow("activations", activations, where, "measured" if self._activations_are_measured else "estimated"),

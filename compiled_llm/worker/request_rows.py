@@ -26,6 +26,7 @@ class RequestRows:
         padding_row: the last row of ``parameters``, for rows of a step that belong to no request.
         changes_logits: ``[max_num_seqs]`` bool, whether its parameters change the logits.
         needs_logprobs: ``[max_num_seqs]`` bool, whether it asks for log-probabilities.
+        adapter_slots: ``[max_num_seqs]`` int32, of its adapter; 0: it has none.
         changes: what the last ``update`` wrote to the tables, of which ``block_table`` is number 0.
         num_changes: how many updates wrote something to them.
     """
@@ -53,6 +54,7 @@ class RequestRows:
         }
         self.changes_logits = np.zeros(rows, dtype=bool)
         self.needs_logprobs = np.zeros(rows, dtype=bool)
+        self.adapter_slots = np.zeros(rows, dtype=np.int32)
         self._row_of: dict[RequestId, int] = {}
         self._last: tuple[tuple[RequestId, ...], np.ndarray] = (
             (),
@@ -113,3 +115,4 @@ class RequestRows:
             self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)
         self.changes_logits[row] = params.changes_logits
         self.needs_logprobs[row] = params.logprobs is not None
+        self.adapter_slots[row] = admission.adapter_slot

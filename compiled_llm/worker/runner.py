@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.adapters.host_adapters import HostAdapters
 from compiled_llm.api.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
@@ -27,6 +28,8 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.linears.adapted import Adaptable, change_bytes
+from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
@@ -198,6 +201,7 @@ class ModelRunner(Worker):
     Attributes:
         dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
         linears: the kind of linear layer that the weights are kept in.
+        adapters: those in host memory; None: the engine serves none.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         pool_sizes: what the KV pool takes; swap_space: host memory for its blocks.
         rows: what is known of the running requests; num_threads: threads that compute on a CPU.
@@ -243,6 +247,7 @@ class ModelRunner(Worker):
         self._draft = draft = (
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
+        self._taken, self.adapters = _with_adapters(self.linears, config)
         builds = self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
@@ -311,6 +316,9 @@ class ModelRunner(Worker):
         if needs.changed_logits:
             steps.sampling.fill(rows, output, self.rows, bucket.num_rows)
         prepared = time.perf_counter()
+        for slot_number, digest in output.adapter_loads:
+            assert self.adapters is not None
+            self.adapters.load(slot_number, digest)
         if output.moves_blocks:
             self.swap_space.copy(output, steps.cache_groups())
         copied = time.perf_counter()
@@ -465,28 +473,29 @@ class ModelRunner(Worker):
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
         draft_ops = [] if self._draft is None or self.device.type != "cpu" else self._draft.cpu_ops()
-        return start_builds(config, self.device, self.model_config, *sizes, self.linears, progress, target, draft_ops)
+        return start_builds(config, self.device, self.model_config, *sizes, self._taken, progress, target, draft_ops)
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
-        description = family_of(c).describe(c, self.dtype, self.linears)
-        check_room_for_weights(description.weights, self.linears, config, c, directory, self.device, self.dtype)
+        description = family_of(c).describe(c, self.dtype, self._taken)
+        check_room_for_weights(description.weights, self._taken, config, c, directory, self.device, self.dtype)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":
-                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.advance)
+                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self._taken, stage.advance)
             else:
                 others = "" if self._draft is None else prefix_of(self._draft.model_config)
-                how = self.dtype, self.device, self.linears, stage.advance
+                how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
         say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started
-        self.weight_bytes = num_bytes(weights)
+        self.adapter_bytes = change_bytes(weights)
+        self.weight_bytes = num_bytes(weights) - self.adapter_bytes
         return weights
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
@@ -547,10 +556,23 @@ class ModelRunner(Worker):
             of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks)
         self.memory_ledger = memory.ledger(
-            self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.nbytes, of_drafter
+            self.weight_bytes,
+            self.steps.nbytes,
+            self.kv_cache_bytes,
+            self.swap_space.nbytes,
+            of_drafter,
+            self.adapter_bytes,
         )
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
         return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress)
+
+
+def _with_adapters(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, HostAdapters | None]:
+    """The kind of linear layer that adapters may change, and where these are; ``linears`` and None without any."""
+    if not config.enable_lora:
+        return linears, None
+    adaptable = Adaptable(linears, config.lora_slots, config.lora_rank)
+    return adaptable, HostAdapters(adaptable.places, config.lora_rank, config.host_loras)
 
 
 def _columns(rows: LogprobRows, count: int) -> LogprobColumns:

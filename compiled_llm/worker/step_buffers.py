@@ -123,6 +123,7 @@ class StepBuffers:
         ]
         self._own_tables = ["block_table", *(name for _, name in self._window_fields)] if tables is None else streams
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
+        self._adapter_fields = ("adapter_slots",) if limits.max_loras else ()
         fields = ({} if tables is None else self._fields_of_tables()) | self._fields(limits)
         self._tables, self._num_changed = tables, 0
         self._buffers = FieldBuffers(fields, device)
@@ -160,6 +161,7 @@ class StepBuffers:
             "seq_lens": ((requests,), torch.int32),
             "logits_indices": ((rows,), torch.int32),
             **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
+            **dict.fromkeys(self._adapter_fields, ((tokens,), torch.int32)),
             **dict.fromkeys(self._own_tables, ((requests, limits.blocks_per_request), torch.int32)),
             **{name: ((requests,), torch.int32) for name, stream in self._stream_fields if stream},
             "position": ((rows,), torch.int32),
@@ -188,7 +190,7 @@ class StepBuffers:
             "logits_indices": sizes.rows,
         }
         of_tokens: dict[str, DynamicSize | None] = dict.fromkeys(
-            ("input_ids", "positions", "slot_mapping", "feedback"), sizes.tokens
+            ("input_ids", "positions", "slot_mapping", "feedback", *self._adapter_fields), sizes.tokens
         )
         for slots, table in self._window_fields:
             of_tokens[slots], others[table] = sizes.tokens, sizes.requests
@@ -250,6 +252,8 @@ class StepBuffers:
             owners = np.repeat(rows, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
         fields["positions"][:total] = positions
+        for name in self._adapter_fields:
+            fields[name][:total] = store.adapter_slots[owners]
         for place, distance in output.moved_sinks:
             fields["positions"][ends[place] - counts[place] : ends[place]] += distance
         # Entries past a request's blocks are never read: a table is written as far as the longest reaches.
@@ -384,6 +388,8 @@ class StepBuffers:
         fields["input_ids"][num_tokens:] = 0
         fields["positions"][num_tokens:] = 0
         fields["feedback"][num_tokens:] = -1
+        for name in self._adapter_fields:
+            fields[name][num_tokens:] = 0
         # Padding tokens share the sink's slots, in turn.
         padding = np.arange(self.bucket.num_tokens - num_tokens, dtype=np.int32)
         for name in ("slot_mapping", *(slots for slots, _ in self._window_fields)):

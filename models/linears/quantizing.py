@@ -37,7 +37,7 @@ outliers of trained models, and no group of more inputs keeps the others precise
 _OF_ATTENTION = ("*.q_proj", "*.k_proj", "*.v_proj", "*.qkv_proj", "*.query_key_value", "*.c_attn")
 
 # Layers that choose experts: small, and the choice is sensitive.
-_ROUTERS = ("*.gate", "*.router", "*.router.proj", "*.shared_expert_gate")
+ROUTERS = ("*.gate", "*.router", "*.router.proj", "*.shared_expert_gate")
 
 
 def names(pattern: str, part: StoredLinear) -> bool:
@@ -100,7 +100,7 @@ class Quantizing:
         """How a layer is kept; None: in the model's dtype."""
         of_role = {"head": self.head, "embedding": self.embedding}
         chosen = of_role.get(part.role, self.layers)
-        if chosen is None or any(fnmatchcase(part.name, pattern) for pattern in _ROUTERS):
+        if chosen is None or any(fnmatchcase(part.name, pattern) for pattern in ROUTERS):
             return None
         if any(names(pattern, part) for pattern in self.skip):
             return None

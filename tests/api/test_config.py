@@ -68,11 +68,27 @@ def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
         ("revision", 1),
         ("tokenizer_revision", "v1"),  # of no tokenizer
         ("tokenizer_revision", 1),
+        ("max_loras", 8),  # without enable_lora
+        ("max_lora_rank", 16),
+        ("max_cpu_loras", 8),
+        ("max_loras", 0),
+        ("max_lora_rank", 513),
     ],
 )
 def test_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         EngineConfig(**{name: value})
+
+
+def test_adapters() -> None:
+    config = EngineConfig(enable_lora=True)
+    assert (config.lora_slots, config.lora_rank, config.host_loras) == (8, 16, 8)
+    assert limits(enable_lora=True).max_loras == 8
+    assert limits().max_loras == 0
+    config = EngineConfig(enable_lora=True, max_loras=2, max_lora_rank=64, max_cpu_loras=100)
+    assert (config.lora_slots, config.lora_rank, config.host_loras) == (2, 64, 100)
+    with pytest.raises(ValueError, match="model_process must be False with enable_lora=True"):
+        EngineConfig(enable_lora=True, model_process=True)
 
 
 @pytest.mark.parametrize("layers", [(-1,), (1, 1), (0.5,), (True,), "0", 0, ("0",), (1024,), None])

@@ -52,7 +52,7 @@ def test_the_tables_hold_no_name_of_ours_and_answer_with_names_that_are(cls: typ
     """An answer that begins with ``give x`` names an argument of this engine, or one of the methods' arguments."""
     known = {field.name for field in dataclasses.fields(cls)}
     # Arguments of chat(), generate(), add_request() and the engine itself, as the answers say.
-    methods = {"sampling_params", "chat_template", "it", "drafter"}
+    methods = {"sampling_params", "chat_template", "it", "drafter", "lora_request"}
     assert not known & CLASSES[cls].keys()
     for answer in CLASSES[cls].values():
         match = re.match(r"give (\w+)", answer)

@@ -103,6 +103,7 @@ POOL = Checks(
         "tests/battery/test_block_pool.py::test_random_operations",
         "tests/scheduling/test_block_pool.py",
         "tests/scheduling/test_prefix_cache.py",
+        "tests/scheduling/test_adapter_slots.py",
     ),
     load_torch=False,
 )
@@ -240,9 +241,13 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a hit may be the whole prompt
             PrefixCache.find: request.num_tokens - 1 => request.num_tokens
         digests leave the salt out
-            PrefixCache._digests: root_digest(*self._facts, request.cache_salt) => root_digest(*self._facts)
+            PrefixCache._digests: root_digest(*self._facts, request.cache_salt, *own) => root_digest(*self._facts, *own)
         digests leave the model out
-            PrefixCache._digests: root_digest(*self._facts, request.cache_salt) => root_digest(request.cache_salt)
+            PrefixCache._digests: root_digest(*self._facts, request.cache_salt, *own) =>
+                root_digest(request.cache_salt, *own)
+        digests leave the adapter out
+            PrefixCache._digests: root_digest(*self._facts, request.cache_salt, *own) =>
+                root_digest(*self._facts, request.cache_salt)
         a block is published before it is full
             PrefixCache.publish: num_tokens // self.block_size => -(-num_tokens // self.block_size)
         a promised block is read before it is filled

@@ -22,6 +22,7 @@ from tests.fake_engine import (
     FakeEngine,
     check_result,
     drafters,
+    hash_of,
     make_child,
     make_request,
     make_scheduler,
@@ -65,6 +66,7 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool 
         drafter=random_drafter(rng) if drafts and stream is None and rng.random() < 0.5 else None,
         windows=windows,
         stream=stream,
+        max_loras=(num_blocks + max_num_seqs) % 4,
         max_model_len=MAX_LEN,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -136,7 +138,7 @@ class Watch:
         self.unfinished: dict[Request, None] = {}  # those added
         self.keeping: dict[Request, None] = {}  # those that keep their blocks, or will
         self.ends: dict[Request, tuple] = {}
-        self.num_forked = self.num_taken_back = 0
+        self.num_forked = self.num_taken_back = self.num_held_back = 0
 
     def add(self, request: Request) -> None:
         self.engine.scheduler.add(request)
@@ -163,6 +165,7 @@ class Watch:
         holders = set(scheduler.forks.holders)
         searched = scheduler.suspects.is_searching  # then requests after the first may run before it
         self.engine.step()
+        self.num_held_back += scheduler.running_set.adapters.num_held_back > 0
         assert searched or scheduler.suspects.is_searching or first.num_preemptions == num_preemptions, (
             "the first by rank was preempted"
         )
@@ -229,6 +232,9 @@ class Watch:
             counts["states swapped in"] += sum(len(output.swapped_in) for output in outputs)
             counts["snapshots evicted"] += scheduler.pool.states.num_evictions
             counts["tokens hit by snapshots"] += scheduler.prefix_cache.num_hit_tokens
+        if scheduler.limits.max_loras:
+            counts["adapters loaded"] += sum(len(output.adapter_loads) for output in self.engine.outputs)
+            counts["steps with adapters held back"] += self.num_held_back
         counts["forked"] += self.num_forked
         counts["copied on write"] += sum(len(output.copies) for output in self.engine.outputs)
         counts["taken back"] += self.num_taken_back
@@ -294,6 +300,9 @@ def run_schedule(seed: int, counts: Counter[str]) -> None:
     watch = Watch(FakeEngine(random_scheduler(rng, drafts=True), overlap=overlap, breaks=causes.break_step))
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]
     queue = [random_request(rng, f"{seed}-{i}", prefixes) for i in range(rng.randint(1, 64))]
+    for request in queue if watch.engine.scheduler.limits.max_loras else ():
+        number = hash_of(str(request.request_id)) % 6
+        request.adapter = f"adapter {number}" if number else ""
     # Steps after it came; some have ended by then.
     to_abort = {request: rng.randint(0, 20) for request in queue if rng.random() < 0.25}
     num_forks = rng.randint(0, 15)

@@ -23,12 +23,16 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     engine = FakeEngine(scheduler)
     engine.run()
     filled = engine.outputs[0]._replace(
-        masks=((0, 0, np.ones(3, dtype=np.int32)),), prompt_targets=((0, 0, (5,)),), drafts_next=True
+        masks=((0, 0, np.ones(3, dtype=np.int32)),),
+        prompt_targets=((0, 0, (5,)),),
+        drafts_next=True,
+        adapter_loads=((1, "a"),),
     )
     copied = pickle.loads(pickle.dumps(filled))
     assert copied.masks[0][2].tolist() == [1, 1, 1]
     assert copied.prompt_targets == ((0, 0, (5,)),)
     assert copied.drafts_next
+    assert copied.adapter_loads == ((1, "a"),)
     parent, child = make_request("parent", 6, 3), make_request("child", 6, 3)
     child.prompt_token_ids[:] = parent.prompt_token_ids
     scheduler.add(parent)
@@ -38,7 +42,7 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     stream = FakeEngine(make_scheduler(8, windows=[(8, None)], stream=Stream(4, 8, 4), max_model_len=24))
     stream.scheduler.add(make_request("stream", 5, 15))
     stream.run()
-    of_the_engine = {"masks", "prompt_targets", "drafts_next"}
+    of_the_engine = {"masks", "prompt_targets", "drafts_next", "adapter_loads"}
     for field in set(SchedulerOutput._fields) - of_the_engine:
         assert any(getattr(output, field) for output in engine.outputs + stream.outputs), f"no step has {field}"
     for output in engine.outputs:

@@ -1,0 +1,1 @@
+"""Adapters: what PEFT publishes of a LoRA, read and checked against the base model, and kept in host memory."""

@@ -1,0 +1,103 @@
+"""Slots of adapters: who gets one, who waits, and for whom. Whole schedules at random are in ``tests/battery``."""
+
+from tests.fake_engine import add_request, both_loops, check_result, finishing_order, make_engine, names_of
+
+SIZES = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "token_bucket_sizes": (32,)}
+
+
+def loads(engine) -> list[str]:
+    """The adapters that were loaded, in their order."""
+    return [adapter for output in engine.outputs for _, adapter in output.adapter_loads]
+
+
+@both_loops
+def test_requests_share_slots_and_the_least_recently_used_adapter_goes(overlap: bool) -> None:
+    scheduler, engine = make_engine(**SIZES, max_loras=2, prefix_caching=True, overlap=overlap)
+    requests = []
+    for adapter in ("a", "b", "", "a", "c", "a", "b"):
+        requests.append(add_request(scheduler, f"{len(requests)}", [5] * 9, 3, adapter=adapter))
+        engine.run()
+    assert loads(engine) == ["a", "b", "c", "b"]
+    assert [request.num_cached_tokens for request in requests] == [0, 0, 0, 8, 0, 8, 8]
+    for request in requests:
+        check_result(request)
+
+
+def test_a_request_without_a_slot_waits_and_others_pass_it() -> None:
+    scheduler, engine = make_engine(**SIZES, max_loras=1)
+    for name, adapter in (("first", "a"), ("second", "b"), ("third", ""), ("fourth", "a")):
+        add_request(scheduler, name, 3, 6, adapter=adapter)
+    output = engine.step()
+    assert output is not None
+    assert names_of(output) == ["first", "third", "fourth"]
+    assert (scheduler.num_waiting, scheduler.running_set.adapters.num_held_back) == (1, 1)
+    engine.run()
+    assert loads(engine) == ["a", "b"]
+
+
+def test_an_adapter_in_use_takes_no_later_requests_while_another_waits() -> None:
+    """Else a flood of one adapter would keep the others from their slot for ever."""
+    scheduler, engine = make_engine(**SIZES, max_loras=1)
+    requests = [add_request(scheduler, f"a{i}", 3, 6, adapter="a") for i in range(2)]
+    requests.append(add_request(scheduler, "b", 3, 6, adapter="b"))
+    engine.step()
+    for i in range(2, 9):
+        requests.append(add_request(scheduler, f"a{i}", 3, 6, adapter="a"))
+        engine.step()
+    assert finishing_order(engine, requests)[:3] == ["a0", "a1", "b"]
+    assert loads(engine) == ["a", "b", "a"]
+
+
+def test_of_adapters_in_use_the_one_with_the_fewest_requests_gives_way() -> None:
+    scheduler, engine = make_engine(**SIZES, max_loras=2)
+    for name, adapter, count in (("a0", "a", 9), ("a1", "a", 9), ("b0", "b", 3), ("c", "c", 3), ("a2", "a", 3)):
+        add_request(scheduler, name, 3, count, adapter=adapter)
+    engine.step()
+    add_request(scheduler, "b1", 3, 3, adapter="b")
+    engine.run()
+    assert loads(engine) == ["a", "b", "c", "b"]
+
+
+def test_a_request_that_is_held_back_may_be_aborted() -> None:
+    scheduler, engine = make_engine(**SIZES, max_loras=1)
+    first, second, third = (add_request(scheduler, name, 3, 6, adapter=name) for name in "abc")
+    engine.step()
+    assert scheduler.running_set.adapters.num_held_back == 2
+    scheduler.finish(second, "abort")
+    engine.run()
+    assert (first.finish_reason, second.finish_reason, third.finish_reason) == ("length", "abort", "length")
+    assert loads(engine) == ["a", "c"]
+
+
+def test_after_broken_steps_adapters_are_loaded_again() -> None:
+    scheduler, engine = make_engine(**SIZES, max_loras=2)
+    requests = [add_request(scheduler, name, 3, 6, adapter=name) for name in "abc"]
+    engine.step()
+    engine.fail_steps("the reason")
+    engine.run()
+    assert sorted(loads(engine)) == ["a", "a", "b", "b", "c"]
+    for request in requests:
+        check_result(request)
+
+
+def test_a_request_that_leaves_before_its_step_takes_its_adapter_along() -> None:
+    """Nobody need hold an adapter that no request has: what was to be copied is copied no more."""
+    scheduler, _ = make_engine(**SIZES, max_loras=2)
+    slots = scheduler.running_set.adapters
+    one, other = (add_request(scheduler, name, 3, 6, adapter="a") for name in ("one", "other"))
+    assert slots.enter(one) == slots.enter(other) == 1
+    slots.leave(one)
+    assert slots.loads == [(1, "a")]
+    slots.leave(other)
+    assert slots.loads == []
+    assert slots.enter(one) == 1
+    assert slots.loads == [(1, "a")]
+
+
+def test_an_urgent_request_without_a_slot_preempts_nobody() -> None:
+    scheduler, engine = make_engine(**SIZES | {"max_num_seqs": 1}, max_loras=1, arguments={"policy": "priority"})
+    first = add_request(scheduler, "first", 3, 6, adapter="a", priority=1)
+    engine.step()
+    add_request(scheduler, "urgent", 3, 6, adapter="b", priority=0)
+    engine.run()
+    assert first.num_preemptions == 0
