@@ -34,6 +34,7 @@ class StepInput(NamedTuple):
     table_rows: Tensor | None = None  # [R] on a GPU: where the tables of all requests have those of this step's
     plans: tuple[DecodePlan, ...] = ()  # of a decode on a GPU, for ``AttentionSpec.plan``; the step makes them
     states: StateRows | None = None  # of models that have layers with a state
+    ancestors: Tensor | None = None  # [T] int64, as the attention op has them; None where no drafts are a tree
 
 
 class LayerCache(NamedTuple):
