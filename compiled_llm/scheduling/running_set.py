@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from compiled_llm.api.config import EngineLimits
@@ -75,6 +75,7 @@ class RunningSet:
         self.preempted: set[Request] = set()
         self.released: list[RequestId] = []
         self.swapped_out: list[tuple[int, int]] = []
+        self.moved_keys: list[tuple[int, int]] = []
 
     # -- Admission
 
@@ -246,6 +247,26 @@ class RunningSet:
         if missing > 0 and needed <= self.pool.num_free and self.places.is_free(needed):
             request.block_ids += self.pool.allocate(missing) or []
             self.places.grow(request)
+
+    def move_keys(self, request: Request, start: int, path: Sequence[int]) -> None:
+        """Let the next step begin with moving keys and values of row ``path[n]`` to row n, of rows from ``start`` on."""
+        moves = [(start + row, start + place) for place, row in enumerate(path) if row != place]
+        size = self.limits.block_size
+
+        def slots(place_of: Callable[[int], int]) -> list[tuple[int, int]]:
+            blocks = request.block_ids
+            return [
+                (
+                    place_of(blocks[one // size]) * size + one % size,
+                    place_of(blocks[other // size]) * size + other % size,
+                )
+                for one, other in moves
+            ]
+
+        if moves:
+            self.moved_keys += slots(lambda block: block)
+            for window in self.pool.windows:
+                window.moved_keys += slots(window.place)
 
     def make_writable(self, request: Request, position: int, output: SchedulerOutputBuilder) -> bool:
         """Give a running request a block of its own at ``position``, to write to. False: it is preempted itself."""

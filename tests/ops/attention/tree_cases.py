@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from tests.ops.attention.attention_cases import AttentionCase, alone, make_case
 
@@ -50,15 +49,6 @@ def path_case(case: AttentionCase, request: int, path: Sequence[int]) -> Attenti
     )  # fmt: skip
 
 
-def paths(case: AttentionCase, trees: Sequence[Sequence[int] | int]) -> list[tuple[int, AttentionCase]]:
-    """Of each row of a tree: which row of the case it is, and the ``path_case`` whose last row it is."""
-    return [
-        (case.rows(request).start + row, path_case(case, request, path_to(tree, row)))
-        for request, tree in enumerate(trees)
-        if not isinstance(tree, int)
-        for row in range(len(tree) + 1)
-    ]
-
-
-def widened(out: Tensor) -> Tensor:
-    return out.view(torch.int16 if out.itemsize == 2 else torch.int32)
+def leaves(parents: Sequence[int]) -> list[int]:
+    """The rows that are nobody's parent."""
+    return [row for row in range(len(parents) + 1) if row not in parents]

@@ -1,0 +1,120 @@
+"""Drafts of a request that are a tree: several tokens that may follow the same one. Plain Python.
+
+A step samples a token after each draft, with noise that follows from the draft's position alone. So the tokens that
+would have come are one path: from the last known token on, each goes to the child that is the token sampled there.
+(SpecInfer, Miao et al., 2023, arXiv:2305.09781, with a rule of acceptance that changes no token.)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, overload
+
+from compiled_llm.scheduling.drafter import DraftSource
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class DraftTree(Sequence[int]):
+    """The tokens of a tree, parents before children and siblings all different. ``tree[:n]`` is the tree of the first.
+
+    Attributes:
+        parents: of each: 0 where it follows the last known token, ``n + 1`` where it follows ``token_ids[n]``. So these
+            are rows of a step that computes the last known token and the tree after it.
+    """
+
+    def __init__(self, token_ids: Sequence[int], parents: Sequence[int]) -> None:
+        self.token_ids, self.parents = tuple(token_ids), tuple(parents)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> "DraftTree": ...
+    def __getitem__(self, index: int | slice) -> "int | DraftTree":
+        if isinstance(index, int):
+            return self.token_ids[index]
+        assert index.start is None, "only the first ones are a tree"
+        return DraftTree(self.token_ids[index], self.parents[index])
+
+    def children(self, row: int) -> list[int]:
+        """Rows of the drafts that follow ``row``."""
+        return [child for child, parent in enumerate(self.parents, 1) if parent == row]
+
+    def path_to(self, row: int) -> list[int]:
+        """The rows from the last known token's, 0, to this one."""
+        path = [row]
+        while path[-1]:
+            path.append(self.parents[path[-1] - 1])
+        return path[::-1]
+
+    def depth_first(self) -> "DraftTree":
+        """The same, with each branch in a row: attention reads what a branch sees once for all of it."""
+        order, rows = [], [0]
+        while rows:
+            order.append(rows.pop())
+            rows += reversed(self.children(order[-1]))
+        place = {row: new for new, row in enumerate(order)}
+        return DraftTree(
+            [self.token_ids[row - 1] for row in order[1:]], [place[self.parents[row - 1]] for row in order[1:]]
+        )
+
+    def without(self, rows: set[int]) -> "DraftTree":
+        """What is left without these rows and all that follow them, and places that these had: see ``kept``."""
+        kept = self.kept(rows)
+        place = {row: new for new, row in enumerate([0, *kept])}
+        return DraftTree([self.token_ids[row - 1] for row in kept], [place[self.parents[row - 1]] for row in kept])
+
+    def kept(self, rows: set[int]) -> list[int]:
+        """Its rows but for these and all that follow them."""
+        gone = set(rows)
+        for row, parent in enumerate(self.parents, 1):
+            if parent in gone:
+                gone.add(row)
+        return [row for row in range(1, len(self) + 1) if row not in gone]
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(len(self)))
+
+    def path(self, chosen: Sequence[int]) -> list[int]:
+        """The rows whose tokens count, from 0 on. ``chosen``: what the step chose at each row."""
+        path = [0]
+        while (child := self._child(path[-1], chosen[path[-1]])) is not None:
+            path.append(child)
+        return path
+
+    def num_right(self, known: Sequence[int]) -> tuple[int, bool]:
+        """How many of the tokens that came it has, one after the other, and whether it has another one then."""
+        row = 0
+        for count, token_id in enumerate(known):
+            child = self._child(row, token_id)
+            if child is None:
+                return count, bool(self.children(row))
+            row = child
+        return len(known), False
+
+    def _child(self, row: int, token_id: int) -> int | None:
+        return next((child for child in self.children(row) if self.token_ids[child - 1] == token_id), None)
+
+
+class TreeSource(DraftSource, Protocol):
+    """A ``DraftSource`` whose proposals are ``DraftTree``s, the likeliest drafts first."""
+
+    def propose(self, requests: Sequence, most: Sequence[int]) -> Sequence[DraftTree]: ...
+
+
+def allowed(
+    tree: DraftTree, masks_after: "Callable[[list[int]], Sequence[np.ndarray]]"
+) -> "tuple[DraftTree, list[np.ndarray]]":
+    """The part of ``tree`` that masks allow, and the mask after each of its drafts.
+
+    ``masks_after``: of drafts that follow one another, the masks after the first ones, before the first forbidden one.
+    """
+    masks: dict[int, np.ndarray] = {}
+    for leaf in set(range(1, len(tree) + 1)).difference(tree.parents):
+        path = tree.path_to(leaf)[1:]
+        masks |= zip(path, masks_after([tree.token_ids[row - 1] for row in path]), strict=False)
+    forbidden = {row for row in range(1, len(tree) + 1) if row not in masks}
+    return tree.without(forbidden), [masks[row] for row in tree.kept(forbidden)]

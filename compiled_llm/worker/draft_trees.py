@@ -1,0 +1,52 @@
+"""Trees of drafts in the worker: what cannot have them, what a step is told of their rows, and where accepted keys go."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import LayerCache
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.registry import layers_of
+from compiled_llm.ops.attention.move_keys import move_keys
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+
+
+def check_trees(model_config: ModelConfig, device: torch.device) -> None:
+    """``ValueError`` if drafts cannot be a tree there."""
+    reason = ""
+    layers = layers_of(model_config)
+    if device.type != "cpu":
+        reason = "a GPU's attention kernels have no masks for them yet"
+    elif not all(isinstance(spec, AttentionSpec) for spec in layers):
+        reason = "layers with a state compute tokens one after the other"
+    elif any(isinstance(spec, AttentionSpec) and spec.latent_dim for spec in layers):
+        reason = "latent attention has no masks for them yet"
+    if reason:
+        raise ValueError(
+            f"speculative_token_tree must be left out for {model_config.architecture} on {device.type!r} ({reason}): "
+            "drafts are a chain then"
+        )
+
+
+def tree_rows(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Of the rows of a tree with ``parents`` as ``DraftTree`` has them, from the last known token's on.
+
+    Returns:
+        How many rows stand before each on its path, int32, and what ``ancestors`` of the attention op has, int64.
+    """
+    depths, masks = [0], [1]
+    for row, parent in enumerate(parents, 1):
+        depths.append(depths[parent] + 1)
+        masks.append(masks[parent] | 1 << row)
+    return np.array(depths, dtype=np.int32), np.array(masks, dtype=np.int64)
+
+
+def move_accepted(output: SchedulerOutput, groups: Sequence[Sequence[LayerCache]]) -> None:
+    """Move the keys that ``output`` says. ``groups``: layers without a window, and those with each."""
+    for told, layers in zip((output, *output.windows), groups, strict=True):
+        if told.moved_keys:
+            moves = torch.tensor(told.moved_keys, dtype=torch.int64)
+            for cache in layers:
+                move_keys(*cache, moves)

@@ -1,0 +1,40 @@
+"""Keys and values of one slot of a paged cache to another: what is kept of a tree of drafts goes where a chain has it."""
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.pinned import on_device
+
+_WIDTHS = {torch.bfloat16: 2, torch.int8: 4, torch.float8_e4m3fn: 2}  # kCacheWidth of attention_cpu_types.h
+
+
+def move_keys(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, moves: Tensor) -> None:
+    """Copy keys and values, and their scales, from slot ``moves[:, 0]`` to slot ``moves[:, 1]``.
+
+    All slots are read before one is written, so a slot may be both. Codes stay what they are: nothing is rounded again.
+
+    Args:
+        k_cache, v_cache, k_scale, v_scale: as ``paged_attention`` has them; written in place.
+        moves: ``[n, 2]`` int64 on the CPU: block * block_size + offset each; no slot is written twice.
+    """
+    size, head_dim = k_cache.shape[2:]
+    places = torch.cat([moves // size, moves % size], dim=1).T.contiguous()
+    sources, targets, from_offset, to_offset = on_device(places, k_cache.device).unbind()
+    # The C++ kernels have neighbours side by side; see attention_cpu.cpp.
+    in_lanes = k_cache.device.type == "cpu" and native.load("attention_cpu") is not None
+    width = _WIDTHS.get(k_cache.dtype, 1) if in_lanes else 1
+    k_width, v_width = (width if length % width == 0 else 1 for length in (head_dim, size))
+    keys, values = (cache.view(torch.uint8) if cache.itemsize == 1 else cache for cache in (k_cache, v_cache))
+    if in_lanes:
+        keys = keys.view(*keys.shape[:2], head_dim // k_width, size, k_width)
+        values = values.view(*values.shape[:2], size // v_width, head_dim, v_width)
+        keys[targets, :, :, to_offset] = keys[sources, :, :, from_offset]
+        lanes = values[sources, :, from_offset // v_width, :, from_offset % v_width]
+        values[targets, :, to_offset // v_width, :, to_offset % v_width] = lanes
+    else:
+        for cache in (keys, values):
+            cache[targets, :, to_offset] = cache[sources, :, from_offset]
+    for scale in (k_scale, v_scale):
+        if scale is not None:
+            scale[targets, :, to_offset] = scale[sources, :, from_offset]
