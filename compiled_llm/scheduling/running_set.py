@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from compiled_llm.api.config import EngineLimits
@@ -249,28 +249,19 @@ class RunningSet:
             self.places.grow(request)
 
     def move_keys(self, request: Request, start: int, path: Sequence[int]) -> None:
-        """Let the next step begin with moving keys and values of row ``path[n]`` to row n, of rows from ``start`` on."""
-        moves = [(start + row, start + place) for place, row in enumerate(path) if row != place]
-        size = self.limits.block_size
-
-        def slots(place_of: Callable[[int], int]) -> list[tuple[int, int]]:
-            blocks = request.block_ids
-            return [
-                (
-                    place_of(blocks[one // size]) * size + one % size,
-                    place_of(blocks[other // size]) * size + other % size,
-                )
-                for one, other in moves
-            ]
-
-        if moves:
-            self.moved_keys += slots(lambda block: block)
+        """The next step begins by moving keys of row ``path[n]`` to row n, of the rows of a step from ``start`` on."""
+        size, blocks = self.limits.block_size, request.block_ids
+        for place, row in enumerate(path):
+            if row == place:
+                continue
+            (source, from_offset), (target, to_offset) = divmod(start + row, size), divmod(start + place, size)
+            source, target = blocks[source], blocks[target]
+            self.moved_keys.append((source * size + from_offset, target * size + to_offset))
             for window in self.pool.windows:
-                window.moved_keys += slots(window.place)
+                move = window.place(source) * size + from_offset, window.place(target) * size + to_offset
+                window.moved_keys.append(move)
 
-    def make_writable(self, request: Request, position: int, output: SchedulerOutputBuilder) -> bool:
-        """Give a running request a block of its own at ``position``, to write to. False: it is preempted itself."""
-        while self.forks.must_copy(request, position):  # making room may leave the block to this request alone
+oom may leave the block to this request alone
             blocks = self.pool.allocate(1) if self.places.is_free() else None
             if blocks is not None:
                 shared, block = self.forks.replace(request, position, blocks[0])

@@ -1,4 +1,4 @@
-"""Trees of drafts in the worker: what cannot have them, what a step is told of their rows, and where accepted keys go."""
+"""Trees of drafts in the worker: who cannot have them, what a step is told of them, where accepted keys go."""
 
 from collections.abc import Sequence
 

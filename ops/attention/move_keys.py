@@ -1,4 +1,4 @@
-"""Keys and values of one slot of a paged cache to another: what is kept of a tree of drafts goes where a chain has it."""
+"""Keys and values from slot to slot of a paged cache: what is kept of a tree of drafts goes where a chain has it."""
 
 import torch
 from torch import Tensor

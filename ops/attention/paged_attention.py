@@ -139,7 +139,7 @@ def paged_attention_reference(
 
 
 def _seen_in_tree(ancestors: Tensor, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a tree's rows, which keys they see, ``[rows, seq_len]``; where rows stand, ``[rows, 1]``; and where keys do."""
+    """Which keys a tree's rows see, ``[rows, seq_len]``; where they stand, ``[rows, 1]``; and where keys do."""
     count = len(ancestors)
     nodes = (ancestors[:, None] >> torch.arange(count, device=ancestors.device)) & 1
     depths = nodes.sum(1) - 1

@@ -20,6 +20,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4, "num_speculative_tokens": 5},
     "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.0, "num_speculative_tokens": 15},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
+    "ngram tree": {
+        "method": "ngram",
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+        "speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]",
+    },
+    "suffix tree": {
+        "method": "suffix",
+        "suffix_decoding_min_token_prob": 0.0,
+        "num_speculative_tokens": 12,
+        "speculative_token_tree": "auto",
+    },
 }
 # By the model, the one that drafts for it.
 DRAFT_MODELS = {None: str(DEMO_MODEL), "lfm2": "llama"}
@@ -165,6 +177,8 @@ def test_the_same_as_without(engine: str, count: int, battery_counts: Counter[st
         work = random_work(rng, count, has_text=has_text, vocab_size=plain_engine.model_config.vocab_size)
         plain = serve(plain_engine, work, random.Random(1))
     for method in METHODS:
+        if "tree" in method and model is not None:
+            continue  # layers with a state refuse them
         for adaptive in (False, True) if count > 100 else (method == "suffix",):
             config = {**METHODS[method], "adaptive": adaptive}
             if method == "draft_model":

@@ -1,4 +1,4 @@
-"""Attention over trees of rows: a row has the bits that it has at the end of its path as a chain, whatever stands beside it."""
+"""Attention over trees of rows: a row has the bits that it has in its path as a chain, whatever stands beside it."""
 
 import random
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_a_chain_of_masks_is_a_chain(attend: Attend) -> None:
 
 
 def test_what_masks_must_not_be(attend: Attend) -> None:
-    """Each is no path of a tree: without itself, without row 0, after itself, beside its parent's path, a row without."""
+    """No paths of a tree: without itself, without row 0, of a later row, besides its parent's path, a row without."""
     case = make_tree_case([[0, 1, 0]], [20])
     for row, mask in ((1, 1), (2, 6), (1, 7), (3, 13), (2, 0)):
         wrong = case.ancestors.clone()

@@ -1,5 +1,6 @@
 """Trees of rows for the attention kernels: random ones, and the chain that each path of them is."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ def make_tree_case(trees: Sequence[Sequence[int] | int], context_lens: Sequence[
     case = make_case(counts, context_lens, **options)
     masks = [[0] * tree if isinstance(tree, int) else masks_of(tree) for tree in trees]
     padding = len(case.q) - sum(counts)
-    return replace(case, ancestors=torch.tensor([*sum(masks, []), *[0] * padding], dtype=torch.int64))
+    return replace(case, ancestors=torch.tensor([*itertools.chain(*masks), *[0] * padding], dtype=torch.int64))
 
 
 def path_case(case: AttentionCase, request: int, path: Sequence[int]) -> AttentionCase:
