@@ -254,14 +254,16 @@ class RunningSet:
         for place, row in enumerate(path):
             if row == place:
                 continue
-            (source, from_offset), (target, to_offset) = divmod(start + row, size), divmod(start + place, size)
-            source, target = blocks[source], blocks[target]
+            (index, from_offset), (to_index, to_offset) = divmod(start + row, size), divmod(start + place, size)
+            source, target = blocks[index], blocks[to_index]
             self.moved_keys.append((source * size + from_offset, target * size + to_offset))
             for window in self.pool.windows:
                 move = window.place(source) * size + from_offset, window.place(target) * size + to_offset
                 window.moved_keys.append(move)
 
-oom may leave the block to this request alone
+    def make_writable(self, request: Request, position: int, output: SchedulerOutputBuilder) -> bool:
+        """Give a running request a block of its own at ``position``, to write to. False: it is preempted itself."""
+        while self.forks.must_copy(request, position):  # making room may leave the block to this request alone
             blocks = self.pool.allocate(1) if self.places.is_free() else None
             if blocks is not None:
                 shared, block = self.forks.replace(request, position, blocks[0])
