@@ -25,6 +25,22 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "model": ("draft_model", ["", 3, None, Path("somewhere")]),
     "revision": ("draft_model", ["", 3]),
     "quantization": ("draft_model", ["", "int5", 8]),
+    "speculative_token_tree": (
+        "ngram",
+        [
+            "",
+            "chain",
+            3,
+            [(0,)],
+            "[]",
+            "[0]",
+            "[(1,)]",
+            "[(0,), (0, 0, 0)]",
+            "[(0,), (0, 1)]",
+            "[(-1,)]",
+            "[(0,), (True,)]",
+        ],
+    ),
 }
 
 
@@ -97,3 +113,11 @@ def test_defaults_are_those_of_vllm() -> None:
 
 def test_each_method_is_a_networks_or_drafts_on_the_host() -> None:
     assert {*METHODS} == {*HOST_METHODS} | {*NETWORK_METHODS}
+
+
+def test_a_tree_has_as_many_drafts_as_nodes() -> None:
+    config = SpeculativeConfig(method="suffix", speculative_token_tree="[(0,), (1,), (0, 0)]")
+    assert (config.num_tokens, config.tree_shape) == (3, {(0,), (1,), (0, 0)})
+    assert SpeculativeConfig(method="suffix", speculative_token_tree="auto").tree_shape is None
+    with pytest.raises(ValueError, match="num_speculative_tokens must be left out with speculative_token_tree"):
+        SpeculativeConfig(method="ngram", speculative_token_tree="[(0,)]", num_speculative_tokens=2)

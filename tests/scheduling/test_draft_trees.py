@@ -1,0 +1,67 @@
+"""DraftTree: paths, branches, what is left of it; and what masks leave."""
+
+import random
+
+import numpy as np
+
+from compiled_llm.scheduling.draft_trees import DraftTree, allowed
+
+
+def made(seed: int, count: int = 12) -> DraftTree:
+    """A random tree, in which token ids say which row it is: 100 + row."""
+    rng = random.Random(seed)
+    return DraftTree(range(101, 101 + count), [rng.randrange(row) for row in range(1, count + 1)])
+
+
+def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
+    """The tokens from each leaf's root on."""
+    leaves = set(range(1, len(tree) + 1)).difference(tree.parents)
+    return {tuple(tree.token_ids[row - 1] for row in tree.path_to(leaf)[1:]) for leaf in leaves}
+
+
+def test_depth_first_is_the_same_tree_with_branches_in_a_row() -> None:
+    for seed in range(30):
+        tree = made(seed)
+        ordered = tree.depth_first()
+        assert paths_of(ordered) == paths_of(tree)
+        assert all(parent < row for row, parent in enumerate(ordered.parents, 1))
+        # A row that does not follow the one before it begins a branch: there are as many as leaves.
+        starts = sum(parent != row - 1 for row, parent in enumerate(ordered.parents, 1))
+        assert starts + 1 == len(paths_of(tree)) + (ordered.parents[0] != 0)
+        for count in range(len(tree) + 1):
+            assert paths_of(ordered[:count]) <= {path[:n] for path in paths_of(tree) for n in range(len(path) + 1)}
+
+
+def test_a_path_goes_to_the_child_that_was_chosen() -> None:
+    #       0 -> 1 (a) -> 3 (c), 4 (d) -> 5 (e);  0 -> 2 (b) -> 6 (d)
+    a, b, c, d, e, other = range(7, 13)
+    tree = DraftTree([a, b, c, d, e, d], [0, 0, 1, 1, 4, 2])
+    assert tree.path([a, d, other, other, e, other, other]) == [0, 1, 4, 5]
+    assert tree.path([b, c, d, e, e, e, a]) == [0, 2, 6]
+    assert tree.path([other, d, d, d, d, d, d]) == [0]
+    assert tree.num_right([a, d, e]) == (3, False)
+    assert tree.num_right([a, d, e, other]) == (3, False)  # there was no draft for that place
+    assert tree.num_right([a, e]) == (1, True)
+    assert tree.num_right([b, d]) == (2, False)
+    assert not tree.is_chain
+    assert DraftTree([a, b], [0, 1]).is_chain
+
+
+def test_masks_leave_what_none_of_them_forbids() -> None:
+    """Even ids are forbidden below the root; each mask is told from the others by its path."""
+    for seed in range(20):
+        tree = made(seed)
+
+        def masks_after(drafts: list[int]) -> list[np.ndarray]:
+            right = next((n for n, token_id in enumerate(drafts) if n and token_id % 2 == 0), len(drafts))
+            return [np.array(drafts[: n + 1]) for n in range(right)]
+
+        left, masks = allowed(tree, masks_after)
+        assert [mask.tolist() for mask in masks] == [
+            [left.token_ids[row - 1] for row in left.path_to(place)[1:]] for place in range(1, len(left) + 1)
+        ]
+        assert paths_of(left) <= {path[:n] for path in paths_of(tree) for n in range(len(path) + 1)}
+        kept = {
+            row for row in range(1, len(tree) + 1) if all(tree.token_ids[one - 1] % 2 for one in tree.path_to(row)[2:])
+        }
+        assert set(left.token_ids) == {tree.token_ids[row - 1] for row in kept}
