@@ -19,7 +19,7 @@ def test_nodes_come_by_their_share() -> None:
     # 1 in three of four, then 2 in two of three, ...: 0.75, 0.5, 0.25 (6), 0.25 (3), 0.25 (4), 0.25 (5)
     assert tree.token_ids[:2] == (1, 2)
     assert tree.parents[:2] == (0, 1)
-    assert {token: parent for token, parent in zip(tree.token_ids, tree.parents, strict=True)} == {
+    assert dict(zip(tree.token_ids, tree.parents, strict=True)) == {
         1: 0, 2: 1, 3: 2, 4: 2, 5: 1, 6: 0
     }  # fmt: skip
     assert shares[:2] == [0.75, pytest.approx(2 / 3)]

@@ -20,7 +20,7 @@ TREE: dict[str, Any] = {
     "speculative_token_tree": "auto",
 }  # fmt: skip
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef area(width, depth):\n    return width"
-PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=90, ignore_eos=True, logprobs=2)
+PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=60, ignore_eos=True, logprobs=2)
 
 
 def served(engine: CompiledEngine) -> tuple[list[int], list[Any], list[torch.Tensor], int]:
@@ -56,7 +56,7 @@ def test_keys_are_those_of_a_run_without_trees(options: dict[str, Any]) -> None:
     assert drafted[3] > 10
     assert stats.num_steps < len(tokens)
     count = min(len(held[0]), len(drafted[2][0]))
-    assert count > 12
+    assert count > 8
     for one, other in zip(held, drafted[2], strict=True):
         assert torch.equal(one[:count].view(torch.uint8), other[:count].view(torch.uint8))
 
@@ -65,9 +65,7 @@ def test_who_refuses_trees() -> None:
     cpu = torch.device("cpu")
     llama = read_config(checkpoint("llama"))
     check_trees(llama, cpu)
-    with pytest.raises(
-        ValueError, match="speculative_token_tree must be left out for .* on 'cuda' .*attention kernels"
-    ):
+    with pytest.raises(ValueError, match=r"speculative_token_tree must be left out for .* on 'cuda'"):
         check_trees(llama, torch.device("cuda"))
     with pytest.raises(ValueError, match="latent attention"):
         check_trees(read_config(checkpoint("deepseek-v2")), cpu)
