@@ -89,7 +89,7 @@ class SpeculativeConfig:
             that it has in the model. It runs in the model's dtype, and has a KV cache of its own in the model's blocks.
         revision: by "draft_model": branch, tag or commit of a hub id. None: the main branch.
         quantization: by "draft_model": as the engine argument of this name, of the draft model. None: the checkpoint's.
-        speculative_token_tree: by "ngram" and "suffix", on a CPU: drafts are a tree, several of which may follow the
+        speculative_token_tree: by "ngram" and "suffix": drafts are a tree, several of which may follow the
             same token. "auto": of ``num_speculative_tokens`` nodes, those that were measured to be right most often. Or
             the nodes as a list of tuples in a str, such as "[(0,), (1,), (0, 0)]": the likeliest and the second
             likeliest first token, and the likeliest one after the former. None: drafts are a chain.

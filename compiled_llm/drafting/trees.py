@@ -111,8 +111,8 @@ class TreeDrafter:
     def _tree(self, request: Request, most: int) -> DraftTree:
         output = request.output_token_ids
         if request in self._last:
-            start, *last = self._last.pop(request)
-            self._measured.observe(*last, output[start : start + self._most])
+            start, tree, shares = self._last.pop(request)
+            self._measured.observe(tree, shares, output[start : start + self._most])
         tree, shares = merged(self.continuations(request, most), most, self._measured, self._shape)
         self._last[request] = len(output), tree, shares
         return tree

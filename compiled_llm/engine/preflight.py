@@ -78,7 +78,7 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if config.speculation is not None:
         one_graph, trees = device.type == "cpu", config.speculation.has_trees
         if trees:
-            check_trees(made, device)
+            check_trees(made, device, exact=config.exact)
         limits = limits.with_drafts(config.speculation.num_tokens, one_graph=one_graph, has_trees=trees)
     limits = with_state_slots(limits, config, made, dtype)
     yield from _of_sampling(directory, limits)

@@ -5,22 +5,26 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import LayerCache
 from compiled_llm.models.layers.attention import AttentionSpec
-from compiled_llm.models.registry import layers_of
-from compiled_llm.ops.attention.move_keys import move_keys
+from compiled_llm.models.registry import attention_layers, layers_of
+from compiled_llm.ops import move_keys
+from compiled_llm.ops.pinned import on_device
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
 
-def check_trees(model_config: ModelConfig, device: torch.device) -> None:
+def check_trees(model_config: ModelConfig, device: torch.device, *, exact: bool) -> None:
     """``ValueError`` if drafts cannot be a tree there."""
     reason = ""
     layers = layers_of(model_config)
-    if device.type != "cpu":
-        reason = "a GPU's attention kernels have no masks for them yet"
+    if device.type != "cpu" and exact:
+        reason = "exact=True, and on a GPU a row of a tree has other bits than one of a chain"
     elif not all(isinstance(spec, AttentionSpec) for spec in layers):
         reason = "layers with a state compute tokens one after the other"
+    elif device.type != "cpu" and any(0 < spec.window < 1 + MOST_DRAFT_TOKENS for spec in attention_layers(layers)):
+        reason = "a window of less than 16 keys"
     elif any(isinstance(spec, AttentionSpec) and spec.latent_dim for spec in layers):
         reason = "latent attention has no masks for them yet"
     if reason:
@@ -46,7 +50,7 @@ def tree_rows(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 def move_accepted(output: SchedulerOutput, groups: Sequence[Sequence[LayerCache]]) -> None:
     """Move the keys that ``output`` says. ``groups``: layers without a window, and those with each."""
     for told, layers in zip((output, *output.windows), groups, strict=True):
-        if told.moved_keys:
-            moves = torch.tensor(told.moved_keys, dtype=torch.int64)
+        if told.moved_keys and layers:
+            moves = on_device(torch.tensor(told.moved_keys, dtype=torch.int64), layers[0].k.device)
             for cache in layers:
                 move_keys(*cache, moves)

@@ -232,7 +232,7 @@ class ModelRunner(Worker):
         limits = with_state_slots(limits, config, model_config, self.dtype)
         trees = config.speculation is not None and config.speculation.has_trees
         if trees:
-            check_trees(model_config, self.device)
+            check_trees(model_config, self.device, exact=config.exact)
         one_graph = self.device.type == "cpu"
         self.limits = limits.with_drafts(num_draft_tokens, one_graph=one_graph, has_trees=trees)
         self.start_times, self.times = StartTimes(), RunnerTimes()

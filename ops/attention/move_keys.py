@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
-from compiled_llm.ops.pinned import on_device
+from compiled_llm.ops.library import define_op
 
 _WIDTHS = {torch.bfloat16: 2, torch.int8: 4, torch.float8_e4m3fn: 2}  # kCacheWidth of attention_cpu_types.h
 
@@ -16,12 +16,18 @@ def move_keys(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale:
 
     Args:
         k_cache, v_cache, k_scale, v_scale: as ``paged_attention`` has them; written in place.
-        moves: ``[n, 2]`` int64 on the CPU: block * block_size + offset each; no slot is written twice.
+        moves: ``[n, 2]`` int64, block * block_size + offset each; no slot is written twice.
     """
+    torch.ops.compiled_llm.move_keys(k_cache, v_cache, k_scale, v_scale, moves)
+
+
+def move_keys_reference(
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, moves: Tensor
+) -> None:
+    """The op in plain torch, for all devices."""
     size, head_dim = k_cache.shape[2:]
-    places = torch.cat([moves // size, moves % size], dim=1).T.contiguous()
-    sources, targets, from_offset, to_offset = on_device(places, k_cache.device).unbind()
-    # The C++ kernels have neighbours side by side; see attention_cpu.cpp.
+    (sources, targets), (from_offset, to_offset) = (moves // size).unbind(1), (moves % size).unbind(1)
+    # The CPU's kernels have neighbours side by side; see attention_cpu.cpp.
     in_lanes = k_cache.device.type == "cpu" and native.load("attention_cpu") is not None
     width = _WIDTHS.get(k_cache.dtype, 1) if in_lanes else 1
     k_width, v_width = (width if length % width == 0 else 1 for length in (head_dim, size))
@@ -38,3 +44,10 @@ def move_keys(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale:
     for scale in (k_scale, v_scale):
         if scale is not None:
             scale[targets, :, to_offset] = scale[sources, :, from_offset]
+
+
+define_op(
+    "move_keys(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor moves) -> ()",
+    reference=move_keys_reference,
+    fake=lambda *args: None,
+)

@@ -16,9 +16,8 @@ but their keys and values are written to their slots.
 
 Rows of a request may be a tree, of tokens that may follow its first row: each sees the keys before the request's rows
 and those of its own path. Row ``i`` of the request keeps its key where position ``seq_lens[r] - rows + i`` is, but
-counts as standing as many positions after the first row as its path is long, for the window. A row has the bits that
-it has as the last row of its path alone, on a CPU, and with ``exact`` on a GPU. (SpecInfer, Miao et al., 2023,
-arXiv:2305.09781.)
+stands as many positions after the first row as its path is long, for the window. On a CPU a row has the bits that it
+has as the last row of its path alone. (SpecInfer, Miao et al., 2023, arXiv:2305.09781.)
 
 The cache may be quantised, see ``kv_quant.py``. The op has a sliding window, a soft cap of the scores, and attention
 sinks.
@@ -69,7 +68,7 @@ def paged_attention(
             says. The CPU kernel always does so; on a GPU other kernels do.
         ancestors: ``[T]`` int64 or None: of each row of a tree, which rows of its request it sees: bit i for the
             ``i``-th, its own bit and that of row 0 among them; of other rows 0. A tree has up to 64 rows, parents
-            before their children; on a GPU up to 16.
+            before their children; on a GPU up to 16, and none with ``exact`` or a window of less than 16.
 
     Returns:
         ``[T, N, H]`` contiguous, dtype of ``q``, a fresh tensor.

@@ -443,7 +443,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         TREES,
         """
         values stay where they are
-            move_keys: values[targets, :, to_offset // v_width, :, to_offset % v_width] = lanes => ...
+            move_keys_reference: values[targets, :, to_offset // v_width, :, to_offset % v_width] = lanes => ...
         """,
     ),
     (

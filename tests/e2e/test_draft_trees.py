@@ -62,12 +62,13 @@ def test_keys_are_those_of_a_run_without_trees(options: dict[str, Any]) -> None:
 
 
 def test_who_refuses_trees() -> None:
-    cpu = torch.device("cpu")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     llama = read_config(checkpoint("llama"))
-    check_trees(llama, cpu)
-    with pytest.raises(ValueError, match=r"speculative_token_tree must be left out for .* on 'cuda'"):
-        check_trees(llama, torch.device("cuda"))
-    with pytest.raises(ValueError, match="latent attention"):
-        check_trees(read_config(checkpoint("deepseek-v2")), cpu)
+    for device in (cpu, gpu):
+        check_trees(llama, device, exact=device == cpu)
+        with pytest.raises(ValueError, match=r"must be left out for .* \(latent attention"):
+            check_trees(read_config(checkpoint("deepseek-v2")), device, exact=False)
+    with pytest.raises(ValueError, match=r"must be left out for .* on 'cuda' \(exact=True"):
+        check_trees(llama, gpu, exact=True)
     with pytest.raises(ValueError, match="layers with a state"):
         CompiledEngine(str(checkpoint("lfm2")), **ARGUMENTS, speculative_config=TREE)
