@@ -56,7 +56,7 @@ def merged(
     continuations: Sequence[Continuation], most: int, measured: Measured, shape: Shape | None
 ) -> tuple[DraftTree, list[float]]:
     """The tree of the nodes that are expected most, in this order, and their shares; up to ``most`` of them."""
-    tokens, parents, shares = list[int](), list[int](), list[float]()
+    tokens, parents, shares, worths = list[int](), list[int](), list[float](), list[float]()
     order_of = itertools.count()
     # (-what is expected, order, row of the parent, ranks, token, share, continuations of it and what follows)
     waiting: list[tuple[float, int, int, tuple[int, ...], str, float, list[Continuation]]] = []
@@ -81,8 +81,9 @@ def merged(
         tokens.append(ord(token))
         parents.append(parent)
         shares.append(share)
+        worths.append(-worth)
         add_children(len(tokens), -worth, ranks, texts)
-    return DraftTree(tokens, parents), shares
+    return DraftTree(tokens, parents, worths), shares
 
 
 class TreeDrafter:

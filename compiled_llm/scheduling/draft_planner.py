@@ -214,6 +214,9 @@ class DraftPlanner:
             history.compare(request.output_token_ids, of_all)
         chances = [history.acceptance.chance(of_all) for history in histories]
         available = [len(drafts) for drafts in proposals]
+        for index, drafts in enumerate(proposals):
+            if isinstance(drafts, DraftTree):
+                chances[index] = drafts.chance
         num_requests = sum(not (request.num_in_flight and request.waits_for_tokens) for request in running)
         sizes = next(sizes for size, sizes in self._sizes.items() if size >= num_requests)
         if beside_prompts:

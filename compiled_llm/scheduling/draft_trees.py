@@ -20,10 +20,11 @@ class DraftTree(Sequence[int]):
     Attributes:
         parents: of each: 0 where it follows the last known token, ``n + 1`` where it follows ``token_ids[n]``. So these
             are rows of a step that computes the last known token and the tree after it.
+        worths: of each the chance that it is right, as its source expects it; empty: that is not known.
     """
 
-    def __init__(self, token_ids: Sequence[int], parents: Sequence[int]) -> None:
-        self.token_ids, self.parents = tuple(token_ids), tuple(parents)
+    def __init__(self, token_ids: Sequence[int], parents: Sequence[int], worths: Sequence[float] = ()) -> None:
+        self.token_ids, self.parents, self.worths = tuple(token_ids), tuple(parents), tuple(worths)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -36,7 +37,7 @@ class DraftTree(Sequence[int]):
         if isinstance(index, int):
             return self.token_ids[index]
         assert index.start is None, "only the first ones are a tree"
-        return DraftTree(self.token_ids[index], self.parents[index])
+        return DraftTree(self.token_ids[index], self.parents[index], self.worths[index])
 
     def children(self, row: int) -> list[int]:
         """Rows of the drafts that follow ``row``."""
@@ -73,6 +74,18 @@ class DraftTree(Sequence[int]):
             if parent in gone:
                 gone.add(row)
         return [row for row in range(1, len(self) + 1) if row not in gone]
+
+    @property
+    def chance(self) -> float:
+        """That one more draft of a chain of as many is right, if the chain is worth as much as this."""
+        expected, count, low, high = sum(self.worths), len(self), 0.0, 1.0
+        for _ in range(8):
+            chance = (low + high) / 2
+            if chance * (1 - chance**count) / (1 - chance) < expected:
+                low = chance
+            else:
+                high = chance
+        return (low + high) / 2
 
     @property
     def is_chain(self) -> bool:

@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 
 from compiled_llm.scheduling.draft_trees import DraftTree, allowed
 
@@ -45,6 +46,14 @@ def test_a_path_goes_to_the_child_that_was_chosen() -> None:
     assert tree.num_right([b, d]) == (2, False)
     assert not tree.is_chain
     assert DraftTree([a, b], [0, 1]).is_chain
+
+
+def test_the_chance_of_a_chain_that_is_worth_as_much() -> None:
+    chain = DraftTree([1, 2, 3], [0, 1, 2], [0.6, 0.36, 0.216])
+    assert chain.chance == pytest.approx(0.6, abs=0.01)
+    assert DraftTree([1, 2, 3], [0, 0, 1], [0.9, 0.1, 0.05]).chance == pytest.approx(0.56, abs=0.01)
+    assert chain[:1].worths == (0.6,)
+    assert chain[:0].chance < 0.01
 
 
 def test_masks_leave_what_none_of_them_forbids() -> None:
