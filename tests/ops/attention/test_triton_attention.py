@@ -233,7 +233,8 @@ def test_compiles_without_spills(case: tuple) -> None:
 TREES = [(SM_90, 128, BF16, None), (SM_80, 128, BF16, None), (SM_90, 128, BF16, INT8), (SM_80, 64, BF16, INT8)]
 
 
-@pytest.mark.parametrize("case", [TREES[0], *(pytest.param(c, marks=pytest.mark.battery) for c in TREES[1:])], ids=str)
+@pytest.mark.battery
+@pytest.mark.parametrize("case", TREES, ids=str)
 def test_trees_compile_without_spills(case: tuple) -> None:
     """What a step of trees of up to 16 rows launches."""
     capability = case[0]
