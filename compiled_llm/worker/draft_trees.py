@@ -12,7 +12,7 @@ from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.ops import move_keys
 from compiled_llm.ops.pinned import on_device
-from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
 
 
 def check_trees(model_config: ModelConfig, device: torch.device, *, exact: bool) -> None:
@@ -49,7 +49,8 @@ def tree_rows(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 def move_accepted(output: SchedulerOutput, groups: Sequence[Sequence[LayerCache]]) -> None:
     """Move the keys that ``output`` says. ``groups``: layers without a window, and those with each."""
-    for told, layers in zip((output, *output.windows), groups, strict=True):
+    columns: tuple[SchedulerOutput | WindowOutput, ...] = (output, *output.windows)
+    for told, layers in zip(columns, groups, strict=True):
         if told.moved_keys and layers:
             moves = on_device(torch.tensor(told.moved_keys, dtype=torch.int64), layers[0].k.device)
             for cache in layers:

@@ -11,6 +11,7 @@ import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.drafting.trees import NgramTrees
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker import compiled_steps, draft_trees
 from compiled_llm.worker.device import say_cost_of_dtype
@@ -191,8 +192,12 @@ def test_trees_of_drafts_are_verified_on_the_gpu(monkeypatch: pytest.MonkeyPatch
 
     with CompiledEngine(device="cpu", **sizes) as engine:
         expected = tokens(engine)
-    moved: list[int] = []
-    move = draft_trees.move_accepted
+    continuations, moved, move = NgramTrees.continuations, list[int](), draft_trees.move_accepted
+
+    def wrong_first(*args: Any) -> list[tuple[str, float]]:
+        return [("\x01", 1000.0), *continuations(*args)]
+
+    monkeypatch.setattr(NgramTrees, "continuations", wrong_first)
     monkeypatch.setattr(compiled_steps, "move_accepted", lambda *args: (moved.append(1), move(*args)))
     arguments: dict[str, Any] = {**sizes, "check_invariants": True, "speculative_config": config}
     with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", **arguments) as engine:
