@@ -87,7 +87,7 @@ def merged(
 
 
 class TreeDrafter:
-    """A ``TreeSource`` of a method's ``continuations``.
+    """A ``DraftSource`` whose proposals are trees, of a method's ``continuations``.
 
     Args:
         num_tokens: most nodes of a tree.
@@ -99,7 +99,7 @@ class TreeDrafter:
         self._last: dict[Request, tuple[int, DraftTree, list[float]]] = {}
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[DraftTree]:
-        """As ``TreeSource.propose``."""
+        """As ``DraftSource.propose``."""
         return [self._tree(request, count) for request, count in zip(requests, most, strict=True)]
 
     def forget(self, request: Request) -> None:

@@ -6,9 +6,7 @@ would have come are one path: from the last known token on, each goes to the chi
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, overload
-
-from compiled_llm.scheduling.drafter import DraftSource
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,12 +108,6 @@ class DraftTree(Sequence[int]):
 
     def _child(self, row: int, token_id: int) -> int | None:
         return next((child for child in self.children(row) if self.token_ids[child - 1] == token_id), None)
-
-
-class TreeSource(DraftSource, Protocol):
-    """A ``DraftSource`` whose proposals are ``DraftTree``s, the likeliest drafts first."""
-
-    def propose(self, requests: Sequence, most: Sequence[int]) -> Sequence[DraftTree]: ...
 
 
 def allowed(

@@ -412,7 +412,7 @@ class RunningSet:
                 self.waiting.add(request)  # by what it lacks now
         while self.running:
             self.preempt(self.running.pop(), may_swap=False)
-        self.released, self.swapped_out = [], []
+        self.released, self.swapped_out, self.moved_keys = [], [], []
         for window in self.pool.windows:
             window.swapped_out = []
         self.pool.states.swapped_out = []

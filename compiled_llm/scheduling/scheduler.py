@@ -313,7 +313,10 @@ class Scheduler:
         if request.first_token_time is None:
             request.first_token_time = now
         if self.prefix_cache.enabled and request.status is Status.RUNNING:
-            self.running_set.wait_again(self.prefix_cache.publish(request, start + len(tokens)))
+            # What is still to be moved is published with a later step: the one that moves it may break.
+            in_place = next((place for place, row in enumerate(path) if row != place), len(tokens))
+            num_published = min(start + len(tokens), start + in_place)
+            self.running_set.wait_again(self.prefix_cache.publish(request, num_published))
         if failed:
             self._fail_without_token(request)
         elif stop is not None:

@@ -111,7 +111,8 @@ def due_rows(tokens: Tensor, inputs: LogitsInput, num_draft_tokens: int) -> Tens
         return inputs.is_due
     if isinstance(inputs.drafts, TreeRows):
         drafts, is_own, chosen_in = drafts_before(inputs.drafts, num_draft_tokens)
-        return torch.where(((tokens[chosen_in] != drafts) & is_own).any(1), 0.0, inputs.is_due)
+        is_wrong = torch.take(tokens, chosen_in) != drafts
+        return torch.where((is_wrong & is_own).any(1), 0.0, inputs.is_due)
     before, is_own = rows_before(inputs.drafts, num_draft_tokens)
     is_wrong = tokens != inputs.drafts.following
     return torch.where((is_wrong[before] & is_own).any(1), 0.0, inputs.is_due)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import LayerCache
@@ -32,6 +33,16 @@ def check_trees(model_config: ModelConfig, device: torch.device, *, exact: bool)
             f"speculative_token_tree must be left out for {model_config.architecture} on {device.type!r} ({reason}): "
             "drafts are a chain then"
         )
+
+
+def with_drafts(
+    limits: EngineLimits, num_draft_tokens: int, config: EngineConfig, model_config: ModelConfig, device: torch.device
+) -> EngineLimits:
+    """``limits`` where so many tokens may be drafted. ``ValueError`` if they are to be trees and cannot be."""
+    trees = config.speculation is not None and config.speculation.has_trees
+    if trees:
+        check_trees(model_config, device, exact=config.exact)
+    return limits.with_drafts(num_draft_tokens, one_graph=device.type == "cpu", has_trees=trees)
 
 
 def tree_rows(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -57,7 +57,7 @@ from compiled_llm.worker.device import (
 from compiled_llm.worker.draft_coverage import DraftCoverage
 from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_stage import Drafts, token_ids_of
-from compiled_llm.worker.draft_trees import check_trees
+from compiled_llm.worker.draft_trees import with_drafts
 from compiled_llm.worker.memory import (
     TRIAL_BLOCKS,
     StartMemory,
@@ -230,11 +230,7 @@ class ModelRunner(Worker):
         use_device(self.device, self.cache_dtypes, model_config)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
         limits = with_state_slots(limits, config, model_config, self.dtype)
-        trees = config.speculation is not None and config.speculation.has_trees
-        if trees:
-            check_trees(model_config, self.device, exact=config.exact)
-        one_graph = self.device.type == "cpu"
-        self.limits = limits.with_drafts(num_draft_tokens, one_graph=one_graph, has_trees=trees)
+        self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None

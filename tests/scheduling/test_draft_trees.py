@@ -1,4 +1,4 @@
-"""DraftTree: paths, branches, what is left of it; and what masks leave."""
+"""Trees of drafts: paths and branches, what masks leave; and on a fake model, which tokens count and where keys go."""
 
 import random
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from compiled_llm.scheduling.draft_trees import DraftTree, allowed
+from tests.fake_engine import FakeEngine, FakeTrees, add_request, both_loops, check_result, make_scheduler
 
 
 def made(seed: int, count: int = 12) -> DraftTree:
@@ -74,3 +75,43 @@ def test_masks_leave_what_none_of_them_forbids() -> None:
             row for row in range(1, len(tree) + 1) if all(tree.token_ids[one - 1] % 2 for one in tree.path_to(row)[2:])
         }
         assert set(left.token_ids) == {tree.token_ids[row - 1] for row in kept}
+
+
+@both_loops
+@pytest.mark.parametrize("num_blocks", [40, 12], ids=["room for all", "preemptions"])
+def test_tokens_are_those_of_plain_decoding(num_blocks: int, overlap: bool) -> None:
+    """Also with blocks that others share, and with windows; every key that a step reads stands where it should."""
+    windows = [(6, None)]
+    scheduler = make_scheduler(
+        num_blocks, source=FakeTrees(9, num_blocks), prefix_caching=True, num_swap_blocks=20, windows=windows
+    )
+    engine = FakeEngine(scheduler, overlap=overlap)
+    shared = list(range(1, 10))
+    requests = [add_request(scheduler, f"{i}", [*shared, i], 30) for i in range(4)]
+    for _ in range(6):
+        engine.step()
+    requests += [add_request(scheduler, f"again {i}", [*shared, i], 30) for i in range(2)]
+    engine.run()
+    for request in requests:
+        check_result(request)
+        assert request.finish_reason == "length"
+    assert scheduler.counts.num_accepted_draft_tokens > 20
+    assert sum(len(output.moved_keys) for output in engine.outputs) > 5
+    assert scheduler.num_preemptions > 0 or num_blocks > 12
+
+
+def test_keys_that_are_still_to_be_moved_are_not_published() -> None:
+    """The step that moves them breaks: nobody may find them afterwards."""
+    scheduler = make_scheduler(40, source=FakeTrees(9, 5), prefix_caching=True)
+    engine = FakeEngine(scheduler)
+    request = add_request(scheduler, "a", 6, 40)
+    broken = 0
+    while scheduler.has_unfinished_requests():
+        engine.step()
+        if scheduler.running_set.moved_keys and broken < 3:
+            engine.launch()
+            engine.fail_steps("the reason")
+            other = add_request(scheduler, f"after {broken}", request.prompt_token_ids + request.output_token_ids, 5)
+            broken += 1
+    assert broken == 3
+    check_result(other)
