@@ -26,16 +26,15 @@ _MOST_RANKS = 8
 
 
 class Measured:
-    """How often nodes were right beside their shares, by depth and rank: of nodes whose parents were right."""
+    """How often nodes were right beside their shares, by depth and rank: of nodes whose parents were right.
+
+    Attributes:
+        factors: by (depth, rank), what a share of the continuations is to be multiplied by; 1 where there is none.
+    """
 
     def __init__(self) -> None:
-        self._right: dict[tuple[int, int], float] = {}
-        self._shares: dict[tuple[int, int], float] = {}
-
-    def factor(self, depth: int, rank: int) -> float:
-        """What a share of the continuations is to be multiplied by."""
-        place = depth, rank
-        return (self._right.get(place, 0.0) + _PRIOR) / (self._shares.get(place, 0.0) + _PRIOR)
+        self.factors: dict[tuple[int, int], float] = {}
+        self._seen: dict[tuple[int, int], tuple[float, float]] = {}  # how often they were right, and sums of shares
 
     def observe(self, tree: DraftTree, shares: Sequence[float], known: Sequence[int]) -> None:
         """``known`` came after ``tree`` was proposed, whose nodes had these shares."""
@@ -44,8 +43,10 @@ class Measured:
             found = 0
             for rank, child in enumerate(tree.children(row)):
                 is_right, place = tree.token_ids[child - 1] == token_id, (depth, rank)
-                self._right[place] = _MEMORY * self._right.get(place, 0.0) + is_right
-                self._shares[place] = _MEMORY * self._shares.get(place, 0.0) + shares[child - 1]
+                right, expected = self._seen.get(place, (0.0, 0.0))
+                right, expected = _MEMORY * right + is_right, _MEMORY * expected + shares[child - 1]
+                self._seen[place] = right, expected
+                self.factors[place] = (right + _PRIOR) / (expected + _PRIOR)
                 found = child if is_right else found
             if not found:
                 return
@@ -57,33 +58,44 @@ def merged(
 ) -> tuple[DraftTree, list[float]]:
     """The tree of the nodes that are expected most, in this order, and their shares; up to ``most`` of them."""
     tokens, parents, shares, worths = list[int](), list[int](), list[float](), list[float]()
-    order_of = itertools.count()
+    factors, order_of = measured.factors, itertools.count()
     # (-what is expected, order, row of the parent, ranks, token, share, continuations of it and what follows)
     waiting: list[tuple[float, int, int, tuple[int, ...], str, float, list[Continuation]]] = []
-
-    def add_children(row: int, worth: float, ranks: tuple[int, ...], texts: list[Continuation]) -> None:
-        depth, following = len(ranks), dict[str, list[Continuation]]()
-        for text, weight in texts:
-            if len(text) > depth:
-                following.setdefault(text[depth], []).append((text, weight))
-        weights = {token: sum(weight for _, weight in group) for token, group in following.items()}
-        total = sum(weights.values())
-        likeliest = sorted(weights, key=weights.__getitem__, reverse=True)[:_MOST_RANKS]
-        for rank, token in enumerate(likeliest):
-            share, place = weights[token] / total, (*ranks, rank)
-            expected = worth * min(1.0, share * measured.factor(depth, rank))
+    row, worth, ranks, texts = 0, 1.0, (), list(continuations)
+    while len(tokens) < most:
+        depth = len(ranks)
+        for rank, (token, share, following) in enumerate(_children(texts, depth)):
+            expected = worth * min(1.0, share * factors.get((depth, rank), 1.0))
+            place = (*ranks, rank)
             if expected >= _LEAST if shape is None else place in shape:
-                heapq.heappush(waiting, (-expected, next(order_of), row, place, token, share, following[token]))
-
-    add_children(0, 1.0, (), list(continuations))
-    while waiting and len(tokens) < most:
+                heapq.heappush(waiting, (-expected, next(order_of), row, place, token, share, following))
+        if not waiting:
+            break
         worth, _, parent, ranks, token, share, texts = heapq.heappop(waiting)
+        worth = -worth
         tokens.append(ord(token))
         parents.append(parent)
         shares.append(share)
-        worths.append(-worth)
-        add_children(len(tokens), -worth, ranks, texts)
+        worths.append(worth)
+        row = len(tokens)
     return DraftTree(tokens, parents, worths), shares
+
+
+def _children(texts: list[Continuation], depth: int) -> list[tuple[str, float, list[Continuation]]]:
+    """The tokens that ``texts`` have at ``depth``, the most frequent first, their shares and the texts that have them."""
+    if len(texts) == 1:
+        text = texts[0][0]
+        return [(text[depth], 1.0, texts)] if len(text) > depth else []
+    following = dict[str, list[Continuation]]()
+    for one in texts:
+        if len(one[0]) > depth:
+            following.setdefault(one[0][depth], []).append(one)
+    if len(following) == 1:
+        return [(token, 1.0, group) for token, group in following.items()]
+    weights = {token: sum([weight for _, weight in group]) for token, group in following.items()}
+    total = sum(weights.values())
+    likeliest = sorted(weights, key=weights.__getitem__, reverse=True)[:_MOST_RANKS]
+    return [(token, weights[token] / total, following[token]) for token in likeliest]
 
 
 class TreeDrafter:

@@ -50,10 +50,15 @@ class DraftTree(Sequence[int]):
 
     def depth_first(self) -> "DraftTree":
         """The same, with each branch in a row: attention reads what a branch sees once for all of it."""
+        if self.is_chain:
+            return self
+        children: list[list[int]] = [[] for _ in range(1 + len(self))]
+        for row in range(len(self), 0, -1):
+            children[self.parents[row - 1]].append(row)
         order, rows = [], [0]
         while rows:
             order.append(rows.pop())
-            rows += reversed(self.children(order[-1]))
+            rows += children[order[-1]]
         place = {row: new for new, row in enumerate(order)}
         return DraftTree(
             [self.token_ids[row - 1] for row in order[1:]], [place[self.parents[row - 1]] for row in order[1:]]
