@@ -82,7 +82,7 @@ def merged(
 
 
 def _children(texts: list[Continuation], depth: int) -> list[tuple[str, float, list[Continuation]]]:
-    """The tokens that ``texts`` have at ``depth``, the most frequent first, their shares and the texts that have them."""
+    """The tokens that ``texts`` have at ``depth``, the most frequent first, with their shares and these texts."""
     if len(texts) == 1:
         text = texts[0][0]
         return [(text[depth], 1.0, texts)] if len(text) > depth else []
