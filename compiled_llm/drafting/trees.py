@@ -19,7 +19,7 @@ from compiled_llm.scheduling.request import Request
 Shape = frozenset[tuple[int, ...]]
 Continuation = tuple[str, float]  # tokens, and how much it counts
 
-_LEAST = 0.1  # that a node is expected to be right, where no shape is given
+_LEAST = 0.1  # that a node of n-grams is expected to be right, where no shape is given
 _MOST_PLACES = 8  # of n-grams, whose continuations are merged
 _MEMORY, _PRIOR = 0.995, 4.0  # what stays of what was measured with each observation; observations that it begins with
 _MOST_RANKS = 8
@@ -54,9 +54,12 @@ class Measured:
 
 
 def merged(
-    continuations: Sequence[Continuation], most: int, measured: Measured, shape: Shape | None
+    continuations: Sequence[Continuation], most: int, measured: Measured, shape: Shape | None, least: float
 ) -> tuple[DraftTree, list[float]]:
-    """The tree of the nodes that are expected most, in this order, and their shares; up to ``most`` of them."""
+    """The tree of the nodes that are expected most, in this order, and their shares; up to ``most`` of them.
+
+    Without those that are expected less than ``least``.
+    """
     tokens, parents, shares, worths = list[int](), list[int](), list[float](), list[float]()
     factors, order_of = measured.factors, itertools.count()
     # (-what is expected, order, row of the parent, ranks, token, share, continuations of it and what follows)
@@ -67,7 +70,7 @@ def merged(
         for rank, (token, share, following) in enumerate(_children(texts, depth)):
             expected = worth * min(1.0, share * factors.get((depth, rank), 1.0))
             place = (*ranks, rank)
-            if expected >= _LEAST if shape is None else place in shape:
+            if expected >= least and (shape is None or place in shape):
                 heapq.heappush(waiting, (-expected, next(order_of), row, place, token, share, following))
         if not waiting:
             break
@@ -104,10 +107,11 @@ class TreeDrafter:
     Args:
         num_tokens: most nodes of a tree.
         shape: the places of nodes; None: those that are expected most.
+        least: chance to be right that a node must be expected to have.
     """
 
-    def __init__(self, num_tokens: int, shape: Shape | None) -> None:
-        self._most, self._shape, self._measured = num_tokens, shape, Measured()
+    def __init__(self, num_tokens: int, shape: Shape | None, least: float) -> None:
+        self._most, self._shape, self._least, self._measured = num_tokens, shape, least, Measured()
         self._last: dict[Request, tuple[int, DraftTree, list[float]]] = {}
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[DraftTree]:
@@ -126,7 +130,7 @@ class TreeDrafter:
         if request in self._last:
             start, tree, shares = self._last.pop(request)
             self._measured.observe(tree, shares, output[start : start + self._most])
-        tree, shares = merged(self.continuations(request, most), most, self._measured, self._shape)
+        tree, shares = merged(self.continuations(request, most), most, self._measured, self._shape, self._least)
         self._last[request] = len(output), tree, shares
         return tree
 
@@ -135,7 +139,7 @@ class NgramTrees(TreeDrafter):
     """What followed the last tokens of a request where it had them before, the longest runs counting most."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        super().__init__(config.num_tokens, config.tree_shape)
+        super().__init__(config.num_tokens, config.tree_shape, _LEAST if config.tree_shape is None else 0.0)
         assert config.prompt_lookup_min is not None
         assert config.prompt_lookup_max is not None
         self.num_tokens, self.adapts = config.num_tokens, config.adaptive
@@ -165,7 +169,7 @@ class SuffixTrees(SuffixDrafter, TreeDrafter):
     def __init__(self, config: SpeculativeConfig) -> None:
         chain = SuffixDrafter.of(config)
         self.__dict__.update(chain.__dict__)
-        TreeDrafter.__init__(self, config.num_tokens, config.tree_shape)
+        TreeDrafter.__init__(self, config.num_tokens, config.tree_shape, chain._least_probability)
 
     propose = TreeDrafter.propose  # type: ignore[assignment]
 

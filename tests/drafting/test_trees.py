@@ -15,7 +15,7 @@ def texts(*continuations: list[int]) -> list[tuple[str, float]]:
 
 
 def test_nodes_come_by_their_share() -> None:
-    tree, shares = merged(texts([1, 2, 3], [1, 2, 4], [1, 5], [6]), 7, Measured(), None)
+    tree, shares = merged(texts([1, 2, 3], [1, 2, 4], [1, 5], [6]), 7, Measured(), None, 0.1)
     # 1 in three of four, then 2 in two of three, ...: 0.75, 0.5, 0.25 (6), 0.25 (3), 0.25 (4), 0.25 (5)
     assert tree.token_ids[:2] == (1, 2)
     assert tree.parents[:2] == (0, 1)
@@ -23,13 +23,13 @@ def test_nodes_come_by_their_share() -> None:
         1: 0, 2: 1, 3: 2, 4: 2, 5: 1, 6: 0
     }  # fmt: skip
     assert shares[:2] == [0.75, pytest.approx(2 / 3)]
-    assert merged(texts([1, 2, 3], [1, 2, 4]), 2, Measured(), None)[0].token_ids == (1, 2)
-    assert len(merged([], 5, Measured(), None)[0]) == 0
+    assert merged(texts([1, 2, 3], [1, 2, 4]), 2, Measured(), None, 0.1)[0].token_ids == (1, 2)
+    assert len(merged([], 5, Measured(), None, 0.1)[0]) == 0
 
 
 def test_a_shape_has_its_ranks() -> None:
     shape = frozenset({(0,), (1,), (1, 0)})
-    tree, _ = merged(texts([1, 2], [1, 3], [4, 5], [6, 7]), 15, Measured(), shape)
+    tree, _ = merged(texts([1, 2], [1, 3], [4, 5], [6, 7]), 15, Measured(), shape, 0.0)
     assert sorted(zip(tree.token_ids, tree.parents, strict=True))[:2] == [(1, 0), (4, 0)]
     assert set(tree.token_ids) == {1, 4, 5}
 
@@ -41,7 +41,7 @@ def test_what_was_never_right_is_not_drafted() -> None:
         measured.observe(DraftTree([1, 2], [0, 0]), [0.5, 0.5], [2])
     assert measured.factors[0, 0] < 0.1
     assert measured.factors[0, 1] > 1.9
-    tree, _ = merged(given, 15, measured, None)
+    tree, _ = merged(given, 15, measured, None, 0.1)
     assert tree.token_ids == (2,)
 
 
