@@ -53,7 +53,7 @@ def test_keys_are_those_of_a_run_without_trees(options: dict[str, Any]) -> None:
         drafted = served(engine)
         stats = engine.stats()
     assert drafted[:2] == (tokens, logprobs)
-    assert drafted[3] > 10
+    assert drafted[3] > 5
     assert stats.num_steps < len(tokens)
     count = min(len(held[0]), len(drafted[2][0]))
     assert count > 8
