@@ -100,3 +100,10 @@ def test_moved_keys_are_those_of_a_chain(
             for cache in (given, wanted):
                 cache.view(torch.uint8).view(*cache.shape[:3], -1)[dropped // size, :, dropped % size] = 0
             assert torch.equal(given[1:].view(torch.uint8), wanted[1:].view(torch.uint8))
+
+
+def test_ops_are_as_torch_knows_them() -> None:
+    case = make_tree_case([[0, 0, 1], 2], [20, 3])
+    torch.library.opcheck(torch.ops.compiled_llm.paged_attention.default, case.args())
+    caches = [case.values()[name] for name in CACHES]
+    torch.library.opcheck(torch.ops.compiled_llm.move_keys.default, (*caches, torch.tensor([[17, 18], [35, 17]])))
