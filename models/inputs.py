@@ -36,6 +36,7 @@ class StepInput(NamedTuple):
     states: StateRows | None = None  # of models that have layers with a state
     features: Tensor | None = None  # [T, F] of networks that draft from a model's hidden states
     adapter_slots: Tensor | None = None  # [T] where the adapter of each token's request lies; 0: it has none
+    ancestors: Tensor | None = None  # [T] int64, as the attention op has them; None where no drafts are a tree
 
 
 class LayerCache(NamedTuple):

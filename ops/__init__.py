@@ -9,6 +9,7 @@ from compiled_llm.ops.attention.arguments import AttentionKind, Keys, Turn
 from compiled_llm.ops.attention.decode_attention import decode_attention, rotary_decode_attention
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan
 from compiled_llm.ops.attention.latent_attention import latent_attention
+from compiled_llm.ops.attention.move_keys import move_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.attention.rotary_latent_attention import (
@@ -100,6 +101,7 @@ __all__ = [
     "layer_norm",
     "log_sum_exp",
     "mamba2_scan",
+    "move_keys",
     "norm_of_sum",
     "pack_rows",
     "pack_weight",

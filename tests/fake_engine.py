@@ -19,6 +19,7 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.draft_trees import DraftTree
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.prefix_cache import PrefixCache
@@ -58,6 +59,36 @@ class FakeDrafter:
         return [*tokens[:right], *((token + 1) % VOCABULARY for token in tokens[right:])]
 
 
+class FakeTrees:
+    """A ``DraftSource`` of random trees, in which what the fake model generates is somewhere, or its beginning."""
+
+    adapts = False
+
+    def __init__(self, num_tokens: int, seed: int = 0) -> None:
+        self.num_tokens, self._rng = num_tokens, random.Random(seed)
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[DraftTree]:
+        return [
+            self._tree(expected_tokens(request.prompt_token_ids + request.output_token_ids, count), count)
+            for request, count in zip(requests, most, strict=True)
+        ]
+
+    def end(self, request: Request) -> None:
+        pass
+
+    def _tree(self, right: list[int], count: int) -> DraftTree:
+        tokens, parents, path = list[int](), list[int](), [0]
+        while len(tokens) < count:
+            if self._rng.random() < 0.4:
+                tokens.append(right[len(path) - 1])
+                parents.append(path[-1])
+                path.append(len(tokens))
+            else:  # no sibling has the same, and none is right
+                parents.append(self._rng.randint(0, len(tokens)))
+                tokens.append(VOCABULARY + len(tokens))
+        return DraftTree(tokens, parents)
+
+
 def drafters(num_tokens: int, seed: int = 0) -> dict[str, FakeDrafter]:
     """A drafter that is right, one that is wrong, and one that is right for some random tokens."""
     rng = random.Random(seed)
@@ -92,7 +123,8 @@ def make_scheduler(
     if drafter is not None:
         source = CheckedDrafter(drafter, VOCABULARY)
     if source is not None:
-        limits = limits.with_drafts(source.num_tokens, one_graph=one_graph)
+        has_trees = isinstance(source, FakeTrees)
+        limits = limits.with_drafts(source.num_tokens, one_graph=one_graph, has_trees=has_trees)
     pools = []
     for window, count in windows:
         least = most_places(window, limits)  # of one request
@@ -220,6 +252,7 @@ class FakeWindow:
         size = self.size
         self.written.append(set())
         self.fresh: set[tuple[int, int]] = set()  # slots that tokens of this step were written to
+        _move(self.slots, told.moved_keys, size, self.written[-1])
         for place, host in told.swapped_out:
             self.host[host] = {i: self.slots[place, i] for i in range(size) if (place, i) in self.slots}
         for place, host in told.swapped_in:
@@ -348,6 +381,8 @@ class FakeRunner:
         assert 0 < output.num_tokens <= limits.max_num_batched_tokens
         assert output.num_tokens == sum(output.num_scheduled_tokens)
         assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
+        moved: set[tuple[int, int]] = set()
+        _move(self.slots, output.moved_keys, size, moved)
         self._copy(output)
         for window, told in zip(self.windows, output.windows, strict=True):
             window.update(output, told)
@@ -384,8 +419,9 @@ class FakeRunner:
                 assert slot not in written, "two tokens are written to one slot"
                 written.add(slot)
         copied = [(target, i) for _, target in output.copies for i in range(size)]
-        self.written.append(written.union(copied))
-        contexts = self._contexts(step)
+        self.written.append(written.union(copied, moved))
+        trees = {output.request_ids[index]: parents for index, parents in output.trees}
+        contexts = self._contexts(step, trees)
         if self.states is not None:
             self.states.update(output, contexts)
         for request_id, start, tokens in step:
@@ -429,8 +465,12 @@ class FakeRunner:
         if self.states is not None:
             self.states.forget()
 
-    def _contexts(self, step: list[tuple[RequestId, int, list[int]]]) -> dict[RequestId, list[int]]:
-        """The context at each position of each request of the step, from what was computed before and its new tokens.
+    def _contexts(
+        self, step: list[tuple[RequestId, int, list[int]]], trees: dict[RequestId, tuple[int, ...]]
+    ) -> dict[RequestId, list[int]]:
+        """The context at each slot of each request of the step, from what was computed before and its new tokens.
+
+        ``trees``: parents of a request's rows after the first, as ``DraftTree`` has them.
 
         What was computed before may be what another request of this very step computes: those are known first.
         """
@@ -453,9 +493,10 @@ class FakeRunner:
             found = [fresh.get(slot, self.slots.get(slot)) for slot in slots]
             assert None not in found, "a slot is read that nobody wrote to"
             chain: list[int] = found  # type: ignore[assignment]
-            for token_id in tokens:
+            for row, token_id in enumerate(tokens):
+                before = start + trees[request_id][row - 1] if row and request_id in trees else len(chain) - 1
                 adapter = self.adapters[self.slot_of[request_id]]
-                chain.append(Context.after(chain[-1] if chain else 0, token_id, adapter))
+                chain.append(Context.after(chain[before] if chain else 0, token_id, adapter))
             contexts[request_id] = chain
             for position in range(start, start + len(tokens)):
                 fresh[table[position // size], position % size] = chain[position]
@@ -479,6 +520,19 @@ class FakeRunner:
             for i in range(size):
                 self.slots.pop((target, i), None)
             self.slots |= {(target, i): self.slots[source, i] for i in range(size) if (source, i) in self.slots}
+
+
+def _move(
+    slots: dict[tuple[int, int], int], moves: Sequence[tuple[int, int]], size: int, written: set[tuple[int, int]]
+) -> None:
+    """Of the step before the keys that a tree has elsewhere than a chain."""
+    assert len({target for _, target in moves}) == len(moves), "two keys are moved to one slot"
+    content = [slots.get(divmod(source, size)) for source, _ in moves]
+    for (_, target), context in zip(moves, content, strict=True):
+        written.add(divmod(target, size))
+        slots.pop(divmod(target, size), None)
+        if context is not None:
+            slots[divmod(target, size)] = context
 
 
 def result_of(sampled_token_ids: Iterable[int], num_targets: int = 0) -> StepResult:

@@ -209,7 +209,7 @@ class _InThisThread:
 
 def _rotary(given: dict[str, Any]) -> Tensor:
     turn, keys = (part(**{name: given[name] for name in part._fields}) for part in (Turn, Keys))
-    return rotary_attention(given["qkv"], turn, keys, _kind(given), given["sinks"])
+    return rotary_attention(given["qkv"], turn, keys, _kind(given), given["sinks"], given["ancestors"])
 
 
 def _rotary_latent(given: dict[str, Any]) -> Tensor:

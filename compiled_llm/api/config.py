@@ -404,6 +404,7 @@ class EngineLimits:
     num_state_slots: int = 0  # for states of layers that keep some; 0: the model has no such layer
     num_draft_tokens: int = 0  # most that a drafter proposes for a request and step
     draft_lens: tuple[int, ...] = (1,)  # tokens a request, on average, that decode buckets have room for; from 1
+    has_draft_trees: bool = False  # whether drafts may be a tree
     mixes_lens: bool = False  # whether drafts may be in the place of other requests' tokens in all decode buckets
     stream: Stream | None = None  # where requests keep sink tokens and a window
     max_loras: int = 0  # adapters that a step may have
@@ -414,17 +415,19 @@ class EngineLimits:
         """Columns of the block table: blocks of the longest request."""
         return -(-self.max_model_len // self.block_size)
 
-    def with_drafts(self, num_draft_tokens: int, *, one_graph: bool) -> "EngineLimits":
+    def with_drafts(self, num_draft_tokens: int, *, one_graph: bool, has_trees: bool = False) -> "EngineLimits":
         """These limits where so many tokens may be drafted for a request and step.
 
         Args:
             one_graph: whether one graph serves all buckets, so that several for each batch size cost nothing.
+            has_trees: whether they may be a tree.
         """
         most = 1 + num_draft_tokens
         lens = tuple(2**n for n in range(most.bit_length()) if 2**n < most) if one_graph else (1,)
         return dataclasses.replace(
             self,
             num_draft_tokens=num_draft_tokens,
+            has_draft_trees=has_trees,
             draft_lens=tuple(dict.fromkeys((*lens, most))),
             mixes_lens=one_graph,
         )

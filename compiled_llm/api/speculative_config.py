@@ -4,6 +4,7 @@ A method is a line of ``METHODS``: the fields that it takes, with their defaults
 is refused. What makes a drafter of a method is the table of ``drafting/methods.py``.
 """
 
+import ast
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -30,7 +31,7 @@ class Method(NamedTuple):
 
 
 METHODS: Mapping[str, Method] = {
-    "ngram": Method(7, {"prompt_lookup_min": None, "prompt_lookup_max": None}),
+    "ngram": Method(7, {"prompt_lookup_min": None, "prompt_lookup_max": None, "speculative_token_tree": None}),
     "suffix": Method(
         MOST_DRAFT_TOKENS,
         {
@@ -38,6 +39,7 @@ METHODS: Mapping[str, Method] = {
             "suffix_decoding_max_cached_requests": 10_000,
             "suffix_decoding_max_spec_factor": 1.0,
             "suffix_decoding_min_token_prob": 0.1,
+            "speculative_token_tree": None,
         },
     ),
     "lookahead": Method(7, {"lookahead_window": None, "lookahead_ngram": 4}),
@@ -49,6 +51,7 @@ METHODS: Mapping[str, Method] = {
 }
 # Methods whose drafts a network of the worker makes behind each step.
 NETWORK_METHODS = ("draft_model", "eagle3", "medusa", "mtp", "layer_skip")
+_MOST_TREE_TEXT = 2000  # characters
 _LOOKUP = 5  # tokens, where neither bound is given
 _INTEGERS = {
     "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),
@@ -106,6 +109,10 @@ class SpeculativeConfig:
             ``num_speculative_tokens``. None: as many.
         lookahead_ngram: by "lookahead": tokens of the n-grams, 2 to 8. None: 4.
         num_draft_layers: by "layer_skip": how many of the first layers draft. None: a quarter of them, at least one.
+        speculative_token_tree: by "ngram" and "suffix": drafts are a tree, several of which may follow the
+            same token. "auto": of ``num_speculative_tokens`` nodes, those that were measured to be right most often. Or
+            the nodes as a list of tuples in a str, such as "[(0,), (1,), (0, 0)]": the likeliest and the second
+            likeliest first token, and the likeliest one after the former. None: drafts are a chain.
     """
 
     method: str
@@ -123,6 +130,7 @@ class SpeculativeConfig:
     lookahead_window: int | None = None
     lookahead_ngram: int | None = None
     num_draft_layers: int | None = None
+    speculative_token_tree: str | None = None
 
     def __post_init__(self) -> None:
         one_of("method", self.method, tuple(METHODS))
@@ -142,6 +150,8 @@ class SpeculativeConfig:
                 raise ValueError(f"{name} must be a non-empty str, given {shown(value)}")
         if self.quantization is not None:
             one_of("quantization", self.quantization, QUANTIZATIONS)
+        if self.speculative_token_tree is not None:
+            self._check_tree()
         self._complete(method)
         if self.lookahead_window is not None and self.lookahead_window > self.num_tokens:
             raise ValueError(
@@ -179,6 +189,26 @@ class SpeculativeConfig:
         assert self.num_speculative_tokens is not None
         return self.num_speculative_tokens
 
+    @property
+    def has_trees(self) -> bool:
+        return self.speculative_token_tree is not None
+
+    @property
+    def tree_shape(self) -> frozenset[tuple[int, ...]] | None:
+        """The nodes of ``speculative_token_tree``, each as its rank at each depth; None: there are none given."""
+        return None if self.speculative_token_tree in (None, "auto") else _tree_shape(self.speculative_token_tree)
+
+    def _check_tree(self) -> None:
+        shape = self.tree_shape
+        if shape is None:
+            return
+        if self.num_speculative_tokens not in (None, len(shape)):
+            raise ValueError(
+                f"num_speculative_tokens must be left out with speculative_token_tree, or be the number of its nodes, "
+                f"{len(shape)}, given {self.num_speculative_tokens}"
+            )
+        object.__setattr__(self, "num_speculative_tokens", len(shape))
+
     def _refuse_fields_of_others(self, method: Method) -> None:
         for name in {name: None for other in METHODS.values() for name in other.fields}:
             if name not in method.fields and getattr(self, name) is not None:
@@ -202,3 +232,26 @@ class SpeculativeConfig:
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
+
+
+def _tree_shape(value: object) -> frozenset[tuple[int, ...]]:
+    """The nodes of a ``speculative_token_tree`` that is no "auto"; ``ValueError`` for what is no tree."""
+    try:
+        nodes = ast.literal_eval(value) if isinstance(value, str) and len(value) <= _MOST_TREE_TEXT else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        nodes = None
+    shape = frozenset(nodes) if isinstance(nodes, list) and all(map(_is_node, nodes)) else frozenset()
+    parents_and_siblings = {
+        before for node in shape for before in (node[:-1], (*node[:-1], node[-1] - 1)) if before and before[-1] >= 0
+    }
+    if not 1 <= len(shape) <= MOST_DRAFT_TOKENS or not shape.issuperset(parents_and_siblings):
+        raise ValueError(
+            f'speculative_token_tree must be "auto" or a str with a list of 1 to {MOST_DRAFT_TOKENS} tuples, a path of '
+            "ranks from 0 each, with the parent of each and its siblings of lower rank, such as "
+            f'"[(0,), (1,), (0, 0)]", given {shown(value)}'
+        )
+    return shape
+
+
+def _is_node(node: object) -> bool:
+    return isinstance(node, tuple) and node != () and all(type(rank) is int and rank >= 0 for rank in node)

@@ -7,6 +7,7 @@ from compiled_llm.drafting.lookahead import LookaheadDrafter
 from compiled_llm.drafting.ngram import NgramDrafter
 from compiled_llm.drafting.suffix import SuffixDrafter
 from compiled_llm.drafting.token_text import MOST_TOKENS
+from compiled_llm.drafting.trees import NgramTrees, SuffixTrees
 from compiled_llm.scheduling.drafter import DraftSource
 
 # Methods that draft on the host, from tokens alone.
@@ -15,6 +16,8 @@ HOST_METHODS: Mapping[str, Callable[[SpeculativeConfig], DraftSource]] = {
     "suffix": SuffixDrafter.of,
     "lookahead": LookaheadDrafter.of,
 }
+# Those that draft trees, where such are asked for.
+TREE_METHODS: Mapping[str, Callable[[SpeculativeConfig], DraftSource]] = {"ngram": NgramTrees, "suffix": SuffixTrees}
 
 
 def host_source(config: SpeculativeConfig, vocab_size: int) -> DraftSource:
@@ -28,4 +31,5 @@ def host_source(config: SpeculativeConfig, vocab_size: int) -> DraftSource:
             f"speculative_config: method {config.method!r} serves vocabularies of up to {MOST_TOKENS} tokens, given a "
             f"model with {vocab_size}"
         )
-    return HOST_METHODS[config.method](config)
+    methods = HOST_METHODS if config.speculative_token_tree is None else TREE_METHODS
+    return methods[config.method](config)

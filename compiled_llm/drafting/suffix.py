@@ -67,11 +67,16 @@ class SuffixDrafter:
         if request.output_token_ids:
             self._outputs.add(request.cache_salt, as_text(request.output_token_ids))
 
-    def _proposal(self, request: Request, most: int) -> list[int]:
+    def text_of(self, request: Request) -> "_Text":
+        """Its prompt and output, with all tokens that are known."""
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(as_text(request.prompt_token_ids), self._depth)
         text.add(as_text(request.output_token_ids[text.num_output_tokens :]))
+        return text
+
+    def _proposal(self, request: Request, most: int) -> list[int]:
+        text = self.text_of(request)
         last = text.last()
         best = self._best(text.places, last, most, Draft("", 0.0))
         outputs = self._outputs.of(request.cache_salt)

@@ -5,6 +5,7 @@ from collections import deque
 from typing import Any
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
 from compiled_llm.engine.beam_search import BeamGroup
 from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
 from compiled_llm.engine.failures import is_out_of_memory
@@ -25,6 +26,7 @@ from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, Work
 from compiled_llm.text.tokenizer import Tokenizer
 
 _NONE: tuple[None, None] = None, None
+_NO_PATH = range(1 + MOST_DRAFT_TOKENS)
 
 
 class EngineCore:
@@ -212,10 +214,11 @@ class EngineCore:
             row, has_text = first_row_of[request], request.sampling_params.detokenize
             if request in self._completions:
                 completion = self._completions[request][1]
-                for token_id in request.output_token_ids[completion.num_logprobs :]:
-                    values = result.logprobs.row(row)
+                # Without a tree of drafts the rows are one after the other.
+                path = self.scheduler.paths.get(request, _NO_PATH)
+                for place, token_id in zip(path, request.output_token_ids[completion.num_logprobs :], strict=False):
+                    values = result.logprobs.row(row + place)
                     completion.add_logprobs(self._logprob_reader.read(values, token_id, wanted, has_text))
-                    row += 1
             elif request in self._beams:
                 _, _, top_logprobs, top_ids = result.logprobs.row(row)
                 self._beams[request].take(request, top_ids, top_logprobs)

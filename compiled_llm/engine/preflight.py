@@ -33,6 +33,7 @@ from compiled_llm.text.tokenizer_parts import probe_texts
 from compiled_llm.worker import exactness
 from compiled_llm.worker.device import resolve_device, use_device
 from compiled_llm.worker.draft_network import DraftPlan
+from compiled_llm.worker.draft_trees import with_drafts
 from compiled_llm.worker.memory import (
     StartMemory,
     check_room_for_weights,
@@ -77,7 +78,7 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     use_device(device, cache_dtypes, made)
     limits = EngineLimits.resolve(config, made.max_position_embeddings, STEP_DEFAULTS[device.type])
     if config.speculation is not None:
-        limits = limits.with_drafts(config.speculation.num_tokens, one_graph=device.type == "cpu")
+        limits = with_drafts(limits, config.speculation.num_tokens, config, made, device)
     limits = with_state_slots(limits, config, made, dtype)
     yield from _of_sampling(directory, limits)
 

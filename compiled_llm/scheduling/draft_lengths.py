@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from compiled_llm.scheduling.costs import moved
+from compiled_llm.scheduling.draft_trees import DraftTree
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
@@ -91,6 +92,8 @@ class History:
                 break
             right += 1
         ends_wrong = right < len(known)
+        if isinstance(proposal, DraftTree):
+            right, ends_wrong = proposal.num_right(known)
         self.acceptance.observe(right, ends_wrong)
         of_all.observe(right, ends_wrong, 0.99)
         self.proposal = ()

@@ -1,5 +1,6 @@
 """DraftPlanner: which drafts a step verifies. Plain Python."""
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from compiled_llm.scheduling.draft_lengths import (
     lengths_beside_prompts,
     num_skipped,
 )
+from compiled_llm.scheduling.draft_trees import DraftTree, allowed
 from compiled_llm.scheduling.drafter import DraftSource, ReadsSamples
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.running_set import RunningSet
@@ -81,6 +83,8 @@ class DraftPlanner:
             counts = self._lengths(asked, proposals, most, beside_prompts)
         for request, drafts, count in zip(asked, proposals, counts, strict=True):
             taken = drafts[: min(count, most)]
+            if isinstance(taken, DraftTree):
+                taken = taken.depth_first()
             if taken and request.mask is not None:
                 taken = self._allowed(request, taken)
             if taken:
@@ -88,15 +92,21 @@ class DraftPlanner:
                 most -= len(taken)
         self.running_set.counts.draft_seconds += time.perf_counter() - started
 
-    def add(self, request: Request, output: SchedulerOutputBuilder) -> int:
-        """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many."""
-        drafts = list(self._proposed.pop(request, ()))
+    def add(self, request: Request, place: int, output: SchedulerOutputBuilder) -> int:
+        """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many.
+
+        ``place``: of the request in the step.
+        """
+        drafts = self._proposed.pop(request, ())
         if not drafts:
             return 0
         drafts = drafts[: self.running_set.grow_for_drafts(request, len(drafts))]
         reserve = len(self.running_set.running) + 1
         drafts = drafts[: self.running_set.states.make_writable_for_drafts(request, len(drafts), reserve)]
-        request.add_drafts(drafts)
+        if isinstance(drafts, DraftTree) and not drafts.is_chain:
+            request.draft_tree = drafts
+            output.trees.append((place, drafts.parents))
+        request.add_drafts(list(drafts))
         output.token_ids.extend(drafts)
         self.running_set.counts.num_draft_tokens += len(drafts)
         self.running_set.counts.num_drafts += bool(drafts)
@@ -178,6 +188,13 @@ class DraftPlanner:
     def _allowed(request: Request, drafts: Sequence[int]) -> Sequence[int]:
         """The first of them, as far as its mask allows them; and its masks after these."""
         assert request.mask is not None
+        if isinstance(drafts, DraftTree):
+            masks_after = functools.partial(request.mask.after_drafts, request.output_token_ids)
+            try:
+                tree, request.draft_masks = allowed(drafts, masks_after)
+            except ValueError:  # as below
+                tree, request.draft_masks = drafts[:0], ()
+            return tree
         try:
             request.draft_masks = request.mask.after_drafts(request.output_token_ids, drafts)
         except ValueError:  # of a grammar, which ``words`` raises, too, to end the request
@@ -200,6 +217,9 @@ class DraftPlanner:
             history.compare(request.output_token_ids, of_all)
         chances = [history.acceptance.chance(of_all) for history in histories]
         available = [len(drafts) for drafts in proposals]
+        for index, drafts in enumerate(proposals):
+            if isinstance(drafts, DraftTree):
+                chances[index] = drafts.chance
         num_requests = sum(not (request.num_in_flight and request.waits_for_tokens) for request in running)
         sizes = next(sizes for size, sizes in self._sizes.items() if size >= num_requests)
         if beside_prompts:

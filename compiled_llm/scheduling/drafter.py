@@ -28,6 +28,8 @@ class DraftSource(Protocol):
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
         """For each request up to so many ids of the vocabulary that may follow its prompt and output; may be empty.
 
+        They follow one another; or, where the limits have trees, are a ``DraftTree`` with the likeliest ones first.
+
         All tokens of these requests are known. The same request may be asked about again before it has more of them,
         and has more than one more after drafts were accepted. Nothing of it may be changed.
         """

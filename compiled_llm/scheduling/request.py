@@ -11,6 +11,8 @@ from compiled_llm.api.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
+    from compiled_llm.scheduling.draft_trees import DraftTree
+
 
 class RequestId(NamedTuple):
     """What scheduler and worker call a request: by its user's name, and the number of its continuation or beam."""
@@ -133,6 +135,7 @@ class Request:
             token and nothing else follows, such as a full block; 0: it has to be looked at.
         takes_drafts: whether a drafter may guess its tokens.
         draft_masks: of the tokens after these guesses, where it has a mask.
+        draft_tree: these guesses, where they are a tree and no chain; see ``DraftTree``.
         draft_token_ids: guesses that the step in flight verifies; ``num_tokens``, ``num_in_flight`` and
             ``num_computed_tokens`` count them until then.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted; -1 before.
@@ -178,6 +181,7 @@ class Request:
     takes_drafts: bool = False
     draft_token_ids: list[int] = dataclasses.field(default_factory=list)
     draft_masks: "Sequence[np.ndarray]" = ()
+    draft_tree: "DraftTree | None" = None
     pending_error: str | None = None
     status: Status = Status.WAITING
     finish_reason: str | None = None
@@ -220,7 +224,7 @@ class Request:
     def cancel_drafts(self) -> None:
         """Of the step in flight, the token after the last known one will count, and no draft."""
         self._count_drafts(-len(self.draft_token_ids))
-        self.draft_token_ids = []
+        self.draft_token_ids, self.draft_tree = [], None
 
     def _count_drafts(self, count: int) -> None:
         self.num_tokens += count

@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from compiled_llm.api.config import EngineLimits
@@ -77,6 +77,7 @@ class RunningSet:
         self.preempted: set[Request] = set()
         self.released: list[RequestId] = []
         self.swapped_out: list[tuple[int, int]] = []
+        self.moved_keys: list[tuple[int, int]] = []
 
     # -- Admission
 
@@ -253,6 +254,19 @@ class RunningSet:
             request.block_ids += self.pool.allocate(missing) or []
             self.places.grow(request)
 
+    def move_keys(self, request: Request, start: int, path: Sequence[int]) -> None:
+        """The next step begins by moving keys of row ``path[n]`` to row n, of the rows of a step from ``start`` on."""
+        size, blocks = self.limits.block_size, request.block_ids
+        for place, row in enumerate(path):
+            if row == place:
+                continue
+            (index, from_offset), (to_index, to_offset) = divmod(start + row, size), divmod(start + place, size)
+            source, target = blocks[index], blocks[to_index]
+            self.moved_keys.append((source * size + from_offset, target * size + to_offset))
+            for window in self.pool.windows:
+                move = window.place(source) * size + from_offset, window.place(target) * size + to_offset
+                window.moved_keys.append(move)
+
     def make_writable(self, request: Request, position: int, output: SchedulerOutputBuilder) -> bool:
         """Give a running request a block of its own at ``position``, to write to. False: it is preempted itself."""
         while self.forks.must_copy(request, position):  # making room may leave the block to this request alone
@@ -408,7 +422,7 @@ class RunningSet:
                 request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
                 self.waiting.remove(request)
                 self.waiting.add(request)  # by what it lacks now
-        self.released, self.swapped_out = [], []
+        self.released, self.swapped_out, self.moved_keys = [], [], []
         for window in self.pool.windows:
             window.swapped_out = []
         self.pool.states.swapped_out = []

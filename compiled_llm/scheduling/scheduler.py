@@ -56,6 +56,8 @@ class Scheduler:
     Attributes:
         running, waiting: those of the ``RunningSet``.
         in_flight: the requests of each step whose results are not in, oldest step first.
+        paths: of the requests with a tree of drafts in the last step that was entered: the rows, counted from the
+            request's first, whose tokens count.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Scheduler:
         self.suspects = Suspects(self.running_set)
         self._num_added = 0
         self.in_flight: deque[list[Request]] = deque()
+        self.paths: dict[Request, list[int]] = {}
         self._resets = True  # the worker forgets all requests before the next step
 
     @property
@@ -174,8 +177,10 @@ class Scheduler:
             output.released_request_ids, running_set.released = running_set.released, []
             output.swapped_out, running_set.swapped_out = running_set.swapped_out, []
             output.adapter_loads, running_set.adapters.loads = running_set.adapters.loads, []
+            output.moved_keys, running_set.moved_keys = running_set.moved_keys, []
             for window_output, window in zip(output.windows, self.pool.windows, strict=True):
                 window_output.swapped_out, window.swapped_out = window.swapped_out, []
+                window_output.moved_keys, window.moved_keys = window.moved_keys, []
             awaited = map(self.prefix_cache.awaited_ends, requests, output.num_computed_tokens)
             reserve = len(self.running) + 1  # slots that snapshots leave free
             running_set.states.send(requests, awaited, reserve, output)
@@ -194,6 +199,7 @@ class Scheduler:
         request that has ended meanwhile is dropped.
         """
         requests, sampled = self.in_flight.popleft(), result.sampled_token_ids
+        self.paths.clear()
         if result.bucket.kind == "tokens":
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
         num_accepted = self.counts.num_accepted_draft_tokens
@@ -278,16 +284,23 @@ class Scheduler:
         The step sampled a token after the last known one (``sampled[0]``), and one after each draft. The one after
         draft j is what plain decoding would sample if this draft and those before it are right, which is
         ``drafts[j] == sampled[j]``. So sampled tokens count up to the one in the place of the first wrong draft. The
-        others are dropped, and what the step computed of them is not counted. False: the request has ended before.
+        others are dropped, and what the step computed of them is not counted. Of a tree those of one path count, whose
+        keys then go where a chain has them. False: the request has ended before.
         """
         drafts, request.draft_token_ids = request.draft_token_ids, []
+        tree, request.draft_tree = request.draft_tree, None
         request.num_in_flight -= 1 + len(drafts)
         if request.finish_reason is not None:
             return False
-        num_accepted = 0
-        while num_accepted < len(drafts) and drafts[num_accepted] == sampled[num_accepted]:
-            num_accepted += 1
-        tokens = sampled[: 1 + num_accepted]
+        path: Sequence[int] = ()
+        if tree is None:
+            num_accepted = 0
+            while num_accepted < len(drafts) and drafts[num_accepted] == sampled[num_accepted]:
+                num_accepted += 1
+            tokens = sampled[: 1 + num_accepted]
+        else:
+            path = self.paths[request] = tree.path(sampled)
+            tokens = tuple(sampled[row] for row in path)
         stop = next((index for index, token_id in enumerate(tokens) if token_id in request.stop_token_ids), None)
         if stop is not None:
             tokens = tokens[: stop + 1]
@@ -301,10 +314,14 @@ class Scheduler:
         if self.drafts is not None:
             self.drafts.accept(request, start + 1, drafts, sampled, len(tokens) - 1)
         self.running_set.states.accept(request, num_computed, start)
+        self.running_set.move_keys(request, start, path[:num_computed])
         if request.first_token_time is None:
             request.first_token_time = now
         if self.prefix_cache.enabled and request.status is Status.RUNNING:
-            self.running_set.wait_again(self.prefix_cache.publish(request, start + len(tokens)))
+            # What is still to be moved is published with a later step: the one that moves it may break.
+            in_place = next((place for place, row in enumerate(path) if row != place), len(tokens))
+            num_published = min(start + len(tokens), start + in_place)
+            self.running_set.wait_again(self.prefix_cache.publish(request, num_published))
         if failed:
             self._fail_without_token(request)
         elif stop is not None:

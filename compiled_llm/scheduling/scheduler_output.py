@@ -36,6 +36,7 @@ class WindowOutput(NamedTuple):
     swapped_out: tuple[tuple[int, int], ...] = ()
     swapped_in: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    moved_keys: tuple[tuple[int, int], ...] = ()
 
     @property
     def moves_blocks(self) -> bool:
@@ -90,6 +91,9 @@ class SchedulerOutput(NamedTuple):
             the step (``place`` from 0): bit v % 32 of int32 word v // 32 for token v.
         prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
             the step computes of request i, the first of them follows the one with index ``place``, and so on.
+        trees: (i, parents): the drafts of request i are a tree, with parents as ``DraftTree`` has them.
+        moved_keys: (slot, slot to copy its keys and values to), slots as in ``StepInput``, before all else that is done
+            to caches: drafts of the step before that were right, which a chain has elsewhere.
     """
 
     request_ids: tuple[RequestId, ...] = ()
@@ -112,6 +116,8 @@ class SchedulerOutput(NamedTuple):
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     drafts_next: bool = False
     adapter_loads: tuple[tuple[int, str], ...] = ()
+    trees: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    moved_keys: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -147,11 +153,11 @@ class WindowOutputBuilder:
         self.swapped_out: list[tuple[int, int]] = []
         self.swapped_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
+        self.moved_keys: list[tuple[int, int]] = []
 
     def build(self) -> WindowOutput:
-        return WindowOutput(
-            tuple(self.table_updates), tuple(self.swapped_out), tuple(self.swapped_in), tuple(self.copies)
-        )
+        columns = self.table_updates, self.swapped_out, self.swapped_in, self.copies, self.moved_keys
+        return WindowOutput(*map(tuple, columns))  # type: ignore[arg-type]
 
 
 class StateOutputBuilder:
@@ -190,6 +196,8 @@ class SchedulerOutputBuilder:
         self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
         self.drafts_next = False
         self.adapter_loads: list[tuple[int, str]] = []
+        self.trees: list[tuple[int, tuple[int, ...]]] = []
+        self.moved_keys: list[tuple[int, int]] = []
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
@@ -214,4 +222,6 @@ class SchedulerOutputBuilder:
             tuple(self.prompt_targets),
             self.drafts_next,
             tuple(self.adapter_loads),
+            tuple(self.trees),
+            tuple(self.moved_keys),
         )

@@ -102,7 +102,7 @@ class StepPlanner:
             if request.mask is not None:
                 self._masked.append((len(requests) - 1, request))
             if self.drafts is not None and request.takes_drafts:
-                count = self.drafts.add(request, output)
+                count = self.drafts.add(request, len(requests) - 1, output)
                 if count:
                     num_drafts[len(requests) - 1] = count
                     self._num_drafts += count

@@ -50,6 +50,7 @@ class WindowPool:
         stream: where these come after sink tokens; None elsewhere.
         num_sink_blocks: the first blocks of a request, which keep their places.
         swapped_out: (place, host block) pairs that the next step copies.
+        moved_keys: as ``SchedulerOutput.moved_keys``, for the next step, with slots of places.
         num_evictions: cached places that were given to another block.
     """
 
@@ -59,6 +60,7 @@ class WindowPool:
         self.stream = stream_of(window, limits)
         self.num_sink_blocks = 0 if self.stream is None else self.stream.sink_tokens // limits.block_size
         self.swapped_out: Copies = []
+        self.moved_keys: Copies = []
         self.num_evictions = 0
         self._empty = list(range(num_places, 0, -1))
         self._place_of: dict[int, int] = {}  # block -> place

@@ -21,6 +21,13 @@ class DraftRows(NamedTuple):
     following: Tensor  # [R] int64, the draft that is computed next, which the row has to choose; -1: there is none
 
 
+class TreeRows(NamedTuple):
+    """As ``DraftRows``, in engines whose drafts may be trees."""
+
+    parent: Tensor  # [R] int64, the row that has to choose the draft which is this row's token; without such, itself
+    draft: Tensor  # [R] int64, the draft which is this row's token; -1: it is none
+
+
 class LogitsInput(NamedTuple):
     """Parameters of the rows of a step. Padding rows, and rows of requests that need none of it, have those for off."""
 
@@ -33,7 +40,7 @@ class LogitsInput(NamedTuple):
     biases: Tensor  # [R, MAX_BIASES] float32, 0 for off
     allowed: Tensor  # [R, ceil(V / 32)] int32: bit v % 32 of word v // 32 is 1 if token v may follow
     fields: tuple[tuple[Tensor, ...], ...]  # those of each LogitsTransform, [R, *shape]
-    drafts: DraftRows | None = None
+    drafts: DraftRows | TreeRows | None = None
 
 
 def process_logits(
@@ -54,9 +61,8 @@ def process_logits(
     """
     counts = token_counts[inputs.row]
     if inputs.drafts is not None:
-        before, is_own = rows_before(inputs.drafts, num_draft_tokens)
-        drafts = inputs.drafts.following[before].clamp(min=0)
-        counts = counts.scatter_add(1, drafts, is_own.to(counts.dtype))
+        drafts, is_own, _ = drafts_before(inputs.drafts, num_draft_tokens)
+        counts = counts.scatter_add(1, drafts.clamp(min=0), is_own.to(counts.dtype))
     # The few logits with a bias are processed apart, so that one pass over the vocabulary is enough for the others.
     ids = inputs.bias_ids
     biased = penalised(logits.gather(1, ids).float() + inputs.biases, counts.gather(1, ids), inputs)
@@ -70,6 +76,23 @@ def process_logits(
     for transform, fields in zip(transforms, inputs.fields, strict=True):
         logits = transform(logits, dict(zip(transform.fields, fields, strict=True)), context)
     return _masked(logits, inputs)
+
+
+def drafts_before(drafts: DraftRows | TreeRows, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row, up to ``num_draft_tokens`` drafts before what it chooses, and which rows had to choose them.
+
+    Returns:
+        ``[R, K]`` int64 ids, bool whether there is one, int64 rows.
+    """
+    if isinstance(drafts, DraftRows):
+        before, is_own = rows_before(drafts, num_draft_tokens)
+        return drafts.following[before], is_own, before
+    path = [torch.arange(drafts.parent.shape[0], device=drafts.parent.device)]
+    for _ in range(num_draft_tokens - 1):
+        path.append(drafts.parent[path[-1]])
+    rows = torch.stack(path, dim=1)
+    tokens = drafts.draft[rows]
+    return tokens, tokens >= 0, drafts.parent[rows]
 
 
 def rows_before(drafts: DraftRows, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
@@ -86,6 +109,10 @@ def due_rows(tokens: Tensor, inputs: LogitsInput, num_draft_tokens: int) -> Tens
     """
     if inputs.drafts is None:
         return inputs.is_due
+    if isinstance(inputs.drafts, TreeRows):
+        drafts, is_own, chosen_in = drafts_before(inputs.drafts, num_draft_tokens)
+        is_wrong = torch.take(tokens, chosen_in) != drafts
+        return torch.where((is_wrong & is_own).any(1), 0.0, inputs.is_due)
     before, is_own = rows_before(inputs.drafts, num_draft_tokens)
     is_wrong = tokens != inputs.drafts.following
     return torch.where((is_wrong[before] & is_own).any(1), 0.0, inputs.is_due)

@@ -120,7 +120,7 @@ class Step:
 
         (q, k, v), caches, (sinks, scale) = self.inputs, self.caches[layer], self.scores
         if self.plan is None:
-            return paged_attention(q, k, v, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0, tiles)
+            return paged_attention(q, k, v, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0, None, tiles)
         turned, (tasks, counters) = (self.turning, 1e-6), self.plan
         return decode_attention(
             q, k, v, *turned, *caches, self.lengths[1], tasks, counters, sinks, scale, 0, 0.0, tiles

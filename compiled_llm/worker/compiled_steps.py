@@ -40,6 +40,7 @@ from compiled_llm.worker.block_copies import Caches
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.draft_stage import DraftStage, StepOutputs
+from compiled_llm.worker.draft_trees import move_accepted
 from compiled_llm.worker.head_stage import draft_stage
 from compiled_llm.worker.layer_skip_stage import LayerSkipStage
 from compiled_llm.worker.pool_sizes import PoolSizes
@@ -185,6 +186,11 @@ class CompiledSteps:
         groups[0] += [] if self.drafting is None else self.drafting.kv_cache
         groups.append(of_states(self.model_config, self.kv_cache))
         return [tensors(tuple(group)) for group in groups]
+
+    def move_keys(self, output: SchedulerOutput) -> None:
+        """Move keys and values of accepted drafts, where ``output`` says so."""
+        if output.moved_keys:
+            move_accepted(output, split_by_window(self.model_config, self._windows, self.kv_cache))
 
     def hold(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
         """Take other caches in the place of those so far: see ``record_again``."""

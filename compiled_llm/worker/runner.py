@@ -61,6 +61,7 @@ from compiled_llm.worker.device import (
 )
 from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_stage import Drafts, DraftStage, token_ids_of
+from compiled_llm.worker.draft_trees import with_drafts
 from compiled_llm.worker.memory import (
     TRIAL_BLOCKS,
     StartMemory,
@@ -234,7 +235,7 @@ class ModelRunner(Worker):
         use_device(self.device, self.cache_dtypes, model_config)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
         limits = with_state_slots(limits, config, model_config, self.dtype)
-        self.limits = limits.with_drafts(num_draft_tokens, one_graph=self.device.type == "cpu")
+        self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
@@ -319,6 +320,7 @@ class ModelRunner(Worker):
         for slot_number, digest in output.adapter_loads:
             assert self.adapters is not None
             self.adapters.load(slot_number, digest)
+        steps.move_keys(output)
         if output.moves_blocks:
             self.swap_space.copy(output, steps.cache_groups())
         copied = time.perf_counter()

@@ -23,7 +23,7 @@ from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
-from compiled_llm.step.logits import DraftRows, LogitsInput
+from compiled_llm.step.logits import DraftRows, LogitsInput, TreeRows
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, sorts_chunks
 from compiled_llm.step.mask_words import num_mask_words
@@ -111,6 +111,7 @@ class SamplingStage:
         # One function for all numbers of drafts: each is compiled for long.
         most_drafts = MOST_DRAFT_TOKENS if limits.num_draft_tokens else 0
         of_counts |= {"has_drafts": True} if most_drafts else {}
+        of_counts |= {"has_trees": True} if limits.has_draft_trees else {}
         of_logprobs = {"max_logprobs": max_logprobs}
         self._depends = {
             kind: graph_fields.of_sampling(dtype, **others, **sizes)
@@ -126,8 +127,9 @@ class SamplingStage:
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, vocab_size, device=device)
         mark_sizes(self._token_counts, self._sizes.most_requests, self._sizes.vocabulary)
         mark_static_address(self._token_counts)
+        draft_rows = None if not most_drafts else TreeRows if limits.has_draft_trees else DraftRows
         self._logits_buffers = {
-            rows: _LogitsBuffers(rows, self._sizes, vocab_size, transforms, device, limits.num_draft_tokens > 0)
+            rows: _LogitsBuffers(rows, self._sizes, vocab_size, transforms, device, draft_rows)
             for rows in sorted({bucket.num_rows for bucket in buckets_of(limits)})
         }
         empty = RequestRows(limits, vocab_size, transforms)
@@ -316,7 +318,7 @@ def _sampler() -> Callable:
 class _LogitsBuffers:
     """A ``LogitsInput`` for one number of rows, as the host fills it and the graph reads it.
 
-    ``sizes``: to the compiler. ``has_drafts``: whether some rows may stand after drafts.
+    ``sizes``: to the compiler. ``draft_rows``: what the graph is told of drafts; None: there are none.
     """
 
     def __init__(
@@ -326,16 +328,16 @@ class _LogitsBuffers:
         vocab_size: int,
         transforms: tuple[LogitsTransform, ...],
         device: torch.device,
-        has_drafts: bool = False,
+        draft_rows: type[DraftRows] | type[TreeRows] | None = None,
     ) -> None:
-        self._parameters, self._has_drafts = logits_parameters(transforms), has_drafts
+        self._parameters, self._draft_rows = logits_parameters(transforms), draft_rows
         fields: Fields = {
             "row": ((rows,), torch.int64),
             "is_due": ((rows,), torch.float32),
             "allowed": ((rows, num_mask_words(vocab_size)), torch.int32),
         }
-        if has_drafts:
-            fields |= dict.fromkeys(DraftRows._fields, ((rows,), torch.int64))
+        if draft_rows is not None:
+            fields |= dict.fromkeys(draft_rows._fields, ((rows,), torch.int64))
         for parameter in self._parameters:
             fields[parameter.name] = (rows, *parameter.shape), parameter.dtype
         self.buffers = FieldBuffers(fields, device)
@@ -343,37 +345,49 @@ class _LogitsBuffers:
         mark_sizes(views["allowed"], None, sizes.mask_words)
         custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in transforms)
         own = {name: views[name] for name in LogitsInput._fields if name not in ("fields", "drafts")}
-        drafts = DraftRows(*(views[name] for name in DraftRows._fields)) if has_drafts else None
+        drafts = None if draft_rows is None else draft_rows(*(views[name] for name in draft_rows._fields))
         self.logits_input = LogitsInput(**own, fields=custom, drafts=drafts)
 
     def fill(self, rows: Sequence[int] | np.ndarray, output: SchedulerOutput, store: RequestRows) -> None:
         samples: Sequence[int] = output.num_samples
         first_rows: Sequence[int] = range(len(rows))
-        following = [-1] * output.num_rows if self._has_drafts else []
         if max(samples, default=0) > 1:
             places = logits_rows(output)[0].tolist()
             rows, samples = [rows[place] for place in places], [min(samples[place], 1) for place in places]
             first_rows = output.first_rows()
-            _fill_following(following, output, first_rows)
         arrays, n = self.buffers.next_arrays(), len(rows)
         padded = [*rows, *[store.padding_row] * (len(arrays["row"]) - n)]
         arrays["row"][:] = padded
         arrays["is_due"][:n], arrays["is_due"][n:] = samples, 0
         for parameter in self._parameters:
             arrays[parameter.name][:] = store.parameters[parameter.name][padded]
-        if self._has_drafts:
-            arrays["following"][:n], arrays["following"][n:] = following, -1
+        if self._draft_rows is DraftRows:
+            following = np.full(len(arrays["first"]), -1)
+            _fill_following(following, output, first_rows)
+            arrays["following"][:] = following
             arrays["first"][:] = np.arange(len(arrays["first"]))
             arrays["first"][:n] = np.repeat(first_rows, np.maximum(output.num_samples, 1)) if n else []
+        elif self._draft_rows is TreeRows:
+            _fill_tree_rows(arrays["parent"], arrays["draft"], output, first_rows)
         arrays["allowed"][:] = -1
         for index, place, words in output.masks:
             arrays["allowed"][first_rows[index] + place] = words
         self.buffers.copy()
 
 
-def _fill_following(following: list[int], output: SchedulerOutput, first_rows: Sequence[int]) -> None:
+def _fill_following(following: np.ndarray, output: SchedulerOutput, first_rows: Sequence[int]) -> None:
     """Write to each row which draft the step computes after the row's token; ``following`` has a -1 for each."""
     ends = np.cumsum(output.num_scheduled_tokens).tolist()
     for first, end, count in zip(first_rows, ends, output.num_samples, strict=True):
         if count > 1:
             following[first : first + count - 1] = output.token_ids[end - count + 1 : end]
+
+
+def _fill_tree_rows(parent: np.ndarray, draft: np.ndarray, output: SchedulerOutput, first_rows: Sequence[int]) -> None:
+    """As ``TreeRows`` has them: of each row the draft that is its token, and the row that has to choose that."""
+    parent[:], draft[:] = np.arange(len(parent)), -1
+    trees, ends = dict(output.trees), np.cumsum(output.num_scheduled_tokens).tolist()
+    for place, (first, end, count) in enumerate(zip(first_rows, ends, output.num_samples, strict=True)):
+        if count > 1:
+            draft[first + 1 : first + count] = output.token_ids[end - count + 1 : end]
+            parent[first + 1 : first + count] = first + np.array(trees.get(place, range(count - 1)))

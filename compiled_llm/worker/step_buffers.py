@@ -23,6 +23,7 @@ from compiled_llm.scheduling.window_pool import stream_of
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker.block_tables import BlockTables
+from compiled_llm.worker.draft_trees import tree_rows
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 
@@ -124,6 +125,7 @@ class StepBuffers:
         self._own_tables = ["block_table", *(name for _, name in self._window_fields)] if tables is None else streams
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
         self._adapter_fields = ("adapter_slots",) if limits.max_loras else ()
+        self._has_trees = limits.has_draft_trees
         fields = ({} if tables is None else self._fields_of_tables()) | self._fields(limits)
         self._tables, self._num_changed = tables, 0
         self._buffers = FieldBuffers(fields, device)
@@ -160,6 +162,7 @@ class StepBuffers:
             "query_start_loc": ((requests + 1,), torch.int32),
             "seq_lens": ((requests,), torch.int32),
             "logits_indices": ((rows,), torch.int32),
+            **({"ancestors": ((tokens,), torch.int64)} if limits.has_draft_trees else {}),
             **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
             **dict.fromkeys(self._adapter_fields, ((tokens,), torch.int32)),
             **dict.fromkeys(self._own_tables, ((requests, limits.blocks_per_request), torch.int32)),
@@ -190,7 +193,7 @@ class StepBuffers:
             "logits_indices": sizes.rows,
         }
         of_tokens: dict[str, DynamicSize | None] = dict.fromkeys(
-            ("input_ids", "positions", "slot_mapping", "feedback", *self._adapter_fields), sizes.tokens
+            ("input_ids", "positions", "slot_mapping", "feedback", "ancestors", *self._adapter_fields), sizes.tokens
         )
         for slots, table in self._window_fields:
             of_tokens[slots], others[table] = sizes.tokens, sizes.requests
@@ -267,6 +270,8 @@ class StepBuffers:
             self._fill_states(fields, output)
 
         num_rows = self._fill_logits_rows(fields, output, store, rows, ends - 1, seq_lens)
+        if self._has_trees:
+            self._fill_trees(fields, output, ends - counts)
         self._pad(fields, total, n, num_rows)
         self._copy()
         if is_plain:
@@ -294,6 +299,17 @@ class StepBuffers:
         for field in SAMPLING:
             fields[field.name][:num_rows] = store.parameters[field.name][row_owners]
         return num_rows
+
+    def _fill_trees(self, fields: Arrays, output: SchedulerOutput, first_tokens: np.ndarray) -> None:
+        """Rows of a tree stand as far behind its first as their path is long; their slots are those of a chain."""
+        fields["ancestors"][: output.num_tokens] = 0
+        first_rows = output.first_rows() if output.trees else []
+        for place, parents in output.trees:
+            depths, masks = tree_rows(parents)
+            token, row, count = int(first_tokens[place]), first_rows[place], len(depths)
+            fields["positions"][token : token + count] = output.num_computed_tokens[place] + depths
+            fields["position"][row : row + count] = output.num_computed_tokens[place] + depths + 1
+            fields["ancestors"][token : token + count] = masks
 
     def _fill_changes(self, fields: Arrays, tables: BlockTables, store: RequestRows) -> None:
         """Write what changes of the tables on the device; or send it by itself, if that is too much."""
@@ -386,6 +402,8 @@ class StepBuffers:
     def _pad(self, fields: Arrays, num_tokens: int, num_requests: int, num_rows: int) -> None:
         """Make everything after the step's tokens, requests and logits rows padding."""
         fields["input_ids"][num_tokens:] = 0
+        if self._has_trees:
+            fields["ancestors"][num_tokens:] = 0
         fields["positions"][num_tokens:] = 0
         fields["feedback"][num_tokens:] = -1
         for name in self._adapter_fields:

@@ -237,7 +237,7 @@ def attended(
     turn = Turn(cos_sin, q_norm, k_norm, w.v_norm, query_scale, eps)
     if spec.plan is not None:
         return rotary_decode_attention(qkv, turn, cache, step.plans[spec.plan], spec, w.sinks).flatten(1)
-    return rotary_attention(qkv, turn, keys_of(spec, cache, step), spec, w.sinks).flatten(1)
+    return rotary_attention(qkv, turn, keys_of(spec, cache, step), spec, w.sinks, step.ancestors).flatten(1)
 
 
 def attend(
@@ -257,7 +257,7 @@ def attend(
     else:
         out = paged_attention(
             q, k, v, *keys_of(spec, cache, step), sinks=sinks, sm_scale=scale, max_query_len=spec.max_query_len,
-            window=window, soft_cap=soft_cap, exact=spec.exact,
+            window=window, soft_cap=soft_cap, exact=spec.exact, ancestors=step.ancestors,
         )  # fmt: skip
     return out.flatten(1)
 

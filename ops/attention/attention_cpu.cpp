@@ -25,6 +25,10 @@
 // copied element by element, slowly. Rows past a request's length or before its window may have anything in memory, even
 // NaN, so they are kept out of all sums: their scores are replaced and floating-point values made zero.
 //
+// Rows that are a tree see the keys of their own path alone. What a tile holds follows from positions, so a tile that has
+// nodes of a tree is made for each branch, with its keys where a chain of them has them: a row has the bits that it has
+// in that chain. The tiles before are those of all rows.
+//
 // Int8 keys and values are multiplied as integers, exactly, with queries and weights in 16 bits.
 //
 // The kernels (attention_cpu_kernels.h) are compiled for each instruction set. AMX (attention_cpu_amx.h) multiplies lanes
@@ -45,7 +49,7 @@ Tensor paged_attention(
     const Tensor& v_cache, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
     const Tensor& slot_mapping, const Tensor& block_table, const Tensor& query_start_loc,
     const Tensor& seq_lens, const std::optional<Tensor>& sinks, double sm_scale, int64_t max_query_len,
-    int64_t window, double soft_cap) {
+    int64_t window, double soft_cap, const std::optional<Tensor>& ancestors) {
   CHECK_VALUE(q.dim() == 3 && k_cache.dim() == 4, "q must be [T, N, H] and k_cache [B, K, S, H], got ", q.sizes(),
               " and ", k_cache.sizes());
   const int64_t tokens = q.size(0), heads = q.size(1), head_dim = q.size(2);
@@ -88,6 +92,10 @@ Tensor paged_attention(
     check(*sinks, "sinks", kFloat, {heads});
     CHECK_VALUE(sinks->is_contiguous(), "sinks must be contiguous");
   }
+  if (ancestors.has_value()) {
+    check(*ancestors, "ancestors", kLong, {tokens});
+    CHECK_VALUE(ancestors->is_contiguous(), "ancestors must be contiguous");
+  }
   CHECK_VALUE(block_table.dim() == 2, "block_table must be [R, M], got ", block_table.sizes());
   const int64_t requests = block_table.size(0), width = block_table.size(1);
 
@@ -99,11 +107,13 @@ Tensor paged_attention(
       sinks.has_value() ? sinks->data<float>() : nullptr,
       int32_data(slot_mapping, "slot_mapping", {tokens}), int32_data(block_table, "block_table", {requests, width}),
       int32_data(query_start_loc, "query_start_loc", {requests + 1}), int32_data(seq_lens, "seq_lens", {requests}),
+      ancestors.has_value() ? ancestors->data<const int64_t>() : nullptr,
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
       tokens, requests, heads, kv_heads, heads / kv_heads, head_dim, block_size, width,
       std::min<int64_t>(window, int64_t{1} << 40), static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
 
   check_indices(p, blocks);
+  check_ancestors(p);
   clear_padding(p, bytes_of(q.dtype()));
   const int64_t by_q = dtype == kFloat ? 0 : dtype == kBFloat16 ? 1 : 2;
   const int64_t by_cache = !quantised ? 0 : cache_dtype == kChar ? 1 : 2;

@@ -172,10 +172,33 @@ struct Tile {
   float k_scale[kTile], v_scale[kTile];
 };
 
+// Rows of a unit's tree that follow one another, each the child of the one before: what they see are the keys of its
+// context and some nodes.
+struct Branch {
+  int64_t end = 0;  // one past its last token, in the unit
+  int64_t context = 0, keys = 0;
+  uint64_t nodes = 0;
+
+  int64_t own_keys() const { return context + std::countr_one(nodes); }  // those whose slot is their position
+  int64_t slot(int64_t position) const {
+    uint64_t left = nodes;
+    for (int64_t i = context; i < position; ++i) left &= left - 1;
+    return position < context ? position : context + std::countr_zero(left);
+  }
+};
+
+Branch branch_from(const Problem& p, const Unit& unit, int64_t token) {
+  const auto nodes = [&](int64_t i) { return p.nodes_seen(unit.request, unit.first_token + i); };
+  int64_t last = token;
+  while (last + 1 < unit.tokens && nodes(last + 1) == (nodes(last) | uint64_t{1} << (unit.first_token + last + 1))) ++last;
+  const int64_t context = p.context(unit.request);
+  return {last + 1, context, context + std::popcount(nodes(last)), nodes(last)};
+}
+
 template <class C>
-TARGET void find_tile(const Problem& p, const Unit& unit, int64_t first, Tile<C>& tile) {
+TARGET void find_tile(const Problem& p, const Unit& unit, int64_t first, int64_t keys_end, Tile<C>& tile) {
   constexpr int64_t kWidth = kCacheWidth<C>, kLanesOfKeys = kLanes / kWidth;
-  tile.count = std::clamp<int64_t>(unit.keys - first, 0, kTile);
+  tile.count = std::clamp<int64_t>(keys_end - first, 0, kTile);
   if (tile.count == 0) return;
   const int32_t* table = p.table + unit.request * p.table_width + first / p.block_size;
   int64_t offset = first % p.block_size, run = p.run(*table, unit.kv_head);
@@ -191,6 +214,43 @@ TARGET void find_tile(const Problem& p, const Unit& unit, int64_t first, Tile<C>
       store(tile.k_scale + g * kLanes, load(p.k_scale + run + offset));
       store(tile.v_scale + g * kLanes, load(p.v_scale + run + offset));
     }
+  }
+}
+
+// Gives a tile of a branch the keys that are not where their positions say: copies of runs of 16 keys, in `memory`.
+template <class C>
+TARGET void gather_branch(const Problem& p, const Unit& unit, int64_t first, const Branch& branch, float* memory,
+                          Tile<C>& tile) {
+  constexpr int64_t kWidth = kCacheWidth<C>, kLanesOfKeys = kLanes / kWidth;
+  const int64_t lanes = p.head_dim / kWidth, stride = p.block_size * kWidth, runs = p.block_size / kLanes;
+  const int32_t* table = p.table + unit.request * p.table_width;
+  C* values = reinterpret_cast<C*>(memory);
+  C* keys = values + kTile * p.head_dim;
+  for (int64_t g = std::max<int64_t>(branch.own_keys() - first, 0) / kLanes; g * kLanes < tile.count; ++g) {
+    C* const keys_of_run = keys + g / runs * lanes * stride + g % runs * kLanes * kWidth;
+    C* const values_of_run = values + g * kLanes * p.head_dim;
+    const C* from = reinterpret_cast<const C*>(tile.keys[g]);
+    for (int64_t lane = 0; lane < lanes; ++lane)
+      std::memcpy(static_cast<void*>(keys_of_run + lane * stride), from + lane * stride, kLanes * kWidth * sizeof(C));
+    std::memcpy(static_cast<void*>(values_of_run), tile.values[g * kLanesOfKeys], kLanes * p.head_dim * sizeof(C));
+    for (int64_t i = std::max<int64_t>(branch.own_keys() - first - g * kLanes, 0);
+         i < std::min(kLanes, tile.count - g * kLanes); ++i) {
+      const int64_t slot = branch.slot(first + g * kLanes + i), offset = slot % p.block_size;
+      const int64_t run = p.run(table[slot / p.block_size], unit.kv_head);
+      const C* k = static_cast<const C*>(p.k_cache) + run * p.head_dim + offset * kWidth;
+      const C* v = static_cast<const C*>(p.v_cache) + (run + offset / kWidth * kWidth) * p.head_dim + offset % kWidth;
+      for (int64_t lane = 0; lane < lanes; ++lane)
+        std::memcpy(static_cast<void*>(keys_of_run + lane * stride + i * kWidth), k + lane * stride, kWidth * sizeof(C));
+      C* to = values_of_run + i / kWidth * kWidth * p.head_dim + i % kWidth;
+      for (int64_t d = 0; d < p.head_dim; ++d) to[d * kWidth] = v[d * kWidth];
+      if (p.k_scale != nullptr) {
+        tile.k_scale[g * kLanes + i] = p.k_scale[run + offset];
+        tile.v_scale[g * kLanes + i] = p.v_scale[run + offset];
+      }
+    }
+    tile.keys[g] = reinterpret_cast<const float*>(keys_of_run);
+    for (int64_t i = 0; i < kLanesOfKeys; ++i)
+      tile.values[g * kLanesOfKeys + i] = reinterpret_cast<const float*>(values_of_run + i * p.head_dim * kWidth);
   }
 }
 
@@ -233,18 +293,20 @@ TARGET void convert_tile(const Problem& p, const Tile<C>& tile, const Tile<C>& n
 
 // Element by element, for blocks and heads that are not made of whole vectors.
 template <class O, class C>
-TARGET void copy_tile(const Problem& p, const Unit& unit, int64_t first, Tile<C>& tile, Operands<O, C>& to) {
+TARGET void copy_tile(const Problem& p, const Unit& unit, int64_t first, const Branch& branch, Tile<C>& tile,
+                      Operands<O, C>& to) {
   constexpr int64_t kEach = kPerLane<O>;
   const int32_t* table = p.table + unit.request * p.table_width;
   const int64_t lanes = ceil_div(p.head_dim, kEach), dim = p.padded_dim();
   const int64_t k_width = p.key_width<C>(), v_width = p.value_width<C>();
-  tile.count = std::min(unit.keys - first, kTile);
+  tile.count = std::min(branch.keys - first, kTile);
   std::memset(to.key_memory, 0, to.key_floats(p) * sizeof(float));
   std::memset(to.value_memory, 0, to.value_floats(p) * sizeof(float));
   auto* keys = reinterpret_cast<typename O::Element*>(to.key_memory);
   auto* values = reinterpret_cast<typename O::Element*>(to.value_memory);
   for (int64_t i = 0; i < tile.count; ++i) {
-    const int64_t run = p.run(table[(first + i) / p.block_size], unit.kv_head), offset = (first + i) % p.block_size;
+    const int64_t slot = branch.slot(first + i), offset = slot % p.block_size;
+    const int64_t run = p.run(table[slot / p.block_size], unit.kv_head);
     const C* k = static_cast<const C*>(p.k_cache) + run * p.head_dim + offset * k_width;
     const C* v = static_cast<const C*>(p.v_cache) + run * p.head_dim + offset / v_width * p.head_dim * v_width +
                  offset % v_width;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <bit>
 #include <type_traits>
 #include <vector>
 
@@ -39,6 +40,7 @@ struct Problem {
   float *k_scale, *v_scale;  // null unless the cache is quantised
   const float* sinks;        // may be null
   const int32_t *slots, *table, *starts, *seq_lens;
+  const int64_t* ancestors;  // may be null
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
   int64_t tokens, requests, heads, kv_heads, group, head_dim, block_size, table_width;
   int64_t window;
@@ -52,6 +54,19 @@ struct Problem {
   int64_t value_width() const { return block_size % kCacheWidth<C> == 0 ? kCacheWidth<C> : 1; }
   // Where the rows of a block and KV head begin, counted in rows.
   int64_t run(int64_t block, int64_t kv_head) const { return (block * kv_heads + kv_head) * block_size; }
+  int64_t queries(int64_t request) const { return starts[request + 1] - starts[request]; }
+  int64_t context(int64_t request) const { return seq_lens[request] - queries(request); }
+  uint64_t nodes_seen(int64_t request, int64_t token) const { return ancestors[starts[request] + token]; }
+  // Whether a request's rows are a tree. One whose last row sees all others is a chain, as rows without masks are.
+  bool is_tree(int64_t request) const {
+    const int64_t count = queries(request);
+    return ancestors != nullptr && count > 0 && nodes_seen(request, 0) != 0 &&
+           std::popcount(nodes_seen(request, count - 1)) < count;
+  }
+  // The keys that a row sees before its own.
+  int64_t position(int64_t request, int64_t token, bool tree) const {
+    return context(request) + (tree ? std::popcount(nodes_seen(request, token)) - 1 : token);
+  }
 };
 
 struct Unit {

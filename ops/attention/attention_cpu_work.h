@@ -44,6 +44,23 @@ void check_indices(const Problem& p, int64_t blocks) {
   }
 }
 
+// IndexError for masks that are not those of a tree: a row sees itself, and what the row before it on its path sees.
+void check_ancestors(const Problem& p) {
+  for (int64_t r = 0; p.ancestors != nullptr && r < p.requests; ++r) {
+    const int64_t count = p.seq_lens[r] == 0 ? 0 : p.queries(r);
+    const bool tree = count > 0 && p.nodes_seen(r, 0) != 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint64_t seen = p.nodes_seen(r, i);
+      bool right = !tree && seen == 0;
+      if (tree && count <= 64) {
+        const uint64_t before = seen & ~(uint64_t{1} << i);
+        right = seen >> i == 1 && (i == 0 || (before != 0 && before == p.nodes_seen(r, std::bit_width(before) - 1)));
+      }
+      CHECK_INDEX(right, "ancestors of row ", i, " of request ", r, " are no path in a tree of at most 64 rows");
+    }
+  }
+}
+
 // Zeros in the output rows of requests without keys, and in those after the last request.
 void clear_padding(const Problem& p, int64_t element) {
   const int64_t row = p.heads * p.head_dim * element;
@@ -119,9 +136,18 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
     for (int64_t r = 0; r < p.requests; ++r) {
       const int64_t tokens = p.starts[r + 1] - p.starts[r];
       if (p.seq_lens[r] == 0) continue;
+      const bool tree = p.is_tree(r);
       for (int64_t first = 0; first < tokens; first += unit_tokens) {
-        const int64_t count = std::min(unit_tokens, tokens - first), keys = p.seq_lens[r] - tokens + first + count;
-        const int64_t first_key = p.window > 0 ? std::max<int64_t>(keys - count - p.window + 1, 0) : 0;
+        const int64_t count = std::min(unit_tokens, tokens - first);
+        int64_t keys = p.context(r) + first + count, lowest = keys - count;
+        if (tree) {
+          keys = 0;
+          for (int64_t i = first; i < first + count; ++i) {
+            keys = std::max(keys, p.position(r, i, tree) + 1);
+            lowest = std::min(lowest, p.position(r, i, tree));
+          }
+        }
+        const int64_t first_key = p.window > 0 ? std::max<int64_t>(lowest - p.window + 1, 0) : 0;
         unit_of[h * p.requests + r] = static_cast<int64_t>(units.size());
         units.push_back({r, h, first, count, first_key, keys, shared[r]});
         total_cost += cost(units.back());

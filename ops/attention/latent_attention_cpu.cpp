@@ -69,6 +69,7 @@ Tensor latent_attention(
        quantised ? k_scale->data<float>() : nullptr, quantised ? v_scale->data<float>() : nullptr, nullptr,
        int32_data(slot_mapping, "slot_mapping", {tokens}), int32_data(block_table, "block_table", {requests, width}),
        int32_data(query_start_loc, "query_start_loc", {requests + 1}), int32_data(seq_lens, "seq_lens", {requests}),
+       nullptr,
        q_latent.stride(0), q_latent.stride(1), k_turned.stride(0), k_turned.stride(1), latent.stride(0), latent.stride(1),
        tokens, requests, heads, 1, heads, dim, block_size, width, std::min<int64_t>(window, int64_t{1} << 40),
        static_cast<float>(sm_scale), 0.f},

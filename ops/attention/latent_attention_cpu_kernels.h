@@ -71,14 +71,14 @@ template <class O, class C>
 TARGET void find_keys(const Problem& part, const Unit& unit, int64_t first, bool in_runs, Tile<C>& tile,
                       KeyOperands<O, C>& to) {
   if (in_runs && kRaw<O, C>) {
-    find_tile(part, unit, first, tile);
+    find_tile(part, unit, first, unit.keys, tile);
     std::copy(std::begin(tile.keys), std::end(tile.keys), to.keys);
     to.stride = part.block_size;
     return;
   }
   if constexpr (!kRaw<O, C>) {
     if (in_runs) {
-      find_tile(part, unit, first, tile);
+      find_tile(part, unit, first, unit.keys, tile);
       convert_keys(part, tile, to);
     }
   }
@@ -232,7 +232,7 @@ TARGET void attend_latents(const Problem& p, const Item& item, float* states) {
     for (int64_t first = start; first < end; first += kTile) {
       find_keys<O, C>(turned, unit, first, in_runs, turned_tile, turned_keys);
       find_keys<O, C>(latent, unit, first, in_runs, latent_tile, latent_keys);
-      if (raw) find_tile(latent, unit, first + kTile, next);
+      if (raw) find_tile(latent, unit, first + kTile, unit.keys, next);
       const bool fetch = raw && next.count > 0;
       const int64_t count = latent_tile.count;
       const int64_t last = std::min(first_position + (rows - 1) / p.group - first + 1, count);

@@ -14,6 +14,11 @@ call may have any mix of them. The key of position ``p`` is in block ``block_tab
 Rows of a request with ``seq_lens[r] == 0``, and rows past ``query_start_loc[R]``, are padding: their output is zero,
 but their keys and values are written to their slots.
 
+Rows of a request may be a tree, of tokens that may follow its first row: each sees the keys before the request's rows
+and those of its own path. Row ``i`` of the request keeps its key where position ``seq_lens[r] - rows + i`` is, but
+stands as many positions after the first row as its path is long, for the window. On a CPU a row has the bits that it
+has as the last row of its path alone. (SpecInfer, Miao et al., 2023, arXiv:2305.09781.)
+
 The cache may be quantised, see ``kv_quant.py``. The op has a sliding window, a soft cap of the scores, and attention
 sinks.
 
@@ -36,7 +41,7 @@ def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *,
     sinks: Tensor | None = None, sm_scale: float, max_query_len: int, window: int = 0, soft_cap: float = 0.0,
-    exact: bool = False,
+    exact: bool = False, ancestors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write ``k`` and ``v`` to the cache, then return causal attention of ``q`` over the cache.
 
@@ -61,6 +66,9 @@ def paged_attention(
         soft_cap: if positive, scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv:2408.00118).
         exact: a row has the same bits alone and in any batch, as a decode and in any chunk, whatever ``max_query_len``
             says. The CPU kernel always does so; on a GPU other kernels do.
+        ancestors: ``[T]`` int64 or None: of each row of a tree, which rows of its request it sees: bit i for the
+            ``i``-th, its own bit and that of row 0 among them; of other rows 0. A tree has up to 64 rows, parents
+            before their children; on a GPU up to 16, and none with ``exact`` or a window of less than 16.
 
     Returns:
         ``[T, N, H]`` contiguous, dtype of ``q``, a fresh tensor.
@@ -68,14 +76,14 @@ def paged_attention(
     op = torch.ops.compiled_llm.paged_attention_exact if exact else torch.ops.compiled_llm.paged_attention
     return op(
         q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
-        sm_scale, max_query_len, window, soft_cap,
+        sm_scale, max_query_len, window, soft_cap, ancestors,
     )  # fmt: skip
 
 
 def paged_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
-    sm_scale: float, max_query_len: int, window: int, soft_cap: float,
+    sm_scale: float, max_query_len: int, window: int, soft_cap: float, ancestors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The op in plain torch, one request at a time, in a wider dtype. All kernels are tested against it."""
     wide = torch.float64 if q.dtype == torch.float32 else torch.float32
@@ -113,6 +121,8 @@ def paged_attention_reference(
         positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
         key_positions = torch.arange(seq_len, device=q.device)
         visible = key_positions <= positions
+        if ancestors is not None and ancestors[start] != 0:
+            visible, positions, key_positions = _seen_in_tree(ancestors[start:end], seq_len)
         if window > 0:
             visible &= key_positions > positions - window
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -127,10 +137,20 @@ def paged_attention_reference(
     return out
 
 
+def _seen_in_tree(ancestors: Tensor, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which keys a tree's rows see, ``[rows, seq_len]``; where they stand, ``[rows, 1]``; and where keys do."""
+    count = len(ancestors)
+    nodes = (ancestors[:, None] >> torch.arange(count, device=ancestors.device)) & 1
+    depths = nodes.sum(1) - 1
+    context = torch.arange(seq_len - count, device=ancestors.device)
+    visible = torch.cat([torch.ones(count, len(context), dtype=torch.bool, device=ancestors.device), nodes != 0], dim=1)
+    return visible, len(context) + depths[:, None], torch.cat([context, len(context) + depths])
+
+
 define_op(
     "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, "
     "Tensor(d!)? v_scale, Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-    "Tensor? sinks, float sm_scale, int max_query_len, int window, float soft_cap) -> Tensor",
+    "Tensor? sinks, float sm_scale, int max_query_len, int window, float soft_cap, Tensor? ancestors) -> Tensor",
     reference=paged_attention_reference,
     fake=like_first,
     cpu="attention_cpu",

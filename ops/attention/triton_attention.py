@@ -172,8 +172,7 @@ def paged_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
     sinks: Tensor | None, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
-    tiles: TileConfig | None = None,
-    turn: Turn | None = None,
+    ancestors: Tensor | None = None, tiles: TileConfig | None = None, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
@@ -192,6 +191,7 @@ def paged_attention(
     counters = torch.empty(num_requests * num_kv_heads * counter_rows + 1, dtype=torch.int32, device=q.device)
     # What the split and prefill kernels share, in the order of their arguments.
     inputs = (q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out)
+    _check_trees(ancestors, window)
     strides = (block_table.stride(0), q.stride(0), q.stride(1))
     shape = {
         "GROUP": q.shape[1] // num_kv_heads,
@@ -208,10 +208,17 @@ def paged_attention(
         write_new_rows(
             k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out, counters, turn
         )  # fmt: skip
-        _split(inputs, strides, shape, tiles, counters, sm_scale, max_query_len, table_width * block_size, num_sms)
+        of_split = *inputs, ancestors
+        _split(of_split, strides, shape, tiles, counters, sm_scale, max_query_len, table_width * block_size, num_sms)
         if min(max_query_len, q.shape[0]) > SHORT_QUERY.value:
             _prefill(inputs, strides, shape, tiles, counters[-1:], sm_scale, num_sms)
     return out
+
+
+def _check_trees(ancestors: Tensor | None, window: int) -> None:
+    """``ValueError`` for trees that the kernels cannot serve: they tell a window by slots."""
+    if ancestors is not None and 0 < window < SHORT_QUERY.value:
+        raise ValueError(f"paged_attention: window must be 0 or at least {SHORT_QUERY.value} with trees, got {window}")
 
 
 def _split(
@@ -284,7 +291,7 @@ def rotary_attention(
     query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
     num_heads: int, eps: float, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
-    attention: Callable[..., Tensor] = paged_attention,
+    ancestors: Tensor | None = None, attention: Callable[..., Tensor] = paged_attention,
 ) -> Tensor:  # fmt: skip
     """The op ``rotary_attention`` on CUDA tensors, by an ``attention`` that takes what is to be turned."""
     turn, k, v = to_turn(
@@ -292,5 +299,5 @@ def rotary_attention(
     )  # fmt: skip
     return attention(
         turn.q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
-        sm_scale, max_query_len, window, soft_cap, turn=turn,
+        sm_scale, max_query_len, window, soft_cap, ancestors, turn=turn,
     )  # fmt: skip

@@ -88,6 +88,7 @@ def attend_codes(
     q, visible, k_pairs, v_pairs, k_scale, v_scale, table_row, kv_head, oldest, begin, end, scale,
     IS_FP8: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+    nodes=None, context=0,
 ):  # fmt: skip
     """``attend`` of ``triton_kernels.py`` from its first key on, over int16 pairs of codes."""
     BLOCK_M: tl.constexpr = q.shape[0]
@@ -116,7 +117,7 @@ def attend_codes(
         scores = dot_codes(q_odd, k_odd, dot_codes(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
         scores *= unit[:, None] * tl.load(k_scale + starts + places, mask=inside, other=0.0)[None, :]
         scores = capped(scores, scale, SOFT_CAP)
-        scores = tl.where(seen_keys(positions, inside, visible, WINDOW), scores, float("-inf"))
+        scores = tl.where(seen_keys(positions, inside, visible, WINDOW, nodes, context), scores, float("-inf"))
         probs, decay, row_max, row_sum = weighed(scores, factor, row_max, row_sum)
 
         value_pairs = tl.load(v_pairs + starts[:, None] * HALF + offsets, mask=mask, other=0)

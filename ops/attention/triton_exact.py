@@ -181,12 +181,15 @@ def exact_merge_kernel(
 def paged_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    sinks: Tensor | None, sm_scale: float, max_query_len: int, window: int, soft_cap: float, turn: Turn | None = None,
+    sinks: Tensor | None, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
+    ancestors: Tensor | None = None, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     With ``turn``, ``q`` is where turned queries go, and ``k`` is still to be turned.
     """
+    if ancestors is not None:
+        raise ValueError("paged_attention_exact: ancestors must be None on a GPU: keys of a path lie apart there")
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     num_requests, table_width = block_table.shape

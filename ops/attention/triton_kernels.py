@@ -14,6 +14,7 @@ from compiled_llm.ops.attention.triton_softmax import (
     SMALLEST_UNIT,
     capped,
     factor_of,
+    keys_before,
     no_keys,
     seen_keys,
     weighed,
@@ -85,13 +86,14 @@ def attend(
     oldest, begin, end, scale,
     MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr = False,
-    ALIGNED: tl.constexpr = False,
+    ALIGNED: tl.constexpr = False, nodes=None, context=0,
 ):  # fmt: skip
     """Online softmax of rows ``q`` over keys ``begin`` to ``end``; row i sees the keys before ``visible[i]``.
 
     With a window only the last ``WINDOW`` of them, and no key before ``oldest`` is loaded. ``visible`` None says that
     every row sees all that are loaded; not MASKED that these are whole tiles besides. ALIGNED says that ``begin`` is a
-    multiple of ``BLOCK_SIZE``. EXACT promises that no row's bits depend on keys that it does not see.
+    multiple of ``BLOCK_SIZE``. ``nodes`` and ``context`` are those of
+    ``seen_keys``. EXACT promises that no row's bits depend on keys that it does not see.
     """
     dims = tl.arange(0, acc.shape[1])
     factor = factor_of(scale, SOFT_CAP)
@@ -121,7 +123,7 @@ def attend(
             scores *= _load_scales(k_scale + starts + places, inside, MASKED)[None, :]
         scores = capped(scores, scale, SOFT_CAP)
         if MASKED:
-            scores = tl.where(seen_keys(positions, inside, visible, WINDOW), scores, float("-inf"))
+            scores = tl.where(seen_keys(positions, inside, visible, WINDOW, nodes, context), scores, float("-inf"))
         probs, decay, row_max, row_sum = weighed(scores, factor, row_max, row_sum)
 
         values = load_rows(v_cache + starts[:, None] * HEAD_DIM + offsets, inside, dims, MASKED, HEAD_DIM)
@@ -236,7 +238,7 @@ def merge(
 @triton.jit
 def split_kernel(
     q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
-    partial, partial_max, partial_sum, counters,
+    ancestors, partial, partial_max, partial_sum, counters,
     scale, num_requests, partial_rows, counter_rows, table_stride, q_stride_t, q_stride_n,
     MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, SPLIT_TOKENS: tl.constexpr, IS_FP8: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
@@ -291,18 +293,20 @@ def split_kernel(
         begin = first_key + split * split_tokens
         end = tl.minimum(tl.minimum(begin + split_tokens, seq_len), context_len + first_token + BLOCK_Q)
         table_row = block_table + request * table_stride
+        visible, nodes = keys_before(ancestors, rows, row_mask, context_len, tokens)
         if k_cache.dtype.element_ty == tl.int16:
             acc, row_max, row_sum = attend_codes(
-                q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
+                q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
                 begin, begin, end, scale,
-                IS_FP8, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, WINDOW == 0,
+                IS_FP8, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, WINDOW == 0, nodes, context_len,
             )  # fmt: skip
         else:
             acc, row_max, row_sum = no_keys(BLOCK_M, BLOCK_H)
             acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale,
+                acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale,
                 table_row, kv_head, begin, begin, end, scale,
                 True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, False, WINDOW == 0,
+                nodes, context_len,
             )  # fmt: skip
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
         if num_splits == 1:

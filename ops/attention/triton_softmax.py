@@ -38,13 +38,22 @@ def capped(scores, scale, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(positions, inside, visible, WINDOW: tl.constexpr):
+def seen_keys(positions, inside, visible, WINDOW: tl.constexpr, nodes=None, context=0):
     """``[M, N]``: the keys that row i sees, those before ``visible[i]`` and with a window the last ``WINDOW`` of them.
 
-    ``visible`` None: every row sees those ``inside``.
+    ``visible`` None: every row sees those ``inside``. ``nodes``: [M] int64, of rows of a tree bit n for the key at
+    ``context + n``, of others 0; with a window of no fewer keys than a tree has rows.
     """
     if visible is None:
         return inside[None, :]
+    elif nodes is not None:
+        node = positions - context
+        is_seen = ((nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]) & 1) != 0
+        before = positions[None, :] < visible[:, None]
+        before = tl.where((node >= 0)[None, :] & (nodes != 0)[:, None], is_seen, before)
+        if WINDOW > 0:
+            before = before & (positions[None, :] >= visible[:, None] - WINDOW)
+        return before
     elif WINDOW > 0:
         before = positions[None, :] < visible[:, None]
         return before & (positions[None, :] >= visible[:, None] - WINDOW)
@@ -62,3 +71,14 @@ def weighed(scores, factor, row_max, row_sum):
     probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
     decay = tl.exp2(row_max - new_max)
     return probs, decay, new_max, tl.fma(row_sum, decay, tl.sum(probs, 1))
+
+
+@triton.jit
+def keys_before(ancestors, rows, row_mask, context, tokens):
+    """How many keys rows see, and the masks of those of a tree, which see as many as their path has; None: no trees."""
+    if ancestors is None:
+        return context + tokens + 1, None
+    else:
+        nodes = tl.load(ancestors + rows, mask=row_mask, other=0)
+        count = tl.sum(((nodes[:, None] >> tl.arange(0, 16)[None, :]) & 1).to(tl.int32), 1)
+        return context + tl.where(nodes != 0, count, tokens + 1), nodes

@@ -28,6 +28,22 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "num_draft_layers": ("layer_skip", [0, 1024, 1.0, True, "1"]),
     "lookahead_window": ("lookahead", [0, 8, 16, 1.0, True]),
     "lookahead_ngram": ("lookahead", [1, 9, 2.0, True]),
+    "speculative_token_tree": (
+        "ngram",
+        [
+            "",
+            "chain",
+            3,
+            [(0,)],
+            "[]",
+            "[0]",
+            "[(1,)]",
+            "[(0,), (0, 0, 0)]",
+            "[(0,), (0, 1)]",
+            "[(-1,)]",
+            "[(False,)]",
+        ],
+    ),
 }
 
 
@@ -108,3 +124,11 @@ def test_a_lookahead_window_is_as_long_as_a_proposal(given: dict[str, int], wind
 
 def test_each_method_is_a_networks_or_drafts_on_the_host() -> None:
     assert {*METHODS} == {*HOST_METHODS} | {*NETWORK_METHODS}
+
+
+def test_a_tree_has_as_many_drafts_as_nodes() -> None:
+    config = SpeculativeConfig(method="suffix", speculative_token_tree="[(0,), (1,), (0, 0)]")
+    assert (config.num_tokens, config.tree_shape) == (3, {(0,), (1,), (0, 0)})
+    assert SpeculativeConfig(method="suffix", speculative_token_tree="auto").tree_shape is None
+    with pytest.raises(ValueError, match="num_speculative_tokens must be left out with speculative_token_tree"):
+        SpeculativeConfig(method="ngram", speculative_token_tree="[(0,)]", num_speculative_tokens=2)

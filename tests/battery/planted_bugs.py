@@ -162,6 +162,7 @@ DRAFTED = Checks(
 DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
 LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
+TREES = Checks(("tests/scheduling/test_draft_trees.py", "tests/e2e/test_draft_trees.py"), load_torch=True)
 NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
 HEADS = Checks(("tests/worker/test_head_coverage.py", "tests/e2e/test_draft_heads.py"), load_torch=True)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
@@ -449,6 +450,44 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             layer_skip_function.draft: slots[1:] => slots[:1]
         layers with a state draft
             num_draft_layers: states and states[0] < count => False
+        """,
+    ),
+    (
+        "scheduling.scheduler",
+        TREES,
+        """
+        of a tree the first drafts count, not those of a path
+            Scheduler._accept: tuple(sampled[row] for row in path) => sampled[:len(path)]
+        """,
+    ),
+    (
+        "scheduling.running_set",
+        TREES,
+        """
+        keys of accepted drafts stay where they are
+            RunningSet.move_keys: row == place => True
+        keys of accepted drafts go a slot too far
+            RunningSet.move_keys: divmod(start + place, size) => divmod(start + place + 1, size)
+        """,
+    ),
+    (
+        "worker.draft_trees",
+        TREES,
+        """
+        a row of a tree sees its sibling
+            tree_rows: masks[parent] | 1 << row => masks[parent] | 1 << row | (1 << row - 1 if row > 1 else 0)
+        a row of a tree does not see its parent
+            tree_rows: masks[parent] | 1 << row => 1 | 1 << row
+        rows of a tree stand where their slots are
+            tree_rows: depths[parent] + 1 => row
+        """,
+    ),
+    (
+        "ops.attention.move_keys",
+        TREES,
+        """
+        values stay where they are
+            move_keys_reference: values[targets, :, to_offset // v_width, :, to_offset % v_width] = lanes => ...
         """,
     ),
     (

@@ -20,6 +20,7 @@ from tests.fake_engine import (
     VOCABULARY,
     FakeDrafter,
     FakeEngine,
+    FakeTrees,
     check_result,
     drafters,
     hash_of,
@@ -51,6 +52,8 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool 
         batched = max(batched, stream.sink_tokens + max_num_seqs - 1)
         buckets = (*buckets[:-1], batched)
     num_state_slots = rng.choice([0, max_num_seqs + 1, 3 * max_num_seqs + 1]) if stream is None else 0
+    drafter = random_drafter(rng) if drafts and stream is None and rng.random() < 0.5 else None
+    has_trees = drafter is not None and not num_state_slots and rng.random() < 0.5
     return make_scheduler(
         num_blocks=num_blocks,
         num_state_slots=num_state_slots,
@@ -63,7 +66,8 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool 
             "target_itl_ms": rng.choice([None, 100.0, 1e-3]),
             "costs": StepCosts({size: rng.random() for size in buckets}, rng.choice([0.0, 1e-9, 0.01, 1.0])),
         },
-        drafter=random_drafter(rng) if drafts and stream is None and rng.random() < 0.5 else None,
+        drafter=None if has_trees else drafter,
+        source=FakeTrees(rng.randint(2, 15), rng.randrange(1000)) if has_trees else None,
         windows=windows,
         stream=stream,
         max_loras=(num_blocks + max_num_seqs) % 4,

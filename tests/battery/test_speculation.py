@@ -26,6 +26,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "layer_skip": {"method": "layer_skip", "num_draft_layers": 2, "num_speculative_tokens": 4},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 4},
     "medusa": {"method": "medusa", "num_speculative_tokens": 4},
+    "ngram tree": {
+        "method": "ngram",
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+        "speculative_token_tree": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]",
+    },
+    "suffix tree": {
+        "method": "suffix",
+        "suffix_decoding_min_token_prob": 0.0,
+        "num_speculative_tokens": 12,
+        "speculative_token_tree": "auto",
+    },
 }
 SMALL_METHODS = ("ngram", "suffix", "draft_model")  # heads: tests/e2e/test_draft_heads.py
 HEADS = {"eagle3": write_eagle3, "medusa": write_medusa}  # of random weights
@@ -175,6 +187,8 @@ def test_the_same_as_without(engine: str, count: int, battery_counts: Counter[st
     for method in METHODS if count > 100 else SMALL_METHODS:
         if method == "layer_skip" and model is not None:
             continue  # its first layer keeps a state
+        if "tree" in method and model is not None:
+            continue  # layers with a state refuse them
         for adaptive in (False, True) if count > 100 else (method == "suffix",):
             config = {**METHODS[method], "adaptive": adaptive}
             if method == "draft_model":

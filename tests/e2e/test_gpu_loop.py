@@ -11,7 +11,9 @@ import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
+from compiled_llm.drafting.trees import NgramTrees
 from compiled_llm.system.progress import StartProgress
+from compiled_llm.worker import compiled_steps, draft_trees
 from compiled_llm.worker.device import say_cost_of_dtype
 from tests.drafting_networks import inexact_copy
 from tests.families import checkpoint
@@ -174,6 +176,38 @@ def test_what_a_host_would_wait_for_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(AssertionError, match="while a copy from it was under way"):
             torch.cuda.synchronize()
         gpu.serving = False
+
+
+@pytest.mark.battery
+def test_trees_of_drafts_are_verified_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are those of a CPU without drafts, keys are moved, and the host waits for ends of steps alone."""
+    sizes = SIZES | {"model": str(checkpoint("llama")), "num_kv_blocks": 40, "block_size": 8}
+    config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "adaptive": False}
+    config |= {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (2,), (0, 1)]"}
+    prompts = [[5, 6, 5, 7, 5, 8] * 3, [8] * 20, [9, 10, 9, 11]]
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=20, ignore_eos=True) for t in (0.0, 0.1, 0.4)]
+
+    def tokens(engine: CompiledEngine) -> list[list[int]]:
+        return [out.outputs[0].token_ids for out in engine.generate(prompts, params, use_tqdm=False)]
+
+    with CompiledEngine(device="cpu", **sizes) as engine:
+        expected = tokens(engine)
+    continuations, moved, move = NgramTrees.continuations, list[int](), draft_trees.move_accepted
+
+    def wrong_first(*args: Any) -> list[tuple[str, float]]:
+        return [("\x01", 1000.0), *continuations(*args)]
+
+    monkeypatch.setattr(NgramTrees, "continuations", wrong_first)
+    monkeypatch.setattr(compiled_steps, "move_accepted", lambda *args: (moved.append(1), move(*args)))
+    arguments: dict[str, Any] = {**sizes, "check_invariants": True, "speculative_config": config}
+    with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", **arguments) as engine:
+        gpu.serving, waits = True, gpu.num_waits
+        assert tokens(engine) == expected
+        gpu.serving = False
+        stats = engine.stats()
+        assert gpu.num_waits - waits == stats.num_steps, "one wait a step"
+    assert moved
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
 
 
 @pytest.mark.battery

@@ -6,7 +6,7 @@ import numpy as np
 
 from compiled_llm.api.streaming import Stream
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from tests.fake_engine import FakeEngine, make_request, make_scheduler
+from tests.fake_engine import FakeEngine, FakeTrees, make_request, make_scheduler
 
 
 def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
@@ -42,10 +42,14 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     stream = FakeEngine(make_scheduler(8, windows=[(8, None)], stream=Stream(4, 8, 4), max_model_len=24))
     stream.scheduler.add(make_request("stream", 5, 15))
     stream.run()
+    trees = FakeEngine(make_scheduler(30, source=FakeTrees(9), windows=[(5, None)]))
+    trees.scheduler.add(make_request("trees", 5, 30))
+    trees.run()
+    outputs = engine.outputs + stream.outputs + trees.outputs
     of_the_engine = {"masks", "prompt_targets", "drafts_next", "adapter_loads"}
     for field in set(SchedulerOutput._fields) - of_the_engine:
-        assert any(getattr(output, field) for output in engine.outputs + stream.outputs), f"no step has {field}"
-    for output in engine.outputs:
+        assert any(getattr(output, field) for output in outputs), f"no step has {field}"
+    for output in outputs:
         assert pickle.loads(pickle.dumps(output)) == output
 
 

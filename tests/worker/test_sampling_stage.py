@@ -56,9 +56,13 @@ class Served:
     """A SamplingStage with all that surrounds it. A step's logits are given; ``step`` returns its tokens."""
 
     def __init__(
-        self, transforms: tuple[LogitsTransform, ...] = (), num_draft_tokens: int = 0, uses_trees: bool = False
+        self,
+        transforms: tuple[LogitsTransform, ...] = (),
+        num_draft_tokens: int = 0,
+        uses_trees: bool = False,
+        draft_trees: bool = False,
     ) -> None:
-        limits = LIMITS.with_drafts(num_draft_tokens, one_graph=True)
+        limits = LIMITS.with_drafts(num_draft_tokens, one_graph=True, has_trees=draft_trees)
         sizes = sorted({bucket.num_rows for bucket in buckets_of(limits)})
         self.last_tokens = torch.zeros(sizes[-1], dtype=torch.int64)
         self.hidden = torch.zeros(256, MODEL.hidden_size)
@@ -96,6 +100,7 @@ class Served:
         position: int = 0,
         masks: list | None = None,
         drafts: Sequence[Sequence[int]] = (),
+        trees: Sequence[tuple[int, tuple[int, ...]]] = (),
     ) -> tuple[list[int], LogprobRows | None]:
         """``drafts``: of each request, of which the step samples one token more than there are."""
         samples = samples or [1 + len(own) for own in drafts] or [1] * len(names)
@@ -106,6 +111,7 @@ class Served:
             num_scheduled_tokens=tuple(max(1, count) for count in samples),
             token_ids=tuple(tokens),
             masks=tuple(masks or ()),
+            trees=tuple(trees),
         )
         rows = self.rows.update(output)
         needs = SamplingNeeds.of(rows, samples, self.rows)
@@ -278,9 +284,10 @@ def test_a_request_after_one_with_drafts_keeps_its_own_parameters_and_mask() -> 
     assert served.step(["b", "a"], logits, samples=[1, 2], masks=[(0, 0, words)])[0] == [33, VOCAB - 1, VOCAB - 1]
 
 
-def test_a_row_after_drafts_is_penalised_for_them_and_counts_if_they_were_right() -> None:
+@pytest.mark.parametrize("draft_trees", [False, True])
+def test_a_row_after_drafts_is_penalised_for_them_and_counts_if_they_were_right(draft_trees: bool) -> None:
     """Descending logits: token 0, then what penalties leave. ``b`` has no drafts, and stands between."""
-    served = Served(num_draft_tokens=3)
+    served = Served(num_draft_tokens=3, draft_trees=draft_trees)
     logits = torch.arange(VOCAB, 0, -1, dtype=torch.float32).repeat(8, 1) / 10
     served.admit(*(admission(name, [50], frequency_penalty=2.0) for name in "abc"))
     right, wrong = [0, 1, 2], [0, 7, 2]
@@ -292,6 +299,18 @@ def test_a_row_after_drafts_is_penalised_for_them_and_counts_if_they_were_right(
     tokens, _ = served.step(["c", "a"], logits[:4], drafts=[[3, 3], []])
     assert tokens == [2, 3, 4, 4] or tokens[0] == 2
     assert served.counts("c") == {50: 0.5, 0: 1, 1: 1, 2: 1}
+
+
+def test_rows_of_a_tree_are_penalised_for_their_own_paths() -> None:
+    """Of ``a``'s drafts 0, then 1 or 7, and 2 after 1; ``b``'s first is wrong, its second right, and right again."""
+    served = Served(num_draft_tokens=4, draft_trees=True)
+    logits = torch.arange(VOCAB, 0, -1, dtype=torch.float32).repeat(16, 1) / 10
+    served.admit(*(admission(name, [50], frequency_penalty=2.0) for name in "ab"))
+    trees = [(0, (0, 1, 1, 3)), (1, (0, 0, 2))]
+    tokens, _ = served.step(["a", "b"], logits, drafts=[[0, 7, 1, 2], [7, 0, 1]], trees=trees)
+    assert tokens == [0, 1, 1, 2, 3, 0, 0, 1, 2]
+    assert served.counts("a") == {50: 0.5, 0: 1, 1: 1, 2: 1, 3: 1}
+    assert served.counts("b") == {50: 0.5, 0: 1, 1: 1, 2: 1}
 
 
 def test_each_row_after_drafts_has_its_own_mask() -> None:

@@ -163,6 +163,27 @@ def test_a_request_with_drafts_has_a_row_for_each_of_its_tokens(store: RequestRo
     assert buffers.feedback.tolist()[:8] == [-1] * 7 + [2]
 
 
+def test_rows_of_a_tree_stand_behind_their_paths(store: RequestRows) -> None:
+    """``a`` has a tree of four drafts, ``b`` a chain; slots are those of chains, and nothing is left afterwards."""
+    limits = LIMITS.with_drafts(4, one_graph=True, has_trees=True)
+    buffers = StepBuffers(Bucket("decode", 12, 4), limits, CPU)
+    store.update(step_of(*(Item(name, [1] * 4, 0, [block], SamplingParams()) for name, block in (("a", 3), ("b", 5)))))
+    tree = Item("a", [11, 12, 13, 14, 15], 4, [9, 10], first_block=1, samples=5)
+    chain = Item("b", [21, 22], 4, [8], first_block=1, samples=2)
+    output = step_of(tree, chain)._replace(trees=((0, (0, 0, 2, 1)),))
+    buffers.fill(output, store.update(output), store)
+    s, p = buffers.step_input, buffers.sampling_input
+    assert s.ancestors is not None
+    assert s.positions.tolist()[:7] == [4, 5, 5, 6, 6, 4, 5]
+    assert s.slot_mapping.tolist()[:7] == [36, 37, 38, 39, 40, 32, 33]
+    assert s.ancestors.tolist() == [0b1, 0b11, 0b101, 0b1101, 0b10011] + [0] * 7
+    assert s.seq_lens.tolist() == [9, 6, 0, 0]
+    assert p.position.tolist()[:7] == [5, 6, 6, 7, 7, 5, 6]
+    fill(buffers, store, Item("b", [23, 24], 5, [], samples=2), Item("a", [16], 6, []))
+    assert not s.ancestors.any()
+    assert s.positions.tolist()[:3] == [5, 6, 6]
+
+
 def test_requests_with_fewer_drafts_than_others_in_a_decode_bucket(store: RequestRows) -> None:
     """A request takes the tokens that it has; what the bucket has beyond is padding of no request."""
     bucket = Bucket("decode", 12, 4, query_len=3)

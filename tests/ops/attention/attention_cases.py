@@ -81,6 +81,7 @@ class AttentionCase(Call):
     max_query_len: int
     window: int = 0
     soft_cap: float = 0.0
+    ancestors: Tensor | None = None
 
 
 def make_case(

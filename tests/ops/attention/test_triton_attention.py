@@ -1,6 +1,7 @@
 """Paged attention in Triton without a GPU: interpreted against the reference, and compiled ahead of time."""
 
 import functools
+import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,12 +11,13 @@ import pytest
 import torch
 import triton
 
-from compiled_llm.ops.attention import kv_quant, triton_attention
+from compiled_llm.ops.attention import kv_quant, triton_attention, triton_exact
 from compiled_llm.ops.attention.tiles import default_config
 from tests.drawn import marked
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty, floats, integers
 from tests.ops.attention.attention_cases import KV_DTYPES, alone, check, grid, in_chunks, make_case, step
+from tests.ops.attention.tree_cases import make_tree_case, random_parents
 
 OP = triton_attention.paged_attention
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
@@ -156,6 +158,19 @@ def agrees_with_the_reference(**kwargs) -> None:
     check(make_case(**kwargs), OP)
 
 
+def trees_agree_with_the_reference(**kwargs) -> None:
+    """Two trees beside a decode, a chain of masks and, by the prefill kernel, a prompt; some across splits."""
+    rng = random.Random(5)
+    trees = [random_parents(16, rng), 1, random_parents(7, rng), [0, 1, 2], 20]
+    check(make_tree_case(trees, [300, 20, 129, 5, 3], **kwargs), OP)
+
+
+MORE |= {
+    "tree": (trees_agree_with_the_reference, {"dtype": BF16, "num_heads": 8, "trailing_rows": 2}),
+    "tree-int8-window": (trees_agree_with_the_reference, {"dtype": BF16, "kv_dtype": INT8, "window": 70}),
+    "tree-fp8": (trees_agree_with_the_reference, {"dtype": FP16, "kv_dtype": FP8, "soft_cap": 2.0, "sinks": True}),
+    "tree-float32-window": (trees_agree_with_the_reference, {"dtype": torch.float32, "window": 16, "head_dim": 40}),
+}
 INTERPRETED = {
     **{name: functools.partial(agrees_with_the_reference, **kwargs) for name, kwargs in interpreted_cases()},
     **{name: functools.partial(function, **kwargs) for name, (function, kwargs) in MORE.items()},
@@ -167,7 +182,7 @@ INTERPRETED = {
 
 def launches(
     capability: tuple[int, int], head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None,
-    features: bool = False, group: int = 4, num_requests: int = 32, max_query_len: int = 512,
+    features: bool = False, group: int = 4, num_requests: int = 32, max_query_len: int = 512, trees: bool = False,
 ) -> list[ahead_of_time.Launch]:  # fmt: skip
     """What a step, mixed by default, launches on a GPU of that capability."""
     num_tokens, num_heads = max(num_requests, max_query_len), group * 8
@@ -176,7 +191,7 @@ def launches(
     scales = [floats(1024, 8, 16) if kv_dtype else None for _ in range(2)]
     indices = integers(num_tokens), integers(num_requests, 2048), integers(num_requests + 1), integers(num_requests)
     window, soft_cap, sinks = (1024, 30.0, floats(num_heads)) if features else (0, 0.0, None)
-    scores = sinks, head_dim**-0.5, max_query_len, window, soft_cap
+    scores = sinks, head_dim**-0.5, max_query_len, window, soft_cap, integers(num_tokens).long() if trees else None
     with ahead_of_time.recorded(capability, triton_attention) as recorded:
         OP(*qkv.split([num_heads, 8, 8], dim=1), *caches, *scales, *indices, *scores)
     return recorded
@@ -213,6 +228,25 @@ def test_compiles_without_spills(case: tuple) -> None:
         # Triton 3.7, that of torch 2.13, takes more registers for the largest tiles; half the tile would cost more.
         spilled = 64 if triton.__version__.startswith("3.7.") else 0
         ahead_of_time.without_spills(launch, capability, programs, spilled)
+
+
+TREES = [(SM_90, 128, BF16, None), (SM_80, 128, BF16, None), (SM_90, 128, BF16, INT8), (SM_80, 64, BF16, INT8)]
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("case", TREES, ids=str)
+def test_trees_compile_without_spills(case: tuple) -> None:
+    """What a step of trees of up to 16 rows launches."""
+    capability = case[0]
+    for launch in launches(*case, num_requests=8, max_query_len=16, trees=True):
+        ahead_of_time.without_spills(launch, capability, 1)
+
+
+def test_trees_that_the_kernels_cannot_serve_are_refused() -> None:
+    with pytest.raises(ValueError, match="window must be 0 or at least 16"):
+        OP(*make_tree_case([[0, 0]], [40], window=15).args())
+    with pytest.raises(ValueError, match="ancestors must be None"):
+        triton_exact.paged_attention(*make_tree_case([[0, 0]], [40]).args())
 
 
 # A decode of 8 requests: capability, head_dim, query heads of a KV head, KV dtype. Heads of 512 are Gemma 4's.
@@ -261,5 +295,6 @@ ORDINARY = [
     "bfloat16-window-of-one", "bfloat16-a-sink-above-all-scores", "bfloat16-int8-chunk-after31-block32",
     "bfloat16-int8-row-tiles-gqa8", "bfloat16-int8-blocks-of-24", "bfloat16-int8-only-padding",
     "float32-int8-window-soft-cap-sinks-h64", "float16-fp8-mixed-gqa5-h64", "huge", "rows-fp8-torch.bfloat16",
+    "tree", "tree-int8-window",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

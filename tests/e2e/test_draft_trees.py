@@ -1,0 +1,74 @@
+"""Engines whose drafts are trees: keys and values are those of a run without, the same tokens come, and who refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.models.config_file import read_config
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
+from compiled_llm.worker.draft_trees import check_trees
+from tests.families import checkpoint
+
+ARGUMENTS: dict[str, Any] = {
+    "enforce_eager": True, "bucket_sizes": (2,), "block_size": 8, "max_model_len": 256, "num_kv_blocks": 60,
+    "check_invariants": True, "progress": "off", "num_threads": 1,
+}  # fmt: skip
+TREE: dict[str, Any] = {
+    "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "num_speculative_tokens": 15, "adaptive": False,
+    "speculative_token_tree": "auto",
+}  # fmt: skip
+PROMPT = "def area(width, height):\n    return width * height\n\n\ndef area(width, depth):\n    return width"
+PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=60, ignore_eos=True, logprobs=2)
+
+
+def served(engine: CompiledEngine) -> tuple[list[int], list[Any], list[torch.Tensor], int]:
+    """Tokens, log-probabilities, all tensors of the request's full blocks, and how many keys were moved."""
+    engine.add_request("a", PROMPT, PARAMS)
+    blocks: list[int] = []
+    steps, moved, outputs = engine.own_runner.steps, 0, []
+    while engine.has_unfinished_requests():
+        outputs = engine.step() or outputs
+        scheduler = engine.scheduler
+        moved += len(scheduler.running_set.moved_keys)
+        if scheduler.running:
+            request = scheduler.running[0]
+            blocks = request.block_ids[: request.num_computed_tokens // ARGUMENTS["block_size"]]
+    windows = tuple(WindowOutput(moved_keys=tuple(window.moved_keys)) for window in engine.scheduler.pool.windows)
+    moves = tuple(engine.scheduler.running_set.moved_keys)
+    steps.move_keys(SchedulerOutput(windows=windows, moved_keys=moves))
+    held = [cache[blocks].clone() for group in steps.cache_groups()[:1] for cache in group]
+    completion = outputs[0].outputs[0]
+    return list(completion.token_ids), completion.logprobs, held, moved
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}], ids=["bfloat16", "int8"])
+def test_keys_are_those_of_a_run_without_trees(options: dict[str, Any]) -> None:
+    """Bit for bit, in all full blocks of the request, with many of them moved there."""
+    with CompiledEngine(**ARGUMENTS, **options) as engine:
+        tokens, logprobs, held, moved = served(engine)
+    assert moved == 0
+    with CompiledEngine(**ARGUMENTS, **options, speculative_config=TREE) as engine:
+        drafted = served(engine)
+        stats = engine.stats()
+    assert drafted[:2] == (tokens, logprobs)
+    assert drafted[3] > 5
+    assert stats.num_steps < len(tokens)
+    count = min(len(held[0]), len(drafted[2][0]))
+    assert count > 8
+    for one, other in zip(held, drafted[2], strict=True):
+        assert torch.equal(one[:count].view(torch.uint8), other[:count].view(torch.uint8))
+
+
+def test_who_refuses_trees() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    llama = read_config(checkpoint("llama"))
+    for device in (cpu, gpu):
+        check_trees(llama, device, exact=device == cpu)
+        with pytest.raises(ValueError, match=r"must be left out for .* \(latent attention"):
+            check_trees(read_config(checkpoint("deepseek-v2")), device, exact=False)
+    with pytest.raises(ValueError, match=r"must be left out for .* on 'cuda' \(exact=True"):
+        check_trees(llama, gpu, exact=True)
+    with pytest.raises(ValueError, match="layers with a state"):
+        CompiledEngine(str(checkpoint("lfm2")), **ARGUMENTS, speculative_config=TREE)
