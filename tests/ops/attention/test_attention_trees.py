@@ -104,6 +104,8 @@ def test_moved_keys_are_those_of_a_chain(
 
 def test_ops_are_as_torch_knows_them() -> None:
     case = make_tree_case([[0, 0, 1], 2], [20, 3])
+    clean = {name: torch.nan_to_num(getattr(case, name), 1.0, 1.0, 1.0) for name in CACHES[:2]}  # NaN equals nothing
+    case = replace(case, **clean)
     torch.library.opcheck(torch.ops.compiled_llm.paged_attention.default, case.args())
     caches = [case.values()[name] for name in CACHES]
     torch.library.opcheck(torch.ops.compiled_llm.move_keys.default, (*caches, torch.tensor([[17, 18], [35, 17]])))

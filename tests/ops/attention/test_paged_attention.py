@@ -239,7 +239,7 @@ def test_opcheck(name: str, kv_dtype: torch.dtype | None) -> None:
 
 def test_public_function_and_op_agree() -> None:
     case = make_case(**MIXED, kv_dtype=torch.int8, window=50, soft_cap=3.0, sinks=True)
-    *tensors, sinks, sm_scale, max_query_len, window, soft_cap = case.args()
+    *tensors, sinks, sm_scale, max_query_len, window, soft_cap, _ = case.args()
     options = {"sinks": sinks, "sm_scale": sm_scale, "window": window, "soft_cap": soft_cap}
     out = paged_attention(*tensors, max_query_len=max_query_len, **options)
     assert torch.equal(out, torch.ops.compiled_llm.paged_attention(*case.args()))

@@ -173,7 +173,7 @@ def test_on_a_cpu_it_is_its_two_ops(scaled: bool) -> None:
     turn = turning(case, BF16, scaled)
 
     def attention(*args) -> Tensor:
-        sm_scale, max_query_len, window, soft_cap = args[12:]
+        sm_scale, max_query_len, window, soft_cap, _ = args[12:]
         return paged_attention(
             *args[:11], sm_scale=sm_scale, max_query_len=max_query_len, window=window, soft_cap=soft_cap
         )
