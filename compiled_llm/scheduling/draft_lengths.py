@@ -4,18 +4,20 @@ A draft is worth the chance that it and those before it are right. A step with m
 of the buckets. So of the buckets that hold a step the one is taken that gives the most tokens a second, filled with the
 drafts that are worth most. Where that is the one without room for drafts, the step is one without.
 
-Whether drafts were right is known without verifying them: what was proposed is compared with the tokens that come.
+Whether drafts were right is known without verifying them: what was proposed is compared with the tokens that come. Long
+proposals are right more often than short ones, since a method that looks for what came before proposes more after a
+longer run: so each order of lengths has a chance of its own.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from compiled_llm.scheduling.costs import moved
 from compiled_llm.scheduling.draft_trees import DraftTree
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
-_LEAST_GAIN = 1.1  # that a larger bucket has to promise
+_LEAST_GAIN = 1.05  # that drafts have to promise, and a larger bucket once more
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
@@ -23,25 +25,59 @@ _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the large
 _FORGETTING, _OPTIMISM = 0.001, 0.8
 _LOOKING = 0.003  # of the time of steps, that looking for drafts of no use may take
 _MOST_SKIPPED = 64  # steps
+_ORDERS = 4  # of lengths of proposals
+_WEIGHT_OF_A_LOOK = 0.15  # in what looks are expected to save
+
+Seconds = Mapping[tuple[int, int], float]  # of steps in decode buckets, by (requests, tokens) of the bucket
 
 
 class DecodeCosts:
-    """Seconds of steps in decode buckets, by (requests, tokens) of the bucket; those measured at the start at first.
+    """Seconds of steps in decode buckets: what the device takes, and what a user waits for besides.
 
-    Empty: nothing was measured.
+    Args:
+        seconds: of steps of greedy requests, as measured at the start. Empty: nothing was measured.
+        sampling: of sampling in such a bucket where requests are not greedy, as measured at the start.
     """
 
-    def __init__(self, seconds: Sequence[tuple[tuple[int, int], float]] = ()) -> None:
-        self._measured = dict(seconds)
-        self.seconds = dict(seconds)
+    def __init__(
+        self,
+        seconds: Sequence[tuple[tuple[int, int], float]] = (),
+        sampling: Sequence[tuple[tuple[int, int], float]] = (),
+    ) -> None:
+        more = dict(sampling)
+        greedy, sampled = dict(seconds), {sizes: value + more.get(sizes, 0.0) for sizes, value in seconds}
+        self._measured, self._device = (greedy, sampled), (dict(greedy), dict(sampled))
+        self._host: dict[tuple[int, bool], float] = {}
 
-    def record(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """A step in a decode bucket took ``seconds``. One that was not measured is ignored."""
-        for sizes, known in self.seconds.items():
+    def __bool__(self) -> bool:
+        return bool(self._device[0])
+
+    def device(self, samples: bool) -> Seconds:
+        """Seconds of the device. ``samples``: whether some request of the step is not greedy."""
+        return self._device[samples]
+
+    def host(self, num_requests: int, has_drafts: bool) -> float:
+        """Seconds from a step's beginning to that of the next one, without those of the device and looks for drafts."""
+        plain = self._host.get((num_requests, False), 0.0)
+        return self._host.get((num_requests, has_drafts), plain)
+
+    def record(self, num_requests: int, num_tokens: int, seconds: float, samples: bool = False) -> None:
+        """A step in a decode bucket took the device ``seconds``. One that was not measured is ignored."""
+        known, measured = self._device[samples], self._measured[samples]
+        for sizes, value in known.items():
             if sizes == (num_requests, num_tokens):
-                self.seconds[sizes] = moved(known, seconds)
+                known[sizes] = moved(value, seconds)
             elif sizes[0] == num_requests:
-                self.seconds[sizes] = known + _FORGETTING * (_OPTIMISM * self._measured[sizes] - known)
+                known[sizes] = value + _FORGETTING * (_OPTIMISM * measured[sizes] - value)
+
+    def record_host(self, num_requests: int, has_drafts: bool, seconds: float) -> None:
+        """As ``host``, of a step in a bucket of so many requests that is over."""
+        key = num_requests, has_drafts
+        known = self._host.get(key)
+        self._host[key] = seconds if known is None else moved(known, seconds)
+        # What steps with drafts took for a while is forgotten, so that they are tried again.
+        if not has_drafts and (other := self._host.get((num_requests, True))) is not None:
+            self._host[num_requests, True] = other + _FORGETTING * (self._host[key] - other)
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,25 +98,48 @@ class Acceptance:
         return (self.num_right + prior) / (self.num_tried + 1.0)
 
 
+class Chances:
+    """How often drafts are right, by the order of a proposal's length: 1, 2 to 3, 4 to 7, or more drafts.
+
+    ``others``: of all requests, which a request is taken to be like; None: these are all.
+    """
+
+    def __init__(self, others: "Chances | None" = None) -> None:
+        self._others = others
+        start = (_PRIOR * _PRIOR_WEIGHT, _PRIOR_WEIGHT) if others is None else (0.0, 0.0)
+        self._by_order = [Acceptance(*start) for _ in range(_ORDERS)]
+
+    def __getitem__(self, length: int) -> Acceptance:
+        """Of proposals about as long as ``length``."""
+        return self._by_order[min(length.bit_length(), _ORDERS) - 1]
+
+    def chance(self, length: int) -> float:
+        """That one more draft of so many is right, if those before it are."""
+        assert self._others is not None
+        return self[length].chance(self._others[length]) if length else 0.0
+
+
 @dataclasses.dataclass(slots=True)
 class History:
     """Of one request: what was proposed last, and how its drafts fared.
 
     Attributes:
         proposal: what was proposed when its output had ``num_output_tokens``; empty once it is compared.
-        num_useless: looks for drafts since the last one that a step took some of.
+        gain: seconds that a look for drafts is expected to save; a moving average. None: nobody has looked.
+        num_useless: looks in a row since when that is less than a look takes.
         num_skipped: steps that are still to go by before the next look.
         waits: whether the host has to know its last token for another reason than drafts.
     """
 
     waits: bool
-    acceptance: Acceptance = dataclasses.field(default_factory=lambda: Acceptance(0.0, 0.0))
+    chances: Chances
     proposal: Sequence[int] = ()
     num_output_tokens: int = 0
+    gain: float | None = None
     num_useless: int = 0
     num_skipped: int = 0
 
-    def compare(self, output: Sequence[int], of_all: Acceptance) -> None:
+    def compare(self, output: Sequence[int], of_all: Chances) -> None:
         """Compare the last proposal with the tokens that came since."""
         proposal, start = self.proposal, self.num_output_tokens
         if not proposal or len(output) <= start:
@@ -94,9 +153,14 @@ class History:
         ends_wrong = right < len(known)
         if isinstance(proposal, DraftTree):
             right, ends_wrong = proposal.num_right(known)
-        self.acceptance.observe(right, ends_wrong)
-        of_all.observe(right, ends_wrong, 0.99)
+        self.chances[len(proposal)].observe(right, ends_wrong)
+        of_all[len(proposal)].observe(right, ends_wrong, 0.99)
         self.proposal = ()
+
+    def look(self, gain: float, seconds: float) -> None:
+        """A look for drafts took ``seconds``, and is expected to save ``gain``."""
+        self.gain = gain if self.gain is None else self.gain + _WEIGHT_OF_A_LOOK * (gain - self.gain)
+        self.num_useless = self.num_useless + 1 if self.gain < seconds else 0
 
 
 def lengths(
@@ -104,12 +168,13 @@ def lengths(
     available: Sequence[int],
     num_requests: int,
     sizes: Sequence[tuple[int, int]],
-    seconds: dict[tuple[int, int], float],
+    seconds: Seconds,
     most: int,
     *,
     fills_first: bool,
-) -> list[int]:
-    """How many of its drafts a step takes of each request that has some.
+    host: tuple[float, float] = (0.0, 0.0),
+) -> tuple[list[int], float]:
+    """How many of its drafts a step takes of each request that has some, and seconds that this is expected to save.
 
     Args:
         chances: that one more draft of it is right.
@@ -119,27 +184,35 @@ def lengths(
         seconds: of steps in these.
         most: drafts of the step.
         fills_first: whether the first bucket takes drafts in the place of requests that are missing.
+        host: seconds besides of a step without drafts and of one with some.
     """
-    worths = sorted(
-        (
-            (-(chance**place), index)
-            for index, (chance, count) in enumerate(zip(chances, available, strict=True))
-            for place in range(1, count + 1)
-            if chance**place >= _LEAST_WORTH
-        ),
-    )[:most]
-    best, best_rate, taken, tokens = 0, 0.0, 0, float(num_requests)
-    for size in sizes:
-        while (fills_first or size != sizes[0]) and taken < len(worths) and num_requests + taken < size[1]:
+    worths = []
+    for index, (chance, count) in enumerate(zip(chances, available, strict=True)):
+        worth = 1.0
+        for _ in range(count):
+            worth *= chance
+            if worth < _LEAST_WORTH:
+                break
+            worths.append((-worth, index))
+    worths.sort()
+    del worths[most:]
+    plain = seconds[sizes[0]] + host[0]
+    best, best_rate, gain = 0, num_requests / plain if plain else 0.0, 0.0
+    taken, tokens = 0, float(num_requests)
+    for size in sizes if fills_first else sizes[1:]:
+        before = taken
+        while taken < len(worths) and num_requests + taken < size[1]:
             tokens -= worths[taken][0]
             taken += 1
-        rate = tokens / seconds[size]
-        if best_rate == 0.0 or rate > _LEAST_GAIN * best_rate:
-            best, best_rate = taken, rate
+        if taken == before:
+            continue
+        took = seconds[size] + host[1]
+        if tokens / took > _LEAST_GAIN * best_rate:
+            best, best_rate, gain = taken, tokens / took, tokens * plain / num_requests - took
     counts = [0] * len(chances)
     for _, index in worths[:best]:
         counts[index] += 1
-    return counts
+    return counts, gain
 
 
 def lengths_beside_prompts(chances: Sequence[float], available: Sequence[int], most: int) -> list[int]:
@@ -152,6 +225,11 @@ def lengths_beside_prompts(chances: Sequence[float], available: Sequence[int], m
         counts.append(taken)
         most -= taken
     return counts
+
+
+def expected_tokens(chance: float, count: int) -> float:
+    """How many of ``count`` drafts are right, on average, if one more is with this ``chance``."""
+    return chance * (1.0 - chance**count) / (1.0 - chance) if chance < 1.0 else float(count)
 
 
 def num_skipped(num_useless: int, look_seconds: float, step_seconds: float, least: int) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import moved
 from compiled_llm.scheduling.draft_lengths import (
-    Acceptance,
+    Chances,
     DecodeCosts,
     History,
+    expected_tokens,
     lengths,
     lengths_beside_prompts,
     num_skipped,
@@ -22,6 +23,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
+_LOOK_SECONDS = 2e-5  # of a request, before any was measured
 _SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
 
 
@@ -30,22 +32,29 @@ class DraftPlanner:
 
     Args:
         costs: of decode buckets; a source that does not adapt has no use for them.
+
+    Attributes:
+        proposed: for the step that is being planned.
     """
 
     def __init__(
         self, source: DraftSource, limits: EngineLimits, running_set: RunningSet, costs: DecodeCosts | None = None
     ) -> None:
         self.source, self.limits, self.running_set = source, limits, running_set
+        self.proposed: dict[Request, Sequence[int]] = {}
         self.costs = costs or DecodeCosts()
-        self._adapts = source.adapts and bool(self.costs.seconds)
+        self._adapts = source.adapts and bool(self.costs)
         self._sizes = {
             size: [(size, size * length) for length in limits.draft_lens] for size in limits.decode_bucket_sizes
         }
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
-        self._of_all = Acceptance()
-        self._look_seconds = 0.0  # that looking for the drafts of a request takes; a moving average
-        self._proposed: dict[Request, Sequence[int]] = {}  # for the step that is being planned
+        self._of_all = Chances()
+        self._look_seconds = _LOOK_SECONDS  # that looking for the drafts of a request takes; a moving average
+        # Since when the loop is at the step that was planned last, how much of that was looking, and its size in requests,
+        # whether it has drafts, and its device's seconds, once they are known.
+        self._began, self._looked = 0.0, 0.0
+        self._done: tuple[int, bool, float] | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
         self._network_seconds: dict[int, float] = {}  # by requests of the decode bucket: what a network took behind it
@@ -57,7 +66,7 @@ class DraftPlanner:
         # The last token is sampled in any case: a draft for it would be of no use.
         takes = request.max_num_tokens - len(request.prompt_token_ids) > 1
         if takes and self._adapts:
-            self._histories[request] = History(request.waits_for_tokens)
+            self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
         return takes
 
     def propose(self, most: int, beside_prompts: bool) -> None:
@@ -65,7 +74,10 @@ class DraftPlanner:
 
         ``beside_prompts``: whether the step may compute more than the next token of each request and drafts.
         """
-        self._proposed = {}
+        self.proposed = {}
+        started = time.perf_counter()
+        if self._adapts:
+            self._end_step(started)
         if most <= 0:
             return
         asked, counts = list[Request](), list[int]()
@@ -75,11 +87,8 @@ class DraftPlanner:
                 counts.append(count)
         if not asked:
             return
-        started = time.perf_counter()
         proposals = self.source.propose(asked, counts)
         if self._adapts:
-            spent = (time.perf_counter() - started) / len(asked)
-            self._look_seconds += 0.1 * (spent - self._look_seconds)
             counts = self._lengths(asked, proposals, most, beside_prompts)
         for request, drafts, count in zip(asked, proposals, counts, strict=True):
             taken = drafts[: min(count, most)]
@@ -88,16 +97,19 @@ class DraftPlanner:
             if taken and request.mask is not None:
                 taken = self._allowed(request, taken)
             if taken:
-                self._proposed[request] = taken
+                self.proposed[request] = taken
                 most -= len(taken)
-        self.running_set.counts.draft_seconds += time.perf_counter() - started
+        self._looked = time.perf_counter() - started
+        self._look_seconds = moved(self._look_seconds, self._looked / len(asked))
+        self.running_set.counts.draft_seconds += self._looked
+        self.running_set.counts.draft_gain_seconds -= self._looked
 
     def add(self, request: Request, place: int, output: SchedulerOutputBuilder) -> int:
         """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many.
 
         ``place``: of the request in the step.
         """
-        drafts = self._proposed.pop(request, ())
+        drafts = self.proposed.pop(request, ())
         if not drafts:
             return 0
         drafts = drafts[: self.running_set.grow_for_drafts(request, len(drafts))]
@@ -141,26 +153,41 @@ class DraftPlanner:
         """The first ``count`` of these drafts were right; ``sampled``, from position ``start`` on, came with them."""
         if self._reader is not None and drafts:  # else it was preempted meanwhile
             self._reader.read_samples(request, start, drafts, sampled)
-        counts = self.running_set.counts
-        counts.num_accepted_draft_tokens += max(0, count)
-        counts.num_accepted_by_position = tuple(
-            number + (place < count) for place, number in enumerate(counts.num_accepted_by_position)
-        )
+        if count > 0:
+            counts = self.running_set.counts
+            counts.num_accepted_draft_tokens += count
+            known = counts.num_accepted_by_position
+            counts.num_accepted_by_position = (*[number + 1 for number in known[:count]], *known[count:])
 
     def record(self, result: StepResult, num_requests: int, num_accepted: int) -> None:
         """A step of so many requests is done, of whose drafts so many were accepted."""
         bucket, drafting, counts = result.bucket, result.draft_seconds, self.running_set.counts
         counts.draft_seconds += drafting
-        if bucket.kind != "decode" or not self.costs.seconds:
+        if bucket.kind != "decode" or not self.costs:
             return
-        size, seconds = bucket.num_requests, result.seconds - drafting
-        self.costs.record(size, bucket.num_tokens, seconds)
+        size, seconds, costs = bucket.num_requests, result.seconds - drafting, self.costs
+        samples = self._samples()
+        costs.record(size, bucket.num_tokens, seconds, samples)
         if drafting:
             self._network_seconds[size] = moved(self._network_seconds.get(size, drafting), drafting)
-        plain = self.costs.seconds.get((size, size))
-        if plain is not None and bucket.num_tokens > size:
-            counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - seconds
+        has_drafts = len(result.sampled_token_ids) > num_requests
+        if has_drafts and (size, size) in costs.device(samples):
+            plain = costs.device(samples)[size, size] + costs.host(size, False)
+            took = seconds + costs.host(size, True)
+            counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - took
         counts.draft_gain_seconds -= drafting
+        self._done = size, has_drafts, result.seconds
+
+    def _end_step(self, now: float) -> None:
+        """The next step begins: what the host took for the one that is done is known."""
+        if self._done is not None:
+            size, has_drafts, device = self._done
+            self.costs.record_host(size, has_drafts, max(0.0, now - self._began - self._looked - device))
+        self._began, self._looked, self._done = now, 0.0, None
+
+    def _samples(self) -> bool:
+        """Whether some running request is not greedy."""
+        return any(request.sampling_params.temperature for request in self.running_set.running)
 
     def end(self, request: Request) -> None:
         """A request has ended."""
@@ -215,43 +242,31 @@ class DraftPlanner:
         histories = [self._histories[request] for request in asked]
         for request, history in zip(asked, histories, strict=True):
             history.compare(request.output_token_ids, of_all)
-        chances = [history.acceptance.chance(of_all) for history in histories]
         available = [len(drafts) for drafts in proposals]
+        chances = [history.chances.chance(count) for history, count in zip(histories, available, strict=True)]
         for index, drafts in enumerate(proposals):
             if isinstance(drafts, DraftTree):
                 chances[index] = drafts.chance
         num_requests = sum(not (request.num_in_flight and request.waits_for_tokens) for request in running)
         sizes = next(sizes for size, sizes in self._sizes.items() if size >= num_requests)
+        seconds, size = self.costs.device(self._samples()), sizes[0][0]
+        plain, host = seconds[sizes[0]], (self.costs.host(size, False), self.costs.host(size, True))
         if beside_prompts:
             counts = lengths_beside_prompts(chances, available, most)
+            tokens = [expected_tokens(chance, count) for chance, count in zip(chances, counts, strict=True)]
+            gain = sum(tokens) * (plain + host[0]) / num_requests
         else:
             fills = self.limits.mixes_lens
-            counts = lengths(chances, available, num_requests, sizes, self.costs.seconds, most, fills_first=fills)
-        looks, seconds = self._look_seconds * len(asked), self.costs.seconds.get(sizes[0], 0.0)
-        pays = True
+            counts, gain = lengths(chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host)
+            tokens = [expected_tokens(chance, count) for chance, count in zip(chances, counts, strict=True)]
+        look = self._look_seconds
         if self._of_worker is not None:
-            looks += (network := self._network_seconds.get(sizes[0][0], 0.0))
-            pays = network < self._gain(chances, counts, num_requests, sizes)
-        least = 0 if self.limits.mixes_lens else _SKIPPED_ON_A_GPU
-        for request, history, drafts, count in zip(asked, histories, proposals, counts, strict=True):
+            look += self._network_seconds.get(size, 0.0) / len(asked)
+        least, all_tokens = 0 if self.limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
+        for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
             if self._of_worker is not None and not drafts:
                 continue  # nothing was drafted behind the last step, which says nothing
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
-            history.num_useless = 0 if count and pays else history.num_useless + 1
-            history.num_skipped = num_skipped(history.num_useless, looks, seconds, least)
+            history.look(gain * own / all_tokens if all_tokens else 0.0, look)
+            history.num_skipped = num_skipped(history.num_useless, look * len(asked), plain + host[0], least)
         return counts
-
-    def _gain(
-        self,
-        chances: Sequence[float],
-        counts: Sequence[int],
-        num_requests: int,
-        sizes: Sequence[tuple[int, int]],
-    ) -> float:
-        """Seconds that a step with so many drafts is expected to save, without the time that it takes to draft them."""
-        size = next((size for size in sizes if num_requests + sum(counts) <= size[1]), sizes[-1])
-        plain = self.costs.seconds[sizes[0]]
-        tokens = sum(
-            chance**place for chance, count in zip(chances, counts, strict=True) for place in range(1, count + 1)
-        )
-        return tokens * plain / num_requests - (self.costs.seconds[size] - plain)

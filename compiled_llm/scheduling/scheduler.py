@@ -51,7 +51,7 @@ class Scheduler:
         target_itl_ms: while requests decode, a step is no larger than the largest token bucket that takes this long.
         costs: as measured at the start; the seconds of each step are recorded in them.
         drafter: guesses tokens of requests, for steps to verify; None: no drafts.
-        decode_seconds: as in ``DecodeCosts``, measured at the start.
+        decode_seconds, sampling_seconds: as in ``DecodeCosts``, measured at the start.
 
     Attributes:
         running, waiting: those of the ``RunningSet``.
@@ -74,6 +74,7 @@ class Scheduler:
         costs: StepCosts | None = None,
         drafter: DraftSource | None = None,
         decode_seconds: Sequence[tuple[tuple[int, int], float]] = (),
+        sampling_seconds: Sequence[tuple[tuple[int, int], float]] = (),
     ) -> None:
         self.limits = limits
         self.pool = pool
@@ -96,7 +97,7 @@ class Scheduler:
             self.costs,
         )
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
-        decode_costs = DecodeCosts(decode_seconds)
+        decode_costs = DecodeCosts(decode_seconds, sampling_seconds)
         self.drafts = None if drafter is None else DraftPlanner(drafter, limits, self.running_set, decode_costs)
         self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, self.drafts)
         self.suspects = Suspects(self.running_set)

@@ -101,7 +101,7 @@ class StepPlanner:
                 self.running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
             if request.mask is not None:
                 self._masked.append((len(requests) - 1, request))
-            if self.drafts is not None and request.takes_drafts:
+            if self.drafts is not None and request in self.drafts.proposed:
                 count = self.drafts.add(request, len(requests) - 1, output)
                 if count:
                     num_drafts[len(requests) - 1] = count
