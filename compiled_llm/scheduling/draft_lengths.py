@@ -16,7 +16,7 @@ from compiled_llm.scheduling.costs import moved
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
-_LEAST_GAIN = 1.05  # that drafts have to promise, and a larger bucket once more
+_LEAST_GAIN = 1.1  # that drafts have to promise, and a larger bucket once more
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
@@ -24,6 +24,7 @@ _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the large
 _FORGETTING, _OPTIMISM = 0.001, 0.8
 _LOOKING = 0.003  # of the time of steps, that looking for drafts of no use may take
 _MOST_SKIPPED = 64  # steps
+_LEAST_RETURN = 3.0  # that looks have to save for each second that they take
 _ORDERS = 4  # of lengths of proposals
 _WEIGHT_OF_A_LOOK = 0.15  # in what looks are expected to save
 
@@ -157,7 +158,7 @@ class History:
     def look(self, gain: float, seconds: float) -> None:
         """A look for drafts took ``seconds``, and is expected to save ``gain``."""
         self.gain = gain if self.gain is None else self.gain + _WEIGHT_OF_A_LOOK * (gain - self.gain)
-        self.num_useless = self.num_useless + 1 if self.gain < seconds else 0
+        self.num_useless = self.num_useless + 1 if self.gain < _LEAST_RETURN * seconds else 0
 
 
 def lengths(

@@ -49,8 +49,8 @@ class DraftPlanner:
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
         self._look_seconds = _LOOK_SECONDS  # that looking for the drafts of a request takes; a moving average
-        # Since when the loop is at the step that was planned last, how much of that was looking, and its size in requests,
-        # whether it has drafts, and its device's seconds, once they are known.
+        # When the step that was planned last began, and how much of it was looking. Once it is done: its size in
+        # requests, whether it had drafts, and its device's seconds.
         self._began, self._looked = 0.0, 0.0
         self._done: tuple[int, bool, float] | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
