@@ -225,7 +225,7 @@ def lengths_beside_prompts(chances: Sequence[float], available: Sequence[int], m
     return counts
 
 
-def expected_tokens(chance: float, count: int) -> float:
+def num_expected(chance: float, count: int) -> float:
     """How many of ``count`` drafts are right, on average, if one more is with this ``chance``."""
     return chance * (1.0 - chance**count) / (1.0 - chance) if chance < 1.0 else float(count)
 

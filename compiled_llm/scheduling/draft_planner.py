@@ -9,7 +9,7 @@ from compiled_llm.scheduling.draft_lengths import (
     Chances,
     DecodeCosts,
     History,
-    expected_tokens,
+    num_expected,
     lengths,
     lengths_beside_prompts,
     num_skipped,
@@ -163,7 +163,8 @@ class DraftPlanner:
             took = seconds + costs.host(size, True)
             counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - took
         counts.draft_gain_seconds -= drafting
-        self._done = size, has_drafts, result.seconds
+        if self.running_set.running:  # else nobody knows when the next step begins
+            self._done = size, has_drafts, result.seconds
 
     def _end_step(self, now: float) -> None:
         """The next step begins: what the host took for the one that is done is known."""
@@ -230,12 +231,12 @@ class DraftPlanner:
         plain, host = seconds[sizes[0]], (self.costs.host(size, False), self.costs.host(size, True))
         if beside_prompts:
             counts = lengths_beside_prompts(chances, available, most)
-            tokens = [expected_tokens(chance, count) for chance, count in zip(chances, counts, strict=True)]
+            tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
             gain = sum(tokens) * (plain + host[0]) / num_requests
         else:
             fills = self.limits.mixes_lens
             counts, gain = lengths(chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host)
-            tokens = [expected_tokens(chance, count) for chance, count in zip(chances, counts, strict=True)]
+            tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
         look = self._look_seconds
         if self._of_worker is not None:
             look += self._network_seconds.get(size, 0.0) / len(asked)
