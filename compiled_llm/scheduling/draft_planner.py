@@ -9,9 +9,9 @@ from compiled_llm.scheduling.draft_lengths import (
     Chances,
     DecodeCosts,
     History,
-    num_expected,
     lengths,
     lengths_beside_prompts,
+    num_expected,
     num_skipped,
 )
 from compiled_llm.scheduling.drafter import DraftSource
