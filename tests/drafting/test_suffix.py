@@ -1,10 +1,12 @@
 """Drafts by suffixes: runs and their followers are those that a search of the whole text finds; memory is bounded."""
 
 import random
+import tracemalloc
 
 import pytest
 
 from compiled_llm.drafting import suffix
+from compiled_llm.drafting.ngram import NgramDrafter
 from compiled_llm.drafting.suffix import RecentOutputs, SortedPlaces, SuffixDrafter, _likeliest
 from compiled_llm.drafting.token_text import as_text
 from compiled_llm.scheduling.request import Request
@@ -173,3 +175,22 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     drafter.end(request)
     drafter.end(make_request("never asked about", 3, 3))
     assert not drafter._texts
+
+
+@pytest.mark.parametrize("vocab_size", [4_000, 150_000])
+def test_memory_is_within_what_it_says(vocab_size: int) -> None:
+    """Of text without any repetition, where a place shares least with others."""
+    rng = random.Random(vocab_size)
+    for drafter in (SuffixDrafter(15), NgramDrafter(7, 1, 4), NgramDrafter(7, 1, 16)):
+        request = make_request("x", [rng.randrange(vocab_size) for _ in range(4000)], 4500)
+        more = [rng.randrange(vocab_size) for _ in range(4000)]
+        tracemalloc.start()
+        drafter.propose([request], [7])
+        for start in range(0, 4000, 200):
+            request.output_token_ids.extend(more[start : start + 200])
+            drafter.propose([request], [7])
+        kept = tracemalloc.get_traced_memory()[0] - 8 * 4000  # the output itself
+        tracemalloc.stop()
+        most = drafter.most_bytes(8000) - drafter.most_bytes(0)
+        assert most / 4 < kept < most, drafter
+    assert SuffixDrafter(15).most_bytes(0) > 0 == SuffixDrafter(15, most_cached=0).most_bytes(0)
