@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import moved
@@ -23,6 +24,15 @@ from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
 _LOOK_SECONDS = 2e-5  # of a request, before any was measured
 _SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
+
+
+class _DoneStep(NamedTuple):
+    """A step in a decode bucket of so many requests and tokens, which took the device ``seconds``."""
+
+    num_requests: int
+    num_tokens: int
+    has_drafts: bool
+    seconds: float
 
 
 class DraftPlanner:
@@ -49,10 +59,9 @@ class DraftPlanner:
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
         self._look_seconds = _LOOK_SECONDS  # that looking for the drafts of a request takes; a moving average
-        # When the step that was planned last began, and how much of it was looking. Once it is done: its size in
-        # requests, whether it had drafts, and its device's seconds.
+        # When the step that was planned last began, how much of it was looking, and once it is done what it was.
         self._began, self._looked = 0.0, 0.0
-        self._done: tuple[int, bool, float] | None = None
+        self._done: _DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._network_seconds: dict[int, float] = {}  # by requests of the decode bucket: what a network took behind it
 
@@ -73,8 +82,7 @@ class DraftPlanner:
         """
         self.proposed = {}
         started = time.perf_counter()
-        if self._adapts:
-            self._end_step(started)
+        self._end_step(started)
         if most <= 0:
             return
         asked, counts = list[Request](), list[int]()
@@ -164,13 +172,13 @@ class DraftPlanner:
             counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - took
         counts.draft_gain_seconds -= drafting
         if self.running_set.running:  # else nobody knows when the next step begins
-            self._done = size, has_drafts, result.seconds
+            self._done = _DoneStep(size, bucket.num_tokens, has_drafts, result.seconds)
 
     def _end_step(self, now: float) -> None:
         """The next step begins: what the host took for the one that is done is known."""
         if self._done is not None:
-            size, has_drafts, device = self._done
-            self.costs.record_host(size, has_drafts, max(0.0, now - self._began - self._looked - device))
+            host = now - self._began - self._looked - self._done.seconds
+            self.costs.record_host(self._done.num_requests, self._done.has_drafts, max(0.0, host))
         self._began, self._looked, self._done = now, 0.0, None
 
     def _samples(self) -> bool:
