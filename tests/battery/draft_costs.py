@@ -3,7 +3,7 @@
     python -m tests.battery.draft_costs --rounds 3
 
 Every request has so many drafts in each step, all of them wrong. "start" is what was measured at the start, of the
-device alone; "expected" what the steps of a round make of it, with the host; "came" the median of the steps of the next.
+device alone; "expected" what the steps of a round make of it, with the host; "came" the median of those of the next.
 """
 
 import argparse
