@@ -11,6 +11,7 @@ import torch
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.ops.user_warnings import warn
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.request import RequestId
@@ -137,6 +138,8 @@ def _seconds_of_decode(
     logits: list[torch.Tensor] = []
     found = []
     for _ in range(_RUNS if bucket.num_tokens <= _MANY_TOKENS else 1):
+        if steps.uses_trees:
+            begin_step_of_trees()
         seconds = _timed(lambda: logits.append(steps.run_step(bucket)), steps.device)
         sample = functools.partial(steps.sampling.run, bucket, sampling_input, logits.pop(), needs)
         found.append((seconds, _timed(sample, steps.device)))
