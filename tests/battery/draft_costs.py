@@ -57,18 +57,19 @@ def seconds_of_steps(engine: CompiledEngine, batch: int, temperature: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
+    args = parser.parse_args()
     engine = CompiledEngine(speculative_config={"method": "suffix"}, enable_prefix_caching=False)
     drafts, source, rows = engine.scheduler.drafts, WrongDrafts(), []
     assert drafts is not None
     at_start = [dict(drafts.costs.device(samples)) for samples in (False, True)]
     drafts.source, drafts._adapts = source, False
-    for batch in (1, 4, 16):
+    for batch in args.batch_sizes:
         for temperature in (0.0, 1.0):
             for source.count in (0, 1, 3, 7, 15):
                 samples, came = temperature > 0, list[float]()
                 seconds_of_steps(engine, batch, temperature)
-                for _ in range(rounds):
+                for _ in range(args.rounds):
                     steps = seconds_of_steps(engine, batch, temperature)
                     size = statistics.mode(sizes for sizes, _ in steps)
                     came += [seconds for sizes, seconds in steps if sizes == size]
