@@ -123,7 +123,8 @@ def measure_decodes(
                 else:
                     last = last[0] * longer, last[1] * longer
                 tokens = bucket.num_tokens
-                found[size, tokens] = last
+                most = tokens / buckets[0].num_tokens  # more was another program's doing
+                found[size, tokens] = min(last[0], first[0] * most), min(last[1], first[1] * most)
                 pays = pays and last[0] / first[0] < tokens / buckets[0].num_tokens
     return found
 
