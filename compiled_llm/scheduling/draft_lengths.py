@@ -24,7 +24,6 @@ _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the large
 _FORGETTING, _OPTIMISM = 0.001, 0.8
 _LOOKING = 0.003  # of the time of steps, that looking for drafts of no use may take
 _MOST_SKIPPED = 64  # steps
-_LEAST_RETURN = 3.0  # that looks have to save for each second that they take
 _ORDERS = 4  # of lengths of proposals
 _WEIGHT_OF_A_LOOK = 0.15  # in what looks are expected to save
 
@@ -155,10 +154,10 @@ class History:
         of_all[len(proposal)].observe(right, ends_wrong, 0.99)
         self.proposal = ()
 
-    def look(self, gain: float, seconds: float) -> None:
-        """A look for drafts took ``seconds``, and is expected to save ``gain``."""
+    def look(self, gain: float, least: float) -> None:
+        """A look for drafts is expected to save ``gain`` seconds, and of use where looks save ``least`` on average."""
         self.gain = gain if self.gain is None else self.gain + _WEIGHT_OF_A_LOOK * (gain - self.gain)
-        self.num_useless = self.num_useless + 1 if self.gain < _LEAST_RETURN * seconds else 0
+        self.num_useless = self.num_useless + 1 if self.gain < least else 0
 
 
 def lengths(

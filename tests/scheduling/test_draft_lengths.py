@@ -131,17 +131,17 @@ def test_a_proposal_is_compared_with_what_comes_whether_it_was_verified_or_not()
     assert history.chances[2].num_tried == pytest.approx(0.85 * 3 + 1), "of the others nothing is known"
 
 
-def test_a_look_is_of_use_while_looks_save_a_few_times_what_they_take() -> None:
+def test_a_look_is_of_use_while_looks_save_enough_on_average() -> None:
     history = History(waits=False, chances=Chances(Chances()))
-    history.look(1.0, 0.01)
+    history.look(1.0, 0.03)
     assert (history.gain, history.num_useless) == (1.0, 0)
     numbers = []
     for _ in range(40):
-        history.look(0.0, 0.01)
+        history.look(0.0, 0.03)
         numbers.append(history.num_useless)
     assert 10 < numbers.count(0) < 30, "one draft of use pays for many looks"
     assert numbers[-1] == 40 - numbers.count(0)
-    history.look(1.0, 0.01)
+    history.look(1.0, 0.03)
     assert history.num_useless == 0
 
 
