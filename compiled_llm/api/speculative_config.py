@@ -94,7 +94,7 @@ class SpeculativeConfig:
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
             most first. Where one is given the other is equal; neither: 5.
-        suffix_decoding_max_tree_depth: by "suffix": most tokens of a run with what follows it. None: 24.
+        suffix_decoding_max_tree_depth: by "suffix": a run that is looked for has fewer tokens. None: 24.
         suffix_decoding_max_cached_requests: by "suffix": outputs that are kept to draft for other requests, of the same
             ``cache_salt``; the oldest goes first. 0: a request sees its own tokens alone. None: 10,000.
         suffix_decoding_max_spec_factor: by "suffix": most drafts for each token of the run that was found. None: 1.

@@ -1,6 +1,7 @@
 """From ``speculative_config`` to what drafts: the one table of methods beside that of ``api/speculative_config.py``."""
 
 from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
 
 from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.drafting.lookahead import LookaheadDrafter
@@ -33,3 +34,17 @@ def host_source(config: SpeculativeConfig, vocab_size: int) -> DraftSource:
         )
     methods = HOST_METHODS if config.speculative_token_tree is None else TREE_METHODS
     return methods[config.method](config)
+
+
+@runtime_checkable
+class KeepsText(Protocol):
+    """A ``DraftSource`` that keeps tokens."""
+
+    def most_bytes(self, num_tokens: int) -> int:
+        """Bytes of what it keeps for running requests of so many tokens, and of ended ones, at most."""
+        ...
+
+
+def text_bytes(source: DraftSource, num_tokens: int) -> int:
+    """``most_bytes`` of ``source``; 0 if it keeps nothing, or is a user's own."""
+    return source.most_bytes(num_tokens) if isinstance(source, KeepsText) else 0

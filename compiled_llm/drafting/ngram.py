@@ -17,12 +17,13 @@ from compiled_llm.drafting.token_text import as_text, as_tokens
 from compiled_llm.scheduling.request import Request
 
 _MOST_INDICES = 4
+_BYTES_OF_A_LENGTH, _BYTES_OF_AN_ARRAY = 160, 12  # of a token: in an index (140 to 156 were measured), and without any
 _FEW = 64  # places whose tokens are compared as a table
 _NO_TOKEN, _NOTHING = 0xFFFFFFFF, 0xFFFFFFFE  # in front of the first token; what nothing is equal to
 
 
 class NgramDrafter:
-    """A ``DraftSource``. For each request it keeps 100 bytes a token and length, or with many lengths 8 bytes a token.
+    """A ``DraftSource``.
 
     Args:
         num_tokens: most tokens of a proposal.
@@ -48,10 +49,15 @@ class NgramDrafter:
     def end(self, request: Request) -> None:
         self._texts.pop(request, None)
 
+    def most_bytes(self, num_tokens: int) -> int:
+        """Bytes of what it keeps for running requests of so many tokens, at most."""
+        lengths = self._most - self._least + 1
+        return num_tokens * (lengths * _BYTES_OF_A_LENGTH if lengths <= _MOST_INDICES else _BYTES_OF_AN_ARRAY)
+
     def _proposal(self, request: Request, most: int) -> list[int]:
         text = self._texts.get(request)
         if text is None:
-            made = _IndexedText if self._most - self._least < _MOST_INDICES else _SearchedText
+            made = _IndexedText if self._most - self._least + 1 <= _MOST_INDICES else _SearchedText
             text = self._texts[request] = made(request.prompt_token_ids, self._least, self._most)
         text.add(request.output_token_ids[text.num_output_tokens :])
         return text.after_the_longest(most)

@@ -4,7 +4,11 @@ SuffixDecoding (Oliaro et al., 2024, arXiv:2411.04975), as Arctic Inference has 
 seen before, each gives a draft, the likeliest tokens after it one after the other by their counts; the draft wins whose
 probabilities, multiplied along it and summed, are the largest. Instead of a suffix tree there is the sorted list of all
 places, by the tokens before them, backwards: the places after equal runs stand side by side, and a node of the tree is
-a range of the list. A token takes 200 bytes.
+a range of the list.
+
+The places after the longest run stay known. As long as the tokens that come are those that follow at some of them, they
+move on by as many, and their run is the longest still: a longer one would have been longer before, unless its output
+has ended since. Only after another token the list is searched, and what came since is entered into it.
 """
 
 from bisect import bisect_left
@@ -17,7 +21,8 @@ from compiled_llm.drafting.token_text import LAST, as_text, as_tokens
 from compiled_llm.scheduling.request import Request
 
 _MOST_PLACES = 8  # of a run that are counted: of more, so many evenly spread ones
-MOST_CACHED_TOKENS = 131_072  # of ended outputs that are kept, all salts together: 26 MB
+MOST_CACHED_TOKENS = 131_072  # of ended outputs that are kept, all salts together: 30 MB
+_BYTES_A_TOKEN = 230  # of a text and its places: 220 were measured with ids of 17 bits, 170 with ids of 12
 _BLOCK = 512  # places of a block; at most twice as many
 _INDEX_BITS = 24
 _INDEX_MASK = (1 << _INDEX_BITS) - 1  # of tokens in a text
@@ -28,7 +33,7 @@ class SuffixDrafter:
 
     Args:
         num_tokens: most tokens of a proposal.
-        depth: most tokens of a run with what follows it.
+        depth: a run has fewer tokens.
         most_cached: outputs of ended requests that are kept, of at most ``MOST_CACHED_TOKENS`` tokens.
         factor: most drafts for each token of the run.
         least_probability: a draft ends before a token that is less likely.
@@ -67,39 +72,48 @@ class SuffixDrafter:
         if request.output_token_ids:
             self._outputs.add(request.cache_salt, as_text(request.output_token_ids))
 
-    def text_of(self, request: Request) -> "_Text":
-        """Its prompt and output, with all tokens that are known."""
+    def most_bytes(self, num_tokens: int) -> int:
+        """Bytes of what it keeps for running requests of so many tokens, and of ended outputs, at most."""
+        return _BYTES_A_TOKEN * (num_tokens + (MOST_CACHED_TOKENS if self._outputs.most_outputs else 0))
+
+    def text_of(self, request: Request) -> tuple["_Text", str]:
+        """Its prompt and output, with all tokens that are known; and those of these that are new."""
         text = self._texts.get(request)
         if text is None:
             text = self._texts[request] = _Text(as_text(request.prompt_token_ids), self._depth)
-        text.add(as_text(request.output_token_ids[text.num_output_tokens :]))
-        return text
+        tokens = as_text(request.output_token_ids[text.num_output_tokens :])
+        text.add(tokens)
+        return text, tokens
 
     def _proposal(self, request: Request, most: int) -> list[int]:
-        text = self.text_of(request)
-        last = text.last()
-        best = self._best(text.places, last, most, Draft("", 0.0))
-        outputs = self._outputs.of(request.cache_salt)
-        if outputs is not None:
-            best = self._best(outputs, last, most, best)
+        (text, tokens), outputs = self.text_of(request), self._outputs.of(request.cache_salt)
+        runs = [(text.own, text.places)] if outputs is None else [(text.own, text.places), (text.others, outputs)]
+        lost, best = [], _NO_DRAFT
+        for run, places in runs:
+            if run.moved(places, tokens):
+                best = self._best(run, places, text, most, best)
+            else:
+                lost.append((run, places))
+        for run, places in lost:
+            if best.score < most:
+                text.enter()
+                run.length, run.places = places.longest(text.last())
+                best = self._best(run, places, text, most, best)
         return as_tokens(best.tokens)
 
-    def _best(self, places: "SortedPlaces", last: str, most: int, best: "Draft") -> "Draft":
-        """The best draft of ``best`` and those after runs that ``places`` has. ``last``: the last tokens, backwards."""
-        if best.score >= most:
-            return best
-        length, near = places.longest(last)
-        is_longest = True
-        # A run of n tokens gives at most n x factor drafts, each of probability 1 at most.
-        while length > 0 and min(most, int(length * self._factor)) > best.score:
-            count = min(most, int(length * self._factor), self._depth - length)
-            if count > 0:
-                run = last[:length]
-                followers = places.near(near, run, count) if is_longest else places.followers(run, count)
-                draft = _likeliest(followers, self._least_probability)
-                if draft.score > best.score:
-                    best = draft
-            length, is_longest = length // 2, False
+    def _best(self, run: "Run", places: "SortedPlaces", text: "_Text", most: int, best: "Draft") -> "Draft":
+        """The best draft of ``best`` and those after ``run`` and shorter ones that ``places`` have."""
+        length, found, factor = run.length, run.places, 1
+        # A run of n tokens gives at most n x factor drafts, each of probability 1 at most. A shorter one is looked for
+        # where it may give twice as many as are known.
+        while length > 0 and (count := min(most, int(length * self._factor))) > factor * best.score:
+            if factor > 1:
+                text.enter()
+                found = places.find(text.last()[:length])
+            draft = _likeliest(places.after(found, count), self._least_probability)
+            if draft.score > best.score:
+                best = draft
+            length, factor = length // 2, 2
         return best
 
 
@@ -110,25 +124,31 @@ class Draft(NamedTuple):
     score: float
 
 
+_NO_DRAFT = Draft("", 0.0)
+
+
 def _likeliest(followers: list[str], least_probability: float) -> Draft:
-    """Token by token the one that most of ``followers`` have, the first of these where several are equally frequent."""
+    """Token by token the one that most of ``followers`` have, of equally frequent ones that of the first."""
+    if followers and followers.count(followers[0]) == len(followers):
+        return Draft(followers[0], float(len(followers[0])))
     tokens, probability, score = "", 1.0, 0.0
     while followers:
-        # What all that are left have in common is certain.
-        low, high = min(followers), max(followers)
-        common = len(high) if low == high else _common(low, high)
-        score += probability * (common - len(tokens))
-        tokens = high[:common]
-        firsts = [text[common] for text in followers if len(text) > common]
-        if not firsts:
+        place = len(tokens)
+        if len(followers) == 1:
+            tokens, score = followers[0], score + probability * (len(followers[0]) - place)
             break
-        token = max(firsts, key=firsts.count)
-        probability *= firsts.count(token) / len(followers)
-        if probability < least_probability:
+        column = [text[place] for text in followers if len(text) > place]
+        if not column:
             break
+        token = column[0]
+        if column.count(token) < len(followers):
+            token = max(column, key=column.count)
+            probability *= column.count(token) / len(followers)
+            if probability < least_probability:
+                break
+            followers = [text for text in followers if text.startswith(token, place)]
         tokens += token
         score += probability
-        followers = [text for text in followers if text.startswith(token, common)]
     return Draft(tokens, score)
 
 
@@ -187,36 +207,29 @@ class SortedPlaces:
                 del self._keys[block], self._places[block], self._lasts[block]
                 self._next_cleared -= 1
 
-    def longest(self, last: str) -> tuple[int, tuple[int, int]]:
-        """How many of the tokens of ``last`` some place has before it, from the first on; and where it would stand."""
-        block = min(bisect_left(self._lasts, last), len(self._lasts) - 1)
-        keys = self._keys[block]
-        place = bisect_left(keys, last)
-        before = keys[place - 1] if place else self._keys[block - 1][-1] if block and self._keys[block - 1] else ""
-        length = _common(last, before) if before else 0
-        if place < len(keys) and keys[place].startswith(last[: length + 1]):
-            length = _common(last, keys[place])
-        elif not place and length:  # it is the last one of the block before
-            return length, (block - 1, len(self._keys[block - 1]))
-        return length, (block, place)
+    def longest(self, last: str) -> tuple[int, list[int]]:
+        """How many of the tokens of ``last`` some place has before it, from the first on; such places, newest first.
 
-    def near(self, there: tuple[int, int], run: str, count: int) -> list[str]:
-        """As ``followers``, of the places beside ``there``, which have the most in common with what stands there."""
-        block, end = there
-        keys = self._keys[block]
-        most = min(len(keys), end + _MOST_PLACES // 2)
-        while end < most and keys[end].startswith(run):
-            end += 1
-        first, least = end, max(0, end - _MOST_PLACES)
-        while first > least and keys[first - 1].startswith(run):
-            first -= 1
-        return self._after(self._places[block][first:end], count)
-
-    def followers(self, run: str, count: int) -> list[str]:
-        """Up to ``count`` tokens after each place that has ``run`` before it, of at most ``_MOST_PLACES`` places.
-
-        Where places of several blocks have it, those of one block are taken.
+        Of more than ``_MOST_PLACES`` those that have the most in common with all of ``last``.
         """
+        block = min(bisect_left(self._lasts, last), len(self._lasts) - 1)
+        keys, places = self._keys[block], self._places[block]
+        end = bisect_left(keys, last)
+        if not end and block:  # the one before is the last one of another block
+            keys, places = self._keys[block - 1] + keys, self._places[block - 1] + places
+            end = len(self._keys[block - 1])
+        length = _common(last, keys[end - 1]) if end else 0
+        if end < len(keys) and (not length or keys[end].startswith(last[:length])):
+            length = max(length, _common(last, keys[end]))
+        if not length:
+            return 0, []
+        run = last[:length]
+        end = bisect_left(keys, run + LAST, end, min(len(keys), end + _MOST_PLACES // 2))
+        first = bisect_left(keys, run, max(0, end - _MOST_PLACES), end)
+        return length, sorted(places[first:end], reverse=True)
+
+    def find(self, run: str) -> list[int]:
+        """Places with ``run`` before them, newest first, at most ``_MOST_PLACES``; of one block."""
         block = min(bisect_left(self._lasts, run), len(self._lasts) - 1)
         following = self._keys[block + 1] if block + 1 < len(self._keys) else []
         if following and following[0].startswith(run):  # perhaps all of it
@@ -225,9 +238,10 @@ class SortedPlaces:
         first = bisect_left(keys, run)
         end = bisect_left(keys, run + LAST, first)
         step = max(1, -(-(end - first) // _MOST_PLACES))
-        return self._after(self._places[block][first:end:step], count)
+        return sorted(self._places[block][first:end:step], reverse=True)
 
-    def _after(self, places: list[int], count: int) -> list[str]:
+    def after(self, places: Sequence[int], count: int) -> list[str]:
+        """Up to ``count`` tokens at each of ``places``, of texts that are there."""
         texts, found = self.texts, []
         for place in places:
             text = texts.get(place >> _INDEX_BITS)
@@ -252,31 +266,70 @@ def _keys(text: str, depth: int) -> list[str]:
 
 def _common(one: str, other: str) -> int:
     """How many characters two texts have in common at their beginning."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one.startswith(other[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+class Run:
+    """The longest run of last tokens that a list has, and the places after it.
+
+    Attributes:
+        list: whose places these are; None: of nothing yet.
+    """
+
+    __slots__ = ("length", "list", "places")
+
+    def __init__(self) -> None:
+        self.list: SortedPlaces | None = None
+        self.length = 0
+        self.places: list[int] = []
+
+    def moved(self, places: SortedPlaces, tokens: str) -> bool:
+        """Go on by ``tokens``, the last ones. False: no known place has them, and ``places`` are to be searched."""
+        if places is not self.list:
+            self.list, self.places = places, []
+            return False
+        if not self.places:
+            return False
+        count, texts, found = len(tokens), places.texts, list[int]()
+        for place in self.places:
+            text, index = texts.get(place >> _INDEX_BITS), place & _INDEX_MASK
+            if text is not None and text.startswith(tokens, index) and index + count < len(text):
+                found.append(place + count)
+        # Of many places only some were known: another one may have the longer run.
+        if len(found) < len(self.places) == _MOST_PLACES:
+            found = []
+        self.length, self.places = self.length + count, found
+        return bool(found)
 
 
 class _Text:
-    """One request's prompt and output, and their places. A place is added once it has a token."""
+    """One request's prompt and output, and their places.
+
+    Attributes:
+        own, others: the longest runs that it and recent outputs have.
+    """
 
     def __init__(self, prompt: str, depth: int) -> None:
         self.num_output_tokens, self._depth = 0, depth
-        self.places = SortedPlaces(depth, prompt)
+        self.places, self._num_entered = SortedPlaces(depth, prompt), len(prompt)
+        self.own, self.others = Run(), Run()
 
     def add(self, tokens: str) -> None:
         """More of the output."""
         if tokens:
-            texts = self.places.texts
-            start = len(texts[0])
-            texts[0] += tokens
+            self.places.texts[0] += tokens
             self.num_output_tokens += len(tokens)
-            self.places.add(0, start, start + len(tokens))
+
+    def enter(self) -> None:
+        """Have all places found. A place is entered once it has a token."""
+        end = len(self.places.texts[0])
+        self.places.add(0, self._num_entered, end)
+        self._num_entered = end
 
     def last(self) -> str:
         """The last tokens, backwards: one less than the depth."""
@@ -294,7 +347,7 @@ class RecentOutputs:
     """
 
     def __init__(self, most_outputs: int, most_tokens: int, depth: int) -> None:
-        self._most_outputs, self._most_tokens, self._depth = most_outputs, most_tokens, depth
+        self.most_outputs, self._most_tokens, self._depth = most_outputs, most_tokens, depth
         self._kept: deque[tuple[str, int, int]] = deque()  # (salt, number, tokens), oldest first
         self._places: dict[str, SortedPlaces] = {}
         self._num_added = 0
@@ -307,7 +360,7 @@ class RecentOutputs:
     def add(self, salt: str, text: str) -> None:
         """Keep the output of a request that has ended."""
         text = text[-self._most_tokens :]
-        if self._most_outputs == 0 or len(text) < 2:
+        if self.most_outputs == 0 or len(text) < 2:
             return
         if salt not in self._places:
             self._places[salt] = SortedPlaces(self._depth)
@@ -320,7 +373,7 @@ class RecentOutputs:
         places.clear(2 * len(text))
         self._kept.append((salt, number, len(text)))
         self.num_tokens += len(text)
-        while len(self._kept) > self._most_outputs or self.num_tokens > self._most_tokens:
+        while len(self._kept) > self.most_outputs or self.num_tokens > self._most_tokens:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:

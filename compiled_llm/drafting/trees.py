@@ -179,16 +179,14 @@ class SuffixTrees(SuffixDrafter, TreeDrafter):
         super().end(request)
 
     def continuations(self, request: Request, most: int) -> list[Continuation]:
-        text = self.text_of(request)
+        text, _ = self.text_of(request)
+        text.enter()
         last, found = text.last(), list[Continuation]()
         for places in (text.places, self._outputs.of(request.cache_salt)):
-            length, near = (0, (0, 0)) if places is None else places.longest(last)
-            is_longest = True
+            length, after = (0, []) if places is None else places.longest(last)
             while places is not None and length > 0:
-                count = min(most, int(length * self._factor), self._depth - length)
-                if count > 0:
-                    run = last[:length]
-                    followers = places.near(near, run, count) if is_longest else places.followers(run, count)
-                    found += [(text, length * length / len(followers)) for text in followers]
-                length, is_longest = length // 2, False
+                followers = places.after(after, min(most, int(length * self._factor)))
+                found += [(tokens, length * length / len(followers)) for tokens in followers if tokens]
+                length //= 2
+                after = places.find(last[:length]) if length else []
         return found

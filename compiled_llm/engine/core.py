@@ -346,4 +346,5 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSour
         costs=StepCosts(dict(facts.bucket_seconds), facts.swap_seconds),
         drafter=drafter,
         decode_seconds=facts.decode_seconds,
+        sampling_seconds=facts.sampling_seconds,
     )

@@ -16,6 +16,7 @@ from compiled_llm.checkpoint.model_files import DEMO_MODEL as DEMO_MODEL
 from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.report import CompileReport
+from compiled_llm.drafting.methods import text_bytes
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
 from compiled_llm.engine.check import CheckReport, check
 from compiled_llm.engine.failures import warn_if_all_failed
@@ -359,7 +360,11 @@ class CompiledEngine(StepEngine):
 
     def memory_report(self) -> MemoryLedger:
         """What the memory goes to, as measured at the start: weights, graphs, activations, KV pool, what stays free."""
-        return self.runner.memory_ledger
+        pool, limits = self.scheduler.pool, self.runner.limits
+        num_tokens = min(pool.num_blocks * limits.block_size, limits.max_num_seqs * limits.max_model_len)
+        size = 0 if self._draft_source is None else text_bytes(self._draft_source, num_tokens)
+        ledger = self.runner.memory_ledger
+        return ledger.with_text_of_drafter(size) if size else ledger
 
     def reset_report(self, *, profile_steps: int = 0) -> None:
         """Start a new report: what was served so far, a warm-up perhaps, is not in it.

@@ -80,7 +80,8 @@ class StepEngine:
             self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens, network)
         else:
             self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens, network)
-        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, self._source(drafter))
+        self._draft_source = self._source(drafter)
+        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, self._draft_source)
         self._closed = False
         self._own_process = OwnProcess()
         self._interrupts = Interrupts()

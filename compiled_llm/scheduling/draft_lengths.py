@@ -17,7 +17,7 @@ from compiled_llm.scheduling.draft_trees import DraftTree
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
-_LEAST_GAIN = 1.05  # that drafts have to promise, and a larger bucket once more
+_LEAST_GAIN = 1.1  # that drafts have to promise, and a larger bucket once more
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
@@ -157,10 +157,10 @@ class History:
         of_all[len(proposal)].observe(right, ends_wrong, 0.99)
         self.proposal = ()
 
-    def look(self, gain: float, seconds: float) -> None:
-        """A look for drafts took ``seconds``, and is expected to save ``gain``."""
+    def look(self, gain: float, least: float) -> None:
+        """A look for drafts is expected to save ``gain`` seconds, and of use where looks save ``least`` on average."""
         self.gain = gain if self.gain is None else self.gain + _WEIGHT_OF_A_LOOK * (gain - self.gain)
-        self.num_useless = self.num_useless + 1 if self.gain < seconds else 0
+        self.num_useless = self.num_useless + 1 if self.gain < least else 0
 
 
 def lengths(
@@ -227,7 +227,7 @@ def lengths_beside_prompts(chances: Sequence[float], available: Sequence[int], m
     return counts
 
 
-def expected_tokens(chance: float, count: int) -> float:
+def num_expected(chance: float, count: int) -> float:
     """How many of ``count`` drafts are right, on average, if one more is with this ``chance``."""
     return chance * (1.0 - chance**count) / (1.0 - chance) if chance < 1.0 else float(count)
 

@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import moved
@@ -10,9 +11,9 @@ from compiled_llm.scheduling.draft_lengths import (
     Chances,
     DecodeCosts,
     History,
-    expected_tokens,
     lengths,
     lengths_beside_prompts,
+    num_expected,
     num_skipped,
 )
 from compiled_llm.scheduling.draft_trees import DraftTree, allowed
@@ -23,8 +24,18 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
+_LEAST_RETURN = 3.0  # that looks have to save for each second that the host takes for them
 _LOOK_SECONDS = 2e-5  # of a request, before any was measured
 _SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
+
+
+class _DoneStep(NamedTuple):
+    """A step in a decode bucket of so many requests and tokens, which took the device ``seconds``."""
+
+    num_requests: int
+    num_tokens: int
+    has_drafts: bool
+    seconds: float
 
 
 class DraftPlanner:
@@ -51,10 +62,9 @@ class DraftPlanner:
         self._histories: dict[Request, History] = {}
         self._of_all = Chances()
         self._look_seconds = _LOOK_SECONDS  # that looking for the drafts of a request takes; a moving average
-        # Since when the loop is at the step that was planned last, how much of that was looking, and its size in requests,
-        # whether it has drafts, and its device's seconds, once they are known.
+        # When the step that was planned last began, how much of it was looking, and once it is done what it was.
         self._began, self._looked = 0.0, 0.0
-        self._done: tuple[int, bool, float] | None = None
+        self._done: _DoneStep | None = None
         self._of_worker = source if isinstance(source, WorkerDrafts) else None
         self._reader = source if isinstance(source, ReadsSamples) else None
         self._network_seconds: dict[int, float] = {}  # by requests of the decode bucket: what a network took behind it
@@ -76,8 +86,7 @@ class DraftPlanner:
         """
         self.proposed = {}
         started = time.perf_counter()
-        if self._adapts:
-            self._end_step(started)
+        self._end_step(started)
         if most <= 0:
             return
         asked, counts = list[Request](), list[int]()
@@ -176,13 +185,14 @@ class DraftPlanner:
             took = seconds + costs.host(size, True)
             counts.draft_gain_seconds += num_accepted * plain / num_requests + plain - took
         counts.draft_gain_seconds -= drafting
-        self._done = size, has_drafts, result.seconds
+        if self.running_set.running:  # else nobody knows when the next step begins
+            self._done = _DoneStep(size, bucket.num_tokens, has_drafts, result.seconds)
 
     def _end_step(self, now: float) -> None:
         """The next step begins: what the host took for the one that is done is known."""
         if self._done is not None:
-            size, has_drafts, device = self._done
-            self.costs.record_host(size, has_drafts, max(0.0, now - self._began - self._looked - device))
+            host = now - self._began - self._looked - self._done.seconds
+            self.costs.record_host(self._done.num_requests, self._done.has_drafts, max(0.0, host))
         self._began, self._looked, self._done = now, 0.0, None
 
     def _samples(self) -> bool:
@@ -253,20 +263,19 @@ class DraftPlanner:
         plain, host = seconds[sizes[0]], (self.costs.host(size, False), self.costs.host(size, True))
         if beside_prompts:
             counts = lengths_beside_prompts(chances, available, most)
-            tokens = [expected_tokens(chance, count) for chance, count in zip(chances, counts, strict=True)]
+            tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
             gain = sum(tokens) * (plain + host[0]) / num_requests
         else:
             fills = self.limits.mixes_lens
             counts, gain = lengths(chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host)
-            tokens = [expected_tokens(chance, count) for chance, count in zip(chances, counts, strict=True)]
-        look = self._look_seconds
-        if self._of_worker is not None:
-            look += self._network_seconds.get(size, 0.0) / len(asked)
+            tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
+        network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)
+        look, least_gain = self._look_seconds + network, _LEAST_RETURN * self._look_seconds + network
         least, all_tokens = 0 if self.limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
         for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
             if self._of_worker is not None and not drafts:
                 continue  # nothing was drafted behind the last step, which says nothing
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
-            history.look(gain * own / all_tokens if all_tokens else 0.0, look)
+            history.look(gain * own / all_tokens if all_tokens else 0.0, least_gain)
             history.num_skipped = num_skipped(history.num_useless, look * len(asked), plain + host[0], least)
         return counts

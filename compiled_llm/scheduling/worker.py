@@ -28,8 +28,9 @@ class WorkerFacts:
         num_swap_slots: slots in host memory, numbered from 1.
         block_contents: what the content of a KV block depends on besides its tokens.
         bucket_seconds: (tokens, seconds) of a step in each token bucket; empty where the scheduler has no use for it.
-        decode_seconds: ((requests, tokens), seconds) of a step in decode buckets; empty where the scheduler has no use
-            for it.
+        decode_seconds: ((requests, tokens), seconds) of a greedy step in decode buckets; empty where the scheduler has
+            no use for it.
+        sampling_seconds: as ``decode_seconds``, that sampling a token in each row takes besides.
         swap_seconds: of copying one block to the host or back; 0 where not measured.
     """
 
@@ -44,6 +45,7 @@ class WorkerFacts:
     num_state_slots: int = 0
     num_swap_slots: int = 0
     decode_seconds: tuple[tuple[tuple[int, int], float], ...] = ()
+    sampling_seconds: tuple[tuple[tuple[int, int], float], ...] = ()
 
 
 class LogprobColumns(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.ops.user_warnings import warn
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.request import RequestId
@@ -25,6 +26,7 @@ from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.block_copies import Caches, SwapSpace
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.sampling_stage import SamplingNeeds
 
 _RUNS, _SWAP_BLOCKS = 3, 16
 _MANY_TOKENS = 64  # of a decode that is timed once
@@ -57,8 +59,12 @@ def worker_facts(
         num_swap_slots=swap_space.num_slots,
     )
     if config.adapts_drafts and limits.num_draft_tokens:
-        decode_seconds = measure_decodes(steps, limits, facts, progress)
-        facts = dataclasses.replace(facts, decode_seconds=tuple(decode_seconds.items()))
+        decodes = measure_decodes(steps, limits, facts, progress)
+        facts = dataclasses.replace(
+            facts,
+            decode_seconds=tuple((sizes, seconds) for sizes, (seconds, _) in decodes.items()),
+            sampling_seconds=tuple((sizes, seconds) for sizes, (_, seconds) in decodes.items()),
+        )
     if config.target_itl_ms is None and not (facts.num_swap_blocks and config.preemption_mode == "auto"):
         return facts
     bucket_seconds = measure_buckets(steps, limits, facts, progress)
@@ -96,13 +102,13 @@ def measure_buckets(
 
 def measure_decodes(
     steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts, progress: StartProgress
-) -> dict[tuple[int, int], float]:
-    """Seconds of a step in each decode bucket, by the bucket's requests and tokens.
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Seconds of a greedy step in each decode bucket, by the bucket's requests and tokens, and of sampling after it.
 
     Once a bucket of a batch size takes longer than it could be worth, if all its drafts were right, the larger ones of
     that size are not run: so many times as many tokens are taken to last so many times as long.
     """
-    found: dict[tuple[int, int], float] = {}
+    found: dict[tuple[int, int], tuple[float, float]] = {}
     with progress.stage("measuring decodes", {"decode buckets": 1.0}, is_long=False) as stage:
         stage.next("decode buckets")
         for size in limits.decode_bucket_sizes:
@@ -112,20 +118,34 @@ def measure_decodes(
             pays, tokens = True, buckets[0].num_tokens
             for bucket in buckets[1:]:
                 longer = bucket.num_tokens / tokens
-                last = _seconds_of_decode(bucket, steps, limits, facts) if pays else last * longer
+                if pays:
+                    last = _seconds_of_decode(bucket, steps, limits, facts)
+                else:
+                    last = last[0] * longer, last[1] * longer
                 tokens = bucket.num_tokens
-                found[size, tokens] = last
-                pays = pays and last / first < tokens / buckets[0].num_tokens
+                most = tokens / buckets[0].num_tokens  # more was another program's doing
+                found[size, tokens] = min(last[0], first[0] * most), min(last[1], first[1] * most)
+                pays = pays and last[0] / first[0] < tokens / buckets[0].num_tokens
     return found
 
 
-def _seconds_of_decode(bucket: Bucket, steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts) -> float:
+def _seconds_of_decode(
+    bucket: Bucket, steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts
+) -> tuple[float, float]:
+    """Seconds of a greedy step that fills ``bucket``, and of sampling a token in each of its rows."""
     rows = RequestRows(limits, steps.model_config.vocab_size, num_windows=len(facts.window_places))
     steps.fill(bucket, _decodes(bucket, limits, facts), rows)
-    run = functools.partial(steps.run_step, bucket)
-    seconds = min(_timed(run, steps.device) for _ in range(_RUNS if bucket.num_tokens <= _MANY_TOKENS else 1))
+    sampling_input, needs = steps.buffers[bucket].sampling_input, SamplingNeeds(True, False, False)
+    logits: list[torch.Tensor] = []
+    found = []
+    for _ in range(_RUNS if bucket.num_tokens <= _MANY_TOKENS else 1):
+        if steps.uses_trees:
+            begin_step_of_trees()
+        seconds = _timed(lambda: logits.append(steps.run_step(bucket)), steps.device)
+        sample = functools.partial(steps.sampling.run, bucket, sampling_input, logits.pop(), needs)
+        found.append((seconds, _timed(sample, steps.device)))
     steps.buffers[bucket].clear()
-    return seconds
+    return min(seconds for seconds, _ in found), min(seconds for _, seconds in found)
 
 
 def measure_swap(groups: Sequence[Caches], swap_space: SwapSpace, facts: WorkerFacts, device: torch.device) -> float:
@@ -172,7 +192,7 @@ def _decodes(bucket: Bucket, limits: EngineLimits, facts: WorkerFacts) -> Schedu
         output.num_samples.append(count)
         output.feedback.append(-1)
         output.token_ids.extend([0] * count)
-        output.admissions.append(StartedRequest(name, SamplingParams(temperature=0), 0, (), ()))
+        output.admissions.append(StartedRequest(name, SamplingParams(temperature=1), 0, (), ()))
         output.table_updates.append((name, 0, blocks))
         for told in output.windows:
             told.table_updates.append((name, 0, blocks))

@@ -54,6 +54,7 @@ class MemoryLedger:
 
     - weights, adapters' slots, step buffers, KV pool (the sink block included), swap space: the engine's tensors. Of a
       network that drafts, its weights and its KV pool have rows of their own; its buffers are among the others.
+    - drafter's text: what a method that drafts from tokens keeps of them, with the KV pool full of requests.
     - compiled code and CUDA graphs: what compiling, recording and loading kernels take for good.
     - activations: what the largest step needs besides. On a GPU the graphs hold it all the time, and what torch's
       allocator rounds up and keeps is counted here; on a CPU it comes and goes.
@@ -69,6 +70,17 @@ class MemoryLedger:
     rows: tuple[MemoryRow, ...]
     where: str
     start_peak_bytes: int
+
+    def with_text_of_drafter(self, size: int) -> "MemoryLedger":
+        """This ledger with what a method that drafts on the host keeps of tokens; on a host it is not free any more."""
+        rows = []
+        for row in self.rows:
+            if row.name == "swap space":
+                rows.append(MemoryRow("drafter's text", size, "host", "estimated"))
+            if row.name == "free afterwards" and self.where == "host":
+                row = dataclasses.replace(row, bytes=row.bytes - size)
+            rows.append(row)
+        return dataclasses.replace(self, rows=tuple(rows))
 
     def bytes_of(self, name: str) -> int:
         """Bytes of the row ``name``."""

@@ -202,8 +202,11 @@ template <class T>
 Problem<T> problem_of(const KernelsOf<T>& kernels, const Operands<T>& of, int64_t threads) {
   const int64_t rows = of.rows, N = of.N, tiles = of.tiles, words = of.words, x_words = kernels.x_words(kernels.aligned(words));
   const bool tiled = kernels.align > 1;
-  // With few rows a single row tile at a time: it waits less for weights that come from memory.
-  const int64_t group = tiled && rows <= 2 * kernels.rows ? kernels.align : kernels.rows;
+  // With few rows a single row tile at a time: it waits less for weights that come from memory. 8 rows as 4 and 4, not 6
+  // and 2: with 256 bits, 1 to 4 rows take as long, each product waiting for the sum before.
+  const int64_t group = tiled && rows <= 2 * kernels.rows ? kernels.align
+                        : rows > kernels.rows && rows <= 8 ? (rows + 1) / 2
+                                                           : kernels.rows;
   // With many, packing pays: in x itself, rows a power of two apart share a few sets of L1.
   const int64_t first_packed = tiled && group == kernels.rows ? 0 : first_packed_row(of, group, kernels.align);
   // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.

@@ -412,6 +412,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """
         outputs of one salt are drafted under another
             SuffixDrafter._proposal: self._outputs.of(request.cache_salt) => self._outputs.of('')
+        a run that goes on stays where it was
+            Run.moved: place + count => place
         outputs are kept for ever
             RecentOutputs._drop_oldest: del texts[number] =>
         """,

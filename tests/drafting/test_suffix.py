@@ -1,10 +1,12 @@
 """Drafts by suffixes: runs and their followers are those that a search of the whole text finds; memory is bounded."""
 
 import random
+import tracemalloc
 
 import pytest
 
 from compiled_llm.drafting import suffix
+from compiled_llm.drafting.ngram import NgramDrafter
 from compiled_llm.drafting.suffix import RecentOutputs, SortedPlaces, SuffixDrafter, _likeliest
 from compiled_llm.drafting.token_text import as_text
 from compiled_llm.scheduling.request import Request
@@ -44,20 +46,56 @@ def test_runs_and_followers_are_those_of_a_search(block: int, letters: int, monk
             found.clear(10**6)
             assert sum(map(len, found._keys)) == sum(len(text) - 1 for text in texts), gone
         last = "".join(chr(rng.randrange(letters)) for _ in range(DEPTH - 1))
-        length, there = found.longest(last)
+        length, near = found.longest(last)
         assert length == max((n for n in range(DEPTH) if places_of(texts, last[:n])), default=0)
         for n in range(1, length + 1):
             expected = sorted(text[:4] for text in places_of(texts, last[:n]))
-            got = sorted(found.followers(last[:n], 4))
+            got = sorted(found.after(found.find(last[:n]), 4))
             assert not set(got) - set(expected)
             assert got, "a place of the run is found"
             if block == 512:
                 assert got == expected
-        beside = found.near(there, last[:length], 4) if length else []
+        beside = found.after(near, 4)
+        assert near == sorted(near, reverse=True)
         assert not set(beside) - {text[:4] for text in places_of(texts, last[:length])}
         assert bool(beside) == bool(length)
         compared += length
     assert compared > 50
+
+
+@pytest.mark.parametrize("most_places", [2, 8])
+@pytest.mark.parametrize("letters", [2, 3, 9])
+def test_runs_that_go_on_are_those_of_a_search(letters: int, most_places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own text and among outputs of others, of which some are dropped meanwhile."""
+    monkeypatch.setattr(suffix, "_MOST_PLACES", most_places)
+    rng = random.Random(letters)
+    went_on = compared = 0
+    for _ in range(40):
+        drafter = SuffixDrafter(6, DEPTH, most_cached=2)
+        request = make_request("x", [rng.randrange(letters) for _ in range(rng.randint(2, 20))], 99)
+        for _ in range(15):
+            if rng.random() < 0.2:
+                drafter.end(ended([rng.randrange(letters) for _ in range(rng.randint(0, 30))]))
+            drafts = drafter.propose([request], [6])[0]
+            tokens, text = as_text(request.prompt_token_ids + request.output_token_ids), drafter._texts[request]
+            assert text.places.texts[0] == tokens
+            outputs = drafter._outputs.of("")
+            for run, places in ((text.own, text.places), (text.others, outputs)):
+                if places is None or run.list is not places or not places.after(run.places, 1):
+                    continue  # not looked for, or there is none, or only in an output that is dropped
+                texts = list(places.texts.values())
+                searched = max(n for n in range(DEPTH) if places_of(texts, tokens[::-1][:n]))
+                length = min(run.length, DEPTH - 1)
+                # Outputs that have ended since it was found are not searched while it goes on.
+                assert length == searched if places is text.places else 0 < length <= searched
+                assert set(places.after(run.places, 4)) <= {
+                    found[:4] for found in places_of(texts, tokens[::-1][:length])
+                }
+                compared += 1
+            right = rng.randint(0, len(drafts))
+            went_on += right > 0
+            request.output_token_ids += [*drafts[:right], *[rng.randrange(letters)] * rng.randint(0, 1)]
+    assert went_on > 100 < compared
 
 
 @pytest.mark.parametrize(
@@ -137,3 +175,22 @@ def test_a_request_that_has_ended_is_forgotten() -> None:
     drafter.end(request)
     drafter.end(make_request("never asked about", 3, 3))
     assert not drafter._texts
+
+
+@pytest.mark.parametrize("vocab_size", [4_000, 150_000])
+def test_memory_is_within_what_it_says(vocab_size: int) -> None:
+    """Of text without any repetition, where a place shares least with others."""
+    rng = random.Random(vocab_size)
+    for drafter in (SuffixDrafter(15), NgramDrafter(7, 1, 4), NgramDrafter(7, 1, 16)):
+        request = make_request("x", [rng.randrange(vocab_size) for _ in range(4000)], 4500)
+        more = [rng.randrange(vocab_size) for _ in range(4000)]
+        tracemalloc.start()
+        drafter.propose([request], [7])
+        for start in range(0, 4000, 200):
+            request.output_token_ids.extend(more[start : start + 200])
+            drafter.propose([request], [7])
+        kept = tracemalloc.get_traced_memory()[0] - 8 * 4000  # the output itself
+        tracemalloc.stop()
+        most = drafter.most_bytes(8000) - drafter.most_bytes(0)
+        assert most / 4 < kept < most, drafter
+    assert SuffixDrafter(15).most_bytes(0) > 0 == SuffixDrafter(15, most_cached=0).most_bytes(0)

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 
+from compiled_llm.scheduling import draft_planner
+from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.draft_lengths import (
     Acceptance,
+    Chances,
     DecodeCosts,
     History,
     lengths,
     lengths_beside_prompts,
+    num_expected,
     num_skipped,
 )
 from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.worker import StepResult
 from tests.fake_engine import FakeDrafter, FakeEngine, add, check_result, expected_tokens, make_request, make_scheduler
 
 SIZES = [(4, 4), (4, 8), (4, 16)]
@@ -23,23 +28,27 @@ LINEAR = {size: float(size[1]) for size in SIZES}
 
 
 def test_where_rows_cost_nothing_all_drafts_of_worth_are_taken() -> None:
-    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 99, fills_first=True) == [3, 2]
-    assert lengths([0.9, 0.3], [3, 3], 2, SIZES, FREE, 99, fills_first=True) == [3, 1], "0.3 squared is next to nothing"
-    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 4, fills_first=True) == [2, 2]
+    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 99, fills_first=True)[0] == [3, 2]
+    assert lengths([0.9, 0.3], [3, 3], 2, SIZES, FREE, 99, fills_first=True)[0] == [3, 1], (
+        "0.3 squared is next to nothing"
+    )
+    assert lengths([0.9, 0.9], [3, 2], 2, SIZES, FREE, 4, fills_first=True)[0] == [2, 2]
 
 
 def test_where_each_row_costs_as_much_as_a_request_only_free_places_are_filled() -> None:
-    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=True) == [2, 0]
-    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, LINEAR, 99, fills_first=True) == [0] * 4
-    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=False) == [6, 0], "half of the first is empty"
+    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=True)[0] == [2, 0]
+    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, LINEAR, 99, fills_first=True)[0] == [0] * 4
+    assert lengths([0.9, 0.5], [7, 7], 2, SIZES, LINEAR, 99, fills_first=False)[0] == [6, 0], (
+        "half of the first is empty"
+    )
 
 
 def test_the_bucket_with_the_most_tokens_a_second_is_filled_and_a_small_gain_is_none() -> None:
     seconds = {(4, 4): 1.0, (4, 8): 1.3, (4, 16): 4.0}
-    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True) == [1, 1, 1, 1]
-    assert lengths([0.3] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True) == [0] * 4
+    assert lengths([0.9] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True)[0] == [1, 1, 1, 1]
+    assert lengths([0.3] * 4, [7] * 4, 4, SIZES, seconds, 99, fills_first=True)[0] == [0] * 4
     at_par = {(4, 4): 1.0, (4, 8): 1.49, (4, 16): 4.0}
-    assert lengths([0.5] * 4, [7] * 4, 4, SIZES, at_par, 99, fills_first=True) == [0] * 4
+    assert lengths([0.5] * 4, [7] * 4, 4, SIZES, at_par, 99, fills_first=True)[0] == [0] * 4
 
 
 def test_no_other_choice_gives_more_tokens_a_second() -> None:
@@ -54,11 +63,25 @@ def test_no_other_choice_gives_more_tokens_a_second() -> None:
             tokens = sum(1 + sum(c**place for place in range(1, n + 1)) for c, n in zip(chances, counts, strict=True))
             return tokens / min(seconds[size] for size in SIZES if size[1] >= len(counts) + sum(counts))
 
-        chosen = lengths(chances, available, num_requests, SIZES, seconds, 99, fills_first=True)
+        chosen, _ = lengths(chances, available, num_requests, SIZES, seconds, 99, fills_first=True)
         assert all(count <= most for count, most in zip(chosen, available, strict=True))
         best = max(rate(counts) for counts in itertools.product(*(range(n + 1) for n in available)))
-        assert rate(chosen) >= best / 1.35, "gains below 2% a bucket, and drafts of next to no worth, are left out"
+        assert rate(chosen) >= best / 1.35, "gains below 10% a bucket, and drafts of next to no worth, are left out"
         assert rate(chosen) >= rate([0] * num_requests) * 0.999
+
+
+def test_a_step_with_drafts_has_to_make_up_for_what_the_host_takes() -> None:
+    arguments = [0.3] * 4, [1] * 4, 4, [(8, 8), (8, 16)], {(8, 8): 1.0, (8, 16): 2.0}, 99
+    counts, gain = lengths(*arguments, fills_first=True, host=(1.0, 1.1))
+    assert counts == [1] * 4
+    assert gain == pytest.approx((4 + 1.2) * 2.0 / 4 - 2.1), "the tokens of so much longer a step, and this one"
+    assert lengths(*arguments, fills_first=True, host=(1.0, 1.4)) == ([0] * 4, 0.0)
+    assert lengths([0.05] * 4, *arguments[1:], fills_first=True) == ([0] * 4, 0.0)
+
+
+def test_how_many_drafts_are_right_on_average() -> None:
+    for chance, count in ((0.0, 3), (0.4, 1), (0.9, 7), (1.0, 5)):
+        assert num_expected(chance, count) == pytest.approx(sum(chance**place for place in range(1, count + 1)))
 
 
 def test_beside_prompts_a_draft_has_to_be_likely() -> None:
@@ -77,29 +100,80 @@ def test_acceptance_follows_the_last_drafts() -> None:
     assert own.chance(of_all) < 0.2
 
 
+def test_long_proposals_have_a_chance_of_their_own_and_a_new_request_that_of_all() -> None:
+    of_all = Chances()
+    own = Chances(of_all)
+    assert own.chance(0) == 0.0
+    assert [own.chance(length) for length in (1, 2, 7, 15, 64)] == pytest.approx([0.6] * 5)
+    for _ in range(30):
+        own[12].observe(12, ends_wrong=False)
+        own[1].observe(0, ends_wrong=True)
+    assert own.chance(8) > 0.95 > 0.6 > 0.2 > own.chance(1)
+    assert own.chance(2) == own.chance(7) == pytest.approx(0.6)
+    of_all[2].observe(100, ends_wrong=False)
+    assert Chances(of_all).chance(3) == own.chance(3) > 0.95
+
+
 def test_a_proposal_is_compared_with_what_comes_whether_it_was_verified_or_not() -> None:
-    of_all, history = Acceptance(0.0, 0.0), History(waits=False)
+    of_all = Chances()
+    history, known = History(waits=False, chances=Chances(of_all)), of_all[3]
+    right, tried = known.num_right, known.num_tried
     history.proposal, history.num_output_tokens = [5, 6, 7], 2
     history.compare([1, 2], of_all)
-    assert (of_all.num_right, of_all.num_tried) == (0, 0), "nothing came yet"
+    assert (known.num_right, known.num_tried) == (right, tried), "nothing came yet"
     history.compare([1, 2, 5, 6, 9], of_all)
-    assert (of_all.num_right, of_all.num_tried) == (2, 3)
+    assert (known.num_right, known.num_tried) == pytest.approx((0.99 * right + 2, 0.99 * tried + 3))
+    assert (history.chances[2].num_right, history.chances[2].num_tried) == (2, 3)
     history.compare([1, 2, 5, 6, 9], of_all)
-    assert of_all.num_tried == 3, "once"
+    assert history.chances[2].num_tried == 3, "once"
     history.proposal, history.num_output_tokens = [5, 6, 7], 5
     history.compare([1, 2, 5, 6, 9, 5], of_all)
-    assert of_all.num_tried == pytest.approx(0.99 * 3 + 1), "of the others nothing is known"
+    assert history.chances[2].num_tried == pytest.approx(0.85 * 3 + 1), "of the others nothing is known"
+
+
+def test_a_look_is_of_use_while_looks_save_enough_on_average() -> None:
+    history = History(waits=False, chances=Chances(Chances()))
+    history.look(1.0, 0.03)
+    assert (history.gain, history.num_useless) == (1.0, 0)
+    numbers = []
+    for _ in range(40):
+        history.look(0.0, 0.03)
+        numbers.append(history.num_useless)
+    assert 10 < numbers.count(0) < 30, "one draft of use pays for many looks"
+    assert numbers[-1] == 40 - numbers.count(0)
+    history.look(1.0, 0.03)
+    assert history.num_useless == 0
 
 
 def test_costs_follow_the_steps_and_a_bucket_that_is_not_used_is_tried_again() -> None:
-    costs = DecodeCosts([((1, 1), 1.0), ((1, 4), 2.0), ((8, 8), 5.0)])
+    costs = DecodeCosts([((1, 1), 1.0), ((1, 4), 2.0), ((8, 8), 5.0)], [((1, 1), 0.5), ((1, 4), 1.0)])
+    assert costs
+    assert not DecodeCosts()
+    assert costs.device(samples=True) == {(1, 1): 1.5, (1, 4): 3.0, (8, 8): 5.0}
     for _ in range(100):
-        costs.record(1, 1, 1.5)
-    assert costs.seconds[1, 1] == pytest.approx(1.5, rel=0.01)
-    assert 0.8 * 2.0 < costs.seconds[1, 4] < 2.0
-    assert costs.seconds[8, 8] == 5.0
+        costs.record(1, 1, 1.7)
+    greedy = costs.device(samples=False)
+    assert greedy[1, 1] == pytest.approx(1.7, rel=0.01)
+    assert 0.8 * 2.0 < greedy[1, 4] < 2.0
+    assert greedy[8, 8] == 5.0
     costs.record(1, 2, 1.0)
-    assert (1, 2) not in costs.seconds
+    assert (1, 2) not in greedy
+    assert costs.device(samples=True) == {(1, 1): 1.5, (1, 4): 3.0, (8, 8): 5.0}, "apart"
+    costs.record(1, 4, 6.0, samples=True)
+    assert costs.device(samples=True)[1, 4] == pytest.approx(3.3)
+
+
+def test_what_the_host_takes_is_known_with_drafts_and_without() -> None:
+    costs = DecodeCosts([((1, 1), 1.0)])
+    assert costs.host(1, has_drafts=True) == 0.0
+    costs.record_host(1, has_drafts=False, seconds=0.2)
+    assert costs.host(1, has_drafts=True) == 0.2, "as without, before anything is known"
+    costs.record_host(1, has_drafts=True, seconds=0.4)
+    assert (costs.host(1, has_drafts=False), costs.host(1, has_drafts=True)) == (0.2, 0.4)
+    assert costs.host(8, has_drafts=True) == 0.0
+    for _ in range(200):
+        costs.record_host(1, has_drafts=False, seconds=0.2)
+    assert 0.2 < costs.host(1, has_drafts=True) < 0.38, "steps with drafts are tried again"
 
 
 def test_looks_of_no_use_become_rare_where_they_take_a_share_of_the_time() -> None:
@@ -166,3 +240,33 @@ def test_on_a_gpu_a_request_without_use_for_drafts_does_not_wait_for_its_tokens(
     assert source.num_asked < 40
     overlapping = sum(any(row >= 0 for row in output.feedback) for output in engine.outputs)
     assert overlapping > 20
+
+
+def test_a_step_lasts_until_the_next_one_begins_without_looks_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(draft_planner.time, "perf_counter", lambda: now)
+    source = Source(3)
+
+    def propose(requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        nonlocal now
+        now += 0.25  # a look
+        return guess(requests, most)
+
+    guess, source.propose = source.propose, propose  # type: ignore[method-assign]
+    scheduler = make_scheduler(
+        60, source=source, arguments={"decode_seconds": [((1, n), 1.0) for n in (1, 2, 4)]}, max_num_seqs=1
+    )
+    (request,) = add(scheduler, make_request("x", 5, 40))
+    tokens, buckets = expected_tokens(request.prompt_token_ids, 60), buckets_of(scheduler.limits)
+    num_drafted = 0
+    while scheduler.has_unfinished_requests():
+        output = scheduler.schedule()
+        num_drafted += output.num_rows == 4
+        now += 3.0 + output.num_rows  # the device, and the host, which takes longer with drafts
+        first = len(request.output_token_ids)
+        result = StepResult(choose_bucket(buckets, output), tuple(tokens[first : first + output.num_rows]), seconds=3.0)
+        scheduler.update(output, result)
+    assert scheduler.drafts is not None
+    assert num_drafted > 5
+    assert scheduler.drafts.costs.host(1, has_drafts=True) == pytest.approx(4.0, rel=0.01)
+    assert scheduler.counts.draft_seconds == pytest.approx(0.25 * source.num_asked)

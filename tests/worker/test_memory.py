@@ -62,8 +62,26 @@ def test_the_ledger_is_a_table_that_adds_up() -> None:
         "free afterwards   120.0  device  measured",
         "total of the GPU  125.5  device",
     ]
+    with_text = ledger.with_text_of_drafter(MIB)
+    assert (with_text.total, with_text.bytes_of("free afterwards")) == (ledger.total, 120 * MIB), "not on the GPU"
+    assert [row.name for row in with_text.rows] == [
+        "weights",
+        "KV pool",
+        "drafter's text",
+        "swap space",
+        "free afterwards",
+    ]
     on_a_host = MemoryLedger((MemoryRow("weights", 3 * MIB, "host", "exact"),), "host", 0)
     assert str(on_a_host).split("\n")[-1] == "total of the machine  3.0  host"
+
+
+def test_the_ledger_has_what_a_drafter_keeps_of_tokens() -> None:
+    with CompiledEngine(
+        **SMALL, enforce_eager=True, speculative_config={"method": "suffix"}, num_kv_blocks=20
+    ) as engine:
+        ledger, block_size = engine.memory_report(), engine.runner.limits.block_size
+        assert ledger.bytes_of("drafter's text") == 230 * (20 * block_size + 131_072)
+        assert ledger.total == engine.runner.memory_ledger.total, "it is not free"
 
 
 @pytest.mark.parametrize("size", [{"num_kv_blocks": 20}, {"kv_cache_memory_bytes": 2 * MIB}, {}])

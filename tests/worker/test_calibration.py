@@ -1,0 +1,21 @@
+"""What the start measures for the choice of drafts."""
+
+from compiled_llm import CompiledEngine
+from compiled_llm.scheduling.bucket import buckets_of
+
+
+def test_decodes_of_all_sizes_have_seconds_and_sampling_has_its_own() -> None:
+    sizes = {"bucket_sizes": (1, 2), "max_model_len": 64, "num_kv_blocks": 20, "progress": "off"}
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    with CompiledEngine(**sizes, enforce_eager=True, speculative_config=config) as engine:
+        facts, limits = engine.runner.facts, engine.runner.limits
+        assert engine.scheduler.drafts is not None
+        costs = engine.scheduler.drafts.costs
+    decodes, sampling = dict(facts.decode_seconds), dict(facts.sampling_seconds)
+    buckets = {(bucket.num_requests, bucket.num_tokens) for bucket in buckets_of(limits) if bucket.kind == "decode"}
+    assert buckets == {(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8)} == set(decodes) == set(sampling)
+    for (requests, tokens), seconds in decodes.items():
+        assert 0 < seconds <= decodes[requests, requests] * tokens / requests, "in proportion to tokens at most"
+        assert sampling[requests, tokens] > 0
+        assert costs.device(samples=False)[requests, tokens] == seconds
+        assert costs.device(samples=True)[requests, tokens] == seconds + sampling[requests, tokens]
