@@ -161,7 +161,7 @@ class CompiledSteps:
         if not num_layers:
             return None
         of_model: dict[str, Any] = {
-            "weights": self.weights, "kv_cache": self.kv_cache, "windows": self._windows,
+            "weights": without_adapters(self.weights), "kv_cache": self.kv_cache, "windows": self._windows,
             "last_tokens": self.last_tokens,
         }  # fmt: skip
         return LayerSkipStage(

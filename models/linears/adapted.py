@@ -59,6 +59,16 @@ def with_slots(weights: Any, slots: Tensor) -> Any:
     return type(weights)(*made) if hasattr(weights, "_fields") else tuple(made)
 
 
+def without_adapters(weights: Any) -> Any:
+    """A weights tuple with the layers themselves in the place of ``Adapted`` ones."""
+    if isinstance(weights, Adapted):
+        return weights.plain
+    if not isinstance(weights, tuple):
+        return weights
+    made = map(without_adapters, weights)
+    return type(weights)(*made) if hasattr(weights, "_fields") else tuple(made)
+
+
 class Change(NamedTuple):
     """What an adapter changes of a part of a layer, as its slot takes it: on the host, in the layer's dtype."""
 
