@@ -64,7 +64,7 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", [name for name in REFUSED if "_" in name and name != "num_speculative_tokens"])
 def test_a_field_of_another_method_is_refused_with_the_method_that_takes_it(name: str) -> None:
-    other = "suffix" if REFUSED[name][0] == "ngram" else "ngram"
+    other = next(other for other, method in METHODS.items() if name not in method.fields and not method.needs)
     with pytest.raises(ValueError, match=rf"^{name} must be left out with method '{other}' \(it belongs to '"):
         SpeculativeConfig(**{"method": other, name: 2})
 
