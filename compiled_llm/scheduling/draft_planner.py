@@ -211,6 +211,8 @@ class DraftPlanner:
         """
         if not request.generates or request.num_tokens - request.num_computed_tokens != 1:
             return False
+        if request.draft_token_ids:  # in flight: which tokens come next is not known before these are verified
+            return False
         if not self._adapts:
             return not request.num_in_flight
         history = self._histories[request]

@@ -159,21 +159,15 @@ def layer_skip_function(
     layers = for_queries(with_window_tables(layers_of(model_config), windows)[:num_layers], 1, exact=exact)
 
     def draft(weights: Any, known: DraftInput, kv_cache: KVCache, last_tokens: Tensor, drafts: Tensor) -> None:
-        tables = known.block_table, *known.window_tables
-        if known.table_rows is not None:
-            tables = tuple(torch.index_select(table, 0, known.table_rows) for table in tables)
-        accepted = num_accepted(known, last_tokens)
+        tables, accepted = _own_tables(known), num_accepted(known, last_tokens)
         token = last_tokens[known.first_row + accepted].clamp(min=0).to(torch.int32)
         position, found = known.position + accepted, []
         for _ in range(drafts.shape[1]):
             has_block = (known.num_samples > 0) & (position < known.end)
-            slots = [
-                torch.where(has_block, slots_of(table, position[:, None], block_size)[:, 0], SINK_SLOT)
-                for table in tables
-            ]
+            slots = _slots_in(tables, position[:, None], has_block[:, None], block_size)
             seq_lens, at = torch.where(has_block, position + 1, 0), torch.where(has_block, position, 0)
-            step = step_of(token[:, None], at[:, None], slots[0][:, None], seq_lens, tables[0])
-            step = step._replace(windows=tuple(map(BlockTable, slots[1:], tables[1:])))
+            step = step_of(token[:, None], at[:, None], slots[0], seq_lens, tables[0])
+            step = step._replace(windows=_windows(slots[1:], tables[1:]))
             logits = head(weights, forward(weights, step, kv_cache, model_config, layers), model_config)
             position = position + 1
             sampled = sample(logits, known.sampling._replace(position=position)).to(torch.int32)
@@ -182,6 +176,22 @@ def layer_skip_function(
         drafts.narrow(0, 0, known.first_row.shape[0]).copy_(torch.stack(found, 1))
 
     return draft
+
+
+# Functions of their own: code with a comprehension in it cannot be kept on disk.
+def _own_tables(known: DraftInput) -> list[Tensor]:
+    """The block tables of these requests, that of the pool first."""
+    tables = [known.block_table, *known.window_tables]
+    return tables if known.table_rows is None else [torch.index_select(table, 0, known.table_rows) for table in tables]
+
+
+def _slots_in(tables: list[Tensor], positions: Tensor, has_block: Tensor, block_size: int) -> list[Tensor]:
+    """Slots of ``positions`` [R, n] by each table; the sink's where ``has_block`` is False."""
+    return [torch.where(has_block, slots_of(table, positions, block_size), SINK_SLOT) for table in tables]
+
+
+def _windows(slots: list[Tensor], tables: list[Tensor]) -> tuple[BlockTable, ...]:
+    return tuple(BlockTable(own.flatten(), table) for own, table in zip(slots, tables, strict=True))
 
 
 def num_accepted(known: DraftInput, last_tokens: Tensor) -> Tensor:
