@@ -79,9 +79,7 @@ def write_eagle3(directory: Path, target: Path) -> str:
     config = HEAD_CONFIG | {name: of_target[name] for name in ("hidden_size", "vocab_size")}
     tensors = eagle3_tensors(config=config, draft_vocab=config["vocab_size"])
     del tensors["lm_head.weight"]
-    return write_head(
-        directory, {**config, "eagle_aux_hidden_state_layer_ids": [count // 2, count - 1, count]}, tensors
-    )
+    return write_head(directory, {**config, "eagle_aux_hidden_state_layer_ids": [count - 2, count - 1, count]}, tensors)
 
 
 def write_medusa(directory: Path, target: Path) -> str:

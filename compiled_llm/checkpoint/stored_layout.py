@@ -19,8 +19,8 @@ def in_family_layout(stored: dict[str, StoredTensor], description: Description[A
             quantised.
     """
     d = description
-    repeated = [*d.may_repeat, *d.may_repeat.values()]
-    found = by_family_names(stored, [*d.stored, *repeated, *d.unused, *d.other_names, *d.stacks])
+    names = [*d.stored, *d.may_repeat, *d.may_repeat.values(), *d.unused, *d.other_names, *d.stacks]
+    found = by_family_names(stored, list(dict.fromkeys(names)))
     for other, name in d.other_names.items():
         if other in found and name not in found:
             found[name] = found.pop(other)

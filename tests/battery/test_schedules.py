@@ -32,10 +32,13 @@ from tests.fake_engine import (
 MAX_LEN = 24
 
 
-def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool = True) -> Scheduler:
+def random_scheduler(
+    rng: random.Random, *, drafts: bool = False, streams: bool = True, trees: bool = True, adapters: bool = True
+) -> Scheduler:
     """Any mode, policy and size; the pool has room for 1 to 4 of the longest requests.
 
-    ``drafts``: some schedulers have a drafter. ``streams``: some requests keep sink tokens and a window.
+    ``drafts``: some schedulers have a drafter; ``trees``: which may draft trees. ``streams``: some requests keep sink
+    tokens and a window. ``adapters``: some schedulers have slots for them.
     """
     block_size = rng.choice([1, 4, 16])
     max_num_seqs = rng.choice([1, 2, 8, 16])
@@ -53,7 +56,7 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool 
         buckets = (*buckets[:-1], batched)
     num_state_slots = rng.choice([0, max_num_seqs + 1, 3 * max_num_seqs + 1]) if stream is None else 0
     drafter = random_drafter(rng) if drafts and stream is None and rng.random() < 0.5 else None
-    has_trees = drafter is not None and not num_state_slots and rng.random() < 0.5
+    has_trees = drafter is not None and not num_state_slots and rng.random() < 0.5 and trees
     return make_scheduler(
         num_blocks=num_blocks,
         num_state_slots=num_state_slots,
@@ -70,7 +73,7 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool 
         source=FakeTrees(rng.randint(2, 15), rng.randrange(1000)) if has_trees else None,
         windows=windows,
         stream=stream,
-        max_loras=(num_blocks + max_num_seqs) % 4,
+        max_loras=(num_blocks + max_num_seqs) % 4 if adapters else 0,
         max_model_len=MAX_LEN,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,

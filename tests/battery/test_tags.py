@@ -302,7 +302,7 @@ def with_buckets(scheduler: Scheduler) -> EngineLimits:
 
 def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    scheduler = random_scheduler(rng, drafts=True, streams=False)
+    scheduler = random_scheduler(rng, drafts=True, streams=False, trees=False, adapters=False)
     scheduler.limits = with_buckets(scheduler)
     model = TagModel(scheduler.limits.block_size)
     for module in ("step.step", "models.registry"):
