@@ -38,7 +38,7 @@ def expected_files() -> set[str]:
         expected |= {f"compiled_llm/{path.relative_to(ROOT)}" for path in paths}
     static = ROOT / "compiled_llm" / "server" / "static"
     expected |= {str(path.relative_to(ROOT)) for path in static.iterdir()}
-    for folder in ("demo_model", "demo_drafters/draft_model"):
+    for folder in ("demo_model", *(f"demo_drafters/{name}" for name in ("draft_model", "eagle3", "medusa"))):
         paths = [path for path in (ROOT / "compiled_llm" / folder).iterdir() if path.is_file()]
         expected |= {str(path.relative_to(ROOT)) for path in paths}
     return expected | {"compiled_llm/py.typed"}

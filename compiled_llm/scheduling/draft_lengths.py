@@ -17,12 +17,13 @@ from compiled_llm.scheduling.draft_trees import DraftTree
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
-_LEAST_GAIN = 1.1  # that drafts have to promise, and a larger bucket once more
+_LEAST_GAIN = 1.1  # that a larger bucket has to promise
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
 # measured ones: so a bucket that was slow for a while is tried again.
 _FORGETTING, _OPTIMISM = 0.001, 0.8
+_FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
 _LOOKING = 0.003  # of the time of steps, that looking for drafts of no use may take
 _MOST_SKIPPED = 64  # steps
 _ORDERS = 4  # of lengths of proposals
@@ -72,12 +73,13 @@ class DecodeCosts:
 
     def record_host(self, num_requests: int, has_drafts: bool, seconds: float) -> None:
         """As ``host``, of a step in a bucket of so many requests that is over."""
+        # One slow step with drafts does not keep the next ones away: the first is seen beside those without.
         key = num_requests, has_drafts
-        known = self._host.get(key)
+        known = self._host.get(key, self._host.get((num_requests, False)))
         self._host[key] = seconds if known is None else moved(known, seconds)
         # What steps with drafts took for a while is forgotten, so that they are tried again.
         if not has_drafts and (other := self._host.get((num_requests, True))) is not None:
-            self._host[num_requests, True] = other + _FORGETTING * (self._host[key] - other)
+            self._host[num_requests, True] = other + _FORGETTING_HOST * (self._host[key] - other)
 
 
 @dataclasses.dataclass(slots=True)
@@ -207,7 +209,7 @@ def lengths(
         if taken == before:
             continue
         took = seconds[size] + host[1]
-        if tokens / took > _LEAST_GAIN * best_rate:
+        if tokens / took > (1.0 if size == sizes[0] else _LEAST_GAIN) * best_rate:
             best, best_rate, gain = taken, tokens / took, tokens * plain / num_requests - took
     counts = [0] * len(chances)
     for _, index in worths[:best]:

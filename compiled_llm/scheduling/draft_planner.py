@@ -24,7 +24,6 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
-_LEAST_RETURN = 3.0  # that looks have to save for each second that the host takes for them
 _LOOK_SECONDS = 2e-5  # of a request, before any was measured
 _SKIPPED_ON_A_GPU = 16  # steps after looks of no use: a look keeps the next step from starting while this one runs
 
@@ -272,12 +271,12 @@ class DraftPlanner:
             counts, gain = lengths(chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host)
             tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
         network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)
-        look, least_gain = self._look_seconds + network, _LEAST_RETURN * self._look_seconds + network
+        look = self._look_seconds + network  # of a request: what it has to save
         least, all_tokens = 0 if self.limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
         for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
             if self._of_worker is not None and not drafts:
                 continue  # nothing was drafted behind the last step, which says nothing
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
-            history.look(gain * own / all_tokens if all_tokens else 0.0, least_gain)
+            history.look(gain * own / all_tokens if all_tokens else 0.0, look)
             history.num_skipped = num_skipped(history.num_useless, look * len(asked), plain + host[0], least)
         return counts

@@ -170,6 +170,7 @@ def test_a_rate_is_searched_and_requests_queue_at_the_client(run: Run) -> None:
     assert result["mean_e2el_including_client_queue_ms"] == pytest.approx(together)
 
 
+@pytest.mark.battery
 def test_settings(run: Run, tmp_path: Path) -> None:
     words = ("--precisions", "none", "int4/int8", "--workloads", "W1", "--repeats", "1", "--json", tmp_path / "a.json")
     result, out = run(settings, *TINY, *words)

@@ -61,7 +61,13 @@ def arguments(rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     return x, tuple(weights.clone())
 
 
-@pytest.mark.parametrize(("function", "num_pieces"), [(layers, 2), (views, 2), (writes, 4), (parts, 2), (only_ops, 0)])
+@pytest.mark.parametrize(
+    ("function", "num_pieces"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.battery) for case in ((layers, 2), (views, 2))),
+        (writes, 4), (parts, 2), (only_ops, 0),
+    ],
+)  # fmt: skip
 def test_does_what_the_function_does(function: Callable[..., Any], num_pieces: int) -> None:
     """To the bit, also what it writes, for any number of rows; kept and not. Pieces that are alike are one."""
     ahead, facts = compile_ahead(function, function.__name__, arguments(3))

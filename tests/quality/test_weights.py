@@ -109,6 +109,7 @@ def test_families_can_end_at_a_layer(name: str) -> None:
         assert 0 < compare(own, one, dtypes, windows, 8, run=part.run).output_errors[0] < 0.2, part.name
 
 
+@pytest.mark.battery
 def test_a_quantised_checkpoint_is_as_the_same_made_at_load(tmp_path: Path, text: Path) -> None:
     directory = tmp_path / "quantised"
     words = ["--method", "rtn", "--kind", "mxfp4", "--eval-max-tokens", "0", "--text", str(text)]

@@ -71,6 +71,7 @@ def test_calibrated_int4_is_better_than_rounding_and_the_same_each_time(tmp_path
     assert "model.layers.0.mlp.up_proj.weight_packed" in load_file(again / "model.safetensors")
 
 
+@pytest.mark.battery
 def test_smoothquant_keeps_the_perplexity(tmp_path: Path) -> None:
     found = run(tmp_path, "smoothquant", "int8_w8a8", "--alpha", "0.5")
     assert abs(found["perplexity_change"]) < 0.005

@@ -75,7 +75,7 @@ def test_a_step_with_drafts_has_to_make_up_for_what_the_host_takes() -> None:
     counts, gain = lengths(*arguments, fills_first=True, host=(1.0, 1.1))
     assert counts == [1] * 4
     assert gain == pytest.approx((4 + 1.2) * 2.0 / 4 - 2.1), "the tokens of so much longer a step, and this one"
-    assert lengths(*arguments, fills_first=True, host=(1.0, 1.4)) == ([0] * 4, 0.0)
+    assert lengths(*arguments, fills_first=True, host=(1.0, 1.7)) == ([0] * 4, 0.0)
     assert lengths([0.05] * 4, *arguments[1:], fills_first=True) == ([0] * 4, 0.0)
 
 
@@ -169,11 +169,12 @@ def test_what_the_host_takes_is_known_with_drafts_and_without() -> None:
     costs.record_host(1, has_drafts=False, seconds=0.2)
     assert costs.host(1, has_drafts=True) == 0.2, "as without, before anything is known"
     costs.record_host(1, has_drafts=True, seconds=0.4)
-    assert (costs.host(1, has_drafts=False), costs.host(1, has_drafts=True)) == (0.2, 0.4)
+    assert costs.host(1, has_drafts=False) == 0.2
+    assert 0.2 < (first := costs.host(1, has_drafts=True)) < 0.4, "one slow step is not all there is"
     assert costs.host(8, has_drafts=True) == 0.0
-    for _ in range(200):
+    for _ in range(20):
         costs.record_host(1, has_drafts=False, seconds=0.2)
-    assert 0.2 < costs.host(1, has_drafts=True) < 0.38, "steps with drafts are tried again"
+    assert 0.2 < costs.host(1, has_drafts=True) < 0.2 + (first - 0.2) / 2, "steps with drafts are tried again"
 
 
 def test_looks_of_no_use_become_rare_where_they_take_a_share_of_the_time() -> None:
@@ -268,5 +269,5 @@ def test_a_step_lasts_until_the_next_one_begins_without_looks_and_the_device(mon
         scheduler.update(output, result)
     assert scheduler.drafts is not None
     assert num_drafted > 5
-    assert scheduler.drafts.costs.host(1, has_drafts=True) == pytest.approx(4.0, rel=0.01)
+    assert scheduler.drafts.costs.host(1, has_drafts=True) == pytest.approx(4.0, rel=0.1)
     assert scheduler.counts.draft_seconds == pytest.approx(0.25 * source.num_asked)

@@ -66,6 +66,7 @@ def check_tiles(file: Path, kind: str) -> None:
     assert [choice.rows for choice in choices] == [16, 17]
 
 
+@pytest.mark.battery
 def test_files_that_kernels_read(tmp_path: Path) -> None:
     tiles, products = tmp_path / "tiles.json", tmp_path / "products.json"
     quantised = f"--kind int8_w8a8 {LAYERS['int8_w8a8']} --rows 16 17 --output {tiles}"

@@ -291,7 +291,8 @@ def test_too_little_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named_length(error) == (10 * MIB // BLOCK - 1) * 16, "20 without 8 for rounding and 2 for a step"
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.battery)])
+@pytest.mark.battery
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_one_compiled_graph_serves_pools_of_any_size(kv_cache_dtype: str) -> None:
     """A quantised cache has all four kinds of tensors."""
 
