@@ -23,7 +23,7 @@ class AdapterSlots:
         self.loads: list[tuple[int, str]] = []
         self._slots: dict[str, int] = {}  # the least recently used adapter first
         self._empty = list(range(num_slots, 0, -1))
-        self._users: Counter[str] = Counter()  # running requests
+        self._users: Counter[str] = Counter()  # running requests, of those that have some
         self._held_back: dict[str, dict[Request, None]] = {}
         self._first: tuple[int, int] = (0, 0)  # rank of the first that is held back
         self._leaving = ""  # the adapter that takes no later requests
@@ -59,8 +59,11 @@ class AdapterSlots:
         if not adapter:
             return
         self._users[adapter] -= 1
+        if self._users[adapter]:
+            return
+        del self._users[adapter]
         load = (self._slots[adapter], adapter)
-        if not self._users[adapter] and load in self.loads:  # no step was made of it: nobody need hold the adapter now
+        if load in self.loads:  # no step was made of it: nobody need hold the adapter now
             self.loads.remove(load)
             self._empty.append(self._slots.pop(adapter))
 
@@ -118,12 +121,12 @@ class AdapterSlots:
     @property
     def _num_free(self) -> int:
         """Slots that no running request uses."""
-        return self.num_slots - sum(count > 0 for count in self._users.values())
+        return self.num_slots - len(self._users)
 
     def check_invariants(self, running: list[Request]) -> None:
         """Assert that each running request's adapter has a slot of its own."""
         users = Counter(request.adapter for request in running if request.adapter)
-        assert +self._users == users, "running requests are counted wrong"
+        assert self._users == users, "running requests are counted wrong"
         assert users.keys() <= self._slots.keys(), "a request runs without its adapter"
         assert sorted([*self._slots.values(), *self._empty]) == list(range(1, self.num_slots + 1))
         for adapter, group in self._held_back.items():
