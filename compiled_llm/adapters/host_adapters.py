@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from compiled_llm.adapters.peft import Adapter, read_adapter, stamp
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
-from compiled_llm.models.linears.adapted import Place
+from compiled_llm.models.linears.adapted import Adaptable, Place
+from compiled_llm.models.linears.protocol import LinearKind
 
 
 class HostAdapters:
@@ -57,3 +59,11 @@ class HostAdapters:
         changes = self._known[digest].changes
         for name, place in self._places.items():
             place.put(slot, changes.get(name))
+
+
+def adaptable(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, HostAdapters | None]:
+    """The kind of linear layer that adapters may change, and where these are; ``linears`` and None without any."""
+    if not config.enable_lora:
+        return linears, None
+    kind = Adaptable(linears, config.lora_slots, config.lora_rank)
+    return kind, HostAdapters(kind.places, config.lora_rank, config.host_loras)

@@ -5,11 +5,11 @@ from collections import deque
 from typing import Any
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.speculative_config import MOST_DRAFT_TOKENS
 from compiled_llm.engine.beam_search import BeamGroup
 from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
 from compiled_llm.engine.failures import is_out_of_memory
 from compiled_llm.engine.stats import EngineCounts
+from compiled_llm.engine.step_logprobs import StepLogprobs
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.roofline import windows_of
 from compiled_llm.report.step_log import StepLog
@@ -22,11 +22,10 @@ from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.state_pool import StatePool
 from compiled_llm.scheduling.window_pool import WindowPool
-from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, WorkerFailedError
+from compiled_llm.scheduling.worker import Worker, WorkerFacts, WorkerFailedError
 from compiled_llm.text.tokenizer import Tokenizer
 
 _NONE: tuple[None, None] = None, None
-_NO_PATH = range(1 + MOST_DRAFT_TOKENS)
 
 
 class EngineCore:
@@ -41,8 +40,8 @@ class EngineCore:
             once it has read the request, and calls ``forget`` for a finished one.
         launched: steps that the device works on, oldest first: one, or two where steps overlap.
         counts, log: of what was done.
-        delta_seconds: so many, and so many for each running request, go by before deltas are given again, which are of
-            several steps then. First and last tokens do not wait.
+        delta_seconds: (base, of each, most): deltas are given every ``base + of each * running requests`` seconds, at
+            least every ``most``, and are of several steps then. First and last tokens do not wait.
     """
 
     delta_seconds = 0.0, 0.0, 0.0
@@ -68,7 +67,8 @@ class EngineCore:
         self._deltas_at = 0.0  # of ``time.perf_counter``: when they were last given
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
-        self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
+        reader = LogprobReader(tokenizer, config.max_logprobs)
+        self._step_logprobs = StepLogprobs(reader, self._completions, self._beams)
 
     def add(self, entry: UserRequest) -> None:
         """Queue a request whose name is not in use."""
@@ -186,9 +186,9 @@ class EngineCore:
         requests = self.scheduler.in_flight[0]  # before ``update`` removes them there
         advanced = self.scheduler.update(output, result)
         if result.logprobs is not None:
-            self._read_logprobs(requests, output, result, advanced)
+            self._step_logprobs.of_tokens(requests, output, result.logprobs, advanced, self.scheduler.paths)
         if result.prompt_logprobs is not None:
-            self._read_prompt_logprobs(requests, output, result)
+            self._step_logprobs.of_prompts(requests, output, result.prompt_logprobs)
         self.counts.schedule_seconds += time.perf_counter() - started
         if self.config.check_invariants:
             check_scheduler(self.scheduler)
@@ -201,48 +201,12 @@ class EngineCore:
             scheduler, pool = self.scheduler, self.scheduler.pool
             self.log.record_state(pool.num_used, pool.num_cached, len(scheduler.running), scheduler.num_waiting)
 
-    def _read_logprobs(
-        self, requests: list[Request], output: SchedulerOutput, result: StepResult, advanced: list[Request]
-    ) -> None:
-        """Hand out the log-probabilities of the tokens that a step of ``requests`` sampled."""
-        assert result.logprobs is not None
-        first_row_of = dict(zip(requests, output.first_rows(), strict=True))
-        for request in advanced:
-            wanted = request.sampling_params.logprobs
-            if wanted is None or request.finish_reason == "error":
-                continue
-            row, has_text = first_row_of[request], request.sampling_params.detokenize
-            if request in self._completions:
-                completion = self._completions[request][1]
-                # Without a tree of drafts the rows are one after the other.
-                path = self.scheduler.paths.get(request, _NO_PATH)
-                for place, token_id in zip(path, request.output_token_ids[completion.num_logprobs :], strict=False):
-                    values = result.logprobs.row(row + place)
-                    completion.add_logprobs(self._logprob_reader.read(values, token_id, wanted, has_text))
-            elif request in self._beams:
-                _, _, top_logprobs, top_ids = result.logprobs.row(row)
-                self._beams[request].take(request, top_ids, top_logprobs)
-
-    def _read_prompt_logprobs(self, requests: list[Request], output: SchedulerOutput, result: StepResult) -> None:
-        """Hand out the log-probabilities of the ``prompt_targets`` of a step of ``requests``."""
-        assert result.prompt_logprobs is not None
-        rows = zip(*result.prompt_logprobs, strict=True)
-        for index, place, targets in output.prompt_targets:
-            found = [next(rows) for _ in targets]
-            entry = self._completions.get(requests[index], _NONE)[0]
-            if entry is None or entry.params.prompt_logprobs is None:
-                continue
-            count, has_text = entry.params.prompt_logprobs, entry.params.detokenize
-            tokens = zip(found, targets, strict=True)
-            read_all = [self._logprob_reader.read(row, token_id, count, has_text) for row, token_id in tokens]
-            entry.add_prompt_logprobs(output.num_computed_tokens[index] + place + 1, read_all)
-
     def _process_advanced(self) -> None:
         """Process the requests that got tokens or ended."""
         started = time.perf_counter()
         advanced, completions, now = self._advanced, self._completions, self.log.token_time(started)
-        seconds, of_a_request, most = self.delta_seconds
-        joins_deltas = started - self._deltas_at < min(most, seconds + of_a_request * len(self.scheduler.running))
+        base, of_each, most = self.delta_seconds
+        joins_deltas = started - self._deltas_at < min(most, base + of_each * len(self.scheduler.running))
         if not joins_deltas:
             self._deltas_at = started
         gaps = []

@@ -31,7 +31,7 @@ from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.text.tokenizer_parts import probe_texts
 from compiled_llm.worker import exactness
-from compiled_llm.worker.device import resolve_device, use_device
+from compiled_llm.worker.device import STEP_DEFAULTS, resolve_device, use_device
 from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_trees import with_drafts
 from compiled_llm.worker.memory import (
@@ -43,7 +43,6 @@ from compiled_llm.worker.memory import (
     total_bytes,
 )
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
-from compiled_llm.worker.runner import STEP_DEFAULTS
 
 _MIB = 2**20
 

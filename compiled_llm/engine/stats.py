@@ -7,7 +7,7 @@ from compiled_llm.api.outputs import EngineStats
 from compiled_llm.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from compiled_llm.worker.runner import RunnerTimes
+    from compiled_llm.worker.times import RunnerTimes
 
 
 @dataclasses.dataclass

@@ -32,9 +32,8 @@ from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.block_tables import BlockTables
-from compiled_llm.worker.device import use_device
+from compiled_llm.worker.device import STEP_DEFAULTS, use_device
 from compiled_llm.worker.pool_sizes import with_state_slots
-from compiled_llm.worker.runner import STEP_DEFAULTS
 from compiled_llm.worker.step_buffers import StepBuffers
 
 DEVICE = torch.device("cuda", 0)

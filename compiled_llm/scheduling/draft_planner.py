@@ -78,6 +78,24 @@ class DraftPlanner:
             self._histories[request] = History(request.waits_for_tokens, Chances(self._of_all))
         return takes
 
+    def room(self, left: int) -> tuple[int, bool]:
+        """Most drafts of a step that has ``left`` tokens beside the next one of each running request.
+
+        And whether it may compute prompts besides. Where prompts wait or are computed, drafts get half of what is left,
+        or without chunks as much as the first prompt leaves; and no more than there are logits rows besides those of
+        all requests that may be in the step.
+        """
+        running, waiting, limits = self.running_set.running, self.running_set.waiting, self.limits
+        num_waiting = len(waiting) + self.running_set.prefix_cache.num_held_back
+        none_comes_in = not num_waiting or len(running) >= limits.max_num_seqs
+        if none_comes_in and all(request.num_tokens - request.num_computed_tokens == 1 for request in running):
+            return left, False
+        rows = limits.decode_bucket_sizes[-1] - min(limits.max_num_seqs, len(running) + num_waiting)
+        first = waiting.first()
+        if limits.chunked_prefill or first is None:
+            return min(rows, left // 2), True
+        return min(rows, left - (first.num_tokens - first.num_computed_tokens)), True
+
     def propose(self, most: int, beside_prompts: bool) -> None:
         """Ask for the drafts of the step that is about to be planned, at most ``most`` of all requests.
 

@@ -26,6 +26,7 @@ from compiled_llm.scheduling.step_planner import StepPlanner
 from compiled_llm.scheduling.suspects import Suspects
 from compiled_llm.scheduling.window_places import WindowPlaces
 from compiled_llm.scheduling.worker import StepResult
+from compiled_llm.scheduling.worker_drafts import drafts_for
 
 # The reason that a request ends with when a step found no token for it (ops/sampling/token_sampling.py).
 _NO_TOKEN = (
@@ -204,7 +205,7 @@ class Scheduler:
         if result.bucket.kind == "tokens":
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
         num_accepted = self.counts.num_accepted_draft_tokens
-        drafts = _drafts_for(requests, output, result)
+        drafts = drafts_for(requests, output, result)
         self.forks.end_copies()
         if result.prompt_logprobs is not None:
             self._enter_scores(requests, output, result.prompt_logprobs.logprobs)
@@ -405,14 +406,3 @@ class Scheduler:
             for request in [*self.running, *self.waiting, *self.held_back()][:20]
         )
         return f"{self.pool.num_free} of {self.pool.num_blocks} blocks free; {requests}; {self.limits}"
-
-
-def _drafts_for(requests: list[Request], output: SchedulerOutput, result: StepResult) -> list[tuple[int, ...]]:
-    """What a network drafted for ``requests`` behind the step ``output``; empty: nothing for any of them.
-
-    It went on from all drafts that were right. Those of a request that was preempted meanwhile do not count any more.
-    """
-    if result.draft_token_ids is None:
-        return []
-    columns = zip(requests, output.num_samples, result.draft_token_ids, strict=True)
-    return [drafts if len(request.draft_token_ids) == max(0, count - 1) else () for request, count, drafts in columns]

@@ -1,7 +1,7 @@
 """SchedulerOutput: what the worker is to do in a step, as frozen plain data that can be pickled."""
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.request import RequestId
@@ -155,10 +155,6 @@ class WindowOutputBuilder:
         self.copies: list[tuple[int, int]] = []
         self.moved_keys: list[tuple[int, int]] = []
 
-    def build(self) -> WindowOutput:
-        columns = self.table_updates, self.swapped_out, self.swapped_in, self.copies, self.moved_keys
-        return WindowOutput(*map(tuple, columns))  # type: ignore[arg-type]
-
 
 class StateOutputBuilder:
     """The columns of a ``StateOutput`` while they grow."""
@@ -168,9 +164,6 @@ class StateOutputBuilder:
         self.writes: list[tuple[tuple[int, int], ...]] = []
         self.swapped_out: list[tuple[int, int]] = []
         self.swapped_in: list[tuple[int, int]] = []
-
-    def build(self) -> StateOutput:
-        return StateOutput(tuple(self.reads), tuple(self.writes), tuple(self.swapped_out), tuple(self.swapped_in))
 
 
 class SchedulerOutputBuilder:
@@ -201,27 +194,14 @@ class SchedulerOutputBuilder:
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
-        return SchedulerOutput(
-            tuple(self.request_ids),
-            tuple(self.num_scheduled_tokens),
-            tuple(self.num_computed_tokens),
-            tuple(self.num_samples),
-            tuple(self.feedback),
-            tuple(self.token_ids),
-            tuple(self.admissions),
-            tuple(self.table_updates),
-            tuple(self.released_request_ids),
-            tuple(self.swapped_out),
-            tuple(self.swapped_in),
-            tuple(self.copies),
-            tuple(window.build() for window in self.windows),
-            self.states.build(),
-            tuple(self.moved_sinks),
-            resets,
-            tuple(self.masks),
-            tuple(self.prompt_targets),
-            self.drafts_next,
-            tuple(self.adapter_loads),
-            tuple(self.trees),
-            tuple(self.moved_keys),
-        )
+        columns = _frozen(self) | {
+            "windows": tuple(WindowOutput(**_frozen(window)) for window in self.windows),
+            "states": StateOutput(**_frozen(self.states)),
+            "drafts_next": self.drafts_next,
+        }
+        return SchedulerOutput(**columns, resets=resets)
+
+
+def _frozen(builder: object) -> dict[str, Any]:
+    """The columns of a builder as tuples, by their names."""
+    return {name: tuple(column) for name, column in vars(builder).items() if isinstance(column, list)}

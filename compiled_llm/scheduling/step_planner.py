@@ -22,9 +22,7 @@ from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
-
-# Why a request ends whose mask has no token.
-_NO_TOKEN_ALLOWED = "bad_words and allowed_token_ids leave no token to go on with"
+from compiled_llm.scheduling.step_masks import add_masks
 
 
 class StepPlanner:
@@ -62,7 +60,7 @@ class StepPlanner:
         # When the pool has just run out, no request is admitted: it would be the next to be preempted.
         admits = len(self.running_set.preempted) == num_preempted
         self._schedule_the_rest(output, requests, lacking, admits)
-        self._add_masks(output)
+        add_masks(self._masked, output)  # at the very end: grammars compute them beside the scheduler until now
         if self.drafts is not None:
             self.drafts.plan_next(requests, output)
         return requests
@@ -74,7 +72,7 @@ class StepPlanner:
         """
         token_ids, feedback, all_computed = output.token_ids, output.feedback, output.num_computed_tokens
         if self.drafts is not None:
-            self.drafts.propose(*self._room_for_drafts())
+            self.drafts.propose(*self.drafts.room(self.budget(len(self.running)) - len(self.running)))
         lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
         # Requests are preempted from the end of ``running``: this loop does not come to them then.
         for request in self.running:
@@ -116,9 +114,10 @@ class StepPlanner:
         return deque(request for request in lacking if request.status is Status.RUNNING)
 
     def _is_ready(self, request: Request, output: SchedulerOutputBuilder, lacking: list[Request]) -> bool:
-        """Whether this step computes the one token that a running request lacks, which has a block for it then.
+        """Whether this step computes the one token that a running request lacks. It has a block for that token then.
 
-        One that lacks more goes to ``lacking``. False also where it is the last, and is preempted itself.
+        A request that lacks more tokens goes to ``lacking``. False also where no block was left and the request itself
+        was preempted, being the last by rank.
         """
         computed, known = request.num_computed_tokens, request.num_tokens
         if known - computed > 1 or (not request.generates and known > computed) or self.places.has_old_sinks(request):
@@ -134,7 +133,7 @@ class StepPlanner:
         return request.forked_index < 0 or self.running_set.make_writable(request, computed, output)
 
     def _look_later(self, request: Request) -> None:
-        """Its next steps are like this one, up to the last token of its block."""
+        """Note that the request need not be looked at before its block is full: until then its steps are alike."""
         place = request.num_computed_tokens % self.limits.block_size
         if place and not (self._looks_always or request.waits_for_tokens or request.mask is not None):
             last = request.num_computed_tokens - place + self.limits.block_size - 1
@@ -147,31 +146,13 @@ class StepPlanner:
             while not self.running_set.give_places(request, 2) and self.running_set.make_room(request):
                 pass
 
-    def _room_for_drafts(self) -> tuple[int, bool]:
-        """Most drafts of a step: what the running requests leave. And whether it may compute prompts besides.
-
-        Where prompts wait or are computed: half of that, or without chunks as much as the first prompt leaves; and no
-        more than there are logits rows besides those of all requests that may be in the step.
-        """
-        running = self.running
-        left = self.budget(len(running)) - len(running)
-        waiting = len(self.waiting) + self.prefix_cache.num_held_back
-        none_comes_in = not waiting or len(running) >= self.limits.max_num_seqs
-        if none_comes_in and all(request.num_tokens - request.num_computed_tokens == 1 for request in running):
-            return left, False
-        rows = self.limits.decode_bucket_sizes[-1] - min(self.limits.max_num_seqs, len(running) + waiting)
-        first = self.waiting.first()
-        if self.limits.chunked_prefill or first is None:
-            return min(rows, left // 2), True
-        return min(rows, left - (first.num_tokens - first.num_computed_tokens)), True
-
     def _schedule_the_rest(
         self, output: SchedulerOutputBuilder, requests: list[Request], lacking: deque[Request], admits: bool
     ) -> None:
         """Share what is left of the step among running requests that lack more than a token and waiting ones."""
         left = self.budget(len(requests)) - len(output.token_ids)
-        limit = left  # what a request may take as a whole
-        partial: Request | None = None  # the one request that gets what the others leave
+        limit = left  # most tokens of a request that is scheduled as a whole
+        partial: Request | None = None  # the one request that is chunked: it gets what the others leave
         num_held_back = 0  # requests that wait for blocks of others: the next one may come in, but not all are tried
         while limit > 0:
             waiting = self.running_set.next_waiting(None if partial is None else limit) if admits else None
@@ -204,7 +185,12 @@ class StepPlanner:
         assert count > 0
         start = request.num_computed_tokens
         if self.places.has_old_sinks(request):
-            self._schedule_sinks(request, output, requests)
+            # All at once, even if the step gets larger than it should beside decodes, which could hold it up for ever.
+            room = self.limits.max_num_batched_tokens - len(output.token_ids)
+            if self.places.num_due(request) <= room and not request.num_in_flight:
+                self.running_set.send_blocks(request, output)
+                self.places.schedule_sinks(request, len(requests), output)
+                requests.append(request)
             return
         count = self.places.most_in_a_step(request, count)
         if request.forked_index >= 0 and not self.running_set.make_writable(request, start, output):
@@ -236,46 +222,6 @@ class StepPlanner:
         request.num_in_flight += samples
         requests.append(request)
         self.running_set.wait_again(self.prefix_cache.take_waiting(request, start))
-
-    def _schedule_sinks(self, request: Request, output: SchedulerOutputBuilder, requests: list[Request]) -> None:
-        """Let the step compute the sink tokens of a stream again, all at once.
-
-        That may make it larger than it should be beside decodes: else these could hold a stream up for ever.
-        """
-        count, room = self.places.num_due(request), self.limits.max_num_batched_tokens - len(output.token_ids)
-        if room < count or request.num_in_flight:
-            return
-        self.running_set.send_blocks(request, output)
-        output.moved_sinks.append((len(requests), self.places.move_sinks(request)))
-        output.token_ids.extend(request.tokens(0, count))
-        output.feedback.append(-1)
-        output.request_ids.append(request.request_id)
-        output.num_computed_tokens.append(0)
-        output.num_scheduled_tokens.append(count)
-        output.num_samples.append(0)
-        requests.append(request)
-
-    def _add_masks(self, output: SchedulerOutputBuilder) -> None:
-        """The masks of the step: at its very end, since masks of grammars are computed beside the scheduler until now.
-
-        A request whose mask fails ends once the step is done, without the token that the step samples.
-        """
-        for index, request in self._masked:
-            assert request.mask is not None
-            # The token to be chosen is counted in num_tokens already.
-            num_drafts = len(request.draft_token_ids)
-            num_output_tokens = request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
-            try:
-                words = request.mask.words(request.output_token_ids, num_output_tokens)
-            except Exception as error:  # of a grammar's library: this request fails, and no other
-                request.pending_error = f"{type(error).__name__}: {error}"
-                continue
-            if words is None:
-                request.pending_error = _NO_TOKEN_ALLOWED
-            else:
-                output.masks.append((index, 0, words))
-                after_drafts = enumerate(request.draft_masks[:num_drafts], 1)
-                output.masks.extend([(index, place, words) for place, words in after_drafts])
 
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""

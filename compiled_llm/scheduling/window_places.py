@@ -83,11 +83,18 @@ class WindowPlaces:
         """Of the next ``count`` tokens of ``request``, those that see the same sink tokens."""
         return count if self.stream is None else min(count, self.stream.num_until_drop(request.num_computed_tokens))
 
-    def move_sinks(self, request: Request) -> int:
-        """A step computes the old sink tokens of ``request`` again. Returns by how many positions they move."""
+    def schedule_sinks(self, request: Request, place: int, output: SchedulerOutputBuilder) -> None:
+        """Let the step compute the old sink tokens of ``request`` again. ``place``: of the request in the step."""
         assert self.stream is not None
+        count = self.stream.sink_tokens
         request.num_dropped_tokens = self.stream.num_dropped(request.num_computed_tokens)
-        return request.num_dropped_tokens
+        output.moved_sinks.append((place, request.num_dropped_tokens))
+        output.token_ids.extend(request.tokens(0, count))
+        output.feedback.append(-1)
+        output.request_ids.append(request.request_id)
+        output.num_computed_tokens.append(0)
+        output.num_scheduled_tokens.append(count)
+        output.num_samples.append(0)
 
     # -- A request's places
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.worker import StepResult
 
 
 class WorkerDrafts:
@@ -37,3 +39,14 @@ class WorkerDrafts:
 
 def _num_known(request: Request) -> int:
     return len(request.prompt_token_ids) + len(request.output_token_ids)
+
+
+def drafts_for(requests: list[Request], output: SchedulerOutput, result: StepResult) -> list[tuple[int, ...]]:
+    """What a network drafted for ``requests`` behind the step ``output``; empty: nothing for any of them.
+
+    It went on from all drafts that were right. Those of a request that was preempted meanwhile do not count any more.
+    """
+    if result.draft_token_ids is None:
+        return []
+    columns = zip(requests, output.num_samples, result.draft_token_ids, strict=True)
+    return [drafts if len(request.draft_token_ids) == max(0, count - 1) else () for request, count, drafts in columns]

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from compiled_llm.api.config import StepDefaults
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.rounding import ROUGH, rounding_of
@@ -13,6 +14,22 @@ from compiled_llm.ops.attention import kv_quant
 from compiled_llm.system.gpu_packages import check_triton
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.system.resources import granted_cores
+
+# By device. A CPU compiles one graph for all sizes, a GPU one for each.
+STEP_DEFAULTS = {
+    "cpu": StepDefaults(
+        batched_tokens=2048,
+        beside_decodes=512,
+        decode_buckets=(1, 8, 32),
+        token_buckets=tuple(2**-n for n in range(7)),
+    ),
+    "cuda": StepDefaults(
+        batched_tokens=2048,
+        beside_decodes=2048,
+        decode_buckets=tuple(2**n for n in range(9)),
+        token_buckets=(1, *(n / 2**k for k in (2, 3, 4, 5) for n in (3, 2))),
+    ),
+}
 
 
 def resolve_device(name: str) -> torch.device:

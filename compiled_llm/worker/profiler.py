@@ -5,6 +5,7 @@ same keys to the same slots. So profiling never slows down the first run, whose 
 left out of all others.
 """
 
+import functools
 import re
 import statistics
 import time
@@ -18,6 +19,9 @@ from torch.profiler import ProfilerActivity
 
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.ops.user_warnings import warn
+from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.worker.compiled_steps import CompiledSteps
+from compiled_llm.worker.sampling_stage import SamplingNeeds
 
 KINDS = ("attention", "states", "linears", "sampling", "everything else")
 
@@ -85,6 +89,18 @@ class StepProfiler:
         self._seconds.setdefault(bucket_name, []).append(seconds)
         self.num_steps[bucket_name] = self.num_steps.get(bucket_name, 0) + 1
         self.pauses.append((started, time.monotonic()))
+
+    def repeat(self, steps: CompiledSteps, bucket: Bucket, needs: SamplingNeeds, take_back: Callable[[], None]) -> None:
+        """Profile the step that has just run by running it again. ``take_back``: as ``CompiledSteps.undo`` gives it."""
+        if self._on_gpu:
+            torch.cuda.synchronize(steps.device)  # the step itself is no part of what the profile takes
+        started, tokens_after = time.monotonic(), steps.last_tokens.clone()
+        take_back()
+        run = functools.partial(steps.sampling.run, bucket, steps.buffers[bucket].sampling_input, needs=needs)
+        # Changed logits are not sampled again: the penalties would count the tokens twice.
+        sampler = run if any(needs) and not needs.changed_logits else None
+        self.profile(bucket.name, functools.partial(steps.run_step, bucket), sampler, started)
+        steps.last_tokens.copy_(tokens_after)
 
     def shares(self, bucket_name: str) -> dict[str, float] | None:
         """Each kind's share of the time of a bucket's steps, 0 to 1, by medians; None where no step was profiled."""

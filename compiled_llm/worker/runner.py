@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.adapters.host_adapters import HostAdapters
-from compiled_llm.api.config import EngineConfig, EngineLimits, StepDefaults
+from compiled_llm.adapters.host_adapters import adaptable
+from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.checkpoint.quantization import linears_of
@@ -28,8 +27,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.inputs import KVCache
-from compiled_llm.models.linears.adapted import Adaptable, change_bytes
-from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.adapted import change_bytes
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
@@ -39,7 +37,7 @@ from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.worker import LogprobColumns, StepResult, Worker, WorkerFacts
+from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts
 from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
@@ -51,6 +49,7 @@ from compiled_llm.worker.build_ahead import Builds, start_builds
 from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.device import (
+    STEP_DEFAULTS,
     choose_threads,
     device_context,
     resolve_device,
@@ -60,8 +59,9 @@ from compiled_llm.worker.device import (
     use_threads,
 )
 from compiled_llm.worker.draft_network import DraftPlan
-from compiled_llm.worker.draft_stage import Drafts, DraftStage, token_ids_of
+from compiled_llm.worker.draft_stage import Drafts, DraftStage
 from compiled_llm.worker.draft_trees import with_drafts
+from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
 from compiled_llm.worker.memory import (
     TRIAL_BLOCKS,
     StartMemory,
@@ -73,123 +73,10 @@ from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
-
-# By device. A CPU compiles one graph for all sizes, a GPU one for each.
-STEP_DEFAULTS = {
-    "cpu": StepDefaults(
-        batched_tokens=2048,
-        beside_decodes=512,
-        decode_buckets=(1, 8, 32),
-        token_buckets=tuple(2**-n for n in range(7)),
-    ),
-    "cuda": StepDefaults(
-        batched_tokens=2048,
-        beside_decodes=2048,
-        decode_buckets=tuple(2**n for n in range(9)),
-        token_buckets=(1, *(n / 2**k for k in (2, 3, 4, 5) for n in (3, 2))),
-    ),
-}
+from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
 StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
-_MOST_IN_FLIGHT = 2
-
-
-@dataclasses.dataclass
-class HostSlot:
-    """Where a step on a GPU leaves its tokens, and when: used again once its results are read."""
-
-    tokens: Tensor  # as in ``LaunchedStep``, in pinned memory
-    started: torch.cuda.Event
-    ended: torch.cuda.Event
-    drafts: Tensor | None  # those of ``Drafts``, in pinned memory; None where no network drafts
-    sampled: torch.cuda.Event  # before that network began
-
-    @classmethod
-    def in_turns(cls, last_tokens: Tensor, drafts: Tensor | None, device: torch.device) -> "deque[HostSlot]":
-        """For the steps that may be in flight at once; none for a CPU. ``last_tokens``, ``drafts``: what is copied."""
-
-        def pinned(like: Tensor) -> Tensor:
-            return torch.zeros(like.shape, dtype=like.dtype, pin_memory=True)
-
-        def slot() -> HostSlot:
-            started, ended, sampled = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-            return cls(pinned(last_tokens), started, ended, None if drafts is None else pinned(drafts), sampled)
-
-        return deque(slot() for _ in range(_MOST_IN_FLIGHT if device.type == "cuda" else 0))
-
-
-@dataclasses.dataclass
-class LaunchedStep:
-    """A step that the device works on.
-
-    Attributes:
-        num_rows: logits rows that belong to requests; the others are padding.
-        tokens: ``[R]`` int64 on the host, complete once ``slot.ended`` has happened.
-        logprobs: of these tokens, complete when they are; None where no request needs them.
-        prompt_logprobs: of the step's ``prompt_targets``, on the host.
-        seconds: what the device took; on a GPU known once the step is collected.
-        slot: on a GPU, of the tokens.
-        num_experts: ``[1]`` as ``tokens``: experts that some token used, over all layers; None without experts.
-        num_requests: in the step.
-        drafts: what a network drafted, on the host; complete when ``tokens`` are.
-        draft_seconds: of ``seconds``, what that took.
-    """
-
-    bucket: Bucket
-    num_rows: int
-    tokens: Tensor
-    logprobs: LogprobRows | None = None
-    prompt_logprobs: LogprobRows | None = None
-    seconds: float = 0.0
-    slot: HostSlot | None = None
-    num_experts: Tensor | None = None
-    num_requests: int = 0
-    drafts: Drafts | None = None
-    draft_seconds: float = 0.0
-
-
-@dataclasses.dataclass
-class StartTimes:
-    """Seconds that the parts of a start took.
-
-    Attributes:
-        device: making the device ready, and starting processes that compile.
-        weights: reading or making the weights, and packing them.
-        build: waiting for functions that other processes compile.
-        kernels: waiting for C++ kernels that were still being built when the first step had to run, and loading them.
-        load: taking compiled functions from disk, compiling those that are left, calling each once, and on a GPU
-            recording it.
-        pool: measuring memory, making the KV pool, and on a GPU recording all functions on it.
-    """
-
-    device: float = 0.0
-    weights: float = 0.0
-    build: float = 0.0
-    kernels: float = 0.0
-    load: float = 0.0
-    pool: float = 0.0
-
-    @property
-    def compile(self) -> float:
-        """Until each compiled function has run once."""
-        return self.build + self.load
-
-
-@dataclasses.dataclass
-class RunnerTimes:
-    """Seconds since the engine was made, and rows of buckets that held no token.
-
-    Attributes:
-        prepare_seconds: filling buffers.
-        launch_seconds: handing steps to the device; 0 on a CPU, which is the device.
-        execute_seconds: launching, and waiting for the tokens; profiling not counted.
-    """
-
-    prepare_seconds: float = 0.0
-    launch_seconds: float = 0.0
-    execute_seconds: float = 0.0
-    num_padding_tokens: int = 0
 
 
 class ModelRunner(Worker):
@@ -248,7 +135,7 @@ class ModelRunner(Worker):
         self._draft = draft = (
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
-        self._taken, self.adapters = _with_adapters(self.linears, config)
+        self._taken, self.adapters = adaptable(self.linears, config)
         builds = self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
@@ -324,7 +211,7 @@ class ModelRunner(Worker):
         if output.moves_blocks:
             self.swap_space.copy(output, steps.cache_groups())
         copied = time.perf_counter()
-        slot = None
+        slot = None  # on a CPU
         if self._host_slots:
             self._host_slots.rotate()
             slot = self._host_slots[0]
@@ -333,18 +220,12 @@ class ModelRunner(Worker):
         take_back = None if profiler is None else steps.undo(bucket)  # a step that is profiled runs twice
         used = steps.used_experts
         if used is not None:
-            used.zero_()
+            used.zero_()  # the step counts them
         around = None if self.watch is None else functools.partial(self.watch, output, bucket)
         logprobs = steps.run(bucket, needs, around)
-        if slot is None:
-            tokens = steps.last_tokens[:num_rows].clone()
-        else:
-            written = steps.tokens_of_step(bucket)  # by the graph itself
-            tokens = slot.tokens if written is None else written
-            if written is None:
-                tokens.copy_(steps.last_tokens, non_blocking=True)
-            if logprobs is not None:
-                logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
+        tokens = steps.last_tokens[:num_rows].clone() if slot is None else self._tokens_in(slot, bucket)
+        if slot is not None and logprobs is not None:
+            logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
         num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         sampled = time.perf_counter()
@@ -360,10 +241,17 @@ class ModelRunner(Worker):
             if slot is not None:
                 slot.ended.synchronize()
                 tokens = tokens.clone()  # the step is repeated, and may leave others
-            self._profile(profiler, bucket, needs, take_back)
+            profiler.repeat(steps, bucket, needs, take_back)
         read = tokens, logprobs, prompt_logprobs
-        drafted = len(rows), drafts, finished - sampled
+        drafted = len(rows), drafts, 0.0 if steps.drafting is None else finished - sampled
         return LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
+
+    def _tokens_in(self, slot: HostSlot, bucket: Bucket) -> Tensor:
+        """The tokens of the step that was just launched on a GPU, on their way to the host."""
+        written = self.steps.tokens_of_step(bucket)
+        if written is not None:  # by the graph itself
+            return written
+        return slot.tokens.copy_(self.steps.last_tokens, non_blocking=True)
 
     def _run_drafter(
         self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, slot: HostSlot | None
@@ -381,40 +269,12 @@ class ModelRunner(Worker):
         slot.drafts.copy_(drafts.token_ids, non_blocking=True)
         return drafts._replace(token_ids=slot.drafts)
 
-    def _profile(
-        self, profiler: StepProfiler, bucket: Bucket, needs: SamplingNeeds, take_back: Callable[[], None]
-    ) -> None:
-        """Repeat the step that has just run, for the profiler. ``take_back``: as ``CompiledSteps.undo`` gives it."""
-        steps = self.steps
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the step itself is no part of what the profile takes
-        started, tokens_after = time.monotonic(), steps.last_tokens.clone()
-        take_back()
-        run = functools.partial(steps.sampling.run, bucket, steps.buffers[bucket].sampling_input, needs=needs)
-        # Changed logits are not sampled again: the penalties would count the tokens twice.
-        sampler = run if any(needs) and not needs.changed_logits else None
-        profiler.profile(bucket.name, functools.partial(steps.run_step, bucket), sampler, started)
-        steps.last_tokens.copy_(tokens_after)
-
     def collect(self, step: LaunchedStep) -> StepResult:
         """Wait for a step, and return its results."""
-        if step.slot is not None:
-            waiting = time.perf_counter()
-            step.slot.ended.synchronize()
-            self.times.execute_seconds += time.perf_counter() - waiting
-            step.seconds = step.slot.started.elapsed_time(step.slot.ended) / 1e3
-            if self.steps.drafting is not None:
-                step.draft_seconds = step.slot.sampled.elapsed_time(step.slot.ended) / 1e3
-        return StepResult(
-            step.bucket,
-            tuple(step.tokens[: step.num_rows].tolist()),
-            None if step.logprobs is None else _columns(step.logprobs, step.num_rows),
-            None if step.prompt_logprobs is None else _columns(step.prompt_logprobs, len(step.prompt_logprobs.rank)),
-            step.seconds,
-            0 if step.num_experts is None else int(step.num_experts),
-            None if step.drafts is None else token_ids_of(step.drafts, step.num_requests),
-            0.0 if self.steps.drafting is None else step.draft_seconds,
-        )
+        waiting = time.perf_counter()
+        step.wait()
+        self.times.execute_seconds += time.perf_counter() - waiting
+        return step.result()
 
     def close(self) -> None:
         """Free weights, KV cache and graphs; ``compile_report`` stays as it is then."""
@@ -444,19 +304,12 @@ class ModelRunner(Worker):
 
     def describe_start(self) -> str:
         """What the start did, how long that took, and whether the engine is exact, in a line."""
-        times, report = self.start_times, self.compile_report()
-        made, found = report.cache_count("miss") + report.cache_count("off"), report.cache_count("hit")
-        graphs = [f"{made} graphs compiled" if made else "", f"{found} graphs from disk" if found else ""]
-        compiled = " and ".join(filter(None, graphs)) or "nothing compiled (eager)"
-        compiled += f" in {times.compile:.1f} s"
-        if pending := report.cache_count("pending"):
-            compiled = f"uncompiled until {pending} graphs are loaded or compiled"
-        took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled}"
-        published = self.model_config.published
-        weights = (
-            f"; checkpoint: {described(json.loads(published), rounds_activations(self.linears))}" if published else ""
-        )
-        return f"{took}; model: {code_of(self.model_config)}{weights}; same results in any batch: {self.exact}"
+        took = self.start_times.describe(self.compile_report())
+        checkpoint = ""
+        if self.model_config.published:
+            published = json.loads(self.model_config.published)
+            checkpoint = f"; checkpoint: {described(published, rounds_activations(self.linears))}"
+        return f"{took}; model: {code_of(self.model_config)}{checkpoint}; same results in any batch: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
         """The files that hold this engine's compiled functions. ``ValueError`` on a GPU: kernels are kept elsewhere."""
@@ -567,17 +420,3 @@ class ModelRunner(Worker):
         )
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
         return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress)
-
-
-def _with_adapters(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, HostAdapters | None]:
-    """The kind of linear layer that adapters may change, and where these are; ``linears`` and None without any."""
-    if not config.enable_lora:
-        return linears, None
-    adaptable = Adaptable(linears, config.lora_slots, config.lora_rank)
-    return adaptable, HostAdapters(adaptable.places, config.lora_rank, config.host_loras)
-
-
-def _columns(rows: LogprobRows, count: int) -> LogprobColumns:
-    """The first ``count`` of them, as plain data."""
-    logprobs, ranks, top_logprobs, top_ids = (column[:count].tolist() for column in rows)
-    return LogprobColumns(tuple(logprobs), tuple(ranks), tuple(map(tuple, top_logprobs)), tuple(map(tuple, top_ids)))

@@ -25,7 +25,8 @@ from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, Work
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.memory import MemoryLedger
-from compiled_llm.worker.runner import ModelRunner, RunnerTimes, StartTimes
+from compiled_llm.worker.runner import ModelRunner
+from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 _SECONDS_TO_END = 30.0
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from compiled_llm.api.config import EngineConfig, EngineLimits, StepDefaults
-from compiled_llm.worker.runner import STEP_DEFAULTS
+from compiled_llm.worker.device import STEP_DEFAULTS
 
 DEFAULTS = StepDefaults(
     batched_tokens=512, beside_decodes=128, decode_buckets=(1, 8, 32), token_buckets=(1, 1 / 4, 1 / 16)

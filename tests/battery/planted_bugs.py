@@ -356,8 +356,14 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """
         a token is fed back from a row of the drafts before it
             _with_drafts: request.last_row = row =>
+        """,
+    ),
+    (
+        "scheduling.step_masks",
+        DRAFTS,
+        """
         masks of drafts count them as tokens of the output
-            StepPlanner._add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
+            add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
                 => request.num_tokens - 1 - len(request.prompt_token_ids)
         """,
     ),
@@ -660,6 +666,15 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
+        "scheduling.step_masks",
+        SCHEDULING,
+        """
+        a mask is that of the token after
+            add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
+                => request.num_tokens - num_drafts - len(request.prompt_token_ids)
+        """,
+    ),
+    (
         "scheduling.step_planner",
         SCHEDULING,
         """
@@ -670,9 +685,6 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             StepPlanner._look_later: last + 1 => last + 3
         a request is not looked at when it may have no more tokens
             StepPlanner._look_later: min(last + 1, request.max_num_tokens) => last + 1
-        a mask is that of the token after
-            StepPlanner._add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
-                => request.num_tokens - num_drafts - len(request.prompt_token_ids)
         a chunk of a prompt has a mask
             StepPlanner._schedule: request.mask is not None and samples => request.mask is not None
         a request that needs no look has no mask

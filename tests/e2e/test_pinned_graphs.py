@@ -15,7 +15,7 @@ from compiled_llm.compiling import function as function_module
 from compiled_llm.worker import build_ahead, compiled_steps, field_buffers, runner, step_buffers
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.field_buffers import FieldBuffers
-from compiled_llm.worker.runner import HostSlot
+from compiled_llm.worker.launched_step import HostSlot
 from compiled_llm.worker.step_buffers import StepBuffers
 
 SIZES: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import dataclasses
 
 from compiled_llm.engine.stats import EngineCounts
-from compiled_llm.worker.runner import RunnerTimes
+from compiled_llm.worker.times import RunnerTimes
 from tests.fake_engine import FakeEngine, add, make_request, make_scheduler
 
 
