@@ -16,8 +16,7 @@ from transformers.masking_utils import eager_mask
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.models.architecture_name import language_model
-from tests.models.published_gemma4 import GEMMA4
-from tests.models.published_moe import MOE
+from tests.models.published_configs import GEMMA4, MOE
 from tests.models.scaled_down import scaled_down
 from tests.models.test_published import checkpoint_of
 

@@ -15,7 +15,7 @@ from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import allocate, bytes_per_layer
 from tests.families import CONFIGS, checkpoint, logits_of, strengthened
-from tests.models.published_gemma4 import GEMMA4
+from tests.models.published_configs import GEMMA4
 from tests.models.steps import step_input, step_logits
 
 SHARED = {"architectures": ["Gemma4ForCausalLM"], **CONFIGS["gemma4"][1]}

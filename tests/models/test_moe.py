@@ -11,12 +11,12 @@ from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.qwen3_moe import FAMILY as QWEN3_MOE
 from compiled_llm.models.qwen3_moe import Qwen3MoeConfig
-from tests.models.published_moe import MOE
+from tests.models.published_configs import MOE
 from tests.models.scaled_down import scaled_down
 
 SMALL = {name: scaled_down(config) for name, (config, _) in MOE.items()}
 QWEN3, MIXTRAL, GLM, OSS = (
-    SMALL[name] for name in ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "GLM-4.5", "gpt-oss-20b in bfloat16")
+    SMALL[name] for name in ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "GLM-4.5", "gpt-oss-20b_in_bfloat16")
 )
 _SIZE = [(value, f"given {value}") for value in (0, -1, 10**9)]
 _WRONG: list[Any] = [None, "many", 0.5, [1], {"a": 1}]

@@ -17,7 +17,7 @@ from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.nemotron_h import NemotronHConfig
 from tests.families import HYBRID_CONFIGS, strengthened
-from tests.models.published_hybrid import NEMOTRON
+from tests.models.published_configs import published
 from tests.models.steps import step_input, step_logits
 
 SMALL = {"architectures": ["NemotronHForCausalLM"], **HYBRID_CONFIGS["nemotron-h-moe"][1]}
@@ -84,7 +84,7 @@ def test_limits_as_transformers_writes_them(tmp_path: Path) -> None:
 
 
 def test_a_published_config_has_its_experts() -> None:
-    config = parse_config(NEMOTRON["NVIDIA-Nemotron-3-Nano-30B-A3B"][0])
+    config = parse_config(published("NVIDIA-Nemotron-3-Nano-30B-A3B"))
     assert isinstance(config, NemotronHConfig)
     assert (config.router.top_k, config.router.scale, config.mamba.groups) == (6, 2.5, 8)
 

@@ -29,19 +29,10 @@ from compiled_llm.models.weights import tensors
 from tests import mxfp4
 from tests.drawn import marked
 from tests.families import logits_of, strengthened
-from tests.models.published_configs import SUPPORTED
-from tests.models.published_dense import DENSE, WRAPPED_DENSE
-from tests.models.published_further import FURTHER
-from tests.models.published_gemma4 import GEMMA4
-from tests.models.published_hybrid import HYBRID, NEMOTRON, WRAPPED_HYBRID
-from tests.models.published_latent import LATENT
-from tests.models.published_moe import MOE
-from tests.models.published_norms import NORMS, WRAPPED
+from tests.models.published_configs import PUBLISHED
 from tests.models.scaled_down import scaled_down
 from tests.models.steps import check_every_position
 
-LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **LATENT, **FURTHER, **HYBRID, **NEMOTRON}
-PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | WRAPPED_DENSE | GEMMA4 | WRAPPED_HYBRID
 # Families of which fewer than three configs are published, and what there is.
 FEWER = {
     "MinistralForCausalLM": 1,  # of layers with and without a window

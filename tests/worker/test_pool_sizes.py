@@ -10,7 +10,7 @@ from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.scheduling.window_pool import useful_places
 from compiled_llm.worker.pool_sizes import PoolSizes, WindowSize
 from tests.families import checkpoint
-from tests.models import published_norms
+from tests.models.published_configs import published
 
 SIZES = PoolSizes(1000, (WindowSize(8, 300, 5), WindowSize(20, 50, 12)), 100, 100)
 
@@ -58,7 +58,7 @@ def test_where_all_layers_have_a_window_blocks_take_no_memory_of_their_own() -> 
 
 def test_the_memory_of_a_published_model() -> None:
     """Gemma 3 of 1B: 22 of its 26 layers see 512 keys."""
-    model_config = parse_config(published_norms.NORMS["gemma-3-1b-it"][0])
+    model_config = parse_config(published("gemma-3-1b-it"))
     config = EngineConfig(bucket_sizes=(32,), max_model_len=8192)
     limits = EngineLimits.resolve(config, 32768, StepDefaults(2048, 512, (1, 8, 32), (1,)))
     found = PoolSizes.of(model_config, [torch.bfloat16] * 26, limits, torch.bfloat16)
