@@ -80,7 +80,7 @@ def serve(engine: CompiledEngine, work: Work, rng: random.Random, counts: Counte
 
 @pytest.mark.parametrize(
     ("name", "num_requests"),
-    [pytest.param("swap", 16, id="small-swap")]
+    [pytest.param("swap", 16, id="small-swap", marks=pytest.mark.battery)]
     + [pytest.param(name, 40, id=f"full-{name}", marks=pytest.mark.battery) for name in ENGINES],
 )
 def test_bits_are_the_same_across_the_change_over(name: str, num_requests: int, battery_counts: Counter[str]) -> None:

@@ -37,7 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "compiled, bfloat16": {**SWAP, "enforce_eager": False, "dtype": "bfloat16"},
 }
 CASES = [
-    pytest.param("swap, overlap", 3, 2, id="small"),
+    pytest.param("swap, overlap", 3, 2, id="small", marks=pytest.mark.battery),
     *(
         pytest.param(name, num_tokens, 5, id=f"full-{name}-{num_tokens}", marks=pytest.mark.battery)
         for name in ENGINES

@@ -142,7 +142,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SMALL = ("states-chunks-swap-async", "chunks-swap-async-priority")
+SMALL = ("chunks-swap-async-priority",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ def prompts() -> list[list[int]]:
 
 def alone(prompts: list[list[int]], dtype: str) -> list[list[int]]:
     """The engine's own tokens, uncompiled, one prompt after another."""
-    with CompiledEngine(dtype=dtype, enforce_eager=True, bucket_sizes=(1,)) as engine:
+    with CompiledEngine(dtype=dtype, enforce_eager=True, bucket_sizes=(1,), max_num_batched_tokens=512) as engine:
         return [tokens_of(engine, [prompt])[0] for prompt in prompts]
 
 
@@ -66,7 +66,7 @@ def test_buckets_of_several_sizes(dtype: str, prompts: list[list[int]], expected
 
 
 @DTYPES
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.battery)])
 def test_a_pool_so_small_that_requests_are_preempted(
     dtype: str, mode: str, prompts: list[list[int]], expected: dict[str, list[list[int]]]
 ) -> None:

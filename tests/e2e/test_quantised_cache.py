@@ -72,7 +72,7 @@ def test_other_batches_chunks_and_block_sizes(
 
 
 @pytest.mark.parametrize(
-    "kv_cache_dtype", ["int8", *(pytest.param(each, marks=pytest.mark.battery) for each in ("auto", "fp8"))]
+    "kv_cache_dtype", [pytest.param(each, marks=pytest.mark.battery) for each in ("auto", "int8", "fp8")]
 )
 def test_in_bfloat16_every_batch_gives_the_same_tokens(kv_cache_dtype: str) -> None:
     arguments = {"dtype": "bfloat16", "enforce_eager": True}

@@ -31,9 +31,8 @@ def serve(name: str | Path, prompts: list[list[int]] = PROMPTS, **arguments: Any
 @pytest.mark.parametrize(
     "quantization",
     [
-        "int8",
         "int4_w4a8",
-        *(pytest.param(each, marks=pytest.mark.battery) for each in ("int8_w8a8", "int4", "fp8", "mxfp4")),
+        *(pytest.param(each, marks=pytest.mark.battery) for each in ("int8", "int8_w8a8", "int4", "fp8", "mxfp4")),
     ],
 )
 def test_the_same_alone_in_chunks_preempted_and_behind_a_prefix(quantization: str) -> None:

@@ -60,11 +60,24 @@ class Once(LogitsTransform):
 
 
 ARGUMENTS: dict[str, Any] = {"dtype": "float32", "check_invariants": True, "logits_transforms": (Lift, Once)}
+EAGER: dict[str, Any] = {"enforce_eager": True, "bucket_sizes": (1, 4), "max_num_batched_tokens": 256, **ARGUMENTS}
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[CompiledEngine]:
-    with CompiledEngine(enforce_eager=True, bucket_sizes=(1, 4), **ARGUMENTS) as engine:
+    with CompiledEngine(**EAGER) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def chunking() -> Iterator[CompiledEngine]:
+    with CompiledEngine(**EAGER | {"max_num_batched_tokens": 16}) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def without_cache() -> Iterator[CompiledEngine]:
+    with CompiledEngine(**EAGER, enable_prefix_caching=False) as engine:
         yield engine
 
 
@@ -366,9 +379,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", marked(SETTINGS, ("swapped", "steps ahead")))
 def test_chunks_and_preemptions_change_nothing(alone: list[RequestOutput], name: str) -> None:
-    with CompiledEngine(
-        enforce_eager=True, bucket_sizes=(1, 4), max_model_len=64, **ARGUMENTS, **SETTINGS[name]
-    ) as engine:
+    with CompiledEngine(**EAGER | SETTINGS[name], max_model_len=64) as engine:
         prompts, params = requests(engine)
         outputs = engine.generate(prompts, params, use_tqdm=False)
         check_same(outputs, alone)
@@ -414,15 +425,17 @@ def logprobs_of(model: transformers.PreTrainedModel, ids: list[int]) -> Tensor:
 CHANGED = {"temperature": 1.3, "seed": 5, "repetition_penalty": 1.5, "top_k": 50}
 
 
-@pytest.mark.parametrize(
-    ("asks", "arguments"), [({}, {"max_num_batched_tokens": 16}), (CHANGED, {})], ids=["chunks", "changed"]
-)
+@pytest.mark.parametrize(("asks", "chunks"), [({}, True), (CHANGED, False)], ids=["chunks", "changed"])
 def test_logprobs_are_those_of_transformers(
-    engine: CompiledEngine, model: transformers.PreTrainedModel, asks: dict[str, Any], arguments: dict[str, Any]
+    engine: CompiledEngine,
+    chunking: CompiledEngine,
+    model: transformers.PreTrainedModel,
+    asks: dict[str, Any],
+    chunks: bool,
 ) -> None:
     """Of the model's own logits, whatever changes them; the second time, too, when the prompt is cached."""
-    chunked = CompiledEngine(enforce_eager=True, bucket_sizes=(1,), **ARGUMENTS, **arguments) if arguments else engine
-    engine.reset_prefix_cache()
+    chunked = chunking if chunks else engine
+    chunked.reset_prefix_cache()
     prompt = ids_of(engine, LONG)
     plain = tokens(chunked, prompt, **asks)
     for count in (5, 0):
@@ -446,8 +459,6 @@ def test_logprobs_are_those_of_transformers(
     output = served(chunked, prompt, logprobs=-1, prompt_logprobs=-1, **asks)
     assert all(len(row) in (20, 21) for row in output.outputs[0].logprobs or [{}])
     assert all(len(row or {}) in (20, 21) for row in (output.prompt_logprobs or [{}])[1:])
-    if arguments:
-        chunked.close()
 
 
 def test_logprobs_name_their_tokens_and_are_there_only_for_those_who_ask(engine: CompiledEngine) -> None:
@@ -495,26 +506,25 @@ def together(engine: CompiledEngine, prompt: list[int], **params: Any) -> tuple[
     ],
 )
 def test_completions_share_the_blocks_of_their_prompt(
-    engine: CompiledEngine, caching: bool, length: int, max_tokens: int, most_used: int
+    engine: CompiledEngine, without_cache: CompiledEngine, caching: bool, length: int, max_tokens: int, most_used: int
 ) -> None:
     prompt = ids_of(engine, LONG * 2)[:length]
     assert len(prompt) == length
-    arguments = {"enforce_eager": True, "bucket_sizes": (1, 4), "enable_prefix_caching": caching, **ARGUMENTS}
-    with CompiledEngine(**arguments) as other:
-        first, _ = together(other, prompt, max_tokens=max_tokens)
-        other.reset_prefix_cache()
-        before = other.stats()
-        output, used = together(other, prompt, max_tokens=max_tokens, n=3)
-        stats = other.stats().since(before)
-        assert used == most_used
-        # The prompt once; the last token of it, whose logits they need, once for each of the others.
-        assert stats.num_computed_tokens == length + 2 + 3 * (max_tokens - 1)
-        assert (stats.num_requests, stats.num_finished, stats.num_output_tokens) == (1, 1, 3 * max_tokens)
-        assert stats.num_prompt_tokens == length
-        assert [completion.index for completion in output.outputs] == [0, 1, 2]
-        assert output.outputs[0] == first.outputs[0]
-        assert max_tokens == 1 or len({tuple(completion.token_ids) for completion in output.outputs}) == 3
-        assert all(len(completion.token_ids) == max_tokens for completion in output.outputs)
+    served_by = engine if caching else without_cache
+    first, _ = together(served_by, prompt, max_tokens=max_tokens)
+    served_by.reset_prefix_cache()
+    before = served_by.stats()
+    output, used = together(served_by, prompt, max_tokens=max_tokens, n=3)
+    stats = served_by.stats().since(before)
+    assert used == most_used
+    # The prompt once; the last token of it, whose logits they need, once for each of the others.
+    assert stats.num_computed_tokens == length + 2 + 3 * (max_tokens - 1)
+    assert (stats.num_requests, stats.num_finished, stats.num_output_tokens) == (1, 1, 3 * max_tokens)
+    assert stats.num_prompt_tokens == length
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert output.outputs[0] == first.outputs[0]
+    assert max_tokens == 1 or len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    assert all(len(completion.token_ids) == max_tokens for completion in output.outputs)
 
 
 def test_each_completion_follows_from_the_seed_and_its_index(engine: CompiledEngine) -> None:
@@ -558,23 +568,23 @@ def test_several_completions_in_a_stream(engine: CompiledEngine) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 2, 4, 6])
-def test_a_request_of_several_completions_is_aborted_as_a_whole(num_steps: int) -> None:
+def test_a_request_of_several_completions_is_aborted_as_a_whole(chunking: CompiledEngine, num_steps: int) -> None:
     """While it waits, amid its prompt, when the others are about to begin, and later."""
-    arguments = {"enforce_eager": True, "bucket_sizes": (1, 4), "max_num_batched_tokens": 16, **ARGUMENTS}
-    with CompiledEngine(**arguments) as engine:
-        alone = tokens(engine)
-        engine.add_request("other", PROMPT, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
-        engine.add_request("me", list(range(5, 55)), SamplingParams(n=3, max_tokens=30, ignore_eos=True))
-        outputs = [output for _ in range(num_steps) for output in engine.step()]
-        assert any(output.request_id == "me" for output in outputs) == (num_steps > 3)
-        engine.abort("me")
-        assert engine.stats().num_running + engine.stats().num_waiting == 1
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            assert {output.request_id for output in outputs} <= {"other"}
-        assert outputs[-1].outputs[0].token_ids == alone
-        assert engine.stats().used_blocks == 0
-        assert (engine.stats().num_requests, engine.stats().num_finished) == (3, 3)
+    chunking.reset_prefix_cache()
+    before, alone = chunking.stats(), tokens(chunking)
+    chunking.add_request("other", PROMPT, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True))
+    chunking.add_request("me", list(range(5, 55)), SamplingParams(n=3, max_tokens=30, ignore_eos=True))
+    outputs = [output for _ in range(num_steps) for output in chunking.step()]
+    assert any(output.request_id == "me" for output in outputs) == (num_steps > 3)
+    chunking.abort("me")
+    assert chunking.stats().num_running + chunking.stats().num_waiting == 1
+    while chunking.has_unfinished_requests():
+        outputs = chunking.step()
+        assert {output.request_id for output in outputs} <= {"other"}
+    assert outputs[-1].outputs[0].token_ids == alone
+    assert chunking.stats().used_blocks == 0
+    stats = chunking.stats().since(before)
+    assert (stats.num_requests, stats.num_finished) == (3, 3)
 
 
 # -- What cannot go on
@@ -641,7 +651,7 @@ def test_a_grammar_whose_tokens_take_too_long_ends_its_request_alone(
 
 def test_compiled_all_of_it_is_the_same_without_a_recompile() -> None:
     arguments = {**ARGUMENTS, **COMPILED_SIZES, "dtype": "bfloat16"}
-    with CompiledEngine(**arguments, enforce_eager=True) as engine:
+    with CompiledEngine(**arguments, enforce_eager=True, max_num_batched_tokens=256) as engine:
         prompts, params = requests(engine)
         expected = engine.generate(prompts, params, use_tqdm=False)
     with CompiledEngine(**arguments) as engine:

@@ -217,7 +217,7 @@ def test_the_number_of_tokens_that_left_is_a_function_of_the_position() -> None:
 
 
 @pytest.mark.parametrize(
-    "length", [pytest.param(500, id="small"), pytest.param(50_000, id="full", marks=pytest.mark.battery)]
+    "length", [pytest.param(300, id="small"), pytest.param(50_000, id="full", marks=pytest.mark.battery)]
 )
 def test_memory_is_flat(directory: str, length: int) -> None:
     """Of one request without end: its places, and the process's memory."""

@@ -18,7 +18,11 @@ SIZES: dict[str, Any] = {
     "check_invariants": True,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-FAMILIES = ["gemma4", "mistral", "gpt-oss"]  # windows in some layers, of other head sizes; in all; in some, with sinks
+FAMILIES = [
+    "gemma4",
+    "gpt-oss",
+    pytest.param("mistral", marks=pytest.mark.battery),
+]  # windows in some layers, of other head sizes; in all; in some, with sinks
 
 
 def prompts(shift: int = 0) -> list[list[int]]:

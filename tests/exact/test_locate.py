@@ -19,6 +19,7 @@ from compiled_llm.models import llama
 from compiled_llm.ops import swap
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 from compiled_llm.worker import compiled_steps
+from tests.drawn import marked
 from tests.exact.plans import FEW_GRAPHS, keep, kernels, plan_of, uncompiled
 from tests.families import checkpoint
 
@@ -77,7 +78,7 @@ PLANTED: dict[str, tuple[str, Callable, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", marked(PLANTED, ["an order of sums by rows"]))
 def test_a_planted_difference_is_found_and_named(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,11 +95,15 @@ def test_three_configs_of_each_family_and_forty_in_all() -> None:
 ORDINARY = list({config["architectures"][0]: name for name, config in PUBLISHED.items()}.values())
 
 
-# The smallest of each architecture: describing the largest takes seconds.
-SMALLEST = {config["architectures"][0]: name for name, config in reversed(PUBLISHED.items())}
+# To describe many experts takes seconds: of these the battery sees to the full size.
+LARGE = ("Next", "DeepSeek-V", "GLM-4.5", "-Small-4", "30B-A3B", "35B-A3B")
+# The smallest of each architecture.
+SMALLEST = {config["architectures"][0]: name for name, config in reversed(PUBLISHED.items())}.values()
 
 
-@pytest.mark.parametrize("name", marked(PUBLISHED, SMALLEST.values()))
+@pytest.mark.parametrize(
+    "name", marked(PUBLISHED, [name for name in SMALLEST if not any(word in name for word in LARGE)])
+)
 def test_dummy_weights_in_full_size(name: str) -> None:
     """They are described, without memory, in the layers that a CPU has; there are as many as a card says."""
     config = parse_config(PUBLISHED[name])

@@ -75,7 +75,7 @@ def test_round_trip(swap_out: Swap, swap_in: Swap, pool: str, shape: tuple[int, 
 
 
 @way
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_random(swap_out: Swap, swap_in: Swap, data: st.DataObject) -> None:
     num_blocks, num_rows = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,14 @@ PRIVATE = [*sorted((ROOT / "ops").glob("torch_private*.py")), ROOT / "compiled_l
 ENGINE = [path for room in ("compiled_llm", "models", "ops", "scripts") for path in (ROOT / room).rglob("*.py")]
 
 
+# Of a file that has a private name: to parse the others would take most of the time.
+MAY_HAVE_ONE = re.compile(r"\btorch[\w.\s]*\._[a-zA-Z]|\bfrom\s+torch[\w.]*\s+import\b[^)]*?\b_[a-zA-Z]")
+
+
 def private_names(source: str) -> Iterator[str]:
     """Dotted names of torch with a part that begins with one underscore: those imported, and those written out."""
+    if not MAY_HAVE_ONE.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):

@@ -14,6 +14,7 @@ from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.commands.report.kv_cache import main
 from compiled_llm.quality import kv_cache, teacher_forcing
 from compiled_llm.quantizing.texts import Text, cut_windows
+from tests.drawn import marked
 from tests.families import checkpoint
 
 NUM_TOKENS = 1024
@@ -33,7 +34,7 @@ BARS = {
 }
 
 
-@pytest.mark.parametrize("kv_cache_dtype", BARS)
+@pytest.mark.parametrize("kv_cache_dtype", marked(BARS, ["int8"]))
 def test_quality_on_the_demo_model(kv_cache_dtype: str) -> None:
     engine, text = EngineConfig(dtype="float32", kv_cache_dtype=kv_cache_dtype), Text(None, NUM_TOKENS)
     model = teacher_forcing.load_model(engine)

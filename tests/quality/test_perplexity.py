@@ -79,10 +79,10 @@ def by_transformers(model: Any, token_ids: list[int], prefix: list[int], window:
 @pytest.mark.parametrize(
     ("words", "prefix", "window", "stride"),
     [
-        ((), [], 256, 128),
+        pytest.param((), [], 256, 128, marks=pytest.mark.battery),
         (("--window", "100", "--stride", "30"), [], 100, 30),
         (("--window", "64", "--stride", "63", "--prefix-token-ids", "0"), [0], 64, 63),
-        (("--stride", "250", "--prefix-token-ids", "5,6"), [5, 6], 256, 250),
+        pytest.param(("--stride", "250", "--prefix-token-ids", "5,6"), [5, 6], 256, 250, marks=pytest.mark.battery),
     ],
 )
 def test_equal_to_transformers(

@@ -43,13 +43,16 @@ BARS = {
 }
 
 
-def test_quality_on_the_demo_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path) -> None:
-    words = ["--quantization", ",".join(BARS), "--dtype", "float32", "--text", str(text), "--no-layers"]
+@pytest.mark.parametrize("kinds", [("int8", "fp8", "int4"), pytest.param((*BARS,), marks=pytest.mark.battery)])
+def test_quality_on_the_demo_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: Path, kinds: tuple[str, ...]
+) -> None:
+    words = ["--quantization", ",".join(kinds), "--dtype", "float32", "--text", str(text), "--no-layers"]
     result = report(tmp_path / "out.json", *words)
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1]) == result
-    for kind, (most, share) in BARS.items():
-        found = result["kinds"][kind]
+    for kind in kinds:
+        found, (most, share) = result["kinds"][kind], BARS[kind]
         assert 0 < found["kl_mean"] < most, kind
         assert found["linear_bytes"] < share * result["linear_bytes"], kind
         assert abs(found["perplexity_change"]) < 0.06

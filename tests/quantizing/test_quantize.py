@@ -35,8 +35,8 @@ def run(tmp_path: Path, method: str, kind: str, *words: str, name: str = "out") 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("int4", ("--group-size", "32")),
         ("int4", ("--group-size", "32", "--zeros")),
+        pytest.param("int4", ("--group-size", "32"), marks=pytest.mark.battery),
         pytest.param("int8", (), marks=pytest.mark.battery),
         pytest.param("fp8", (), marks=pytest.mark.battery),
     ],
@@ -101,10 +101,11 @@ def test_the_report_names_experts_that_saw_few_tokens(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     "words",
     [
-        ("rtn", "int4", "--group-size", "32"),
+        ("rtn", "int4", "--group-size", "32", "--eval-max-tokens", "200"),
         *(
             pytest.param(words, marks=pytest.mark.battery)
             for words in (
+                ("rtn", "int4", "--group-size", "32"),
                 ("gptq", "int4", "--group-size", "32"),
                 ("rtn", "int8"),
                 ("smoothquant", "int8_w8a8"),

@@ -71,7 +71,7 @@ def test_raw_answers_have_the_name_of_the_request(running: Running) -> None:
 
 
 def test_many_at_once(reference: CompiledEngine, running: Running) -> None:
-    prompts = [f"def f{number}(x):" for number in range(64)]
+    prompts = [f"def f{number}(x):" for number in range(32)]
     wanted = [one.text for one in expected(reference, prompts, temperature=0, max_tokens=12)]
 
     async def ask_all() -> list[str]:

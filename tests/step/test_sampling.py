@@ -59,20 +59,24 @@ class Filters:
     [
         (Filters(), 40),
         (Filters(temperature=1.7), 40),
-        (Filters(temperature=0.3), 40),
         (Filters(top_k=1), 1),
         (Filters(top_k=7), 7),
         (Filters(top_p=0.8), None),
         (Filters(top_p=0.05), 1),
         (Filters(min_p=0.1), None),
         (Filters(top_n_sigma=1.5), None),
-        (Filters(temperature=2.0, top_n_sigma=1.5), None),
-        (Filters(top_k=12, top_p=0.9), None),
-        (Filters(temperature=1.5, top_p=0.9), None),
-        (Filters(top_k=9, min_p=0.05), None),
-        (Filters(temperature=2.0, top_p=0.95, min_p=0.15), None),
-        (Filters(temperature=0.8, top_k=12, top_p=0.9), None),
         (Filters(temperature=1.3, top_k=20, top_p=0.93, min_p=0.04), None),
+        *(
+            pytest.param(filters, None, marks=pytest.mark.battery)
+            for filters in (
+                Filters(temperature=2.0, top_n_sigma=1.5),
+                Filters(top_k=12, top_p=0.9),
+                Filters(temperature=1.5, top_p=0.9),
+                Filters(top_k=9, min_p=0.05),
+                Filters(temperature=2.0, top_p=0.95, min_p=0.15),
+                Filters(temperature=0.8, top_k=12, top_p=0.9),
+            )
+        ),
     ],
     ids=str,
 )

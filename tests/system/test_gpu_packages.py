@@ -1,4 +1,4 @@
-"""Triton is for GPUs alone: an installation without it serves, compiles and reports, and what needs it says so."""
+"""Triton is for GPUs alone: an installation without it, and without a C++ compiler, serves and reports."""
 
 import os
 import runpy
@@ -68,12 +68,12 @@ def without_triton(directory: Path) -> Path:
     return directory / "venv" / "bin" / "python"
 
 
-def run(python: Path, *words: str, **environment: str) -> str:
-    """Its standard output. Nothing of this process's environment reaches it but where programs are."""
+def run(python: Path, *words: str, **environment: str) -> tuple[str, str]:
+    """What it printed. Nothing of this process's environment reaches it but where programs are."""
     env = {"PATH": os.environ["PATH"], **environment}
     done = subprocess.run([python, *words], env=env, cwd=python.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 SERVE = """
@@ -83,21 +83,24 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.system import hardware
 
 assert importlib.util.find_spec("triton") is None
-with CompiledEngine(bucket_sizes=(2,), progress="off", enforce_eager=True) as engine:
+with CompiledEngine(bucket_sizes=(2,), progress="off") as engine:
     (out,) = engine.generate("import os", SamplingParams(temperature=0, max_tokens=4))
     assert len(out.outputs[0].token_ids) == 4
     engine.report(measure_limits=False)
-    print(engine.compile_report())
+    print(engine.compile_report(), engine.runner.describe_start())
 assert "triton" not in hardware.describe(torch.device("cpu"))
 """
 
 
-def test_without_it_an_engine_serves_and_reports(tmp_path: Path) -> None:
+def test_without_it_and_without_a_compiler_an_engine_serves_and_reports(tmp_path: Path) -> None:
     (tmp_path / "serve.py").write_text(SERVE)
     kernels = {"COMPILED_LLM_CACHE": os.environ["COMPILED_LLM_CACHE"]} if "COMPILED_LLM_CACHE" in os.environ else {}
     home = {"HOME": os.environ["HOME"]}  # where else the kernels are
-    printed = run(without_triton(tmp_path), str(tmp_path / "serve.py"), **home, **kernels)
+    no_compiler = {"CXX": "no-such-compiler"}
+    printed, said = run(without_triton(tmp_path), str(tmp_path / "serve.py"), **home, **kernels, **no_compiler)
     assert "eager" in printed
+    assert "nothing compiled" in printed
+    assert "no C++ compiler found" in said
 
 
 @pytest.mark.battery

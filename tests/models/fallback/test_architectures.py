@@ -25,7 +25,7 @@ from tests.models.steps import check_every_position, empty_cache, step_input, st
 NUM_TOKENS = 300
 CPU = torch.device("cpu")
 # The ordinary run has one with experts and padded values, one with windows and soft caps, and a tied one with biases.
-ORDINARY = ("deepseek_v3", "vaultgemma", "starcoder2")
+ORDINARY = ("vaultgemma",)  # others are compared with our own files, and those with transformers
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_every_position_of_300_tokens(model_type: str, tmp_path: Path) -> None:
     check_every_position(config, weights, prompt[0].tolist(), expected, (7, 130, 131), shared=200)
 
 
-@pytest.mark.parametrize("model_type", marked(CONFIGS, ("granitemoe", "deepseek_v3")))
+@pytest.mark.parametrize("model_type", marked(CONFIGS, ("deepseek_v3",)))
 def test_both_layouts_of_transformers_are_the_same_model(model_type: str, tmp_path: Path) -> None:
     """Parameters under the names of published checkpoints, and as transformers' modules have them."""
     found = []

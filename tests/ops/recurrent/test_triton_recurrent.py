@@ -239,8 +239,7 @@ def test_refuses_by_name(make: Callable, name: str, value: object, message: str)
 
 
 ORDINARY = [
-    "convolution-mixed-float16", "convolution of 150 channels, bias-mixed-float32", "convolution-cut",
-    "delta rule-mixed-bfloat16", "delta rule-cut", "delta rule-none", "scan-mixed-float16",
-    "scan by chunks-bfloat16", "delta rule by chunks-bfloat16", "delta rule by chunks of any number of requests",
+    "convolution of 150 channels, bias-mixed-float32", "convolution-cut", "delta rule-mixed-bfloat16",
+    "delta rule-none", "scan-mixed-float16", "scan by chunks-bfloat16", "delta rule by chunks-bfloat16",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)
