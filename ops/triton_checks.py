@@ -32,3 +32,14 @@ def check_contiguous(
     fits = tuple(given.shape) == tuple(shape) and given.dtype in dtypes and given.device == device
     if not fits or not given.is_contiguous():
         refuse(op, name, given, f"a contiguous {list(shape)} of {' or '.join(map(str, dtypes))} on {device}")
+
+
+def check_strided(
+    op: str, name: str, given: Tensor | None, shape: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> None:
+    """``ValueError`` unless ``given`` is None, or of this shape and dtype, with the last stride 1."""
+    if given is None:
+        return
+    fits = tuple(given.shape) == tuple(shape) and given.dtype == dtype and given.device == device
+    if not fits or (given.stride(-1) != 1 and given.shape[-1] != 1):
+        refuse(op, name, given, f"{list(shape)} of {dtype} on {device} with the last stride 1")

@@ -25,7 +25,7 @@ _COPIES = ("copy_", "clone", "_to_copy", "constant_pad_nd")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_weight_int4pack_mm")
 _ATTENTION = (
     "paged_attention", "rotary_attention", "decode_attention", "rotary_decode_attention",
-    "latent_attention", "rotary_latent_attention", "rotary_latent_decode_attention",
+    "rotary_latent_attention", "rotary_latent_decode_attention",
 )  # fmt: skip
 _STATES = ("short_convolution", "gated_delta_rule", "mamba2_scan")
 _ALLOCATES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
-from compiled_llm.ops.library import define_op, like_first, on_gpu
+from compiled_llm.ops.library import define_op, like_first
 
 
 def latent_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, k_cache: Tensor, v_cache: Tensor,
     k_scale: Tensor | None, v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
     seq_lens: Tensor, *, sm_scale: float, max_query_len: int, window: int = 0,
-    exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """Write ``k_turned`` and ``latent`` to the cache, then return causal attention over it.
 
-    Kernels take C and H up to 512.
+    On a CPU; a GPU has ``rotary_latent_attention`` for that. Kernels take C and H up to 512. A row has the same bits
+    alone and in any batch, as a decode and in any chunk.
 
     Args:
         q_latent: ``[T, N, C]``; float32, bfloat16 or float16; any strides with the last one 1.
@@ -41,14 +41,11 @@ def latent_attention(
         k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, window: as of
             ``paged_attention``.
         sm_scale: positive scale of the scores.
-        exact: a row has the same bits alone and in any batch, as a decode and in any chunk. The CPU kernel always does
-            so; on a GPU other tiles and an order of their own do.
 
     Returns:
         ``[T, N, C]`` contiguous, dtype of ``q_latent``, a fresh tensor.
     """
-    op = torch.ops.compiled_llm.latent_attention_exact if exact else torch.ops.compiled_llm.latent_attention
-    return op(
+    return torch.ops.compiled_llm.latent_attention(
         q_latent, q_turned, k_turned, latent, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table,
         query_start_loc, seq_lens, sm_scale, max_query_len, window,
     )  # fmt: skip
@@ -105,6 +102,4 @@ define_op(
     reference=latent_attention_reference,
     fake=like_first,
     cpu="latent_attention_cpu",
-    gpu=on_gpu("attention.triton_latent:latent_attention"),
-    gpu_exact=on_gpu("attention.triton_latent:latent_attention", exact=True),
 )

@@ -31,7 +31,9 @@ def rotary_latent_attention(
         cos_sin: ``[T, H]`` float32, that of ``rope``.
         norm: ``[C]``, the weights of ``rms_norm``, and its ``eps``.
         query_scale: ``[T, 1]`` in the dtype of ``q_turned``, multiplies the turned parts of queries; or None.
-        keys, kind: the arguments of ``latent_attention``.
+        keys, kind: the arguments of ``latent_attention``. With ``kind.exact`` a row has the same bits alone and in any
+            batch, as a decode and in any chunk. On a CPU it always does; on a GPU other tiles and an order of their own
+            do that.
 
     Returns:
         ``[T, N, C]``, as ``latent_attention`` does.
@@ -46,7 +48,7 @@ def rotary_latent_attention(
     q_turned, k_turned, latent = _turned(q_turned, k_turned, latent, cos_sin, norm, query_scale, eps)
     return latent_attention(
         q_latent, q_turned, k_turned, latent, *keys,
-        sm_scale=scale, max_query_len=max_query_len, window=window, exact=kind.exact,
+        sm_scale=scale, max_query_len=max_query_len, window=window,
     )  # fmt: skip
 
 

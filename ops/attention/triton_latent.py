@@ -104,20 +104,19 @@ def _checked(
 
 
 def _write(
-    q_turned: Tensor, k_turned: Tensor, latent: Tensor, caches: Caches, turn: ToTurn | None, slot_mapping: Tensor,
+    q_turned: Tensor, k_turned: Tensor, latent: Tensor, caches: Caches, turn: ToTurn, slot_mapping: Tensor,
     query_start_loc: Tensor, states: _States, out: Tensor, sizes: dict[str, int],
 ) -> Tensor:  # fmt: skip
     """Launch the write kernel; the turned queries."""
     num_tokens, num_heads, turned_dim = q_turned.shape
-    cos_sin, norm, query_scale, eps = turn or (None, None, None, 0.0)
-    q_out = q_turned if turn is None else q_turned.new_empty(num_tokens, num_heads, turned_dim)
+    cos_sin, norm, query_scale, eps = turn
+    q_out = q_turned.new_empty(num_tokens, num_heads, turned_dim)
     block_heads = max(1, min(triton.next_power_of_2(num_heads), _WRITTEN_AT_ONCE // sizes["BLOCK_H"]))
-    tiles = 1 + (0 if turn is None else triton.cdiv(num_heads, block_heads))
-    latent_write_kernel[(num_tokens, tiles)](
+    latent_write_kernel[(num_tokens, 1 + triton.cdiv(num_heads, block_heads))](
         q_turned, k_turned, latent, cos_sin, norm, query_scale, q_out, *caches,
         slot_mapping, query_start_loc, states.row_splits, out,
         eps, len(query_start_loc) - 1, *q_turned.stride()[:2], k_turned.stride(0), latent.stride(0),
-        0 if cos_sin is None else cos_sin.stride(0),
+        cos_sin.stride(0),
         CODE_MAX=kv_quant.CODE_MAX.get(caches.k.dtype, 0.0),
         BLOCK_HEADS=block_heads, BLOCK_OUT=_WRITTEN_AT_ONCE, **sizes,
         num_warps=4,
@@ -126,23 +125,20 @@ def _write(
     return q_out
 
 
-def latent_attention(
-    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, k_cache: Tensor, v_cache: Tensor,
-    k_scale: Tensor | None, v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, sm_scale: float, max_query_len: int, window: int, *, exact: bool = False,
-    turn: ToTurn | None = None, tile: LatentTile | None = None,
+def rotary_latent_attention(
+    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
+    query_scale: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    sm_scale: float, max_query_len: int, window: int, *, exact: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
-
-    With ``turn`` queries and keys are still to be turned, and latents to be normalised. ``tile`` replaces this GPU's.
-    """
-    caches = Caches(k_cache, v_cache, k_scale, v_scale)
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU."""
+    turn, caches = ToTurn(cos_sin, norm, query_scale, eps), Caches(k_cache, v_cache, k_scale, v_scale)
     sizes, capability, num_sms = _checked(q_latent, q_turned, k_turned, latent, caches)
     (num_tokens, num_heads, dim), (num_requests, table_width) = q_latent.shape, block_table.shape
     assert sm_scale > 0
     table_tokens = table_width * k_cache.shape[2]
     tiles = latent_tiles(dim, q_latent.element_size(), k_cache.element_size(), capability)
-    tile = tile or (tiles.exact if exact else tiles.chunk)
+    tile = tiles.exact if exact else tiles.chunk
     splits = latent_splits(tile, num_requests, num_heads, num_sms)
     if exact:  # states of several rows' partitions are many: requests of more rows fold them
         split_rows = max(1, max_query_len) if max_query_len <= SHORT_QUERY.value else 1
@@ -183,15 +179,6 @@ def _merge(
         SPLITS=1 if exact else triton.next_power_of_2(most), BLOCK_C=sizes["BLOCK_C"],
         num_warps=4, enable_fp_fusion=not exact,
     )  # fmt: skip
-
-
-def rotary_latent_attention(
-    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
-    query_scale: Tensor | None, eps: float, *rest: Any, exact: bool = False,
-) -> Tensor:  # fmt: skip
-    """The op ``rotary_latent_attention`` on CUDA tensors."""
-    turn = ToTurn(cos_sin, norm, query_scale, eps)
-    return latent_attention(q_latent, q_turned, k_turned, latent, *rest, exact=exact, turn=turn)
 
 
 def latent_decode_plan(

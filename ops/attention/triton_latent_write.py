@@ -1,13 +1,13 @@
 """What latent attention has to do before it reads: a step's latents and turned parts of keys to the paged cache.
 
-With ``cos_sin`` latents are still to be normalised, and the parts of keys and queries to be turned by their positions,
-as ``ops.rms_norm`` and ``ops.rope`` do it: to the bit.
+Latents are normalised, and the parts of keys and queries turned by their positions, as ``ops.rms_norm`` and
+``ops.rope`` do it: to the bit.
 """
 
 import triton
 import triton.language as tl
 
-from compiled_llm.ops.attention.triton_write import store_rows, turned_rows, write_rows, write_turned_keys
+from compiled_llm.ops.attention.triton_write import store_rows, turned_rows, write_turned_keys
 from compiled_llm.ops.rowwise.triton_kernels import inverse_rms_of_row, weighted
 
 
@@ -27,18 +27,14 @@ def write_latent(
     BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A token's latent and turned part of a key to its slot."""
-    if cosines is None:
-        write_rows(k_turned, k_cache, k_scale, slot, 0, 0, 1, TURNED_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H)
-        write_rows(latent, v_cache, v_scale, slot, 0, 0, 1, LATENT_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_C)
-    else:
-        write_turned_keys(
-            k_turned, cosines, None, eps, k_cache, k_scale, slot, 0, 1, TURNED_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H
-        )  # fmt: skip
-        dims = tl.arange(0, BLOCK_C)[None, :]
-        slots = slot + tl.zeros([1], tl.int64)
-        row = _normed(latent, norm, eps, LATENT_DIM, BLOCK_C)
-        target = v_cache + slots[:, None] * LATENT_DIM + dims
-        store_rows(row, dims < LATENT_DIM, target, v_scale, slots, slots >= 0, CODE_MAX)
+    write_turned_keys(
+        k_turned, cosines, None, eps, k_cache, k_scale, slot, 0, 1, TURNED_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H
+    )  # fmt: skip
+    dims = tl.arange(0, BLOCK_C)[None, :]
+    slots = slot + tl.zeros([1], tl.int64)
+    row = _normed(latent, norm, eps, LATENT_DIM, BLOCK_C)
+    target = v_cache + slots[:, None] * LATENT_DIM + dims
+    store_rows(row, dims < LATENT_DIM, target, v_scale, slots, slots >= 0, CODE_MAX)
 
 
 @triton.jit
@@ -50,15 +46,13 @@ def latent_write_kernel(
     CODE_MAX: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """For each token a program that writes to the cache, and with ``cos_sin`` others that turn its queries.
+    """For each token a program that writes to the cache, and others that turn its queries.
 
     The first also zeroes the token's output if no request owns it, and the number of its splits.
     """
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    cosines = None
-    if cos_sin is not None:
-        cosines = cos_sin + token * cos_sin_stride
+    cosines = cos_sin + token * cos_sin_stride
     if tile == 0:
         tl.store(row_splits + token, 0)
         if token >= tl.load(query_start_loc + num_requests):
@@ -71,7 +65,7 @@ def latent_write_kernel(
             k_cache, v_cache, k_scale, v_scale, tl.load(slot_mapping + token).to(tl.int64),
             LATENT_DIM, TURNED_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_C, BLOCK_H,
         )  # fmt: skip
-    elif cos_sin is not None:
+    else:
         heads = (tile - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         row_scale = query_scale
         if query_scale is not None:

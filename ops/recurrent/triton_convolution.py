@@ -11,17 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 from compiled_llm.ops.recurrent.triton_recurrent import (
     OPTIONS,
-    check_contiguous,
-    check_rows,
-    check_strided,
+    check_step,
     clear_padding,
     request_of,
 )
 from compiled_llm.ops.rowwise.triton_kernels import activated, cast, rounded
+from compiled_llm.ops.triton_checks import check_contiguous, check_strided
 
-_MAX_WIDTH = 8  # as on a CPU
 _BLOCK = 512  # channels of a program
 _FEW = 8  # tokens of a request, on average, that one program computes one after the other
 
@@ -151,19 +150,16 @@ def short_convolution(
     """
     op, device = "short_convolution", x.device
     indices = (query_start_loc, seq_lens, read_slot, write_slot, write_after)
-    requests, writes = check_rows(op, x, *indices)
+    requests, writes = check_step(op, x, *indices)
     tokens, channels = x.shape
     width = weight.shape[1]
-    if not 2 <= width <= _MAX_WIDTH:
-        raise ValueError(f"{op}: width must be from 2 to {_MAX_WIDTH}, got {width}")
-    check_strided(op, "x", x, x.dtype, (tokens, channels), device)
-    check_contiguous(op, "weight", weight, x.dtype, (channels, width), device)
-    check_contiguous(op, "state", state, x.dtype, (len(state), width - 1, channels), device)
-    if bias is not None:
-        check_contiguous(op, "bias", bias, x.dtype, (channels,), device)
-    for name, gate in (("gate_before", gate_before), ("gate_after", gate_after)):
-        if gate is not None:
-            check_strided(op, name, gate, x.dtype, (tokens, channels), device)
+    if not 2 <= width <= MAX_WIDTH:
+        raise ValueError(f"{op}: width must be from 2 to {MAX_WIDTH}, got {width}")
+    for name, rows in (("x", x), ("gate_before", gate_before), ("gate_after", gate_after)):
+        check_strided(op, name, rows, (tokens, channels), device, x.dtype)
+    check_contiguous(op, "weight", weight, (channels, width), device, x.dtype)
+    check_contiguous(op, "state", state, (len(state), width - 1, channels), device, x.dtype)
+    check_contiguous(op, "bias", bias, (channels,), device, x.dtype)
     out = x.new_empty(tokens, channels)
     if not (tokens and requests):
         return out.zero_()

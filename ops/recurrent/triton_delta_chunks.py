@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from compiled_llm.ops.recurrent.triton_recurrent import request_of
-from compiled_llm.ops.recurrent.triton_steps import delta_gates, delta_steps, delta_tile
+from compiled_llm.ops.recurrent.triton_steps import delta_gates, delta_steps, state_tile
 from compiled_llm.ops.rowwise.triton_kernels import INTERPRET, cast
 
 CHUNK = tl.constexpr(64)
@@ -226,9 +226,10 @@ def delta_chunks_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, value head, request)."""
-    request, first, length, head, keys, columns, places, kept = delta_tile(
-        state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens, HEADS, DK, DV, BLOCK_K, BLOCK_V
-    )
+    request, first, length, head, keys, columns, places, kept = state_tile(
+        state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens, HEADS, DK, DV, BLOCK_K, BLOCK_V,
+        False,
+    )  # fmt: skip
     if length <= FEW:
         delta_steps(
             q, k, v, a, b, A_log, dt_bias, state, out, write_slot, write_after,

@@ -4,9 +4,10 @@ import torch
 import triton
 from torch import Tensor
 
-from compiled_llm.ops.recurrent.triton_recurrent import OPTIONS, check_contiguous, check_rows, check_strided
+from compiled_llm.ops.recurrent.triton_recurrent import OPTIONS, check_step
 from compiled_llm.ops.recurrent.triton_scan_chunks import scan_chunks_kernel
 from compiled_llm.ops.recurrent.triton_steps import TILE, WARPS, scan_steps_kernel
+from compiled_llm.ops.triton_checks import check_contiguous, check_strided
 
 _CHUNK_WARPS = 8
 _FEW = 16  # tokens of a request, at most, for which products of matrices are not worth their while
@@ -26,23 +27,20 @@ def mamba2_scan(
     """
     op, device = "mamba2_scan", x.device
     indices = (query_start_loc, seq_lens, read_slot, write_slot, write_after)
-    requests, writes = check_rows(op, x, *indices)
+    requests, writes = check_step(op, x, *indices)
     tokens, heads, head_dim = x.shape
     groups, size = B.shape[1:]
     if heads % groups:
         raise ValueError(f"{op}: the number of heads must be a multiple of that of groups, got {heads} and {groups}")
     if dt_min > dt_max:
         raise ValueError(f"{op}: dt_min must be at most dt_max, got {dt_min} and {dt_max}")
-    for name, given, shape in (
-        ("x", x, (tokens, heads, head_dim)),
-        ("dt", dt, (tokens, heads)),
-        ("B", B, (tokens, groups, size)),
-        ("C", C, (tokens, groups, size)),
-    ):
-        check_strided(op, name, given, x.dtype, shape, device)
-    check_contiguous(op, "state", state, torch.float32, (len(state), heads, head_dim, size), device)
+    check_strided(op, "x", x, x.shape, device, x.dtype)
+    check_strided(op, "dt", dt, (tokens, heads), device, x.dtype)
+    for name, given in (("B", B), ("C", C)):
+        check_strided(op, name, given, (tokens, groups, size), device, x.dtype)
+    check_contiguous(op, "state", state, (len(state), heads, head_dim, size), device, torch.float32)
     for name, given in (("A_log", A_log), ("D", D), ("dt_bias", dt_bias)):
-        check_contiguous(op, name, given, torch.float32, (heads,), device)
+        check_contiguous(op, name, given, (heads,), device, torch.float32)
     out = x.new_empty(tokens, heads, head_dim)
     block_p = max(16, min(TILE, triton.next_power_of_2(head_dim)))
     if tokens and requests:
@@ -54,8 +52,8 @@ def mamba2_scan(
             kernel = scan_chunks_kernel if by_chunks else scan_steps_kernel
             kernel[(triton.cdiv(head_dim, block_p), heads, requests)](
                 x, dt, B, C, A_log, D, dt_bias, state, out, *indices, requests, tokens,
-                x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1),
-                dt_min, dt_max, HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, SIZE=size, WRITES=writes,
+                *x.stride()[:2], dt.stride(0), *B.stride()[:2], *C.stride()[:2], dt_min, dt_max,
+                HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, SIZE=size, WRITES=writes,
                 BLOCK_P=block_p, BLOCK_N=max(16, triton.next_power_of_2(size)), **options,
             )  # fmt: skip
     return out if requests else out.zero_()

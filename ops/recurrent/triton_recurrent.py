@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.rowwise.triton_kernels import LOG2_E
+from compiled_llm.ops.triton_checks import DTYPES, check_contiguous
 
 OPTIONS = {"enable_fp_fusion": False}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -18,17 +18,6 @@ def request_of(query_start_loc, seq_lens, request):
     seq_len = tl.load(seq_lens + request)
     length = tl.where(seq_len == 0, 0, tl.load(query_start_loc + request + 1) - first)
     return first, length, seq_len > length
-
-
-@triton.jit
-def first_tile(
-    state, read_slot, request, has_state, places, rows, columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLOT: tl.constexpr,
-):  # fmt: skip
-    """The tile that a request's first token follows; zeros where a text starts, whatever its slot holds."""
-    slot = tl.load(read_slot + request).to(tl.int64)
-    inside = (rows < tl.where(has_state, ROWS, 0))[:, None] & (columns < COLUMNS)[None, :]
-    return tl.load(state + slot * SLOT + places, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -79,19 +68,14 @@ def softplus(x):
     return tl.where(x > 0, x, tl.where(x == x, 0.0, x)) + 2.0 * z * p
 
 
-def check_rows(
-    op: str,
-    x: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    read_slot: Tensor,
-    write_slot: Tensor,
+def check_step(
+    op: str, x: Tensor, query_start_loc: Tensor, seq_lens: Tensor, read_slot: Tensor, write_slot: Tensor,
     write_after: Tensor,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     """Requests and writes of the step.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device. So do the other ops of this file.
+        ValueError: a tensor of another shape, dtype, layout or device.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"{op}: dtype must be float32, bfloat16 or float16, got {x.dtype}")
@@ -107,27 +91,5 @@ def check_rows(
         ("write_slot", write_slot, (requests, writes)),
         ("write_after", write_after, (requests, writes)),
     ):
-        check_contiguous(op, name, tensor, torch.int32, shape, x.device)
+        check_contiguous(op, name, tensor, shape, x.device, torch.int32)
     return requests, writes
-
-
-def check_contiguous(
-    op: str, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
-    """Raises ``ValueError`` as ``check_rows``."""
-    if x.shape != shape or x.dtype != dtype or x.device != device or not x.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} must be a contiguous {list(shape)} of {dtype} on {device}, got {list(x.shape)} of {x.dtype} "
-            f"on {x.device} with strides {list(x.stride())}"
-        )
-
-
-def check_strided(
-    op: str, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
-    """Of a tensor whose last stride is 1. Raises ``ValueError`` as ``check_rows``."""
-    if x.shape != shape or x.dtype != dtype or x.device != device or (x.stride(-1) != 1 and x.shape[-1] != 1):
-        raise ValueError(
-            f"{op}: {name} must be {list(shape)} of {dtype} on {device} with the last stride 1, got {list(x.shape)} of "
-            f"{x.dtype} on {x.device} with strides {list(x.stride())}"
-        )

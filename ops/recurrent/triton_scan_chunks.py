@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from compiled_llm.ops.recurrent.triton_recurrent import store_state
-from compiled_llm.ops.recurrent.triton_steps import scan_step, scan_tile, scan_weights
+from compiled_llm.ops.recurrent.triton_steps import scan_step, scan_weights, state_tile
 from compiled_llm.ops.rowwise.triton_kernels import INTERPRET, cast, rounded
 
 CHUNK = tl.constexpr(32)
@@ -69,9 +69,9 @@ def scan_chunks_kernel(
 ):  # fmt: skip
     """Program (rows of a state, head, request)."""
     dtype: tl.constexpr = out.dtype.element_ty
-    request, first, length, head, rows, numbers, places, kept = scan_tile(
+    request, first, length, head, rows, numbers, places, kept = state_tile(
         state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens, HEADS, HEAD_DIM, SIZE, BLOCK_P,
-        BLOCK_N,
+        BLOCK_N, True,
     )  # fmt: skip
     is_row, is_number = rows < HEAD_DIM, numbers < SIZE
     inside = is_row[:, None] & is_number[None, :]

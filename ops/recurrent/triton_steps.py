@@ -10,7 +10,6 @@ import triton.language as tl
 
 from compiled_llm.ops.recurrent.triton_recurrent import (
     clear_padding,
-    first_tile,
     request_of,
     sigmoid,
     softplus,
@@ -23,25 +22,37 @@ WARPS = 4
 
 
 @triton.jit
-def delta_tile(
-    state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens,
-    HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+def state_tile(
+    state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of program (columns, value head, request), whose padding is cleared: what it computes, and its state before.
+    """Of program (columns, or if BY_ROWS rows; head; request): what it computes, and its state before.
 
-    Returns (request, first token, tokens, head, keys ``[BLOCK_K]``, columns ``[BLOCK_V]``, their places in a slot, the
-    state there).
+    Of a state ``[ROWS, COLUMNS]`` of each head it has all rows of its columns, or the other way round; outputs go with
+    these. Its padding is cleared.
+
+    Returns (request, first token, tokens, head, rows, columns, their places in a slot, the state there).
     """
     head, request = tl.program_id(1), tl.program_id(2)
-    keys = tl.arange(0, BLOCK_K)
-    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    places = (head * DK + keys)[:, None] * DV + columns[None, :]
+    OUTPUTS: tl.constexpr = ROWS if BY_ROWS else COLUMNS
+    if BY_ROWS:
+        rows, columns = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_COLUMNS)
+        outputs = rows
+    else:
+        rows, columns = tl.arange(0, BLOCK_ROWS), tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        outputs = columns
+    places = (head * ROWS + rows)[:, None] * COLUMNS + columns[None, :]
     clear_padding(
-        out, query_start_loc, seq_lens, request, num_requests, num_tokens, HEADS * DV, head * DV + columns, columns < DV
-    )
+        out, query_start_loc, seq_lens, request, num_requests, num_tokens, HEADS * OUTPUTS, head * OUTPUTS + outputs,
+        outputs < OUTPUTS,
+    )  # fmt: skip
     first, length, has_state = request_of(query_start_loc, seq_lens, request)
-    kept = first_tile(state, read_slot, request, has_state, places, keys, columns, DK, DV, HEADS * DK * DV)
-    return request, first, length, head, keys, columns, places, kept
+    slot = tl.load(read_slot + request).to(tl.int64)
+    # Zeros where a text starts, whatever the slot holds.
+    inside = (rows < tl.where(has_state, ROWS, 0))[:, None] & (columns < COLUMNS)[None, :]
+    kept = tl.load(state + slot * (HEADS * ROWS * COLUMNS) + places, mask=inside, other=0.0)
+    return request, first, length, head, rows, columns, places, kept
 
 
 @triton.jit
@@ -64,7 +75,7 @@ def delta_steps(
     request, first, length, head, keys, columns, places, kept,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of what ``delta_tile`` gave, one after the other."""
+    """The tokens of what ``state_tile`` gave, one after the other."""
     is_key, is_column = keys < DK, columns < DV
     inside = is_key[:, None] & is_column[None, :]
     rate, bias = tl.exp(tl.load(A_log + head)), tl.load(dt_bias + head)
@@ -94,38 +105,15 @@ def delta_steps_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, value head, request)."""
-    request, first, length, head, keys, columns, places, kept = delta_tile(
-        state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens, HEADS, DK, DV, BLOCK_K, BLOCK_V
-    )
+    request, first, length, head, keys, columns, places, kept = state_tile(
+        state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens, HEADS, DK, DV, BLOCK_K, BLOCK_V,
+        False,
+    )  # fmt: skip
     delta_steps(
         q, k, v, a, b, A_log, dt_bias, state, out, write_slot, write_after,
         q_token, q_head, k_token, k_head, v_token, v_head, a_token, b_token, eps, scale,
         request, first, length, head, keys, columns, places, kept, HEADS, GROUP, DK, DV, WRITES,
     )  # fmt: skip
-
-
-@triton.jit
-def scan_tile(
-    state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Of program (rows of a state, head, request): as ``delta_tile``, with rows and numbers of a state.
-
-    Returns (request, first token, tokens, head, rows ``[BLOCK_P]``, numbers ``[BLOCK_N]``, places, the state there).
-    """
-    head, request = tl.program_id(1), tl.program_id(2)
-    rows = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    numbers = tl.arange(0, BLOCK_N)
-    places = (head * HEAD_DIM + rows)[:, None] * SIZE + numbers[None, :]
-    clear_padding(
-        out, query_start_loc, seq_lens, request, num_requests, num_tokens, HEADS * HEAD_DIM, head * HEAD_DIM + rows,
-        rows < HEAD_DIM,
-    )  # fmt: skip
-    first, length, has_state = request_of(query_start_loc, seq_lens, request)
-    kept = first_tile(
-        state, read_slot, request, has_state, places, rows, numbers, HEAD_DIM, SIZE, HEADS * HEAD_DIM * SIZE
-    )
-    return request, first, length, head, rows, numbers, places, kept
 
 
 @triton.jit
@@ -150,9 +138,9 @@ def scan_steps_kernel(
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (rows of a state, head, request)."""
-    request, first, length, head, rows, numbers, places, kept = scan_tile(
+    request, first, length, head, rows, numbers, places, kept = state_tile(
         state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens, HEADS, HEAD_DIM, SIZE, BLOCK_P,
-        BLOCK_N,
+        BLOCK_N, True,
     )  # fmt: skip
     is_row, is_number = rows < HEAD_DIM, numbers < SIZE
     inside = is_row[:, None] & is_number[None, :]

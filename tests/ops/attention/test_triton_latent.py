@@ -3,6 +3,7 @@
 import functools
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from tests.ops.attention.attention_cases import (
     alone,
     check,
     in_chunks,
-    same_caches,
     with_shared_prefixes,
 )
 from tests.ops.attention.latent_cases import GRID, LatentCase, make_case
@@ -30,20 +30,30 @@ from tests.ops.attention.latent_cases import GRID, LatentCase, make_case
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = KV_DTYPES["int8"], KV_DTYPES["fp8"]
 EPS = 1e-6
-EXACT = functools.partial(triton_latent.latent_attention, exact=True)
-OPS = {"fast": triton_latent.latent_attention, "exact": EXACT}
+WAYS = {
+    "fast": triton_latent.rotary_latent_attention,
+    "exact": functools.partial(triton_latent.rotary_latent_attention, exact=True),
+}
 
 
-def against_reference(name: str, how: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
-    check(make_case(**GRID[name], dtype=dtype, kv_dtype=kv_dtype), OPS[how])
+def attended(how: str, q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, *rest: Any) -> Tensor:
+    """The op on the arguments of a case, turned by no angle: for comparisons of a row's bits."""
+    half = q_turned.new_ones(len(q_turned), q_turned.shape[2] // 2, dtype=torch.float32)
+    norm = latent.new_ones(latent.shape[2])
+    turn = torch.cat([half, 0 * half], dim=1), norm, None, EPS
+    return WAYS[how](q_latent, q_turned, k_turned, latent, *turn, *rest)
+
+
+OPS = {how: functools.partial(attended, how) for how in WAYS}
 
 
 def turning(case: LatentCase, scaled: bool) -> triton_latent.ToTurn:
     """What is still to be done with the queries and keys of a case."""
-    rows, _, turned = case.q_turned.shape
-    radians = torch.arange(rows)[:, None] * torch.linspace(0, 1, turned // 2)
-    scale = (1 + torch.arange(rows)[:, None] / 8).to(case.q_turned.dtype) if scaled else None
-    norm = torch.linspace(0.5, 1.5, case.latent.shape[2]).to(case.latent.dtype)
+    (rows, _, turned), device = case.q_turned.shape, case.latent.device
+    numbers = torch.arange(rows, device=device)[:, None]
+    radians = numbers * torch.linspace(0, 1, turned // 2, device=device)
+    scale = (1 + numbers / 8).to(case.q_turned.dtype) if scaled else None
+    norm = torch.linspace(0.5, 1.5, case.latent.shape[2], device=device).to(case.latent.dtype)
     return triton_latent.ToTurn(torch.cat([radians.cos(), radians.sin()], dim=1), norm, scale, EPS)
 
 
@@ -58,14 +68,19 @@ def turned_before(case: LatentCase, turn: triton_latent.ToTurn) -> LatentCase:
     return replace(case, q_turned=q, k_turned=k, latent=normed[:, None])
 
 
-def turned(how: str, scaled: bool = False, **kwargs) -> None:
-    """As what three ops give, to the bit."""
+def turned(how: str, case: LatentCase, scaled: bool = False) -> None:
+    """Against the reference after rope and norm, with the same bits in the cache."""
+    turn, new = turning(case, scaled), (case.q_latent, case.q_turned, case.k_turned, case.latent)
+    check(turned_before(case, turn), lambda *args: WAYS[how](*new, *turn, *args[4:]))
+
+
+def of_the_grid(name: str, how: str, **types) -> None:
+    turned(how, make_case(**GRID[name], **types))
+
+
+def of_mixed_rows(how: str, scaled: bool = False, **kwargs) -> None:
     case = make_case([3, 1, 20, 1], [140, 90, 20, 0], padding_query_lens=[0, 1], trailing_rows=2, **kwargs)
-    turn = turning(case, scaled)
-    values, expected = case.values(), turned_before(case, turn).values()
-    out = OPS[how](*values.values(), turn=turn)
-    assert torch.equal(out, OPS[how](*expected.values()))
-    same_caches(values, expected)
+    turned(how, case, scaled)
 
 
 def plan_of(case: LatentCase, table_rows: Tensor | None, op) -> tuple[Tensor, Tensor]:
@@ -139,7 +154,7 @@ def neighbours_change_no_bit(how: str, **kwargs) -> None:
     """A request alone has the bits that it has among others; if not exact, in steps of one size."""
     case = make_case([1, 3, 1, 19], [1100, 1090, 600, 60], poison_before_window=False, latent_dim=64, **kwargs)
     case = with_shared_prefixes(case, ((1, 0, 1024), (2, 0, 512)))
-    together = check(case, OPS[how])
+    together = OPS[how](*case.args())
     for request in range(4):
         own = alone(case, request)
         if how == "fast":
@@ -153,7 +168,7 @@ def neighbours_change_no_bit(how: str, **kwargs) -> None:
 def chunks_change_no_bit(**kwargs) -> None:
     case = make_case([560], [0], latent_dim=32, turned_dim=16, **kwargs)
     chunks = 1, 200, 30, 65, 21, 1, 2, 220, 1, 3, 16
-    assert torch.equal(in_chunks(case, chunks, EXACT), EXACT(*case.args()))
+    assert torch.equal(in_chunks(case, chunks, OPS["exact"]), OPS["exact"](*case.args()))
 
 
 SOME = {"bf16": (BF16, None), "int8": (BF16, INT8), "fp8": (FP16, FP8), "fp32": (FP32, None), "fp32-int8": (FP32, INT8)}
@@ -167,8 +182,10 @@ INTERPRETED = {
     "decode-only-padding": functools.partial(decode, [], dtype=BF16, without_row=3),
     "decode-blocks-of-one": functools.partial(decode, [1, 15, 200], dtype=BF16, block_size=1),
     "any-number-of-programs": any_number_of_programs,
-    "turned-fast-scaled": functools.partial(turned, "fast", scaled=True, dtype=BF16, num_heads=7),
-    "turned-fast-wide": functools.partial(turned, "fast", dtype=BF16, num_heads=40, latent_dim=512, turned_dim=64),
+    "turned-fast-scaled": functools.partial(of_mixed_rows, "fast", scaled=True, dtype=BF16, num_heads=7),
+    "turned-fast-wide": functools.partial(
+        of_mixed_rows, "fast", dtype=BF16, num_heads=40, latent_dim=512, turned_dim=64
+    ),
     "neighbours-exact-window": functools.partial(neighbours_change_no_bit, "exact", dtype=BF16, window=100),
     "chunks-window": functools.partial(chunks_change_no_bit, dtype=BF16, window=100),
     "chunks-heads": functools.partial(chunks_change_no_bit, dtype=BF16, num_heads=40),
@@ -181,8 +198,7 @@ for kind, (dtype, kv_dtype) in SOME.items():
     INTERPRETED[f"chunks-{kind}"] = functools.partial(chunks_change_no_bit, **types)
     for how in OPS:
         for name in GRID:
-            INTERPRETED[f"{how}-{name}-{kind}"] = functools.partial(against_reference, name, how, dtype, kv_dtype)
-        INTERPRETED[f"turned-{how}-{kind}"] = functools.partial(turned, how, **types)
+            INTERPRETED[f"{how}-{name}-{kind}"] = functools.partial(of_the_grid, name, how, **types)
         INTERPRETED[f"neighbours-{how}-{kind}"] = functools.partial(neighbours_change_no_bit, how, **types)
 for how, (kind, kv_dtype) in itertools.product(OPS, ALL_KV_DTYPES.items()):
     bad = functools.partial(a_bad_latent_is_its_own_requests_affair, how, kv_dtype)
@@ -195,7 +211,7 @@ for how, (kind, kv_dtype) in itertools.product(OPS, ALL_KV_DTYPES.items()):
 @pytest.mark.parametrize("name", GRID)
 def test_on_a_gpu(name: str, kind: str, how: str) -> None:
     dtype, kv_dtype = SOME[kind]
-    check(make_case(**GRID[name], dtype=dtype, kv_dtype=kv_dtype, device="cuda"), OPS[how])
+    of_the_grid(name, how, dtype=dtype, kv_dtype=kv_dtype, device="cuda")
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
@@ -217,7 +233,7 @@ def launches(
             triton_latent.latent_decode_attention(*new, turn, made, *plan, 0.1, 0)
         else:
             step = integers(tokens), integers(8, 2048), integers(9), integers(8)
-            triton_latent.latent_attention(*new, *made, *step, 0.1, tokens, 0, exact=kind == "exact", turn=turn)
+            triton_latent.rotary_latent_attention(*new, *turn, *made, *step, 0.1, tokens, 0, exact=kind == "exact")
     return recorded
 
 
