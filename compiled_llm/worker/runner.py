@@ -60,7 +60,7 @@ from compiled_llm.worker.device import (
     use_threads,
 )
 from compiled_llm.worker.draft_network import DraftPlan
-from compiled_llm.worker.draft_stage import Drafts, DraftStage, token_ids_of
+from compiled_llm.worker.draft_stage import Drafts, NetworkStage, token_ids_of
 from compiled_llm.worker.draft_trees import with_drafts
 from compiled_llm.worker.memory import (
     TRIAL_BLOCKS,
@@ -134,6 +134,7 @@ class LaunchedStep:
         num_requests: in the step.
         drafts: what a network drafted, on the host; complete when ``tokens`` are.
         draft_seconds: of ``seconds``, what that took.
+        token_ids: ``tokens``, once the step is collected.
     """
 
     bucket: Bucket
@@ -147,6 +148,7 @@ class LaunchedStep:
     num_requests: int = 0
     drafts: Drafts | None = None
     draft_seconds: float = 0.0
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -287,6 +289,7 @@ class ModelRunner(Worker):
         self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
         drafting = self.steps.drafting
         drafts = None if drafting is None else drafting.token_ids
+        self._last_steps: deque[LaunchedStep] = deque(maxlen=_MOST_IN_FLIGHT)
         self._host_slots = HostSlot.in_turns(self.steps.last_tokens, drafts, self.device)
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
@@ -363,17 +366,21 @@ class ModelRunner(Worker):
             self._profile(profiler, bucket, needs, take_back)
         read = tokens, logprobs, prompt_logprobs
         drafted = len(rows), drafts, finished - sampled
-        return LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
+        self._last_steps.append(LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted))
+        return self._last_steps[-1]
 
     def _run_drafter(
         self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, slot: HostSlot | None
     ) -> Drafts | None:
         """Let a network draft, if there is one. The drafts are on their way to the host."""
-        if self.steps.drafting is None:
+        drafting = self.steps.drafting
+        if drafting is None:
             return None
         if slot is not None:
             slot.sampled.record()
-        drafts = self.steps.drafting.run(output, bucket, rows, self.rows)
+        if len(self._last_steps) == _MOST_IN_FLIGHT:  # the older one has been collected
+            drafting.learn(self._last_steps[0].token_ids)
+        drafts = drafting.run(output, bucket, rows, self.rows)
         if drafts is None:
             return None
         if slot is None or slot.drafts is None:
@@ -405,9 +412,10 @@ class ModelRunner(Worker):
             step.seconds = step.slot.started.elapsed_time(step.slot.ended) / 1e3
             if self.steps.drafting is not None:
                 step.draft_seconds = step.slot.sampled.elapsed_time(step.slot.ended) / 1e3
+        step.token_ids = tuple(step.tokens[: step.num_rows].tolist())
         return StepResult(
             step.bucket,
-            tuple(step.tokens[: step.num_rows].tolist()),
+            step.token_ids,
             None if step.logprobs is None else _columns(step.logprobs, step.num_rows),
             None if step.prompt_logprobs is None else _columns(step.prompt_logprobs, len(step.prompt_logprobs.rank)),
             step.seconds,
@@ -554,7 +562,7 @@ class ModelRunner(Worker):
                 self._record_on(num_blocks)
             self.swap_space.rehearse(self.steps.cache_groups())
         of_drafter = None
-        if isinstance(drafting := self.steps.drafting, DraftStage):
+        if isinstance(drafting := self.steps.drafting, NetworkStage):
             of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks)
         self.memory_ledger = memory.ledger(
