@@ -12,11 +12,12 @@ record.
 
 import argparse
 import copy
+import functools
 import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,34 +36,45 @@ DEFAULT_OUTPUT = demo.DEFAULT_OUTPUT.parent / "demo_drafters" / "draft_model"
 NUM_CURVE_POINTS = 8
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=8.0, help="wall time of the training loop (default: 8)")
-    parser.add_argument("--target", type=Path, default=demo.DEFAULT_OUTPUT, help="folder of the model to draft for")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-files", type=int, help="use only the first so many files, for a quick try")
-    parser.add_argument("--context-length", type=int, default=256, help="of what it learns from, a multiple of 4")
-    parser.add_argument("--num-layers", type=int, default=1, help="of the draft model (default: 1)")
-    parser.add_argument("--learning-rate", type=float, default=0.002, help="the peak (default: 0.002)")
-    args = parser.parse_args(argv)
+def parser_of(document: str | None, minutes: float, context_length: int) -> FlagParser:
+    """The flags of each program that trains what drafts; ``document``: the program's own."""
+    parser = FlagParser(description=(document or "").split("\n")[0])
+    add = parser.add_argument
+    add("--minutes", type=float, default=minutes, help=f"wall time of the training loop (default: {minutes:g})")
+    add("--seed", type=int, default=0)
+    add("--max-files", type=int, help="use only the first so many files, for a quick try")
+    add("--context-length", type=int, default=context_length, help="of what it learns from, a multiple of 4")
+    add("--learning-rate", type=float, default=0.002, help="the peak (default: 0.002)")
+    return parser
+
+
+def check(parser: FlagParser, args: argparse.Namespace, others: dict[str, tuple[bool, str]]) -> None:
+    """Refuse bad arguments. ``others``: whether further ones hold, and what they must be."""
     rules = {
         "minutes": (0 < args.minutes < math.inf, "a positive number"),
-        "target": (args.target.is_dir(), "a folder with a model"),
         "output": (args.output.is_dir() or not args.output.exists(), "a folder, or not there yet"),
         "seed": (args.seed >= 0, "0 or more"),
         "max_files": (args.max_files is None or args.max_files >= 10, "10 or more, so that some can be held out"),
         "context_length": (args.context_length >= 16 and args.context_length % 4 == 0, "a multiple of 4, 16 or more"),
-        "num_layers": (args.num_layers >= 1, "1 or more"),
         "learning_rate": (0 < args.learning_rate < 1, "above 0 and below 1"),
     }
-    for name, (holds, rule) in rules.items():
+    for name, (holds, rule) in (rules | others).items():
         if not holds:
             parser.error(f"--{name.replace('_', '-')} must be {rule}, got {getattr(args, name)}")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__, minutes=8.0, context_length=256)
+    parser.add_argument("--target", type=Path, default=demo.DEFAULT_OUTPUT, help="folder of the model to draft for")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write")
+    parser.add_argument("--num-layers", type=int, default=1, help="of the draft model (default: 1)")
+    args = parser.parse_args(argv)
+    target = args.target.is_dir(), "a folder with a model"
+    check(parser, args, {"target": target, "num_layers": (args.num_layers >= 1, "1 or more")})
     return args
 
 
-def build_student(teacher: Qwen3ForCausalLM, num_layers: int) -> Qwen3ForCausalLM:
+def build_student(num_layers: int, teacher: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
     """The first layers of ``teacher`` with its embedding, head and last norm, as a model of its own."""
     config = copy.deepcopy(teacher.config)
     config.num_hidden_layers, config.layer_types = num_layers, config.layer_types[:num_layers]
@@ -97,7 +109,7 @@ def train(
     teacher: torch.nn.Module,
     documents: list[list[int]],
     args: argparse.Namespace,
-    distance: Callable[..., torch.Tensor] = distance,
+    distance: Callable[..., torch.Tensor],
 ) -> dict[str, Any]:
     """Train for the budget of wall time; the learning rate follows the share of it that has passed."""
     trained = [p for p in student.parameters() if p.requires_grad]
@@ -126,28 +138,40 @@ def train(
     return {"steps": steps, "tokens_seen": tokens_seen, "final_loss": round(float(np.mean(recent)), 4), "curve": curve}
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+def distil(
+    args: argparse.Namespace,
+    command: Sequence[str],
+    target: Path,
+    build: Callable[[Qwen3ForCausalLM], Any],
+    distance: Callable[..., torch.Tensor],
+    save: Callable[[Any, Qwen3ForCausalLM], Any],
+    agreement: Callable[..., dict[str, Any]],
+) -> None:
+    """Train what ``build`` makes of the model in ``target`` to guess what that says, measure it, and write it all.
+
+    Args:
+        distance: (student, teacher, tokens) -> loss.
+        save: (student, teacher) -> the student as it is read from ``args.output``, where it writes it.
+        agreement: (student, teacher, windows of held-out files ``[N, T]``) -> what the record has of it.
+    """
     torch.manual_seed(args.seed)
     train_files, held_out_files = split_files(read_source_files(args.max_files))
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
     documents = list(demo.encode_files(train_files, tokenizer).values())
     held_out = [token for tokens in demo.encode_files(held_out_files, tokenizer).values() for token in tokens]
-    teacher = Qwen3ForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval().requires_grad_(False)
-    student = build_student(teacher, args.num_layers)
+    teacher = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).eval().requires_grad_(False)
+    student = build(teacher)
     num_parameters = sum(p.numel() for p in student.parameters())
     print(f"{len(train_files)} files to learn from; {num_parameters} parameters", flush=True)
-    record = train(student, teacher, documents, args)
+    record = train(student, teacher, documents, args, distance)
 
     args.output.mkdir(parents=True, exist_ok=True)
-    student.bfloat16().save_pretrained(args.output)
+    saved = save(student, teacher)
     (args.output / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read
-    (args.output / "generation_config.json").unlink(missing_ok=True)
-    saved = Qwen3ForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
     windows = torch.tensor(held_out).unfold(0, args.context_length, args.context_length)
     record |= {"held_out": agreement(saved, teacher, windows[:: max(1, len(windows) // 64)])}
     header = {
-        "command": " ".join(["python scripts/train_draft_model.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": " ".join(["python", *command]),
         "settings": {name: value for name, value in vars(args).items() if name not in ("output", "target")},
         "machine": machine.describe(torch.device("cpu")),
         "parameters": num_parameters,
@@ -155,6 +179,18 @@ def main(argv: list[str] | None = None) -> None:
     }
     (args.output / "training.json").write_text(json.dumps(header | record, indent=1) + "\n")
     print(json.dumps(record["held_out"]))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+
+    def save(student: Qwen3ForCausalLM, teacher: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+        student.bfloat16().save_pretrained(args.output)
+        (args.output / "generation_config.json").unlink(missing_ok=True)
+        return Qwen3ForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()
+
+    command = ["scripts/train_draft_model.py", *(sys.argv[1:] if argv is None else argv)]
+    distil(args, command, args.target, functools.partial(build_student, args.num_layers), distance, save, agreement)
 
 
 if __name__ == "__main__":

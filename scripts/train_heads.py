@@ -13,7 +13,6 @@ model's likeliest token, where the text before it is given. `training.json` keep
 import argparse
 import functools
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,7 @@ import train_demo_model as demo
 import train_draft_model as draft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, Qwen3ForCausalLM
-
-from compiled_llm.api.command_line import FlagParser
-from compiled_llm.quantizing.texts import read_source_files, split_files
-from compiled_llm.system import hardware as machine
+from transformers import Qwen3ForCausalLM
 
 NUM_HEADS = 4  # of Medusa; and drafts that an EAGLE-3 head learns to make one after another
 _DECAY = 0.8  # what the next draft counts, as a share of the one before
@@ -176,25 +171,12 @@ def _linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
+    parser = draft_model.parser_of(__doc__, minutes=5.0, context_length=128)
     parser.add_argument("method", choices=list(HEADS))
-    parser.add_argument("--minutes", type=float, default=5.0, help="wall time of the training loop (default: 5)")
     parser.add_argument("--output", type=Path, help="folder to write (default: that of the bundled one)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-files", type=int, help="use only the first so many files, for a quick try")
-    parser.add_argument("--context-length", type=int, default=128, help="of what it learns from, a multiple of 4")
-    parser.add_argument("--learning-rate", type=float, default=0.002, help="the peak (default: 0.002)")
     args = parser.parse_args(argv)
     args.output = args.output or demo.DEFAULT_OUTPUT.parent / "demo_drafters" / args.method
-    rules = {
-        "minutes": (0 < args.minutes < math.inf, "a positive number"),
-        "max_files": (args.max_files is None or args.max_files >= 10, "10 or more, so that some can be held out"),
-        "context_length": (args.context_length >= 16 and args.context_length % 4 == 0, "a multiple of 4, 16 or more"),
-        "learning_rate": (0 < args.learning_rate < 1, "above 0 and below 1"),
-    }
-    for name, (holds, rule) in rules.items():
-        if not holds:
-            parser.error(f"--{name.replace('_', '-')} must be {rule}, got {getattr(args, name)}")
+    draft_model.check(parser, args, {})
     return args
 
 
@@ -249,34 +231,16 @@ def agreement(student: Any, teacher: Qwen3ForCausalLM, windows: Tensor) -> dict[
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    torch.manual_seed(args.seed)
-    train_files, held_out_files = split_files(read_source_files(args.max_files))
-    tokenizer = AutoTokenizer.from_pretrained(demo.DEFAULT_OUTPUT)
-    documents = list(demo.encode_files(train_files, tokenizer).values())
-    held_out = [token for tokens in demo.encode_files(held_out_files, tokenizer).values() for token in tokens]
-    teacher = Qwen3ForCausalLM.from_pretrained(demo.DEFAULT_OUTPUT, dtype=torch.float32).eval().requires_grad_(False)
-    student = HEADS[args.method](teacher)
-    num_parameters = sum(p.numel() for p in student.parameters())
-    print(f"{len(train_files)} files to learn from; {num_parameters} parameters", flush=True)
-    record = draft_model.train(student, teacher, documents, args, distance)
 
-    args.output.mkdir(parents=True, exist_ok=True)
-    rounded = {name: value.to(torch.bfloat16).contiguous() for name, value in student.state_dict().items()}
-    save_file(rounded, args.output / "model.safetensors", metadata={"format": "pt"})
-    (args.output / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read
-    (args.output / "config.json").write_text(json.dumps(student.config(teacher, NUM_HEADS), indent=1) + "\n")
-    student.load_state_dict({name: value.float() for name, value in rounded.items()})
-    windows = torch.tensor(held_out).unfold(0, args.context_length, args.context_length)
-    record |= {"held_out": agreement(student, teacher, windows[:: max(1, len(windows) // 64)])}
-    header = {
-        "command": " ".join(["python scripts/train_heads.py", *(sys.argv[1:] if argv is None else argv)]),
-        "settings": {name: value for name, value in vars(args).items() if name != "output"},
-        "machine": machine.describe(torch.device("cpu")),
-        "parameters": num_parameters,
-        "train_files": len(train_files),
-    }
-    (args.output / "training.json").write_text(json.dumps(header | record, indent=1) + "\n")
-    print(json.dumps(record["held_out"]))
+    def save(student: Any, teacher: Qwen3ForCausalLM) -> Any:
+        rounded = {name: value.to(torch.bfloat16).contiguous() for name, value in student.state_dict().items()}
+        save_file(rounded, args.output / "model.safetensors", metadata={"format": "pt"})
+        (args.output / "config.json").write_text(json.dumps(student.config(teacher, NUM_HEADS), indent=1) + "\n")
+        student.load_state_dict({name: value.float() for name, value in rounded.items()})
+        return student
+
+    command = ["scripts/train_heads.py", *(sys.argv[1:] if argv is None else argv)]
+    draft_model.distil(args, command, demo.DEFAULT_OUTPUT, HEADS[args.method], distance, save, agreement)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_copies import Caches
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.draft_network import DraftNetwork
-from compiled_llm.worker.draft_stage import DraftStage, StepOutputs
+from compiled_llm.worker.draft_stage import DraftStage, NetworkStage, StepOutputs
 from compiled_llm.worker.draft_trees import move_accepted
-from compiled_llm.worker.head_stage import draft_stage
+from compiled_llm.worker.head_stage import network_stage
 from compiled_llm.worker.layer_skip_stage import LayerSkipStage
 from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.request_rows import RequestRows
@@ -143,31 +143,21 @@ class CompiledSteps:
         self._ready_time = 0.0
         self._last_report: CompileReport | None = None  # once closed
 
-    def _outputs(self) -> StepOutputs:
-        slots = {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()}
-        return StepOutputs(self.last_tokens, self.hidden if self.taken is None else self.taken, slots)
-
-    def _drafting(self, drafter: tuple[DraftNetwork, KVCache] | None) -> DraftStage | LayerSkipStage | None:
+    def _drafting(self, drafter: tuple[DraftNetwork, KVCache] | None) -> DraftStage | None:
         """What drafts behind each step: ``drafter``, the first layers of the model, or nothing."""
-        limits, device = self.limits, self.device
+        of_all = self.limits, self.device, self._dtype
         shared: dict[str, Any] = {"tables": self.tables, "exact": self._exact_attention}
         if drafter is not None:
-            network, kv_cache = drafter
-            vocab_size = self.model_config.vocab_size
-            return draft_stage(
-                network, limits, device, self._dtype,
-                vocab_size=vocab_size, kv_cache=kv_cache, step=self._outputs(), **shared,
-            )  # fmt: skip
+            slots = {bucket: buffers.step_input.slot_mapping for bucket, buffers in self.buffers.items()}
+            step = StepOutputs(self.last_tokens, self.hidden if self.taken is None else self.taken, slots)
+            shared |= {"vocab_size": self.model_config.vocab_size, "kv_cache": drafter[1], "step": step}
+            return network_stage(drafter[0], *of_all, **shared)
         num_layers = num_draft_layers(self._config.speculation, self.model_config)
         if not num_layers:
             return None
-        of_model: dict[str, Any] = {
-            "weights": without_adapters(self.weights), "kv_cache": self.kv_cache, "windows": self._windows,
-            "last_tokens": self.last_tokens,
-        }  # fmt: skip
-        return LayerSkipStage(
-            self._config, num_layers, self.model_config, limits, device, self._dtype, **of_model, **shared
-        )
+        shared |= {"weights": without_adapters(self.weights), "kv_cache": self.kv_cache, "windows": self._windows}
+        shared["last_tokens"] = self.last_tokens
+        return LayerSkipStage(self._config, num_layers, self.model_config, *of_all, **shared)
 
     @property
     def nbytes(self) -> int:
@@ -196,10 +186,8 @@ class CompiledSteps:
     def hold(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
         """Take other caches in the place of those so far: see ``record_again``."""
         self.kv_cache = kv_cache
-        if isinstance(self.drafting, LayerSkipStage):
-            self.drafting.hold(kv_cache)
-        elif self.drafting is not None:
-            self.drafting.kv_cache = draft_cache
+        if self.drafting is not None:
+            self.drafting.hold(kv_cache, draft_cache)
 
     def undo(self, bucket: Bucket) -> Callable[[], None]:
         """What will take back the bucket's next step: its last tokens, and the states that it writes in place."""
@@ -327,10 +315,12 @@ class CompiledSteps:
             self.kv_cache,
             self.pool_sizes,
             transforms=self._transforms,
-            drafter=(self.drafting.network, self.drafting.kv_cache) if isinstance(self.drafting, DraftStage) else None,
+            drafter=(self.drafting.network, self.drafting.kv_cache)
+            if isinstance(self.drafting, NetworkStage)
+            else None,
         )
         steps.compile(cache_dtypes, enforce_eager=True, num_workers=None, progress=StartProgress("off"))
-        if isinstance(steps.drafting, DraftStage) and isinstance(self.drafting, DraftStage):
+        if isinstance(steps.drafting, NetworkStage) and isinstance(self.drafting, NetworkStage):
             steps.drafting.coverage = self.drafting.coverage
         return steps
 

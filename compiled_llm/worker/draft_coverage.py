@@ -41,6 +41,8 @@ class DraftCoverage:
         self._lacks_some = False  # whether some entry of either is less
         # Known tokens of each row of ``RequestRows``. Memory that is never written to is never taken.
         self._token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
+        # Tokens that the last step took from the one before, on the device: row, position, and row of that step.
+        self._taken: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
         """A step is to be run: enter its blocks that move, and its tokens. ``rows`` [R] int64: in ``store``."""
@@ -56,8 +58,17 @@ class DraftCoverage:
         starts, ends = np.array(output.num_computed_tokens, dtype=np.int64), counts.cumsum()
         positions = np.arange(output.num_tokens) + np.repeat(starts - (ends - counts), counts)
         token_ids = np.array(output.token_ids, dtype=np.int32)
-        token_ids[ends[np.array(output.feedback) >= 0] - 1] = UNKNOWN
+        feedback = np.array(output.feedback)
+        is_taken = feedback >= 0
+        token_ids[ends[is_taken] - 1] = UNKNOWN
         self._token_ids[np.repeat(rows, counts), positions] = token_ids
+        self._taken = (rows[is_taken], positions[ends[is_taken] - 1], feedback[is_taken]) if is_taken.any() else None
+
+    def learn(self, token_ids: Sequence[int]) -> None:
+        """Before ``begin_step``: the step before the last one has sampled ``token_ids``; empty: it was given up."""
+        if self._taken is not None and token_ids:
+            rows, positions, feedback = self._taken
+            self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback]
 
     def num_covered(self, rows: np.ndarray, starts: np.ndarray, store: RequestRows) -> np.ndarray:
         """How many of their first tokens the drafter has of requests that have computed ``starts`` [R]; at most these.

@@ -1,4 +1,4 @@
-"""DraftStage: a network that drafts after each step, on the KV blocks of the model; its compiled functions and buffers.
+"""What drafts after each step: its compiled functions and buffers. NetworkStage: a network, on the model's KV blocks.
 
 A step goes as before. Behind it, for the requests of which it has sampled a token, ``draft`` guesses the next ones
 (``step/drafting.py``). Tokens that a network lacks but for a request's last one, as those of prompts, are computed by
@@ -86,16 +86,144 @@ class Part(NamedTuple):
 
 
 class DraftStage:
-    """Owns the functions of a network and their inputs.
+    """Owns the functions that draft behind each step, and their inputs.
 
     Attributes:
         token_ids: ``[most requests, K]`` int64 on the device: what was drafted last.
+        kv_cache: of its own: none, unless it is a network's.
+
+    Args:
+        weights: what the functions are called with.
+        num_tokens, num_layers: K, and the layers that each of these drafts goes through.
+        recipe: makes the function that drafts, see ``draft_model_function``.
+        depends: what the functions depend on besides K.
+        last_tokens: ``[rows]`` int64, where a step leaves its tokens.
+        tables: on a GPU, the block tables of all requests.
+        num_windows, numbers_rows: see ``DraftBuffers``.
+    """
+
+    kv_cache: KVCache = ()
+
+    def __init__(
+        self,
+        weights: Any,
+        num_tokens: int,
+        num_layers: int,
+        recipe: Callable[[], Callable],
+        depends: Mapping[str, Any],
+        limits: EngineLimits,
+        device: torch.device,
+        *,
+        last_tokens: Tensor,
+        tables: BlockTables | None,
+        num_windows: int = 0,
+        numbers_rows: bool = False,
+    ) -> None:
+        self._weights, self._num_layers, self._last_tokens = weights, num_layers, last_tokens
+        self._limits, self._recipe = limits, recipe
+        self._one_for_all = device.type == "cpu"
+        sizes = limits.decode_bucket_sizes
+        self.token_ids = torch.full((sizes[-1], num_tokens), NO_DRAFT, dtype=torch.int64, device=device)
+        mark_static_address(self.token_ids)
+        if self._one_for_all:
+            mark_dynamic_size(self.token_ids, 0, DynamicSize("most drafted requests", 17))
+        self._inputs = {
+            size: DraftBuffers(size, num_tokens, limits, device, tables, num_windows, numbers_rows=numbers_rows)
+            for size in sizes
+        }
+        self._depends = {**depends, "num_speculative_tokens": num_tokens}
+        self._functions: dict[str, CompiledFunction] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs on the device, weights and KV cache left out."""
+        return self.token_ids.nbytes + sum(each.buffers.nbytes for each in self._inputs.values())
+
+    def hold(self, kv_cache: KVCache, draft_cache: KVCache) -> None:
+        """The model's KV cache and the drafter's own are these from now on; on a GPU, ``record_again`` then."""
+        self.kv_cache = draft_cache
+
+    # -- Compiling
+
+    def jobs(self, weight_of_step: float, weight_of_layer: float) -> list[Job]:
+        """Everything to compile, for other processes: how long a step takes besides its layers, and each of them."""
+        threads, found = torch.get_num_threads(), dict[str, Job]()
+        for part in self._parts():
+            weight = weight_of_step + weight_of_layer * self._num_layers * part.passes
+            job = Job(part.name, part.recipe, part.arguments(), threads, weight, self._depends)
+            found.setdefault(part.name, job)
+        return list(found.values())
+
+    def warm_up(self, make: Make) -> None:
+        """Compile everything, and run it once on padding. ``make``: (function, name, what it depends on)."""
+        for name, recipe, arguments, _ in self._parts():
+            if name not in self._functions:
+                self._functions[name] = make(recipe(), name, self._depends)
+                self._functions[name].warm_up(arguments)
+
+    def record_again(self) -> None:
+        """The KV cache is another one: on a GPU, record every CUDA graph on it."""
+        for part in self._parts():
+            self._functions[part.name].record_again(part.arguments)
+
+    def functions(self) -> dict[str, CompiledFunction]:
+        """All of them, by their names."""
+        return dict(self._functions)
+
+    def _parts(self) -> Iterator[Part]:
+        """All to compile. On a GPU the largest come first: their memory serves all."""
+        for size in sorted(self._inputs, reverse=not self._one_for_all):
+            arguments = functools.partial(self._arguments, size)
+            yield Part(self._name("draft", size), self._recipe, arguments, self.token_ids.shape[1])
+
+    def _name(self, kind: str, size: int) -> str:
+        return kind if self._one_for_all else f"{kind}_{size}"
+
+    def _arguments(self, size: int) -> tuple:
+        return self._weights, self._inputs[size].input, self.kv_cache, self._last_tokens, self.token_ids
+
+    # -- Running
+
+    def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
+        """Draft for the requests of a step whose work is on its way to the device; None: for none of them.
+
+        Args:
+            bucket: of the step.
+            rows: ``[R]`` int64, those of its requests in ``store``.
+        """
+        samples = np.array(output.num_samples) if output.drafts_next else np.zeros(0)
+        return self._draft(np.flatnonzero(samples), output, rows, store)
+
+    def learn(self, token_ids: Sequence[int]) -> None:
+        """The step before the last one has sampled ``token_ids``; those that the last one took are known by now."""
+
+    def run_largest(self) -> None:
+        """Run each kind in its largest size, all padding: what it allocates depends on that alone."""
+        requests = max(self._inputs)
+        self._functions[self._name("draft", requests)](*self._arguments(requests))
+
+    def _draft(
+        self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows
+    ) -> Drafts | None:
+        """Draft for the requests at ``places`` [N] int64 of the step."""
+        if not len(places):
+            return None
+        size = next(size for size in self._inputs if size >= len(places))
+        self._inputs[size].fill(places, output, rows, store)
+        self._functions[self._name("draft", size)](*self._arguments(size))
+        return Drafts(places, self.token_ids)
+
+
+class NetworkStage(DraftStage):
+    """A ``DraftStage`` of a network with weights of its own.
+
+    Attributes:
         coverage: what the network lacks of the KV pool; None until that has its size.
 
     Args:
         vocab_size: of the model that is drafted for.
-        kv_cache: the network's, to compile on; when it is exchanged, ``record_again``.
-        tables: on a GPU, the block tables of all requests.
+        kv_cache: the network's, to compile on.
+        step: what it reads of each step.
         exact: see ``AttentionSpec``.
     """
 
@@ -116,37 +244,30 @@ class DraftStage:
         tables: BlockTables | None,
         exact: bool,
     ) -> None:
-        self.network, self.kv_cache = network, kv_cache
-        self._limits, self._step = limits, step
-        self._one_for_all = device.type == "cpu"
-        self.token_ids = torch.full(
-            (limits.decode_bucket_sizes[-1], network.num_tokens), NO_DRAFT, dtype=torch.int64, device=device
+        config = network.model_config
+        super().__init__(
+            network.weights,
+            network.num_tokens,
+            config.num_layers,
+            functools.partial(self._draft_function, config, limits.block_size, vocab_size, exact),
+            {**graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device), "vocab_size": vocab_size},
+            limits,
+            device,
+            last_tokens=step.last_tokens,
+            tables=tables,
+            numbers_rows=self._numbers_rows,
         )
-        mark_static_address(self.token_ids)
-        if self._one_for_all:
-            mark_dynamic_size(self.token_ids, 0, DynamicSize("most drafted requests", 17))
+        self.network, self.kv_cache = network, kv_cache
+        self._step, self._exact = step, exact
         sizes = StepSizes.of(limits, device)
-        if network.model_config.ropes:
+        if config.ropes:
             for table in network.weights.ropes:
                 if len(table) == limits.max_model_len:
                     mark_sizes(table, sizes.positions)
-        self._inputs = {
-            size: DraftBuffers(size, network.num_tokens, limits, device, tables, numbers_rows=self._numbers_rows)
-            for size in limits.decode_bucket_sizes
-        }
         self._prompts = {
             size: _PromptBuffers(size, limits, device, tables, sizes)
             for size in (limits.token_bucket_sizes if network.has_cache else ())
         }
-        config, block_size = network.model_config, limits.block_size
-        self._recipe = functools.partial(self._draft_function, config, block_size, vocab_size, exact)
-        self._exact = exact
-        self._depends = {
-            **graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device),
-            "num_speculative_tokens": network.num_tokens,
-            "vocab_size": vocab_size,
-        }
-        self._functions: dict[str, CompiledFunction] = {}
         self.coverage: DraftCoverage | None = None
 
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -155,66 +276,20 @@ class DraftStage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all inputs on the device, weights and KV cache left out."""
-        buffers = [each.buffers for each in self._inputs.values()] + [each.buffers for each in self._prompts.values()]
-        return self.token_ids.nbytes + sum(each.nbytes for each in buffers)
-
-    # -- Compiling
-
-    def jobs(self, weight_of_step: float, weight_of_layer: float) -> list[Job]:
-        """Everything to compile, for other processes: how long a step takes besides its layers, and each of them."""
-        threads, found = torch.get_num_threads(), dict[str, Job]()
-        for part in self._parts():
-            weight = weight_of_step + weight_of_layer * self.network.model_config.num_layers * part.passes
-            job = Job(part.name, part.recipe, part.arguments(), threads, weight, self._depends)
-            found.setdefault(part.name, job)
-        return list(found.values())
-
-    def warm_up(self, make: Make) -> None:
-        """Compile everything, and run it once on padding. ``make``: (function, name, what it depends on)."""
-        for name, recipe, arguments, _ in self._parts():
-            if name not in self._functions:
-                self._functions[name] = make(recipe(), name, self._depends)
-                self._functions[name].warm_up(arguments)
-
-    def record_again(self) -> None:
-        """``kv_cache`` is another one: on a GPU, record every CUDA graph on it."""
-        for part in self._parts():
-            self._functions[part.name].record_again(part.arguments)
-
-    def functions(self) -> dict[str, CompiledFunction]:
-        """All of them, by their names."""
-        return dict(self._functions)
+        return super().nbytes + sum(each.buffers.nbytes for each in self._prompts.values())
 
     def _parts(self) -> Iterator[Part]:
-        """All to compile. On a GPU the largest come first: their memory serves all."""
         for size in sorted(self._prompts, reverse=not self._one_for_all):
             most = _NO_BOUND if self._one_for_all else size
             recipe = functools.partial(self._prompt_function, self.network.model_config, most, self._exact)
             arguments = functools.partial(self._prompt_arguments, size)
             yield Part(self._name("draft_prompt", size), recipe, arguments, 1)
-        for size in sorted(self._inputs, reverse=not self._one_for_all):
-            arguments = functools.partial(self._arguments, size)
-            yield Part(self._name("draft", size), self._recipe, arguments, self.network.num_tokens)
-
-    def _name(self, kind: str, size: int) -> str:
-        return kind if self._one_for_all else f"{kind}_{size}"
-
-    def _arguments(self, size: int) -> tuple:
-        return self.network.weights, self._inputs[size].input, self.kv_cache, self._step.last_tokens, self.token_ids
+        yield from super()._parts()
 
     def _prompt_arguments(self, size: int) -> tuple:
-        return self.network.weights, self._prompts[size].input, self.kv_cache
-
-    # -- Running
+        return self._weights, self._prompts[size].input, self.kv_cache
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
-        """Draft for the requests of a step whose work is on its way to the device; None: for none of them.
-
-        Args:
-            bucket: of the step.
-            rows: ``[R]`` int64, those of its requests in ``store``.
-        """
         coverage = self.coverage
         assert coverage is not None, "there is no KV pool yet"
         coverage.begin_step(output, rows, store)
@@ -234,24 +309,15 @@ class DraftStage:
         coverage.end_step(rows, starts, starts + counts, is_covered, store)
         return drafts
 
-    def _draft(
-        self, places: np.ndarray, output: SchedulerOutput, rows: np.ndarray, store: RequestRows
-    ) -> Drafts | None:
-        """Draft for the requests at ``places`` [N] int64 of the step."""
-        if not len(places):
-            return None
-        size = next(size for size in self._inputs if size >= len(places))
-        self._inputs[size].fill(places, output, rows, store)
-        self._functions[self._name("draft", size)](*self._arguments(size))
-        return Drafts(places, self.token_ids)
+    def learn(self, token_ids: Sequence[int]) -> None:
+        if self.coverage is not None:
+            self.coverage.learn(token_ids)
 
     def run_largest(self) -> None:
-        """Run each kind in its largest size, all padding: what it allocates depends on that alone."""
         if self._prompts:
             prompt = max(self._prompts)
             self._functions[self._name("draft_prompt", prompt)](*self._prompt_arguments(prompt))
-        requests = max(self._inputs)
-        self._functions[self._name("draft", requests)](*self._arguments(requests))
+        super().run_largest()
 
     def _catch_up(
         self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, known_ends: np.ndarray, store: RequestRows

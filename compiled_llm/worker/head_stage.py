@@ -1,4 +1,4 @@
-"""HeadStage: a ``DraftStage`` of a network that reads the model's hidden states (``step/head_drafting.py``)."""
+"""HeadStage: a ``NetworkStage`` of a network that reads the model's hidden states (``step/head_drafting.py``)."""
 
 import functools
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from compiled_llm.step.head_drafting import (
     head_prompt_function,
 )
 from compiled_llm.worker.draft_network import DraftNetwork
-from compiled_llm.worker.draft_stage import Drafts, DraftStage, Part
+from compiled_llm.worker.draft_stage import Drafts, DraftStage, NetworkStage, Part
 from compiled_llm.worker.head_coverage import HeadCoverage
 from compiled_llm.worker.request_rows import RequestRows
 
 
-def draft_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> DraftStage:
-    """The stage that ``network`` needs; the arguments are those of ``DraftStage``."""
+def network_stage(network: DraftNetwork, *arguments: Any, **others: Any) -> NetworkStage:
+    """The stage that ``network`` needs; the arguments are those of ``NetworkStage``."""
     is_head = isinstance(family_of(network.model_config), HeadFamily)
-    stage = DraftStage if not is_head else HeadStage if network.has_cache else MedusaStage
+    stage = NetworkStage if not is_head else HeadStage if network.has_cache else MedusaStage
     return stage(network, *arguments, **others)
 
 
-class HeadStage(DraftStage):
+class HeadStage(NetworkStage):
     """Keeps the features of all tokens of each step, whether it drafts or not.
 
     A row that is said to be covered is that of a token and the one after it: see ``HeadCoverage``.
@@ -70,7 +70,7 @@ class HeadStage(DraftStage):
         return self.network.weights, self._step.slot_mapping[bucket], self._step.hidden, self.kv_cache
 
 
-class MedusaStage(DraftStage):
+class MedusaStage(NetworkStage):
     """Heads that keep nothing of tokens: they read what the step that has just run leaves."""
 
     _draft_function = staticmethod(draft_medusa_function)
@@ -79,8 +79,7 @@ class MedusaStage(DraftStage):
         """There is nothing that they could lack."""
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
-        samples = np.array(output.num_samples) if output.drafts_next else np.zeros(0)
-        return self._draft(np.flatnonzero(samples), output, rows, store)
+        return DraftStage.run(self, output, bucket, rows, store)
 
     def _arguments(self, size: int) -> tuple:
         step = self._step

@@ -11,7 +11,7 @@ from compiled_llm.scheduling.worker import LogprobColumns, StepResult
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.worker.draft_stage import Drafts, token_ids_of
 
-_MOST_IN_FLIGHT = 2
+MOST_IN_FLIGHT = 2
 
 
 @dataclasses.dataclass
@@ -35,7 +35,7 @@ class HostSlot:
             started, ended, sampled = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             return cls(pinned(last_tokens), started, ended, None if drafts is None else pinned(drafts), sampled)
 
-        return deque(slot() for _ in range(_MOST_IN_FLIGHT if device.type == "cuda" else 0))
+        return deque(slot() for _ in range(MOST_IN_FLIGHT if device.type == "cuda" else 0))
 
 
 @dataclasses.dataclass
@@ -53,6 +53,7 @@ class LaunchedStep:
         num_requests: in the step.
         drafts: what a network drafted, on the host; complete when ``tokens`` are.
         draft_seconds: of ``seconds``, what that took.
+        token_ids: ``tokens``, once the step is collected.
     """
 
     bucket: Bucket
@@ -66,21 +67,23 @@ class LaunchedStep:
     num_requests: int = 0
     drafts: Drafts | None = None
     draft_seconds: float = 0.0
+    token_ids: tuple[int, ...] = ()
 
     def wait(self) -> None:
-        """Until the device is done."""
+        """Until the device is done; ``token_ids`` are there then."""
         if self.slot is not None:
             self.slot.ended.synchronize()
             self.seconds = self.slot.started.elapsed_time(self.slot.ended) / 1e3
             if self.slot.drafts is not None:
                 self.draft_seconds = self.slot.sampled.elapsed_time(self.slot.ended) / 1e3
+        self.token_ids = tuple(self.tokens[: self.num_rows].tolist())
 
     def result(self) -> StepResult:
         """What the step gave, as plain data. ``wait`` comes before."""
         prompt_logprobs = self.prompt_logprobs
         return StepResult(
             self.bucket,
-            tuple(self.tokens[: self.num_rows].tolist()),
+            self.token_ids,
             None if self.logprobs is None else _columns(self.logprobs, self.num_rows),
             None if prompt_logprobs is None else _columns(prompt_logprobs, len(prompt_logprobs.rank)),
             self.seconds,

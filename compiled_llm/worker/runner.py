@@ -59,9 +59,9 @@ from compiled_llm.worker.device import (
     use_threads,
 )
 from compiled_llm.worker.draft_network import DraftPlan
-from compiled_llm.worker.draft_stage import Drafts, DraftStage
+from compiled_llm.worker.draft_stage import Drafts, NetworkStage
 from compiled_llm.worker.draft_trees import with_drafts
-from compiled_llm.worker.launched_step import HostSlot, LaunchedStep
+from compiled_llm.worker.launched_step import MOST_IN_FLIGHT, HostSlot, LaunchedStep
 from compiled_llm.worker.memory import (
     TRIAL_BLOCKS,
     StartMemory,
@@ -174,6 +174,7 @@ class ModelRunner(Worker):
         self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
         drafting = self.steps.drafting
         drafts = None if drafting is None else drafting.token_ids
+        self._last_steps: deque[LaunchedStep] = deque(maxlen=MOST_IN_FLIGHT)
         self._host_slots = HostSlot.in_turns(self.steps.last_tokens, drafts, self.device)
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
@@ -244,7 +245,8 @@ class ModelRunner(Worker):
             profiler.repeat(steps, bucket, needs, take_back)
         read = tokens, logprobs, prompt_logprobs
         drafted = len(rows), drafts, 0.0 if steps.drafting is None else finished - sampled
-        return LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
+        self._last_steps.append(LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted))
+        return self._last_steps[-1]
 
     def _tokens_in(self, slot: HostSlot, bucket: Bucket) -> Tensor:
         """The tokens of the step that was just launched on a GPU, on their way to the host."""
@@ -257,11 +259,14 @@ class ModelRunner(Worker):
         self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, slot: HostSlot | None
     ) -> Drafts | None:
         """Let a network draft, if there is one. The drafts are on their way to the host."""
-        if self.steps.drafting is None:
+        drafting = self.steps.drafting
+        if drafting is None:
             return None
         if slot is not None:
             slot.sampled.record()
-        drafts = self.steps.drafting.run(output, bucket, rows, self.rows)
+        if len(self._last_steps) == MOST_IN_FLIGHT:  # the older one has been collected
+            drafting.learn(self._last_steps[0].token_ids)
+        drafts = drafting.run(output, bucket, rows, self.rows)
         if drafts is None:
             return None
         if slot is None or slot.drafts is None:
@@ -407,7 +412,7 @@ class ModelRunner(Worker):
                 self._record_on(num_blocks)
             self.swap_space.rehearse(self.steps.cache_groups())
         of_drafter = None
-        if isinstance(drafting := self.steps.drafting, DraftStage):
+        if isinstance(drafting := self.steps.drafting, NetworkStage):
             of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks)
         self.memory_ledger = memory.ledger(

@@ -569,7 +569,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         NETWORKS,
         """
         prompts are not computed by the drafter
-            DraftStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
+            NetworkStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
         drafts go on behind the last block of a request
             DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
         drafts have the rows of the requests before

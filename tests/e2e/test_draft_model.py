@@ -157,6 +157,31 @@ def test_what_others_computed_without_it_is_caught_up_with(tmp_path: Path) -> No
     check_drafts(found, draft_model, block_size=4, max_model_len=128)
 
 
+@pytest.mark.parametrize("model_process", [False, pytest.param(True, marks=pytest.mark.battery)])
+def test_a_request_is_drafted_for_again_after_steps_in_flight(model_process: bool, tmp_path: Path) -> None:
+    """Tokens that the device alone knew when their steps began are known to the drafter when it goes on."""
+    draft_model = inexact_copy("llama", tmp_path / "draft")
+    config = {"method": "draft_model", "model": draft_model, "num_speculative_tokens": NUM_TOKENS, "adaptive": False}
+    params = SamplingParams(temperature=0.5, seed=3, max_tokens=40, ignore_eos=True, detokenize=False)
+    arguments = SMALL | {"num_kv_blocks": 60, "async_scheduling": True, "model_process": model_process}
+    with CompiledEngine(str(checkpoint("llama")), **arguments, speculative_config=config) as engine:
+        found, counts, was_in_flight = record_drafts(engine), list[int](), False
+        for name in ("0", "1"):
+            engine.add_request(name, [int(name) + 5] * 7, params)
+        for step in range(60):
+            engine.step()
+            if step in (5, 12):  # as where drafts do not pay for a while
+                counts.append(len(found))
+                for request in engine.scheduler.running:
+                    request.takes_drafts = request.waits_for_tokens = step > 5
+            was_in_flight |= any(request.num_in_flight > 1 for request in engine.scheduler.running)
+        counts.append(len(found))
+    assert was_in_flight
+    assert counts[1] <= counts[0] + 2
+    assert counts[2] > counts[1] + 4
+    check_drafts(found, draft_model, block_size=4, max_model_len=128)
+
+
 def test_its_memory_is_in_the_ledger_and_its_blocks_are_those_of_the_model(tmp_path: Path) -> None:
     target, draft_model = str(checkpoint("llama")), inexact_copy("llama", tmp_path / "draft")
     config = {"method": "draft_model", "model": draft_model}

@@ -34,8 +34,10 @@ def test_what_is_lacking_is_known_slot_by_slot(seed: int) -> None:
     def slots(name: RequestId, end: int) -> list[tuple[int, int]]:
         return [(blocks[name][place // SIZE], place % SIZE) for place in range(end)]
 
-    admitted = set[RequestId]()
+    admitted, taken = set[RequestId](), list[int]()
     for _ in range(40):
+        coverage.learn(taken)  # the host knows by now what the last step took from the one before
+        taken = []
         name = rng.choice(names)
         start, known = computed[name], tokens[name]
         count = min(rng.choice((1, 1, 3, 5)), 16 - start)
@@ -61,7 +63,8 @@ def test_what_is_lacking_is_known_slot_by_slot(seed: int) -> None:
         drafts, is_known = rng.random() < 0.7, rng.random() < 0.9
         fresh = () if name in admitted else (started(name, tokens[name][:16], []),)
         sent = known[start : start + count]
-        sent[-1] = sent[-1] if is_known else 0
+        if not is_known:
+            taken, sent[-1] = sent[-1:], 0
         output = SchedulerOutput(
             request_ids=(name,), num_scheduled_tokens=(count,), num_computed_tokens=(start,), num_samples=(1,),
             feedback=(-1 if is_known else 0,), token_ids=tuple(sent),
@@ -81,18 +84,34 @@ def test_what_is_lacking_is_known_slot_by_slot(seed: int) -> None:
         is_covered = False
         if drafts:
             lacking = coverage.tokens(int(rows[0]), found, start)
-            if lacking is not None:
-                assert lacking.tolist() == tokens[name][found:start]
-                end = start if rng.random() < 0.7 else rng.randint(found, start)  # there is not always room for all
-                coverage.cover(int(rows[0]), found, end, store)
-                for place, slot in enumerate(slots(name, end)):
-                    drafter[slot] = tuple(tokens[name][: place + 1])
-                is_covered = is_known and end == start
+            assert lacking is not None
+            assert lacking.tolist() == tokens[name][found:start]
+            end = start if rng.random() < 0.7 else rng.randint(found, start)  # there is not always room for all
+            coverage.cover(int(rows[0]), found, end, store)
+            for place, slot in enumerate(slots(name, end)):
+                drafter[slot] = tuple(tokens[name][: place + 1])
+            is_covered = is_known and end == start
         for place, slot in list(enumerate(slots(name, start + count)))[start:]:
             model[slot] = tuple(tokens[name][: place + 1])
             drafter[slot] = model[slot] if is_covered else ()
         coverage.end_step(rows, starts, starts + count, np.array([is_covered]), store)
         computed[name] = start + count
+
+
+def test_a_token_that_the_device_alone_has_is_not_known_before_the_host_reads_it() -> None:
+    coverage, store, name = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100), RequestId("a")
+    first = {"admissions": (started(name, [5, 6], []),), "table_updates": ((name, 0, (1,)),)}
+    for start, count, feedback, others in ((0, 2, -1, first), (2, 1, 0, {}), (3, 1, 0, {})):
+        output = SchedulerOutput(
+            request_ids=(name,), num_scheduled_tokens=(count,), num_computed_tokens=(start,), num_samples=(1,),
+            feedback=(feedback,), token_ids=(5, 6)[:count] if feedback < 0 else (0,), **others,
+        )  # fmt: skip
+        coverage.learn([start + 10] if start == 3 else [])
+        coverage.begin_step(output, store.update(output), store)
+    known = coverage.tokens(0, 0, 3)
+    assert known is not None
+    assert known.tolist() == [5, 6, 13]
+    assert coverage.tokens(0, 0, 4) is None
 
 
 def test_nothing_is_looked_up_while_the_drafter_has_all() -> None:
