@@ -345,7 +345,9 @@ class ModelRunner(Worker):
                 tokens.copy_(steps.last_tokens, non_blocking=True)
             if logprobs is not None:
                 logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
-        prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
+        prompt_logprobs = (
+            steps.sampling.prompt_logprobs(steps.weights, output, self.rows) if output.prompt_targets else None
+        )
         num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         sampled = time.perf_counter()
         drafts = self._run_drafter(output, bucket, rows, slot)
@@ -483,6 +485,8 @@ class ModelRunner(Worker):
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         description = family_of(c).describe(c, self.dtype, self._taken)
+        if isinstance(self._taken, Adaptable):
+            self._taken.check_targets()
         check_room_for_weights(description.weights, self._taken, config, c, directory, self.device, self.dtype)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
@@ -573,7 +577,7 @@ def _with_adapters(linears: LinearKind, config: EngineConfig) -> tuple[LinearKin
     """The kind of linear layer that adapters may change, and where these are; ``linears`` and None without any."""
     if not config.enable_lora:
         return linears, None
-    adaptable = Adaptable(linears, config.lora_slots, config.lora_rank)
+    adaptable = Adaptable(linears, config.lora_slots, config.lora_rank, config.lora_target_modules)
     return adaptable, HostAdapters(adaptable.places, config.lora_rank, config.host_loras)
 
 
