@@ -180,9 +180,8 @@ class _Reading:
             ends = sorted({name.rpartition(".")[2] for name in self._places})
             raise ValueError(
                 f"{self._path}: changes modules that this engine lets no adapter change: {listed(unknown)}. It lets "
-                f"them change {', '.join(ends)}. Name others with lora_target_modules (experts, lm_head and "
-                "embed_tokens are not among 'all-linear'); routers are never changed. Else load the adapter's own base "
-                f"model, or {MERGE}"
+                f"them change {', '.join(ends)}. Name others with lora_target_modules (experts, routers, lm_head and "
+                f"embed_tokens are not among 'all-linear'), load the adapter's own base model, or {MERGE}"
             )
 
     def _check_complete(self) -> None:
@@ -214,7 +213,11 @@ class _Reading:
         # A list is of the embedding, whatever that is called; a head that is the embedding has no tensor of its own.
         of_tokens = [_stripped(name) for name, tensors in self._modules.items() if _TOKENS in tensors]
         of_tokens += [self._tied_to(self._places[name]) for name in of_tokens]
-        lacking += [name for name in self._config.tokens if not any(f".{x}".endswith(f".{name}") for x in of_tokens)]
+        lacking += [
+            name or "the embedding"
+            for name in self._config.tokens
+            if not any(not name or f".{module}".endswith(f".{name}") for module in of_tokens)
+        ]
         if lacking:
             raise ValueError(
                 f"{self._config.path}: target_modules, target_parameters or trainable_token_indices names modules "
@@ -243,7 +246,7 @@ class _Reading:
             self._of_experts.setdefault(name, {})[expert] = change
 
     def _take_stack(self, module: str, a: StoredTensor, b: StoredTensor) -> None:
-        """Of all experts: ``A [E * r, inputs]`` has one after the other; columns of ``B [outputs, r * E]`` take turns."""
+        """Of all experts: ``A [E * r, inputs]`` has one after another; columns of ``B [outputs, r * E]`` take turns."""
         stack = self._stack_of(module)
         assert stack is not None
         sizes = {p: (q[0].part.in_features, sum(place.part.out_features for place in q)) for p, q in stack.items()}

@@ -122,8 +122,8 @@ class EngineConfig:
         max_lora_rank: with ``enable_lora``: the largest rank of an adapter; memory is set aside for ``max_loras`` of
             them. None: 16.
         lora_target_modules: with ``enable_lora``: layers that adapters may change, for which memory is set aside:
-            ``all-linear`` stands for all linear layers but heads and experts; others are named, as ``lm_head``,
-            ``embed_tokens`` and ``experts``, by any part of their names between dots.
+            ``all-linear`` stands for all linear layers but heads, experts and routers; these are named, as
+            ``lm_head``, ``embed_tokens`` and ``experts``, by any part of their names between dots.
         max_cpu_loras: with ``enable_lora``: most adapters that stay in host memory while no request uses them. None: as
             ``max_loras``.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.

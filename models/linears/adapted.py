@@ -218,12 +218,13 @@ class Place(NamedTuple):
 
 
 ALL_LINEAR = "all-linear"
-_LARGE = ("experts", "head", "embedding")  # these are not among all, since each adapter needs much memory for them
+# Not among all: for these each adapter needs much memory, or (routers) a GPU takes more launches where they may change.
+_NAMED = ("experts", "head", "embedding", "router")
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptable:
-    """A ``LinearKind`` that makes layers of another kind ``Adapted``: all but routers, as far as ``targets`` go.
+    """A ``LinearKind`` that makes layers of another kind ``Adapted``: those that ``targets`` name.
 
     Attributes:
         num_slots: adapters that a step may have.
@@ -287,12 +288,11 @@ class Adaptable:
                 )
 
     def _may_change(self, parts: Sequence[StoredLinear], kind: str = "") -> bool:
-        if any(fnmatchcase(part.name, pattern) for part in parts for pattern in ROUTERS):
-            return False
-        kind = kind or parts[0].role
+        is_router = any(fnmatchcase(part.name, pattern) for part in parts for pattern in ROUTERS)
+        kind = "router" if is_router else kind or parts[0].role
         found = {t for t in self.targets if t == kind or any(names(t, part) for part in parts)}
         self.matched.update(found)
-        return bool(found) or (kind not in _LARGE and ALL_LINEAR in self.targets)
+        return bool(found) or (kind not in _NAMED and ALL_LINEAR in self.targets)
 
     def _changes(
         self, take: Take, parts: Sequence[StoredLinear], linear: Linear | GroupedLinear, num_experts: int = 0
@@ -308,8 +308,7 @@ class Adaptable:
         return changes
 
     def _row_changes(self, take: Take, part: StoredLinear, linear: Linear) -> RowChanges | None:
-        part = part._replace(role="embedding", also="")
-        if not self._may_change([part]):
+        if not self._may_change([part._replace(role="embedding", also="")]):
             return None
         most = -(-self.rank // TILE) * TILE
         a = torch.zeros(self.num_slots, part.out_features, most, dtype=take.dtype, device=take.device)
