@@ -8,7 +8,7 @@ from pathlib import Path
 
 from compiled_llm.adapters.peft import Adapter, read_adapter, stamp
 from compiled_llm.api.lora_request import LoRARequest
-from compiled_llm.models.linears.adapted import Place
+from compiled_llm.models.linears.adapted import AnyPlace
 
 
 class HostAdapters:
@@ -22,7 +22,7 @@ class HostAdapters:
         most: adapters that stay without a request.
     """
 
-    def __init__(self, places: Mapping[str, Place], most_rank: int, most: int) -> None:
+    def __init__(self, places: Mapping[str, AnyPlace], most_rank: int, most: int) -> None:
         self._places, self._most_rank, self._most = places, most_rank, most
         self._recent: OrderedDict[str, tuple[object, Adapter]] = OrderedDict()  # by path: the stamp of the files
         self._known: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()  # by digest

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm.adapters.peft_config import CONFIG_FILE, MERGE, PeftConfig
 from compiled_llm.checkpoint.stored_tensors import StoredTensor, listed, stored_tensors
-from compiled_llm.models.linears.adapted import Change, Place, of_any_expert
+from compiled_llm.models.linears.adapted import AnyPlace, Change, Place, of_any_expert
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.ops.linear.lora import tiles_of
@@ -65,7 +65,7 @@ def _missing(directory: Path, name: str, error: Exception) -> str:
     return f"{directory}: lora_path must be a directory with {CONFIG_FILE} and {TENSORS_FILE}: {error}"
 
 
-def read_adapter(name: str, directory: Path, places: Mapping[str, Place], most_rank: int) -> Adapter:
+def read_adapter(name: str, directory: Path, places: Mapping[str, AnyPlace], most_rank: int) -> Adapter:
     """The adapter in ``directory``.
 
     Args:
@@ -124,7 +124,7 @@ class _Reading:
         self,
         config: PeftConfig,
         path: Path,
-        places: Mapping[str, Place],
+        places: Mapping[str, AnyPlace],
         most_rank: int,
         modules: Mapping[str, Mapping[str, StoredTensor]],
     ) -> None:
@@ -133,7 +133,7 @@ class _Reading:
         # Of all experts, as transformers' parameters have them: by module, by parameter.
         self._stacks: dict[str, dict[str, list[Place]]] = {}
         for place in places.values():
-            if place.num_experts and place.part.stacked:
+            if isinstance(place, Place) and place.num_experts and place.part.stacked:
                 module, _, parameter = _stripped(place.part.stacked).rpartition(".")
                 self._stacks.setdefault(module, {}).setdefault(parameter, []).append(place)
         self._digest = hashlib.sha256()
@@ -166,12 +166,14 @@ class _Reading:
         return self._stacks.get(re.sub(r"(\.base_layer)+$", "", _stripped(module)))
 
     def _is_known(self, module: str, tensors: Mapping[str, StoredTensor]) -> bool:
-        name = _stripped(module)
+        name, has = _stripped(module), tensors.keys()
         place = self._places.get(name)
-        if tensors.keys() & {_ROWS_A, _ROWS_B, _TOKENS}:
-            return place is not None and (place.of_rows is not None or _TOKENS in tensors)
+        if has & {_TOKENS, _COPY} and (place is None or place.part.role == "layer"):
+            return False
+        if _TOKENS in has:
+            return len(has) == 1
         if place is not None:
-            return place.of_rows is None
+            return (place.of_rows is None) == (_A in has)
         return of_any_expert(name) in self._places or self._stack_of(module) is not None
 
     def _check_known(self) -> None:
@@ -295,6 +297,7 @@ class _Reading:
         """Rows in the place of an embedding's or a head's: a change whose rank is their number."""
         name, ids = _stripped(module), self._config.tokens_of(module)
         place = self._places[name]
+        assert isinstance(place, Place)
         vocab_size, size = place.part.out_features, place.part.in_features
         if ids and max(ids) >= vocab_size:
             raise ValueError(
@@ -321,7 +324,7 @@ class _Reading:
         else:
             self._put(name, Change(which, tiles_of(difference.t()), scale))
 
-    def _tied_to(self, place: Place) -> str:
+    def _tied_to(self, place: AnyPlace) -> str:
         """The head that the embedding of ``place`` is as well; "": none."""
         return _stripped(place.part.also) if place.of_rows is not None else ""
 
@@ -354,7 +357,7 @@ class _Reading:
                 f"found {rank}: give max_lora_rank={rank}"
             )
 
-    def _read(self, name: str, module: str | None, place: Place, *stored: StoredTensor) -> list[Tensor]:
+    def _read(self, name: str, module: str | None, place: AnyPlace, *stored: StoredTensor) -> list[Tensor]:
         """In the layer's dtype; the digest is of these, too. ``module``: None: one without a scale."""
         dtype = place.changes.a.dtype
         tensors = [_read(self._path, one, dtype) for one in stored]
@@ -365,9 +368,10 @@ class _Reading:
             self._digest.update(tensor.view(torch.uint8).numpy().data)
         return tensors
 
-    def _check_copy(self, place: Place, stored: StoredTensor) -> None:
+    def _check_copy(self, place: AnyPlace, stored: StoredTensor) -> None:
         """Raise where a copy of the base model's table is not what it is here. Quantised ones are not compared."""
         vocab_size, size = place.part.out_features, place.part.in_features
+        assert isinstance(place, Place)
         same = stored.shape == (vocab_size, size) and stored.dtype in _DTYPES
         if same and not isinstance(place.linear, Quantized):
             copy, dtype = stored.read(), place.changes.a.dtype

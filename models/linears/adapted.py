@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.fused import activated_linear
-from compiled_llm.models.linears.heads import HeadLinear
+from compiled_llm.models.linears.heads import AdaptedHeads, HeadLinear
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantizing import ROUTERS, names
 from compiled_llm.ops import TILE, LoraWeights, add_lora
+from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.pinned import on_device
 
 
@@ -127,7 +128,7 @@ def experts_of(layer: GroupedLinear, x: Tensor, rows: Tensor | None, tokens: Ten
     return layer.apply_to(x, rows, starts)
 
 
-AnyAdapted = Adapted | AdaptedExperts
+AnyAdapted = Adapted | AdaptedExperts | AdaptedHeads
 
 
 def with_slots(weights: Any, slots: Tensor) -> Any:
@@ -185,20 +186,20 @@ class Place(NamedTuple):
         number: of the part; first_tile: of its outputs.
         num_experts: 0: it is no layer of experts.
         of_rows: the change of an embedding.
-        linear: the layer that it is a part of.
+        linear: the layer, if it is a head or an embedding.
     """
 
     part: StoredLinear
     number: int
     first_tile: int
     changes: LoraWeights
-    linear: Linear | GroupedLinear
+    linear: Linear | None
     num_experts: int = 0
     of_rows: Tensor | None = None
 
     def rows_of_model(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` of a head or an embedding without adapters, on the host."""
-        assert isinstance(self.linear, Linear)
+        assert self.linear is not None
         return self.linear.rows(on_device(ids, self.changes.a.device)).to("cpu")
 
     def put(self, slot: int, change: Change | None) -> None:
@@ -217,6 +218,37 @@ class Place(NamedTuple):
         tiles.copy_(on_device(change.b, device))
 
 
+class HeadsPlace(NamedTuple):
+    """Where the changes of a layer go of which the model has each head's rows as two layers, see ``take_heads``.
+
+    As ``B_k`` and ``B_v`` are the rows of B for a head's keys and values, the keys' layer, which is transposed, has
+    ``B_k^T`` for an A and ``A^T`` for a B; the values' has A and ``B_v``.
+    """
+
+    part: StoredLinear
+    first: int  # of a head's rows, that go the other way
+    to_inputs: Place
+    to_outputs: Place
+    num_experts: int = 0
+    of_rows: Tensor | None = None
+
+    @property
+    def changes(self) -> LoraWeights:
+        return self.to_inputs.changes
+
+    def put(self, slot: int, change: Change | None) -> None:
+        """As ``Place.put``."""
+        keys = values = None
+        if change is not None:
+            rows = change.b.transpose(1, 2).flatten(0, 1)[: self.part.out_features]
+            by_head = rows.unflatten(0, (self.to_inputs.num_experts, -1))
+            keys = Change(by_head[:, : self.first].transpose(1, 2), tiles_of(change.a.t()), change.scale)
+            values = Change(change.a, torch.stack([*map(tiles_of, by_head[:, self.first :])]), change.scale)
+        self.to_inputs.put(slot, keys)
+        self.to_outputs.put(slot, values)
+
+
+AnyPlace = Place | HeadsPlace
 ALL_LINEAR = "all-linear"
 # Not among all: for these each adapter needs much memory, or (routers) a GPU takes more launches where they may change.
 _NAMED = ("experts", "head", "embedding", "router")
@@ -239,7 +271,7 @@ class Adaptable:
     num_slots: int
     rank: int
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    places: dict[str, Place] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    places: dict[str, AnyPlace] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     matched: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -271,12 +303,26 @@ class Adaptable:
         parts = [part._replace(name=of_any_expert(part.name)) for part in experts[0]]
         if not self._may_change(parts, "experts"):
             return layer
-        return AdaptedExperts(layer, self._changes(take, parts, layer, len(experts)))
+        return AdaptedExperts(layer, self._changes(take, parts, None, len(experts)))
 
     def take_heads(
         self, take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
     ) -> tuple[HeadLinear, HeadLinear]:
-        return self.plain.take_heads(take, parts, num_heads, first)
+        to_inputs, to_outputs = self.plain.take_heads(take, parts, num_heads, first)
+        if len(parts) > 1 or not self._may_change(parts):
+            return to_inputs, to_outputs
+        changes = [
+            LoraWeights.empty(
+                [layer.out_features // num_heads], layer.in_features, self.num_slots * num_heads, self.rank,
+                take.dtype, take.device,
+            )
+            for layer in (to_inputs, to_outputs)
+        ]  # fmt: skip
+        places = [Place(parts[0], 0, 0, own, None, num_heads) for own in changes]
+        self._note(take, HeadsPlace(parts[0], first, places[0], places[1]))
+        assert not isinstance(to_inputs, AdaptedHeads)
+        assert not isinstance(to_outputs, AdaptedHeads)
+        return AdaptedHeads(to_inputs, changes[0]), AdaptedHeads(to_outputs, changes[1])
 
     def check_targets(self) -> None:
         """``ValueError`` for one of ``targets`` that names no layer of the model, whose layers have been taken."""
@@ -295,7 +341,7 @@ class Adaptable:
         return bool(found) or (kind not in _NAMED and ALL_LINEAR in self.targets)
 
     def _changes(
-        self, take: Take, parts: Sequence[StoredLinear], linear: Linear | GroupedLinear, num_experts: int = 0
+        self, take: Take, parts: Sequence[StoredLinear], linear: Linear | None, num_experts: int = 0
     ) -> LoraWeights:
         """Slots for ``parts``, with their places."""
         outputs = [part.out_features for part in parts]
@@ -317,7 +363,7 @@ class Adaptable:
         self._note(take, Place(part, 0, 0, expand, linear, of_rows=a))
         return RowChanges(a, expand)
 
-    def _note(self, take: Take, place: Place) -> None:
+    def _note(self, take: Take, place: AnyPlace) -> None:
         if take.device.type != "meta":  # else nothing but names and shapes are asked for
             self.places[place.part.name] = place
 
@@ -333,6 +379,6 @@ def change_bytes(weights: Any) -> int:
         changes, of_rows = weights.changes, weights.of_rows
         tensors = [*(changes or ()), *((of_rows.a, *of_rows.expand) if of_rows else ())]
         return sum(tensor.nbytes for tensor in tensors)
-    if isinstance(weights, AdaptedExperts):
+    if isinstance(weights, AdaptedExperts | AdaptedHeads):
         return sum(tensor.nbytes for tensor in weights.changes)
     return sum(map(change_bytes, weights)) if isinstance(weights, tuple) else 0
