@@ -159,6 +159,7 @@ class Source:
         """
         if stacked is not None:
             self.may_be_stacked(stacked, experts)
+            experts = [[part._replace(stacked=stacked) for part in parts] for parts in experts]
         return self._linears.take_experts(_PartsTake(self, list(itertools.chain(*experts))), experts, top_k)
 
     def mixture(
@@ -216,7 +217,10 @@ class Source:
         sizes = (in_features, out_features) if transposed else (out_features, in_features)
         wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, whole=transposed)
         biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
-        parts = [[StoredLinear(f"{name}.{e}", out_features, in_features, bias)] for e in range(num_experts)]
+        part = StoredLinear(name, out_features, in_features, bias, transposed, stacked=name)
+        if in_turn > 1:
+            part = part._replace(arrange=lambda rows: rows.unflatten(0, (-1, in_turn)).transpose(0, 1).flatten(0, 1))
+        parts = [[part._replace(name=f"{name}.{e}")] for e in range(num_experts)]
         return self._linears.take_experts(_StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
 
     def heads(self, parts: Sequence[StoredLinear], num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from compiled_llm.adapters.peft import Adapter, read_adapter, stamp
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
-from compiled_llm.models.linears.adapted import Adaptable, Place
+from compiled_llm.models.linears.adapted import Adaptable, AnyPlace
 from compiled_llm.models.linears.protocol import LinearKind
 
 
@@ -24,7 +24,7 @@ class HostAdapters:
         most: adapters that stay without a request.
     """
 
-    def __init__(self, places: Mapping[str, Place], most_rank: int, most: int) -> None:
+    def __init__(self, places: Mapping[str, AnyPlace], most_rank: int, most: int) -> None:
         self._places, self._most_rank, self._most = places, most_rank, most
         self._recent: OrderedDict[str, tuple[object, Adapter]] = OrderedDict()  # by path: the stamp of the files
         self._known: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()  # by digest
@@ -65,5 +65,5 @@ def adaptable(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, Ho
     """The kind of linear layer that adapters may change, and where these are; ``linears`` and None without any."""
     if not config.enable_lora:
         return linears, None
-    kind = Adaptable(linears, config.lora_slots, config.lora_rank)
+    kind = Adaptable(linears, config.lora_slots, config.lora_rank, config.lora_target_modules)
     return kind, HostAdapters(kind.places, config.lora_rank, config.host_loras)

@@ -2,33 +2,31 @@
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_llm.adapters.peft_config import CONFIG_FILE, MERGE, PeftConfig
 from compiled_llm.checkpoint.stored_tensors import StoredTensor, listed, stored_tensors
-from compiled_llm.models.linears.adapted import Change, Place
+from compiled_llm.models.linears.adapted import AnyPlace, Change, Place, of_any_expert
 from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.ops.linear.lora import tiles_of
 
 TENSORS_FILE = "adapter_model.safetensors"
 _DTYPES = ("F32", "F16", "BF16")
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_ROWS_A, _ROWS_B = ".lora_embedding_A", ".lora_embedding_B"
+_TOKENS, _COPY = ".token_adapter.trainable_tokens_delta", ".base_layer.weight"
 # What modules are within, in transformers' model, and checkpoints leave out or call otherwise.
 _WITHIN = ("model", "language_model", "text_model", "transformer", "gpt_neox", "backbone")
-_OTHER_TENSORS = {
-    ".lora_magnitude_vector": "a DoRA's",
-    ".lora_B.bias": "a bias",
-    ".lora_embedding_A": "an embedding's",
-    ".lora_embedding_B": "an embedding's",
-    ".base_layer.weight": "a copy of the base model's",
-    ".trainable_tokens_delta": "changed embeddings",
-}
+_OTHER_TENSORS = {".lora_magnitude_vector": "a DoRA's", ".lora_B.bias": "a bias", ".weight": "a whole module's"}
+_SWAPPED_UNTIL = 0, 19  # PEFT's release from which on A of all experts has their inputs where they lie transposed, too
+_ROWS_AT_ONCE = 4096  # of a table that are compared
 
 
 class Adapter:
@@ -44,13 +42,6 @@ class Adapter:
 
     def __repr__(self) -> str:
         return f"<Adapter {self.name!r}: {len(self.changes)} layers, {self.digest[:12]}>"
-
-
-class _Pair(NamedTuple):
-    """The tensors of one module."""
-
-    a: StoredTensor
-    b: StoredTensor
 
 
 def stamp(directory: Path) -> tuple[tuple[int, int, int], ...]:
@@ -74,7 +65,7 @@ def _missing(directory: Path, name: str, error: Exception) -> str:
     return f"{directory}: lora_path must be a directory with {CONFIG_FILE} and {TENSORS_FILE}: {error}"
 
 
-def read_adapter(name: str, directory: Path, places: Mapping[str, Place], most_rank: int) -> Adapter:
+def read_adapter(name: str, directory: Path, places: Mapping[str, AnyPlace], most_rank: int) -> Adapter:
     """The adapter in ``directory``.
 
     Args:
@@ -85,40 +76,34 @@ def read_adapter(name: str, directory: Path, places: Mapping[str, Place], most_r
         ValueError: a file is missing, damaged or has what is not served, or does not fit the base model.
     """
     config, path = PeftConfig.read(directory), directory / TENSORS_FILE
-    pairs = _pairs(path, stored_tensors(path))
-    modules = _layers_of(path, pairs, places)
-    _check_complete(config, modules, places)
-    digest, changes = hashlib.sha256(), dict[str, Change]()
-    for module, layer in sorted(modules.items()):
-        place, scale = places[layer], config.scale_of(module)
-        _check_shapes(path, config, module, pairs[module], place.part, most_rank)
-        dtype = place.changes.a.dtype
-        a, b = (_read(path, stored, dtype) for stored in pairs[module])
-        for part in (layer, repr(scale), str(tuple(a.shape)), str(dtype)):
-            digest.update(f"{part}\n".encode())
-        for tensor in (a, b):
-            digest.update(tensor.view(torch.uint8).numpy().data)
-        changes[layer] = _as_slots_take_it(a, b, scale, place.part)
-    return Adapter(name, digest.hexdigest(), changes)
+    reading = _Reading(config, path, places, most_rank, _by_module(path, stored_tensors(path)))
+    return Adapter(name, *reading.all())
 
 
-def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, _Pair]:
-    """By module. Every tensor is in one of them."""
-    halves: dict[str, dict[str, StoredTensor]] = {}
+def _by_module(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """By module and end of the name. Every tensor is in it, with all that belong to it."""
+    found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
-        end = next((end for end in (_A, _B) if name.endswith(end)), None)
+        end = next((end for end in (_A, _B, _ROWS_A, _ROWS_B, _TOKENS, _COPY) if name.endswith(end)), None)
         if end is None or not name.startswith(_PREFIX):
             what = next((f", {what}" for end, what in _OTHER_TENSORS.items() if name.endswith(end)), "")
             raise ValueError(
-                f"{path}: must have tensors {_PREFIX}MODULE{_A} and {_B} alone, found {name!r:.200}{what}: {MERGE}"
+                f"{path}: must have tensors {_PREFIX}MODULE{_A} and {_B}, or those of embeddings, found "
+                f"{name!r:.200}{what}: {MERGE}"
             )
-        halves.setdefault(name.removeprefix(_PREFIX).removesuffix(end), {})[end] = tensor
-    alone = [f"{module}{end}" for module, found in halves.items() for end in (_A, _B) if end not in found]
+        found.setdefault(name.removeprefix(_PREFIX).removesuffix(end), {})[end] = tensor
+    alone = [
+        f"{module}{end}"
+        for module, tensors in found.items()
+        for end in (_A, _B, _ROWS_A, _ROWS_B)
+        if end not in tensors and tensors.keys() & {*((_A, _B) if end in (_A, _B) else (_ROWS_A, _ROWS_B))}
+    ]
+    alone += [f"{module}{_A}" for module, tensors in found.items() if tensors.keys() == {_COPY}]
     if alone:
         raise ValueError(f"{path}: lacks tensors whose counterparts it has: {listed(alone)}: save or download it again")
-    if not halves:
+    if not found:
         raise ValueError(f"{path}: holds no tensor, so the adapter changes nothing: save or download it again")
-    return {module: _Pair(found[_A], found[_B]) for module, found in halves.items()}
+    return found
 
 
 def _stripped(name: str) -> str:
@@ -128,52 +113,276 @@ def _stripped(name: str) -> str:
     return ".".join(words)
 
 
-def _layers_of(path: Path, modules: Iterable[str], layers: Collection[str]) -> dict[str, str]:
-    """Module -> the name of its layer in the base model's checkpoint."""
-    by_rest = {_stripped(name): name for name in layers}
-    found = {module: module if module in layers else by_rest.get(_stripped(module), "") for module in modules}
-    unknown = [module for module, layer in found.items() if not layer]
-    if unknown:
-        ends = sorted({name.rpartition(".")[2] for name in layers})
-        raise ValueError(
-            f"{path}: changes modules that are no linear layers of this model which adapters may change: "
-            f"{listed(unknown)}. Those are {', '.join(ends)}; embeddings, heads, routers, experts and products of "
-            f"single heads are not among them. Load the adapter's own base model, or {MERGE}"
-        )
-    return found
+class _Reading:
+    """The tensors of one adapter, on their way to the base model's layers.
 
+    Args:
+        modules: as ``_by_module``.
+    """
 
-def _check_complete(config: PeftConfig, modules: Mapping[str, str], layers: Iterable[str]) -> None:
-    """Raise where the config names layers for which there are no tensors."""
-    has = set(modules.values())
-    module, layer = next(iter(modules.items()))
-    within = module.removesuffix(_stripped(layer))  # in transformers' model
-    lacking = [name for name in layers if name not in has and config.names(within + _stripped(name))]
-    if lacking:
-        raise ValueError(
-            f"{config.path}: target_modules names modules without tensors in {TENSORS_FILE}: {listed(lacking)}: save "
-            "or download the adapter again"
-        )
+    def __init__(
+        self,
+        config: PeftConfig,
+        path: Path,
+        places: Mapping[str, AnyPlace],
+        most_rank: int,
+        modules: Mapping[str, Mapping[str, StoredTensor]],
+    ) -> None:
+        self._config, self._path, self._most_rank, self._modules = config, path, most_rank, modules
+        self._places = {_stripped(name): place for name, place in places.items()}
+        # Of all experts, as transformers' parameters have them: by module, by parameter.
+        self._stacks: dict[str, dict[str, list[Place]]] = {}
+        for place in places.values():
+            if isinstance(place, Place) and place.num_experts and place.part.stacked:
+                module, _, parameter = _stripped(place.part.stacked).rpartition(".")
+                self._stacks.setdefault(module, {}).setdefault(parameter, []).append(place)
+        self._digest = hashlib.sha256()
+        self._changes: dict[str, Change] = {}
+        self._of_experts: dict[str, dict[int, Change]] = {}  # by place: of single experts
 
+    def all(self) -> tuple[str, dict[str, Change]]:
+        """The digest and the changes."""
+        self._check_known()
+        self._check_complete()
+        for module, tensors in sorted(self._modules.items()):
+            if _TOKENS in tensors:
+                self._take_tokens(module, tensors[_TOKENS])
+            elif _ROWS_A in tensors:
+                self._take_rows(module, tensors[_ROWS_A], tensors[_ROWS_B])
+            elif self._stack_of(module) is not None:
+                self._take_stack(module, tensors[_A], tensors[_B])
+            else:
+                self._take_linear(module, tensors[_A], tensors[_B])
+            if _COPY in tensors:
+                self._check_copy(self._places[_stripped(module)], tensors[_COPY])
+        for name, by_expert in self._of_experts.items():
+            self._put(name, _of_all_experts(by_expert, self._places[name].num_experts))
+        return self._digest.hexdigest(), {self._places[name].part.name: c for name, c in self._changes.items()}
 
-def _check_shapes(
-    path: Path, config: PeftConfig, module: str, pair: _Pair, layer: StoredLinear, most_rank: int
-) -> None:
-    """Raise unless a module's tensors have the shapes of the layer and of the rank that the config says."""
-    rank = config.rank_of(module)
-    for tensor, shape in zip(pair, ((rank, layer.in_features), (layer.out_features, rank)), strict=True):
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{path}: {tensor.name} must be in {', '.join(_DTYPES)}, found {tensor.dtype:.20}")
-        if tensor.shape != shape:
+    # -- Modules
+
+    def _stack_of(self, module: str) -> dict[str, list[Place]] | None:
+        # PEFT wraps a module again for each further parameter of it.
+        return self._stacks.get(re.sub(r"(\.base_layer)+$", "", _stripped(module)))
+
+    def _is_known(self, module: str, tensors: Mapping[str, StoredTensor]) -> bool:
+        name, has = _stripped(module), tensors.keys()
+        place = self._places.get(name)
+        if has & {_TOKENS, _COPY} and (place is None or place.part.role == "layer"):
+            return False
+        if _TOKENS in has:
+            return len(has) == 1
+        if place is not None:
+            return (place.of_rows is None) == (_A in has)
+        return of_any_expert(name) in self._places or self._stack_of(module) is not None
+
+    def _check_known(self) -> None:
+        unknown = [module for module, tensors in self._modules.items() if not self._is_known(module, tensors)]
+        if unknown:
+            ends = sorted({name.rpartition(".")[2] for name in self._places})
             raise ValueError(
-                f"{path}: {tensor.name} must be {list(shape)}, by the base model and the rank {rank} of {CONFIG_FILE}, "
-                f"found {list(tensor.shape)}: load the adapter's own base model, or save the adapter again"
+                f"{self._path}: changes modules that this engine lets no adapter change: {listed(unknown)}. It lets "
+                f"them change {', '.join(ends)}. Name others with lora_target_modules (experts, routers, lm_head and "
+                f"embed_tokens are not among 'all-linear'), load the adapter's own base model, or {MERGE}"
             )
-    if rank > most_rank:
-        raise ValueError(
-            f"{path}: the rank of {module} must be at most the engine's max_lora_rank, {most_rank}, found {rank}: give "
-            f"max_lora_rank={rank}"
-        )
+
+    def _check_complete(self) -> None:
+        """Raise where the config names layers for which there are no tensors."""
+        has = {of_any_expert(_stripped(module)) for module in self._modules} | {*map(_stripped, self._modules)}
+        module = min(self._modules, key=lambda module: _stripped(module) not in self._places)
+        within = module.removesuffix(_stripped(module))  # in transformers' model
+        lacking = [
+            place.part.name
+            for name, place in self._places.items()
+            if name not in has and not place.num_experts and self._config.names(within + name)
+        ]
+        names = [*self._modules]
+        if any(name in has for name, place in self._places.items() if place.num_experts):
+            each = (
+                name.replace("*", str(expert))
+                for name, place in self._places.items()
+                for expert in range(place.num_experts)
+            )
+            stripped = {*map(_stripped, names)}
+            lacking += [name for name in each if name not in stripped and self._config.names(within + name)]
+        lacking += [
+            f"{within}{module}.{parameter}"
+            for module, parameters in self._stacks.items()
+            for parameter in parameters
+            if self._config.names_parameter(f"{within}{module}.{parameter}")
+            and not any(self._stack_of(name) is parameters for name in names)
+        ]
+        # A list is of the embedding, whatever that is called; a head that is the embedding has no tensor of its own.
+        of_tokens = [_stripped(name) for name, tensors in self._modules.items() if _TOKENS in tensors]
+        of_tokens += [self._tied_to(self._places[name]) for name in of_tokens]
+        lacking += [
+            name or "the embedding"
+            for name in self._config.tokens
+            if not any(not name or f".{module}".endswith(f".{name}") for module in of_tokens)
+        ]
+        if lacking:
+            raise ValueError(
+                f"{self._config.path}: target_modules, target_parameters or trainable_token_indices names modules "
+                f"without tensors in {TENSORS_FILE}: {listed(lacking)}: save or download the adapter again"
+            )
+
+    # -- Kinds of changes
+
+    def _take_linear(self, module: str, a: StoredTensor, b: StoredTensor) -> None:
+        name, expert = _stripped(module), None
+        if name not in self._places:
+            expert = int(re.findall(r"\.(\d+)(?=\.)", name)[-1])
+            name = of_any_expert(name)
+        place, rank = self._places[name], self._config.rank_of(module)
+        part, count = place.part, place.num_experts
+        if expert is not None and expert >= count:
+            raise ValueError(
+                f"{self._path}: {module} must be one of {count} experts: load the adapter's own base model"
+            )
+        self._check(module, rank, (a, (rank, part.in_features)), (b, (part.out_features, rank)))
+        made = self._read(name, module, place, a, b)
+        change = Change(_in_order(made[0], part), tiles_of(_out_order(made[1], part)), self._scale(module))
+        if expert is None:
+            self._put(name, change)
+        else:
+            self._of_experts.setdefault(name, {})[expert] = change
+
+    def _take_stack(self, module: str, a: StoredTensor, b: StoredTensor) -> None:
+        """Of all experts: ``A [E * r, inputs]`` has one after another; columns of ``B [outputs, r * E]`` take turns."""
+        stack = self._stack_of(module)
+        assert stack is not None
+        sizes = {p: (q[0].part.in_features, sum(place.part.out_features for place in q)) for p, q in stack.items()}
+        fitting = [
+            p for p, (inputs, outputs) in sizes.items() if a.shape[1:] == (inputs,) and b.shape[:1] == (outputs,)
+        ]
+        if not fitting:
+            told = ", ".join(f"{p}: [E r, {inputs}] and [{outputs}, r E]" for p, (inputs, outputs) in sizes.items())
+            raise ValueError(
+                f"{self._path}: {a.name} and its B must be of a parameter of this model ({told}), found "
+                f"{list(a.shape)} and {list(b.shape)}: load the adapter's own base model, or save the adapter again "
+                "with a newer PEFT, if it has the two the other way round"
+            )
+        parameter = fitting[0]
+        places, (inputs, outputs) = stack[parameter], sizes[parameter]
+        if inputs == outputs and not places[0].part.transposed and self._config.is_older_than(*_SWAPPED_UNTIL):
+            raise ValueError(
+                f"{self._path}: {a.name} and its B have one size, and PEFT before {_SWAPPED_UNTIL[0]}."
+                f"{_SWAPPED_UNTIL[1]} kept them the other way round: save the adapter again with a newer one"
+            )
+        owner = f"{re.sub(r'(.base_layer)+$', '', module)}.{parameter}"
+        count, rank = places[0].num_experts, self._config.rank_of(owner)
+        self._check(owner, rank, (a, (count * rank, inputs)), (b, (outputs, rank * count)))
+        all_a, all_b = self._read(_stripped(owner), owner, places[0], a, b)
+        first, scale = 0, self._scale(owner).expand(count)
+        for place in places:
+            part = place.part
+            of_part = _out_order(all_b[first : first + part.out_features], part)
+            first += part.out_features
+            by_expert = of_part.unflatten(1, (rank, count)).permute(2, 0, 1)
+            tiles = torch.stack([tiles_of(one) for one in by_expert])
+            self._put(_stripped(part.name), Change(_in_order(all_a, part).unflatten(0, (count, rank)), tiles, scale))
+
+    def _take_rows(self, module: str, a: StoredTensor, b: StoredTensor) -> None:
+        """Of an embedding ``[V, D]``, to which ``(B A)^T`` is added."""
+        name, rank = _stripped(module), self._config.rank_of(module)
+        place = self._places[name]
+        self._check(module, rank, (a, (rank, place.part.out_features)), (b, (place.part.in_features, rank)))
+        made = self._read(name, module, place, a, b)
+        self._put(name, Change(made[0].t().contiguous(), tiles_of(made[1]), self._scale(module)))
+        head = self._tied_to(place)
+        if self._config.ties and head and not any(_stripped(other) == head for other in self._modules):
+            self._put(head, Change(made[1].t().contiguous(), tiles_of(made[0].t()), self._scale(module)))
+
+    def _take_tokens(self, module: str, stored: StoredTensor) -> None:
+        """Rows in the place of an embedding's or a head's: a change whose rank is their number."""
+        name, ids = _stripped(module), self._config.tokens_of(module)
+        place = self._places[name]
+        assert isinstance(place, Place)
+        vocab_size, size = place.part.out_features, place.part.in_features
+        if ids and max(ids) >= vocab_size:
+            raise ValueError(
+                f"{self._config.path}: trainable_token_indices must be below {vocab_size}, the base model's "
+                f"vocabulary, given {max(ids)}: load the adapter's own base model"
+            )
+        self._check(module, len(ids), (stored, (len(ids), size)))
+        (rows,) = self._read(f"{name} {ids}", None, place, stored)
+        base = place.rows_of_model(torch.tensor(ids))
+        difference = (rows.float() - base.float()).to(rows.dtype)
+        which = torch.zeros(vocab_size, len(ids), dtype=rows.dtype)
+        which[list(ids), range(len(ids))] = 1
+        scale = torch.ones(())
+        head = self._tied_to(place)
+        if head and not any(_stripped(other) == head for other in self._modules):
+            if head not in self._places:
+                raise ValueError(
+                    f"{self._path}: {stored.name} changes the head too, which is the embedding: name both with "
+                    f"lora_target_modules, {head} and {name.rpartition('.')[2]}"
+                )
+            self._put(head, Change(difference, tiles_of(which), scale))
+        if place.of_rows is None:
+            self._put(name, Change(difference, tiles_of(which), scale))
+        else:
+            self._put(name, Change(which, tiles_of(difference.t()), scale))
+
+    def _tied_to(self, place: AnyPlace) -> str:
+        """The head that the embedding of ``place`` is as well; "": none."""
+        return _stripped(place.part.also) if place.of_rows is not None else ""
+
+    # -- Tensors
+
+    def _put(self, name: str, change: Change) -> None:
+        if name in self._changes:
+            raise ValueError(f"{self._path}: has {name} twice, once with its embedding or under another name: {MERGE}")
+        self._changes[name] = change
+
+    def _scale(self, module: str) -> Tensor:
+        return torch.tensor(self._config.scale_of(module), dtype=torch.float32)
+
+    def _check(self, module: str, rank: int, *expected: tuple[StoredTensor, tuple[int, ...]]) -> None:
+        """Raise unless tensors have the shapes of the layer and of the rank that the config says."""
+        for tensor, shape in expected:
+            if tensor.dtype not in _DTYPES:
+                raise ValueError(
+                    f"{self._path}: {tensor.name} must be in {', '.join(_DTYPES)}, found {tensor.dtype:.20}"
+                )
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{self._path}: {tensor.name} must be {list(shape)}, by the base model and the rank {rank} of "
+                    f"{CONFIG_FILE}, found {list(tensor.shape)}: load the adapter's own base model, or save the "
+                    "adapter again"
+                )
+        if rank > self._most_rank:
+            raise ValueError(
+                f"{self._path}: the rank of {module} must be at most the engine's max_lora_rank, {self._most_rank}, "
+                f"found {rank}: give max_lora_rank={rank}"
+            )
+
+    def _read(self, name: str, module: str | None, place: AnyPlace, *stored: StoredTensor) -> list[Tensor]:
+        """In the layer's dtype; the digest is of these, too. ``module``: None: one without a scale."""
+        dtype = place.changes.a.dtype
+        tensors = [_read(self._path, one, dtype) for one in stored]
+        scale = "" if module is None else repr(self._config.scale_of(module))
+        for part in (name, scale, str(tuple(tensors[0].shape)), str(dtype)):
+            self._digest.update(f"{part}\n".encode())
+        for tensor in tensors:
+            self._digest.update(tensor.view(torch.uint8).numpy().data)
+        return tensors
+
+    def _check_copy(self, place: AnyPlace, stored: StoredTensor) -> None:
+        """Raise where a copy of the base model's table is not what it is here. Quantised ones are not compared."""
+        vocab_size, size = place.part.out_features, place.part.in_features
+        assert isinstance(place, Place)
+        same = stored.shape == (vocab_size, size) and stored.dtype in _DTYPES
+        if same and not isinstance(place.linear, Quantized):
+            copy, dtype = stored.read(), place.changes.a.dtype
+            for start in range(0, vocab_size, _ROWS_AT_ONCE):
+                ids = torch.arange(start, min(start + _ROWS_AT_ONCE, vocab_size))
+                same = same and torch.equal(place.rows_of_model(ids), copy[start : start + len(ids)].to(dtype))
+        if not same:
+            raise ValueError(
+                f"{self._path}: {stored.name} must be the base model's, {[vocab_size, size]}, found another one, "
+                f"{list(stored.shape)}: load the model that the adapter was trained on, or {MERGE}"
+            )
 
 
 def _read(path: Path, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
@@ -185,10 +394,22 @@ def _read(path: Path, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-def _as_slots_take_it(a: Tensor, b: Tensor, scale: float, layer: StoredLinear) -> Change:
-    """In the order of inputs and outputs that the model takes the layer in."""
-    if layer.arrange_inputs is not None:
-        a = layer.arrange_inputs(a.t()).t().contiguous()
-    if layer.arrange is not None:
-        b = layer.arrange(b)
-    return Change(a, tiles_of(b), scale)
+def _in_order(a: Tensor, part: StoredLinear) -> Tensor:
+    """``A [rank, inputs]`` in the order that the model takes the layer's inputs in."""
+    return a if part.arrange_inputs is None else part.arrange_inputs(a.t()).t().contiguous()
+
+
+def _out_order(b: Tensor, part: StoredLinear) -> Tensor:
+    """The same of ``B [outputs, rank]``."""
+    return b if part.arrange is None else part.arrange(b)
+
+
+def _of_all_experts(changes: Mapping[int, Change], num_experts: int) -> Change:
+    """Changes of single experts in one, with zeros where an expert has a lower rank than another one, or none."""
+    like, rank = next(iter(changes.values())), max(change.rank for change in changes.values())
+    a = torch.zeros(num_experts, rank, like.a.shape[1], dtype=like.a.dtype)
+    b = torch.zeros(num_experts, len(like.b), rank, like.b.shape[2], dtype=like.b.dtype)
+    scales = torch.zeros(num_experts)
+    for expert, change in changes.items():
+        a[expert, : change.rank], b[expert, :, : change.rank], scales[expert] = change.a, change.b, change.scale
+    return Change(a, b, scales)

@@ -18,20 +18,19 @@ CONFIG_FILE = "adapter_config.json"
 MERGE = "merge the adapter into its model with PEFT (merge_and_unload), and serve that"
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "peft_type", "bias", "init_lora_weights",
+    "layers_to_transform", "layers_pattern", "peft_type", "bias", "init_lora_weights", "target_parameters",
+    "trainable_token_indices", "ensure_weight_tying", "peft_version",
 }  # fmt: skip
 # What tells of the training, of the layout of the base model's weights, or of the files. None of it is needed to serve.
 _NOT_NEEDED = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "ephemeral_gpu_offload",
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ephemeral_gpu_offload",
     "eva_config", "fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config",
-    "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+    "megatron_config", "megatron_core", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 _REFUSED = {
     "use_dora": f"a DoRA, whose magnitudes are of the changed weights: {MERGE}",
     "lora_bias": f"biases of its own: {MERGE}",
     "modules_to_save": f"whole modules in the place of the model's: {MERGE}",
-    "trainable_token_indices": f"changed embeddings: {MERGE}",
-    "target_parameters": f"changes of single parameters, as of experts: {MERGE}",
     "alora_invocation_tokens": "an activated LoRA, which begins within a prompt: there is no other way here",
     "layer_replication": f"repeated layers: {MERGE}",
     "use_qalora": f"pooled inputs: {MERGE}",
@@ -56,6 +55,10 @@ class PeftConfig:
     targets: tuple[str, ...] | None  # ends of names; None: a regular expression, or all
     excluded: tuple[str, ...]
     layers: tuple[int, ...]
+    parameters: tuple[str, ...]  # ends of names, of all experts
+    tokens: Mapping[str, tuple[int, ...]]  # by ends of names of embeddings and heads
+    ties: bool  # whether changes of the embedding are those of a head that is the embedding, too
+    version: str  # of the PEFT that wrote it
 
     @classmethod
     def read(cls, directory: Path) -> "PeftConfig":
@@ -97,6 +100,10 @@ class PeftConfig:
             else _names(path, fields, "target_modules"),
             () if isinstance(fields.get("exclude_modules"), str) else _names(path, fields, "exclude_modules"),
             _layers(path, fields.get("layers_to_transform")),
+            _names(path, fields, "target_parameters"),
+            _tokens(path, fields.get("trainable_token_indices")),
+            bool(fields.get("ensure_weight_tying")),
+            str(fields.get("peft_version") or ""),
         )
 
     def rank_of(self, module: str) -> int:
@@ -106,6 +113,21 @@ class PeftConfig:
         """By which ``B A`` is multiplied: alpha over the rank, or over its root (rsLoRA, arXiv:2312.03732)."""
         rank = self.rank_of(module)
         return _first(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """Those whose rows of ``module`` are replaced. ``ValueError`` where it does not say which."""
+        found = next((ids for name, ids in self.tokens.items() if not name or _ends_with(module, (name,))), None)
+        if not found:
+            raise ValueError(f"{self.path}: trainable_token_indices must have tokens for {module:.200}, given none")
+        return found
+
+    def is_older_than(self, *version: int) -> bool:
+        """Whether a PEFT before ``version`` wrote it, or nobody knows."""
+        return tuple(map(int, re.findall(r"\d+", self.version)[:2])) < version
+
+    def names_parameter(self, parameter: str) -> bool:
+        """As ``names``, of a parameter of all experts."""
+        return _ends_with(parameter, self.parameters)
 
     def names(self, module: str) -> bool:
         """Whether the config says by name that the adapter changes ``module``; False where it gives a pattern."""
@@ -153,6 +175,19 @@ def _layers(path: Path, value: Any) -> tuple[int, ...]:
             f"{path}: layers_to_transform must be an integer, a list of these or null, given {shown(value)}"
         )
     return tuple(layers)
+
+
+def _tokens(path: Path, value: Any) -> dict[str, tuple[int, ...]]:
+    by_module = value if isinstance(value, dict) else {"": value} if value else {}
+    for ids in by_module.values():
+        if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+            raise ValueError(
+                f"{path}: trainable_token_indices must be a list of tokens, an object of such or null, given "
+                f"{shown(value)}"
+            )
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"{path}: trainable_token_indices must have each token once, given {shown(value)}")
+    return {name: tuple(ids) for name, ids in by_module.items()}
 
 
 def _patterns(path: Path, fields: Mapping[str, Any], name: str) -> list[tuple[re.Pattern[str], Any]]:

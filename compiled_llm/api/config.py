@@ -121,6 +121,9 @@ class EngineConfig:
         max_loras: with ``enable_lora``: most adapters of the requests that run at once. None: 8.
         max_lora_rank: with ``enable_lora``: the largest rank of an adapter; memory is set aside for ``max_loras`` of
             them. None: 16.
+        lora_target_modules: with ``enable_lora``: layers that adapters may change, for which memory is set aside:
+            ``all-linear`` stands for all linear layers but heads, experts and routers; these are named, as
+            ``lm_head``, ``embed_tokens`` and ``experts``, by any part of their names between dots.
         max_cpu_loras: with ``enable_lora``: most adapters that stay in host memory while no request uses them. None: as
             ``max_loras``.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
@@ -187,6 +190,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int | None = None
     max_lora_rank: int | None = None
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
     max_cpu_loras: int | None = None
     max_logprobs: int = 20
     max_queued_requests: int = 100_000
@@ -242,7 +246,8 @@ class EngineConfig:
 
     def _check_quantization(self) -> None:
         """How weights are rounded."""
-        object.__setattr__(self, "quantization_skip", names("quantization_skip", self.quantization_skip))
+        for name in ("quantization_skip", "lora_target_modules"):
+            object.__setattr__(self, name, names(name, getattr(self, name)))
         size, head = self.quantization_group_size, self.quantization_head
         if size is not None and size not in GROUP_SIZES:
             raise ValueError(f"quantization_group_size must be one of {GROUP_SIZES} or None, given {size!r}")
@@ -289,6 +294,13 @@ class EngineConfig:
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
             if not self.enable_lora and getattr(self, name) is not None:
                 raise ValueError(f"{name} must be None without enable_lora=True, given {getattr(self, name)}")
+        if not self.enable_lora and self.lora_target_modules != ("all-linear",):
+            raise ValueError(
+                "lora_target_modules must be left out without enable_lora=True, given "
+                f"{', '.join(self.lora_target_modules)}"
+            )
+        if self.enable_lora and not self.lora_target_modules:
+            raise ValueError("lora_target_modules must have a name with enable_lora=True, given none")
         if self.enable_lora and self.model_process:
             raise ValueError(
                 "model_process must be False with enable_lora=True (adapters are read in the engine's process), given "

@@ -154,7 +154,7 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     with mode:
         linears = linears_of(engine, config, DEVICE, dtype)
         if limits.max_loras:
-            linears = Adaptable(linears, limits.max_loras, engine.lora_rank)
+            linears = Adaptable(linears, limits.max_loras, engine.lora_rank, engine.lora_target_modules)
         described = family_of(config).describe(config, dtype, linears).weights
         weights, step_input, source = faked((described, buffers.step_input, buffers.feedback))
         places = dict.fromkeys(windows, _BLOCKS)

@@ -14,7 +14,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.taps import Taps
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
-from compiled_llm.models.linears.adapted import with_slots
+from compiled_llm.models.linears.adapted import with_slots, with_slots_of_head
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
 from compiled_llm.step.logits import LogitsInput, due_rows, process_logits
@@ -55,7 +55,9 @@ def step_function(
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         step_input = _fed_back(step_input, feedback)
         own = with_own_tables(step_input)
+        of_head = weights
         if own.adapter_slots is not None:
+            of_head = with_slots_of_head(weights, own.adapter_slots, step_input.logits_indices)
             weights = with_slots(weights, own.adapter_slots)
         read = Taps(taps)
         tapped = read.on(weights) if taps else weights
@@ -67,7 +69,7 @@ def step_function(
         if feedback.taken is not None:
             feedback.taken.narrow(0, 0, hidden.shape[0]).copy_(read.taken(hidden))
         rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
-        logits = head(weights, rows, model_config)
+        logits = head(of_head, rows, model_config)
         keep_greedy_tokens(logits, feedback.last_tokens)
         return logits
 
@@ -138,12 +140,16 @@ def logprobs_function(count: int) -> Callable:
 
 
 def prompt_logprobs_function(model_config: ModelConfig, count: int) -> Callable:
-    """Log-probabilities of prompts: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
+    """Log-probabilities of prompts: (weights, (rows of hidden, the tokens that follow them, slots), hidden) -> rows.
+
+    The slots are those of the rows' adapters, where the engine serves adapters.
+    """
 
     head = family_of(model_config).head
 
-    def prompt_logprobs(weights: Any, rows: tuple[Tensor, Tensor], hidden: Tensor) -> LogprobRows:
-        indices, token_ids = rows
+    def prompt_logprobs(weights: Any, rows: tuple[Tensor, ...], hidden: Tensor) -> LogprobRows:
+        indices, token_ids, *slots = rows
+        weights = with_slots_of_head(weights, *slots) if slots else weights
         logits = head(weights, torch.index_select(hidden, 0, indices), model_config)
         return logprob_rows(logits, token_ids, count)
 

@@ -15,6 +15,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import HeadFamily, prefix_of
 from compiled_llm.models.family import Description
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors
@@ -125,7 +126,7 @@ class DraftPlan(NamedTuple):
             mark_static_address(tensor)
         size = num_bytes(weights)
         if self.head is not None:
-            weights = self.head.share(weights, target)
+            weights = self.head.share(weights, without_adapters(target))
         return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size)
 
 

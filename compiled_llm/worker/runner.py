@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.inputs import KVCache
-from compiled_llm.models.linears.adapted import change_bytes
+from compiled_llm.models.linears.adapted import Adaptable, change_bytes
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
@@ -227,7 +228,9 @@ class ModelRunner(Worker):
         tokens = steps.last_tokens[:num_rows].clone() if slot is None else self._tokens_in(slot, bucket)
         if slot is not None and logprobs is not None:
             logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
-        prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
+        prompt_logprobs = (
+            steps.sampling.prompt_logprobs(steps.weights, output, self.rows) if output.prompt_targets else None
+        )
         num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         sampled = time.perf_counter()
         drafts = self._run_drafter(output, bucket, rows, slot)
@@ -341,6 +344,8 @@ class ModelRunner(Worker):
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         description = family_of(c).describe(c, self.dtype, self._taken)
+        if isinstance(self._taken, Adaptable):
+            self._taken.check_targets()
         check_room_for_weights(description.weights, self._taken, config, c, directory, self.device, self.dtype)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:

@@ -136,8 +136,9 @@ class SamplingStage:
         for buffers in self._logits_buffers.values():
             buffers.fill([], SchedulerOutput(), empty)
         rows = min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1])
-        # Rows of ``hidden``, and the tokens that follow them.
-        self._prompt_input = tuple(torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        # Rows of ``hidden``, the tokens that follow them, and the slots of their adapters where there are any.
+        dtypes = torch.int64, torch.int64, *([torch.int32] if limits.max_loras else [])
+        self._prompt_input = tuple(torch.zeros(rows, dtype=kind, device=device) for kind in dtypes)
         for tensor in self._prompt_input:
             mark_static_address(mark_sizes(tensor, self._sizes.prompt_rows))
 
@@ -281,7 +282,7 @@ class SamplingStage:
             return None
         return self._functions[self._name("logprobs", rows)](logits, sampling_input, self._last_tokens)
 
-    def prompt_logprobs(self, weights: Any, output: SchedulerOutput) -> LogprobRows:
+    def prompt_logprobs(self, weights: Any, output: SchedulerOutput, store: RequestRows) -> LogprobRows:
         """Of ``output.prompt_targets``, one after the other, on the host; on a GPU complete when its stream is there.
 
         Runs after the step that computed them. What that step returned is not used any more.
@@ -289,14 +290,20 @@ class SamplingStage:
         starts = np.concatenate([[0], np.cumsum(output.num_scheduled_tokens)])
         places = [int(starts[i]) + place + j for i, place, ids in output.prompt_targets for j in range(len(ids))]
         token_ids = [token_id for _, _, ids in output.prompt_targets for token_id in ids]
+        slots = [
+            int(store.adapter_slots[store.row_of(output.request_ids[i])])
+            for i, _, ids in output.prompt_targets
+            for _ in ids
+        ]
         size = len(self._prompt_input[0])
         padding = [0] * (-len(places) % size)
-        wanted = on_device(torch.tensor([places + padding, token_ids + padding], dtype=torch.int64), self._device)
+        columns = [column + padding for column in (places, token_ids, slots)]
+        wanted = on_device(torch.tensor(columns, dtype=torch.int64), self._device)
         found: LogprobRows | None = None
         for start in range(0, len(places), size):
             if self._uses_trees:
                 begin_step_of_trees()  # else the graph would be recorded anew, as one that follows the last
-            for target, source in zip(self._prompt_input, wanted, strict=True):
+            for target, source in zip(self._prompt_input, wanted, strict=False):
                 target.copy_(source[start : start + size])
             part = self._functions["prompt_logprobs"](*self._prompt_arguments(weights))
             if found is None:

@@ -20,14 +20,17 @@ def _fake_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     return experts.new_empty(experts.shape), experts.new_empty(rows), experts.new_empty(num_experts + 1)
 
 
-def _fake_experts(x: Tensor, rows: Tensor | None, starts: Tensor, index: int, out_features: int) -> Tensor:
-    return x.new_empty(x.shape[0] if rows is None else rows.shape[0], out_features)
+def _fake_experts(
+    x: Tensor, rows: Tensor | None, tokens: Tensor, starts: Tensor, index: int, out_features: int
+) -> Tensor:
+    return x.new_empty(tokens.shape[0], out_features)
 
 
 # Ops that stand in a recorded graph, and are never run.
 define_op("recorded_expert_rows(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)", fake=_fake_rows)
 define_op(
-    "recorded_experts(Tensor x, Tensor? rows, Tensor starts, int index, int out_features) -> Tensor", fake=_fake_experts
+    "recorded_experts(Tensor x, Tensor? rows, Tensor tokens, Tensor starts, int index, int out_features) -> Tensor",
+    fake=_fake_experts,
 )
 
 
@@ -67,9 +70,9 @@ class RecordedExperts(nn.Module):
         self.top_k = top_k_index.shape[1]
         ops = torch.ops.compiled_llm
         places, tokens, starts = ops.recorded_expert_rows(top_k_index.int(), self.num_experts)
-        gate_up = ops.recorded_experts(hidden_states, tokens, starts, self.index, 2 * self.inner)
+        gate_up = ops.recorded_experts(hidden_states, tokens, tokens, starts, self.index, 2 * self.inner)
         hidden = self._of[0]._apply_gate(gate_up)
-        y = ops.recorded_experts(hidden, None, starts, self.index + 1, self.hidden_size)
+        y = ops.recorded_experts(hidden, None, tokens, starts, self.index + 1, self.hidden_size)
         return weighted_sum(y, places, top_k_weights.float())
 
 

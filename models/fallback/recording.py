@@ -23,6 +23,7 @@ from compiled_llm.models.fallback.experts import RecordedExperts
 from compiled_llm.models.fallback.module import HEAD, Body, Head, Module, make_module
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, attend
+from compiled_llm.models.linears.adapted import experts_of
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.ops import expert_rows
 from compiled_llm.ops.torch_private import recorded_checks
@@ -195,10 +196,12 @@ def _expert_rows(calls: Calls, experts: Tensor, num_experts: int) -> tuple[Tenso
     return expert_rows(experts, calls.step.query_start_loc[-1:], calls.used_experts, num_experts)
 
 
-def _experts(calls: Calls, x: Tensor, rows: Tensor | None, starts: Tensor, index: int, out_features: int) -> Tensor:
+def _experts(
+    calls: Calls, x: Tensor, rows: Tensor | None, tokens: Tensor, starts: Tensor, index: int, out_features: int
+) -> Tensor:
     layer = calls.linears[index]
     assert isinstance(layer, GroupedLinear)
-    return layer.apply_to(x, rows, starts)
+    return experts_of(layer, x, rows, tokens, starts)
 
 
 def _attention(calls: Calls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: int) -> Tensor:

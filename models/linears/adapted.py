@@ -1,6 +1,12 @@
-"""Linear layers that adapters change, each row by the adapter of its request (``ops/linear/lora.py``)."""
+"""Layers that adapters change, each row by the adapter of its request (``ops/linear/lora.py``).
+
+One op serves them all. Of a mixture's experts, S adapters are S * E slots: a row's slot is that of its adapter and its
+expert; so of the heads of latent attention. Of an embedding, the op gets what a token has in its adapter's A, ``A[:,
+id]``, and an identity in the place of A.
+"""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -9,18 +15,27 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.fused import activated_linear
-from compiled_llm.models.linears.heads import HeadLinear
+from compiled_llm.models.linears.heads import AdaptedHeads, HeadLinear
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
-from compiled_llm.models.linears.quantizing import ROUTERS
-from compiled_llm.ops import LoraWeights, add_lora
+from compiled_llm.models.linears.quantizing import ROUTERS, names
+from compiled_llm.ops import TILE, LoraWeights, add_lora
+from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.pinned import on_device
+
+
+class RowChanges(NamedTuple):
+    """What the adapters in the slots change of an embedding ``[V, D]``."""
+
+    a: Tensor  # [S, V, R]
+    expand: LoraWeights  # of R inputs
 
 
 class Adapted(NamedTuple):
     """A layer of any kind, and what the adapters in the slots change."""
 
     plain: Linear
-    changes: LoraWeights
+    changes: LoraWeights | None  # None: of an embedding that is not the head as well
+    of_rows: RowChanges | None = None  # of an embedding
     slots: Tensor | None = None  # [T] int32, of the step's tokens: ``with_slots`` puts them here
 
     @property
@@ -40,18 +55,85 @@ class Adapted(NamedTuple):
         return (*self.plain.cpu_ops, "lora_cpu")
 
     def apply(self, x: Tensor) -> Tensor:
-        assert self.slots is not None, "see with_slots"
         y = activated_linear(x, self.plain)
-        add_lora(y, x, self.slots, self.changes)
+        if self.changes is not None:
+            assert self.slots is not None, "see with_slots"
+            add_lora(y, x, self.slots, self.changes)
         return y
 
     def rows(self, ids: Tensor) -> Tensor:
-        raise AssertionError("an embedding has no adapters")
+        y = self.plain.rows(ids)
+        if self.of_rows is not None:
+            assert self.slots is not None, "see with_slots"
+            places = (self.slots.clamp(min=1) - 1).long() * self.out_features + ids
+            add_lora(y, self.of_rows.a.flatten(0, 1)[places], self.slots, self.of_rows.expand)
+        return y
+
+
+class AdaptedExperts(NamedTuple):
+    """The layers of a mixture's experts, and what the adapters in the slots change of each."""
+
+    plain: GroupedLinear
+    changes: LoraWeights  # of S * E slots, those of an adapter side by side
+    slots: Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.plain.num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.plain.top_k
+
+    @property
+    def out_features(self) -> int:
+        return self.plain.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.plain.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.plain.nbytes
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return (*self.plain.cpu_ops, "lora_cpu")
+
+    def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
+        raise AssertionError("see experts_of")
+
+    def apply_to_tokens(self, x: Tensor, rows: Tensor | None, tokens: Tensor, starts: Tensor) -> Tensor:
+        """As ``experts_of``."""
+        assert self.slots is not None, "see with_slots"
+        y = self.plain.apply_to(x, rows, starts)
+        tokens = tokens.clamp(0, len(self.slots) - 1)  # those of nobody's rows are anything
+        expert = torch.searchsorted(starts[1:], torch.arange(len(tokens), device=x.device), right=True, out_int32=True)
+        slots = self.slots[tokens]
+        own = torch.where((slots > 0) & (expert < self.num_experts), (slots - 1) * self.num_experts + expert + 1, 0)
+        add_lora(y, x if rows is None else x[tokens], own, self.changes)
+        return y
+
+
+def experts_of(layer: GroupedLinear, x: Tensor, rows: Tensor | None, tokens: Tensor, starts: Tensor) -> Tensor:
+    """``layer.apply_to(x, rows, starts)``, with what adapters change of it.
+
+    Args:
+        rows: ``tokens``, or None where ``x`` has a row for each of them.
+        tokens: ``[R]`` int32, as ``ops.expert_rows`` gives them.
+    """
+    if isinstance(layer, AdaptedExperts):
+        return layer.apply_to_tokens(x, rows, tokens, starts)
+    return layer.apply_to(x, rows, starts)
+
+
+AnyAdapted = Adapted | AdaptedExperts | AdaptedHeads
 
 
 def with_slots(weights: Any, slots: Tensor) -> Any:
     """A weights tuple whose ``Adapted`` layers know the slot of each token of a step, ``[T]`` int32."""
-    if isinstance(weights, Adapted):
+    if isinstance(weights, AnyAdapted):
         return weights._replace(slots=slots)
     if not isinstance(weights, tuple):
         return weights
@@ -59,9 +141,21 @@ def with_slots(weights: Any, slots: Tensor) -> Any:
     return type(weights)(*made) if hasattr(weights, "_fields") else tuple(made)
 
 
+def with_slots_of_head(weights: Any, slots: Tensor, rows: Tensor | None = None) -> Any:
+    """A model's weights whose head knows the slot of each row that it gets.
+
+    Args:
+        slots: int32, of the rows; or of a step's tokens, of which ``rows`` ``[R]`` says those that the head gets.
+    """
+    if not isinstance(weights.head, Adapted):
+        return weights
+    slots = slots if rows is None else slots.index_select(0, rows)
+    return weights._replace(head=with_slots(weights.head, slots))
+
+
 def without_adapters(weights: Any) -> Any:
     """A weights tuple with the layers themselves in the place of ``Adapted`` ones."""
-    if isinstance(weights, Adapted):
+    if isinstance(weights, AnyAdapted):
         return weights.plain
     if not isinstance(weights, tuple):
         return weights
@@ -70,52 +164,115 @@ def without_adapters(weights: Any) -> Any:
 
 
 class Change(NamedTuple):
-    """What an adapter changes of a part of a layer, as its slot takes it: on the host, in the layer's dtype."""
+    """What an adapter changes of a part of a layer, as its slot takes it: on the host, in the layer's dtype.
 
-    a: Tensor  # [rank, in_features]
+    Of a mixture's experts the tensors have a dimension more, before the others.
+    """
+
+    a: Tensor  # [rank, in_features]; of an embedding [V, rank]
     b: Tensor  # [tiles, rank, 16], what ``tiles_of`` makes of [out_features, rank]
-    scale: float
+    scale: Tensor  # [] float32, or of each expert
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[-2]
 
 
 class Place(NamedTuple):
-    """Where the changes of one layer of a checkpoint go: a part of an ``Adapted`` layer.
+    """Where the changes of one layer of a checkpoint go: a part of an ``Adapted`` layer, or of all experts.
 
     Attributes:
+        part: of the first expert, with "*" for its number.
         number: of the part; first_tile: of its outputs.
+        num_experts: 0: it is no layer of experts.
+        of_rows: the change of an embedding.
+        linear: the layer, if it is a head or an embedding.
     """
 
     part: StoredLinear
     number: int
     first_tile: int
     changes: LoraWeights
+    linear: Linear | None
+    num_experts: int = 0
+    of_rows: Tensor | None = None
+
+    def rows_of_model(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` of a head or an embedding without adapters, on the host."""
+        assert self.linear is not None
+        return self.linear.rows(on_device(ids, self.changes.a.device)).to("cpu")
 
     def put(self, slot: int, change: Change | None) -> None:
         """Let ``slot``, from 1 on, hold ``change``; None: nothing. In the order of the device's stream."""
-        changes, slot = self.changes, slot - 1
-        rank = 0 if change is None else len(change.a)
-        changes.ranks[slot, self.number].fill_(rank)
+        changes, device = self.changes, self.changes.a.device
+        count = self.num_experts or 1
+        slots = slice((slot - 1) * count, slot * count)
+        rank = 0 if change is None else change.rank
+        changes.ranks[slots, self.number].fill_(rank)
         if change is None:
             return
-        changes.scales[slot, self.number].fill_(change.scale)
-        changes.a[slot, self.number, :rank].copy_(on_device(change.a, changes.a.device))
-        tiles = changes.b[slot, self.first_tile : self.first_tile + len(change.b), :rank]
-        tiles.copy_(on_device(change.b, changes.b.device))
+        changes.scales[slots, self.number].copy_(on_device(change.scale, device))
+        a = changes.a[slots, self.number, :rank] if self.of_rows is None else self.of_rows[slot - 1, :, :rank]
+        a.copy_(on_device(change.a, device))
+        tiles = changes.b[slots, self.first_tile : self.first_tile + change.b.shape[-3], :rank]
+        tiles.copy_(on_device(change.b, device))
+
+
+class HeadsPlace(NamedTuple):
+    """Where the changes of a layer go of which the model has each head's rows as two layers, see ``take_heads``.
+
+    As ``B_k`` and ``B_v`` are the rows of B for a head's keys and values, the keys' layer, which is transposed, has
+    ``B_k^T`` for an A and ``A^T`` for a B; the values' has A and ``B_v``.
+    """
+
+    part: StoredLinear
+    first: int  # of a head's rows, that go the other way
+    to_inputs: Place
+    to_outputs: Place
+    num_experts: int = 0
+    of_rows: Tensor | None = None
+
+    @property
+    def changes(self) -> LoraWeights:
+        return self.to_inputs.changes
+
+    def put(self, slot: int, change: Change | None) -> None:
+        """As ``Place.put``."""
+        keys = values = None
+        if change is not None:
+            rows = change.b.transpose(1, 2).flatten(0, 1)[: self.part.out_features]
+            by_head = rows.unflatten(0, (self.to_inputs.num_experts, -1))
+            keys = Change(by_head[:, : self.first].transpose(1, 2), tiles_of(change.a.t()), change.scale)
+            values = Change(change.a, torch.stack([*map(tiles_of, by_head[:, self.first :])]), change.scale)
+        self.to_inputs.put(slot, keys)
+        self.to_outputs.put(slot, values)
+
+
+AnyPlace = Place | HeadsPlace
+ALL_LINEAR = "all-linear"
+# Not among all: for these each adapter needs much memory, or (routers) a GPU takes more launches where they may change.
+_NAMED = ("experts", "head", "embedding", "router")
 
 
 @dataclasses.dataclass(frozen=True)
 class Adaptable:
-    """A ``LinearKind`` that makes layers of another kind ``Adapted``: all but heads, embeddings, routers and experts.
+    """A ``LinearKind`` that makes layers of another kind ``Adapted``: those that ``targets`` name.
 
     Attributes:
         num_slots: adapters that a step may have.
         rank: the largest.
-        places: of the layers that have been taken, by their names in a checkpoint of plain weights.
+        targets: as ``lora_target_modules``: ``ALL_LINEAR``, and patterns as those of ``quantization_skip``.
+        places: of the layers that have been taken, by their names in a checkpoint of plain weights; of experts with "*"
+            for the number.
+        matched: the targets that named one.
     """
 
     plain: LinearKind
     num_slots: int
     rank: int
-    places: dict[str, Place] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    places: dict[str, AnyPlace] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    matched: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
     def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
         return self.plain.serves(device, dtype)
@@ -127,37 +284,101 @@ class Adaptable:
         return self.plain.bytes_while_taking(nbytes)
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
-        linear = self.plain.take(take, parts)
-        if not all(map(_may_change, parts)):
-            return linear
-        outputs = [part.out_features for part in parts]
-        sizes = outputs, parts[0].in_features, self.num_slots, self.rank
-        changes = LoraWeights.empty(*sizes, take.dtype, take.device)
-        tile = 0
-        for number, part in enumerate(parts):
-            if take.device.type != "meta":  # else nothing but names and shapes are asked for
-                self.places[part.name] = Place(part, number, tile, changes)
-            tile += -(-part.out_features // changes.b.shape[-1])
-        return Adapted(linear, changes)
+        linear, (part, *_) = self.plain.take(take, parts), parts
+        if part.role != "head":
+            return Adapted(linear, self._changes(take, parts, linear)) if self._may_change(parts) else linear
+        # A tied embedding has two names: each may be changed without the other, as PEFT does it.
+        head = part._replace(name=part.also or part.name, also="")
+        changes = self._changes(take, [head], linear) if self._may_change([head]) else None
+        of_rows = self._row_changes(take, part, linear) if part.also else None
+        return linear if changes is None and of_rows is None else Adapted(linear, changes, of_rows)
 
     def take_table(self, take: Take, part: StoredLinear) -> Linear:
-        return self.plain.take_table(take, part)
+        linear = self.plain.take_table(take, part)
+        of_rows = self._row_changes(take, part, linear)
+        return linear if of_rows is None else Adapted(linear, None, of_rows)
 
     def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> GroupedLinear:
-        return self.plain.take_experts(take, experts, top_k)
+        layer = self.plain.take_experts(take, experts, top_k)
+        parts = [part._replace(name=of_any_expert(part.name)) for part in experts[0]]
+        if not self._may_change(parts, "experts"):
+            return layer
+        return AdaptedExperts(layer, self._changes(take, parts, None, len(experts)))
 
     def take_heads(
         self, take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
     ) -> tuple[HeadLinear, HeadLinear]:
-        return self.plain.take_heads(take, parts, num_heads, first)
+        to_inputs, to_outputs = self.plain.take_heads(take, parts, num_heads, first)
+        if len(parts) > 1 or not self._may_change(parts):
+            return to_inputs, to_outputs
+        changes = [
+            LoraWeights.empty(
+                [layer.out_features // num_heads], layer.in_features, self.num_slots * num_heads, self.rank,
+                take.dtype, take.device,
+            )
+            for layer in (to_inputs, to_outputs)
+        ]  # fmt: skip
+        places = [Place(parts[0], 0, 0, own, None, num_heads) for own in changes]
+        self._note(take, HeadsPlace(parts[0], first, places[0], places[1]))
+        assert not isinstance(to_inputs, AdaptedHeads)
+        assert not isinstance(to_outputs, AdaptedHeads)
+        return AdaptedHeads(to_inputs, changes[0]), AdaptedHeads(to_outputs, changes[1])
+
+    def check_targets(self) -> None:
+        """``ValueError`` for one of ``targets`` that names no layer of the model, whose layers have been taken."""
+        for target in self.targets:
+            if target != ALL_LINEAR and target not in self.matched:
+                raise ValueError(
+                    f"lora_target_modules must have {ALL_LINEAR!r}, or names of layers or parts of these between dots, "
+                    f"given {target!r:.200}, which names no layer that adapters may change. Leave it out"
+                )
+
+    def _may_change(self, parts: Sequence[StoredLinear], kind: str = "") -> bool:
+        is_router = any(fnmatchcase(part.name, pattern) for part in parts for pattern in ROUTERS)
+        kind = "router" if is_router else kind or parts[0].role
+        found = {t for t in self.targets if t == kind or any(names(t, part) for part in parts)}
+        self.matched.update(found)
+        return bool(found) or (kind not in _NAMED and ALL_LINEAR in self.targets)
+
+    def _changes(
+        self, take: Take, parts: Sequence[StoredLinear], linear: Linear | None, num_experts: int = 0
+    ) -> LoraWeights:
+        """Slots for ``parts``, with their places."""
+        outputs = [part.out_features for part in parts]
+        num_slots = self.num_slots * (num_experts or 1)
+        changes = LoraWeights.empty(outputs, parts[0].in_features, num_slots, self.rank, take.dtype, take.device)
+        tile = 0
+        for number, part in enumerate(parts):
+            self._note(take, Place(part, number, tile, changes, linear, num_experts))
+            tile += -(-part.out_features // changes.b.shape[-1])
+        return changes
+
+    def _row_changes(self, take: Take, part: StoredLinear, linear: Linear) -> RowChanges | None:
+        if not self._may_change([part._replace(role="embedding", also="")]):
+            return None
+        most = -(-self.rank // TILE) * TILE
+        a = torch.zeros(self.num_slots, part.out_features, most, dtype=take.dtype, device=take.device)
+        expand = LoraWeights.empty([part.in_features], most, self.num_slots, self.rank, take.dtype, take.device)
+        expand.a[:, 0] = torch.eye(most, dtype=take.dtype, device=take.device)
+        self._note(take, Place(part, 0, 0, expand, linear, of_rows=a))
+        return RowChanges(a, expand)
+
+    def _note(self, take: Take, place: AnyPlace) -> None:
+        if take.device.type != "meta":  # else nothing but names and shapes are asked for
+            self.places[place.part.name] = place
 
 
-def _may_change(part: StoredLinear) -> bool:
-    return part.role == "layer" and not any(fnmatchcase(part.name, pattern) for pattern in ROUTERS)
+def of_any_expert(name: str) -> str:
+    """``name`` with "*" for the last number between its dots, which is the expert's."""
+    return re.sub(r"\.\d+(?=(\.\D[^.]*)*$)", ".*", name, count=1)
 
 
 def change_bytes(weights: Any) -> int:
     """Bytes of all slots in a weights tuple."""
     if isinstance(weights, Adapted):
+        changes, of_rows = weights.changes, weights.of_rows
+        tensors = [*(changes or ()), *((of_rows.a, *of_rows.expand) if of_rows else ())]
+        return sum(tensor.nbytes for tensor in tensors)
+    if isinstance(weights, AdaptedExperts | AdaptedHeads):
         return sum(tensor.nbytes for tensor in weights.changes)
     return sum(map(change_bytes, weights)) if isinstance(weights, tuple) else 0

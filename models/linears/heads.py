@@ -10,6 +10,8 @@ from torch import Tensor
 
 from compiled_llm.ops import (
     TILE,
+    LoraWeights,
+    add_lora,
     empty_packed,
     grouped_linear,
     grouped_packed_linear,
@@ -108,7 +110,45 @@ class PackedHeads(NamedTuple):
         return cls(packed, outputs, in_features)
 
 
-HeadLinear = DenseHeads | PackedHeads
+class AdaptedHeads(NamedTuple):
+    """Heads of any kind, and what adapters change of each: ``Adapted`` of ``adapted.py``, for heads."""
+
+    plain: DenseHeads | PackedHeads
+    changes: LoraWeights  # of S * N slots, those of an adapter side by side
+    slots: Tensor | None = None  # [T] int32
+
+    @property
+    def out_features(self) -> int:
+        return self.plain.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.plain.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.plain.nbytes
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return (*self.plain.cpu_ops, "lora_cpu")
+
+    def apply(self, x: Tensor, where: HeadRows | None = None) -> Tensor:
+        """As ``DenseHeads.apply``."""
+        assert self.slots is not None, "see with_slots"
+        num_heads = x.shape[1]
+        y = self.plain.apply(x, where).transpose(0, 1).flatten(0, 1)
+        first = (self.slots - 1) * num_heads + 1
+        heads = torch.arange(num_heads, dtype=torch.int32, device=x.device)
+        slots = torch.where(self.slots > 0, first + heads[:, None], 0).flatten()
+        add_lora(y, x.transpose(0, 1).flatten(0, 1), slots, self.changes)
+        return _by_token(y, x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise AssertionError("no rows are read where adapters may change heads")
+
+
+HeadLinear = DenseHeads | PackedHeads | AdaptedHeads
 
 
 def _by_token(y: Tensor, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_llm import ops
 from compiled_llm.models.layers.residual import LayerNorm, Normed
+from compiled_llm.models.linears.adapted import experts_of
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
@@ -122,15 +123,16 @@ def routed(x: Normed, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, r
 
 def gated_experts(x: Tensor, experts: GroupedLinear, chosen: Routed, gate: Gate) -> Tensor:
     """``gate`` of what the chosen ``experts`` make of ``x`` ``[T, D]``: a row for each token and expert."""
+    tokens = chosen.tokens, chosen.tokens
     if not gate.is_gated:
-        return ops.activation(experts.apply_to(x, chosen.tokens, chosen.starts), gate.activation)
+        return ops.activation(experts_of(experts, x, *tokens, chosen.starts), gate.activation)
     if x.is_cuda and isinstance(experts, DenseExperts):
         weight, bias, (activation, alpha, limit, _) = experts.weight, experts.bias, gate
         return grouped_gated_linear(x, weight, bias, chosen.tokens, chosen.starts, activation, alpha, limit)
     if _is_surrounded(experts, x, x.shape[0]):
         activation, alpha, limit, _ = gate
         return gated_quantized_experts(x, experts.arguments(chosen.tokens, chosen.starts), activation, alpha, limit)
-    gate_up = experts.apply_to(x, chosen.tokens, chosen.starts)
+    gate_up = experts_of(experts, x, *tokens, chosen.starts)
     if gate.activation == "clamped_swiglu":
         return clamped_swiglu(gate_up, gate.alpha, gate.limit)
     return gated_activation(gate_up, gate.activation)
@@ -168,7 +170,7 @@ def summed_experts(
             hidden, experts.arguments(chosen.tokens, chosen.starts), chosen.places, chosen.weights, beside, residual,
             used.counters,
         )  # fmt: skip
-    y = experts.apply_to(hidden, None, chosen.starts)
+    y = experts_of(experts, hidden, None, chosen.tokens, chosen.starts)
     if beside is None and residual is None:
         return weighted_sum(y, chosen.places, chosen.weights)
     return weighted_sum_added(y, chosen.places, chosen.weights, beside, residual)

@@ -21,6 +21,7 @@ class StoredLinear(NamedTuple):
         arrange: rows of the checkpoint's weight (elements of its bias) -> the same in the order that the model takes
             the layer's outputs in. None: they are in it.
         arrange_inputs: the same of the weight's columns, given as rows.
+        stacked: of an expert's layer: the name of transformers' parameter that has the weights of all experts.
     """
 
     name: str
@@ -32,6 +33,7 @@ class StoredLinear(NamedTuple):
     role: str = "layer"
     also: str = ""
     arrange_inputs: Callable[[Tensor], Tensor] | None = None
+    stacked: str = ""
 
 
 PutQuantized = Callable[[int, QuantizedRows], None]

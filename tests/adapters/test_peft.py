@@ -158,8 +158,10 @@ def test_modules_that_are_named_have_tensors(fields: dict[str, Any], is_complete
         ({"lora_bias": True}, "lora_bias must not be set"),
         ({"bias": "all"}, "bias must be 'none', given 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save must not be set.*whole modules"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices must not be set"),
-        ({"target_parameters": ["experts.down_proj"]}, "target_parameters must not be set.*experts"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices names modules without tensors"),
+        ({"trainable_token_indices": {"x": 1}}, "trainable_token_indices must be a list of tokens"),
+        ({"trainable_token_indices": [1, 1]}, "must have each token once"),
+        ({"target_parameters": "experts"}, "target_parameters must be a list of names"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens must not be set.*activated"),
         ({"layer_replication": [[0, 2]]}, "layer_replication must not be set"),
         ({"use_qalora": True}, "use_qalora must not be set"),
@@ -208,9 +210,9 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
         ),
         (put(f"{Q}.lora_magnitude_vector", torch.ones(32)), "q_proj.lora_magnitude_vector', a DoRA's"),
         (put(f"{Q}.lora_B.bias", torch.ones(32)), "lora_B.bias', a bias"),
-        (put(f"{BASE}model.embed_tokens.lora_embedding_A", torch.ones(4, 9)), "lora_embedding_A', an embedding's"),
-        (put(f"{BASE}lm_head.base_layer.weight", torch.ones(4, 9)), "a copy of the base model's"),
-        (put(f"{BASE}lm_head.weight", torch.ones(4, 9)), "found 'base_model.model.lm_head.weight'"),
+        (put(f"{BASE}x.lora_embedding_A", torch.ones(4, 9)), "lacks tensors whose counterparts.*x.lora_embedding_B"),
+        (put(f"{BASE}lm_head.base_layer.weight", torch.ones(4, 9)), "lacks tensors.*lm_head.lora_A.weight"),
+        (put(f"{BASE}lm_head.weight", torch.ones(4, 9)), "found 'base_model.model.lm_head.weight', a whole module's"),
         (put(f"{Q}.lora_A.default.weight", torch.ones(4, 9)), "found 'base_model.model.*lora_A.default.weight'"),
         (put(A, torch.ones(4, 17)), r"lora_A.weight must be \[4, 16\].*found \[4, 17\]"),
         (put(B, torch.ones(31, 4)), r"lora_B.weight must be \[32, 4\].*found \[31, 4\]"),
@@ -232,7 +234,7 @@ def test_tensors_that_are_refused(change: Callable[[dict[str, Tensor]], Any], me
 def test_modules_that_are_not_of_the_model(module: str, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "adapter", SHAPES | {module: (32, 16)})
     with pytest.raises(
-        ValueError, match=f"changes modules that are no linear layers of this model.*: {module}. Those are"
+        ValueError, match=f"changes modules that this engine lets no adapter change: {module}. It lets them change"
     ):
         read(path)
 
