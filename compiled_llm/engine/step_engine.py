@@ -4,6 +4,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 from compiled_llm.api.argument_checks import UnservableError, integer
@@ -224,6 +225,18 @@ class StepEngine:
         """
         self._own_process.check()
         return self._admission.prepare(prompt, sampling_params, lora_request)
+
+    def begin_reading(self, lora_request: LoRARequest | None) -> "Future[LoRARequest | None]":
+        """Read an adapter in another thread; what comes of it is for ``prepare``, which then looks at no file.
+
+        Done at once for None, and for an adapter in host memory whose files were looked at within the last second.
+        """
+        self._own_process.check()
+        return self._admission.begin_reading(lora_request)
+
+    def drop_adapter(self, lora_request: LoRARequest) -> None:
+        """Forget an adapter, but for the requests that have it."""
+        self._admission.host_adapters.drop(lora_request.lora_path)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
