@@ -35,6 +35,11 @@ class LoRARequest:
         object.__setattr__(self, "lora_path", str(path))
 
 
+def lora_arguments(path: str | None) -> tuple[LoRARequest | None, dict[str, Any]]:
+    """What ``--lora PATH`` stands for: the adapter of all requests, and the engine's arguments for one alone."""
+    return (None, {}) if path is None else (LoRARequest("lora", path), {"enable_lora": True, "max_loras": 1})
+
+
 @dataclasses.dataclass(frozen=True)
 class LoRAModule:
     """An adapter that is served under its name. ``base_model_name``: which of the model's names it goes with."""
