@@ -1,9 +1,12 @@
 """HostAdapters: the adapters of an engine in host memory, and the way of one from there to a slot of the device."""
 
+import dataclasses
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from compiled_llm.adapters.peft import Adapter, read_adapter, stamp
@@ -11,6 +14,21 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.models.linears.adapted import Adaptable, AnyPlace
 from compiled_llm.models.linears.protocol import LinearKind
+
+_THREADS = 32  # that look at files, and wait for others that read the same ones
+_READERS = 4  # of these, at a time: reading takes cores from steps
+_FRESH_SECONDS = 1.0  # since its files were looked at, in which ``begin`` takes an adapter to be unchanged
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldRequest(LoRARequest):
+    """A ``LoRARequest`` whose adapter was read: whoever gets it needs no file."""
+
+    adapter: Adapter
+
+    @property
+    def digest(self) -> str:
+        return self.adapter.digest
 
 
 class HostAdapters:
@@ -26,9 +44,17 @@ class HostAdapters:
 
     def __init__(self, places: Mapping[str, AnyPlace], most_rank: int, most: int) -> None:
         self._places, self._most_rank, self._most = places, most_rank, most
-        self._recent: OrderedDict[str, tuple[object, Adapter]] = OrderedDict()  # by path: the stamp of the files
+        # By path: the stamp of the files, the adapter, and when they were looked at.
+        self._recent: OrderedDict[str, tuple[object, Adapter, float]] = OrderedDict()
         self._known: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()  # by digest
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of these; never held while a file is read
+        self._path_locks: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
+        self._readers = threading.BoundedSemaphore(_READERS)
+        self._begun: dict[str, Future[Adapter]] = {}  # by path
+        self._pool = ThreadPoolExecutor(_THREADS, "compiled_llm adapters")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def layers(self) -> list[str]:
@@ -36,23 +62,58 @@ class HostAdapters:
         return list(self._places)
 
     def get(self, request: LoRARequest) -> Adapter:
-        """The adapter of a request, read if it is not here. Any thread may ask.
+        """The adapter of a request, read if it is not here. Any thread may ask; it waits for those of the same path.
 
         Raises:
             ValueError: it cannot be served; the message names the file and what would help.
         """
-        path = Path(request.lora_path)
+        path = request.lora_path
         with self._lock:
-            found = stamp(path)
-            stamped, adapter = self._recent.pop(request.lora_path, (None, None))
+            path_lock = self._path_locks.setdefault(path, threading.Lock())
+        with path_lock:
+            found = stamp(Path(path))
+            with self._lock:
+                stamped, adapter, _ = self._recent.get(path, (None, None, 0.0))
             if adapter is None or stamped != found:
-                adapter = read_adapter(request.lora_name, path, self._places, self._most_rank)
+                with self._readers:
+                    adapter = read_adapter(request.lora_name, Path(path), self._places, self._most_rank)
+            with self._lock:
                 # Requests of one content share it, whatever they call it.
                 adapter = self._known.setdefault(adapter.digest, adapter)
-            self._recent[request.lora_path] = found, adapter
-            while len(self._recent) > self._most:
-                self._recent.popitem(last=False)
+                self._recent[path] = found, adapter, time.monotonic()
+                self._recent.move_to_end(path)
+                while len(self._recent) > self._most:
+                    self._recent.popitem(last=False)
             return adapter
+
+    def begin(self, request: LoRARequest) -> "Future[Adapter]":
+        """``get`` in another thread; done at once where its files were looked at within the last second.
+
+        Looks at no file itself. Requests that come while the adapter is being read share that.
+        """
+        path = request.lora_path
+        with self._lock:
+            _, adapter, looked_at = self._recent.get(path, (None, None, 0.0))
+            if adapter is not None and time.monotonic() - looked_at < _FRESH_SECONDS:
+                self._recent.move_to_end(path)
+                done: Future[Adapter] = Future()
+                done.set_result(adapter)
+                return done
+            if path not in self._begun:
+                self._begun[path] = self._pool.submit(self._get_begun, request)
+            return self._begun[path]
+
+    def _get_begun(self, request: LoRARequest) -> Adapter:
+        try:
+            return self.get(request)
+        finally:
+            with self._lock:
+                del self._begun[request.lora_path]
+
+    def drop(self, path: str) -> None:
+        """Forget what was read from ``path``, but for those who hold it."""
+        with self._lock:
+            self._recent.pop(path, None)
 
     def load(self, slot: int, digest: str) -> None:
         """Copy the adapter of this digest, which some request holds, to ``slot`` of all layers."""

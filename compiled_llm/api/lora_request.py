@@ -1,8 +1,9 @@
 """LoRARequest: which adapter a request is served with."""
 
 import dataclasses
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from compiled_llm.api.readable import shown
@@ -32,6 +33,45 @@ class LoRARequest:
         if not isinstance(path, str | os.PathLike) or not str(path):
             raise ValueError(f"lora_path must be the directory of an adapter, given {shown(path)}")
         object.__setattr__(self, "lora_path", str(path))
+
+
+def lora_arguments(path: str | None) -> tuple[LoRARequest | None, dict[str, Any]]:
+    """What ``--lora PATH`` stands for: the adapter of all requests, and the engine's arguments for one alone."""
+    return (None, {}) if path is None else (LoRARequest("lora", path), {"enable_lora": True, "max_loras": 1})
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRAModule:
+    """An adapter that is served under its name. ``base_model_name``: which of the model's names it goes with."""
+
+    lora_request: LoRARequest
+    base_model_name: str | None = None
+
+
+def read_lora_modules(given: Iterable[str]) -> dict[str, LoRAModule]:
+    """What ``--lora-modules`` gives, by name: each "name=path", or an object of JSON as vLLM has it.
+
+    Raises:
+        ValueError: one is neither, or a name is given twice.
+    """
+    found: dict[str, LoRAModule] = {}
+    for text in given:
+        name, is_pair, path = text.partition("=")
+        fields: dict[str, str] = {"name": name, "path": path} if is_pair else {}
+        if text.lstrip().startswith("{"):
+            try:
+                fields = json.loads(text)
+            except ValueError:
+                fields = {}
+        if not {"name", "path"} <= fields.keys() <= {"name", "path", "base_model_name"}:
+            raise ValueError(
+                'lora_modules must be NAME=PATH or {"name": NAME, "path": PATH, "base_model_name": NAME}, of which the '
+                f"last field may be left out, given {shown(text)}"
+            )
+        module = LoRAModule(LoRARequest(fields["name"], fields["path"]), fields.get("base_model_name"))
+        if found.setdefault(module.lora_request.lora_name, module) is not module:
+            raise ValueError(f"lora_modules must have each name once, given {shown(fields['name'])} twice")
+    return found
 
 
 def pair_lora_requests(given: Any, count: int) -> list[LoRARequest | None]:

@@ -22,6 +22,7 @@ COMMANDS = {
     "exact": "prove that a request's bits do not depend on how it is served",
     "report": "what a run did, what quantisation costs, what a GPU would run",
     "quantize": "write a quantised checkpoint, calibrated on a text",
+    "merge-lora": "write a checkpoint with a LoRA adapter merged into its weights",
     "tune": "find bucket sizes, drafts or kernels' tiles that suit this machine and work",
     "bench": "measure the engine, its parts, and other engines beside it",
     "compile": "compile a model's graphs ahead of serving, or carry them to other machines",

@@ -31,6 +31,7 @@ from compiled_llm.api.command_line import (
     sampling_params,
 )
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import LoRARequest, lora_arguments
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import run_program
 from compiled_llm.system.quick_start import quick_start
@@ -58,6 +59,7 @@ def parser(program: str) -> FlagParser:
     parser = FlagParser(prog=program, description="Talk with a model in the terminal. /help there lists its commands.")
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="what to talk with, as after --model")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    parser.add_argument("--lora", metavar="PATH", help="the directory of an adapter that changes the model")
     parser.add_argument("--url", help="of a server that answers, as http://127.0.0.1:8000; MODEL is its name there")
     parser.add_argument("--api-key", metavar="KEY", help="of the server (default: OPENAI_API_KEY of the environment)")
     add_sampling_arguments(parser, _WITHOUT, max_tokens="a quarter of the context", temperature="the model's, or 0.7")
@@ -76,7 +78,9 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 return _chat_with_server(program, args, flags, stdout)
             if args.api_key is not None:
                 raise ValueError("--api-key must be left out without --url")
-            return _chat(program, args, stdout)
+            adapter, of_adapter = lora_arguments(args.lora)
+            vars(args).update(of_adapter)
+            return _chat(program, args, stdout, adapter)
 
     return run_program(program, run)
 
@@ -90,6 +94,8 @@ def _chat_with_server(program: str, args: argparse.Namespace, flags: FlagParser,
         if getattr(args, field.name, None) != flags.get_default(field.name):
             raise ValueError(f"--{field.name.replace('_', '-')} must be left out with --url: the server has the engine")
     sampling_params(args)
+    if args.lora is not None:
+        raise ValueError("--lora must be left out with --url: give the adapter's name as MODEL")
     client = ServerClient(args.url, args.api_key or os.environ.get("OPENAI_API_KEY"))
     with errors_end(program, (OSError,), 1):
         conversation = ServerConversation(
@@ -108,7 +114,7 @@ def _writer(stdout: GuardedStream) -> Callable[[str], None]:
     return write
 
 
-def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
+def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream, adapter: LoRARequest | None) -> int:
     if args.model_name is not None:
         if args.model is not None:
             raise ValueError(f"--model must be left out where MODEL is given, given {args.model!r:.200}")
@@ -133,7 +139,7 @@ def _chat(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
         if "max_tokens" not in given:
             sampling["max_tokens"] = max(1, engine.scheduler.request_capacity // 4)
         sampling = {name: value for name, value in sampling.items() if name not in _WITHOUT}
-        conversation = EngineConversation(engine, sampling, _writer(stdout), args.system)
+        conversation = EngineConversation(engine, sampling, _writer(stdout), args.system, adapter)
         note = _BUNDLED if config.model is None else None if conversation.has_template else _WITHOUT_TEMPLATE
         if note is not None:
             print(f"({note})", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
     compiled-llm generate "def fibonacci(n):"
     compiled-llm generate "class Stack:" --max-tokens 200 --temperature 0
     compiled-llm generate - --model DIR < prompt.txt
+    compiled-llm generate "SELECT" --model DIR --lora ADAPTER
 
 ``-`` reads the text from standard input, without the line break at its end. Without ``--model`` the bundled model
 answers. The answer alone goes to stdout; what the start says, and a line with tokens and seconds, goes to stderr.
@@ -25,6 +26,7 @@ from compiled_llm.api.command_line import (
     sampling_arguments,
     sampling_params,
 )
+from compiled_llm.api.lora_request import lora_arguments
 from compiled_llm.offline.flags import DEFAULT_SAMPLING
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import BROKEN_PIPE_STATUS, run_program
@@ -37,6 +39,7 @@ NOT_PRINTED = ("logprobs", "prompt_logprobs", "detokenize", "output_kind")
 def parser(program: str) -> FlagParser:
     parser = FlagParser(prog=program, description="Complete a text, and print the answer as it comes.")
     parser.add_argument("text", nargs="*", metavar="TEXT", help="what to complete, in quotes, or - for standard input")
+    parser.add_argument("--lora", metavar="PATH", help="the directory of an adapter that changes the model")
     parser.add_argument("--quiet", action="store_true", help="print the answer alone")
     add_sampling_arguments(parser, NOT_PRINTED, **DEFAULT_SAMPLING)
     add_engine_arguments(parser, wait_for_compile=False)
@@ -56,6 +59,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
 
 def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:
+    adapter, of_adapter = lora_arguments(args.lora)
+    vars(args).update(of_adapter)
     text, config = text_argument(args.text), engine_config(args)
     sampling_params(args)  # its errors come before torch is loaded, which takes seconds
     if args.quiet and config.progress == "auto":
@@ -81,7 +86,7 @@ def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> 
     answer = Answer(write, params.n)
     with errors_end(program, (WorkerFailedError,), 1), started as engine:
         try:
-            for output in engine.stream(text, params):
+            for output in engine.stream(text, params, lora_request=adapter):
                 answer.take(output)
                 if stdout.failure is not None:
                     return BROKEN_PIPE_STATUS

@@ -3,6 +3,7 @@
     compiled-llm serve
     compiled-llm serve DIR --port 8000 --served-model-name my-model
     COMPILED_LLM_API_KEY=secret compiled-llm serve DIR --host 0.0.0.0
+    compiled-llm serve DIR --enable-lora --lora-modules sql=adapters/sql chat=adapters/chat
 
 Clients of OpenAI find it at http://127.0.0.1:8000/v1. Without a model the bundled one answers. The engine runs in a
 process of its own. The log, a line for each request, goes to stderr. See docs/serving.md.
@@ -44,6 +45,8 @@ def parser(program: str) -> FlagParser:
         default: Any = field.default
         if default == ():
             options, default = {"action": "append", "metavar": "STR"}, []
+            if field.name == "lora_modules":  # as vLLM has it
+                options = {"action": "extend", "nargs": "+", "metavar": "NAME=PATH"}
         elif default is False:
             options = {"action": "store_true"}
         group.add_argument(

@@ -4,8 +4,9 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 
-from compiled_llm.adapters.host_adapters import HostAdapters
+from compiled_llm.adapters.host_adapters import HeldRequest, HostAdapters
 from compiled_llm.adapters.peft import Adapter
 from compiled_llm.api.argument_checks import UnservableError
 from compiled_llm.api.config import EngineConfig, EngineLimits
@@ -51,7 +52,7 @@ class PreparedRequest:
     masks: list[TokenMask | None]
     texts: list[OutputText | None]
     score_start: int | None = None
-    adapter: Adapter | None = None
+    adapter: HeldRequest | None = None
     is_used: bool = False
 
     def __repr__(self) -> str:
@@ -86,8 +87,10 @@ class Admission:
         self._masks = MaskMaker(config, tokenizer, vocab_size, eos_token_ids, limits.max_num_seqs)
 
     def close(self) -> None:
-        """End the processes that follow grammars."""
+        """End the processes that follow grammars, and the threads that read adapters."""
         self._masks.close()
+        if self._adapters is not None:
+            self._adapters.close()
 
     def prepare(
         self, prompt: Prompt | PreparedRequest, params: SamplingParams | None, lora_request: LoRARequest | None = None
@@ -135,6 +138,40 @@ class Admission:
         texts = [self._text(token_ids, params) for _ in range(params.n)]
         return PreparedRequest(encoded, params, stop_token_ids, end, masks, texts, adapter=adapter)
 
+    def begin_reading(self, lora_request: LoRARequest | None) -> "Future[LoRARequest | None]":
+        """Read an adapter in another thread, unless it is here; ``prepare`` looks at no file if it is given the result.
+
+        What is wrong with the adapter, or with ``lora_request``, is the future's error.
+        """
+        found: Future[LoRARequest | None] = Future()
+
+        def end(reading: "Future[Adapter]") -> None:
+            error = reading.exception()
+            if error is not None:
+                found.set_exception(error)
+            else:
+                assert lora_request is not None
+                found.set_result(HeldRequest(lora_request.lora_name, lora_request.lora_path, reading.result()))
+
+        try:
+            check_lora_request(lora_request)
+            if lora_request is None:
+                found.set_result(None)
+            else:
+                self.host_adapters.begin(lora_request).add_done_callback(end)
+        except ValueError as error:
+            found.set_exception(error)
+        return found
+
+    @property
+    def host_adapters(self) -> HostAdapters:
+        """``UnservableError`` for an engine that serves none."""
+        if self._adapters is None:
+            raise UnservableError(
+                "lora_request must be None unless the engine has enable_lora=True, given a LoRARequest"
+            )
+        return self._adapters
+
     def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> UserRequest:
         """The request with all its completions.
 
@@ -172,15 +209,13 @@ class Admission:
             request_id, text, list(token_ids), params, completions, prompt_logprobs, adapter=prepared.adapter
         )
 
-    def _adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+    def _adapter(self, lora_request: LoRARequest | None) -> HeldRequest | None:
         check_lora_request(lora_request)
         if lora_request is None:
             return None
-        if self._adapters is None:
-            raise UnservableError(
-                "lora_request must be None unless the engine has enable_lora=True, given a LoRARequest"
-            )
-        return self._adapters.get(lora_request)
+        if isinstance(lora_request, HeldRequest):
+            return lora_request
+        return HeldRequest(lora_request.lora_name, lora_request.lora_path, self.host_adapters.get(lora_request))
 
     def _check(self, params: SamplingParams) -> None:
         """Raise for parameters that this model, its tokenizer or the engine's limits do not allow."""

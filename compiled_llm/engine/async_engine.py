@@ -13,7 +13,7 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.engine.engine_thread import EngineThread
+from compiled_llm.engine.engine_thread import EngineThread, Prepare
 from compiled_llm.engine.output_reader import OutputReader
 from compiled_llm.engine.scoring import score_output, scoring_params
 from compiled_llm.scheduling.drafter import Drafter
@@ -122,7 +122,7 @@ class AsyncCompiledEngine:
 
         Requests are encoded, and their grammars compiled, in other threads than the engine's, while it serves others.
         They reach the engine in the order in which they start, but for those with long prompts, bad words or grammars:
-        others do not wait for these.
+        others do not wait for these, nor for an adapter that is being read.
 
         Args:
             prompt: a str, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``.
@@ -138,14 +138,15 @@ class AsyncCompiledEngine:
                 a step is none: the requests of that step end with ``finish_reason="error"``, and the others go on.)
         """
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        is_long = lora_request is not None or (isinstance(text, str) and len(text) > _LONG_PROMPT)
+        is_long = isinstance(text, str) and len(text) > _LONG_PROMPT
         if isinstance(sampling_params, SamplingParams):
             is_long = is_long or bool(sampling_params.bad_words or sampling_params.structured_outputs)
 
-        def prepare(engine: CompiledEngine) -> PreparedRequest:
-            return engine.prepare(prompt, sampling_params, lora_request=lora_request)
+        def prepare(engine: CompiledEngine, read: LoRARequest | None) -> PreparedRequest:
+            return engine.prepare(prompt, sampling_params, lora_request=read)
 
-        return self._outputs(prepare, "long" if is_long else "text", prompt, sampling_params, request_id, priority)
+        kind = "long" if is_long else "text"
+        return self._outputs(prepare, kind, prompt, sampling_params, request_id, priority, lora_request)
 
     def chat(
         self,
@@ -162,11 +163,11 @@ class AsyncCompiledEngine:
         Without ``sampling_params``, those of ``get_default_sampling_params``.
         """
 
-        def prepare(engine: CompiledEngine) -> PreparedRequest:
+        def prepare(engine: CompiledEngine, read: LoRARequest | None) -> PreparedRequest:
             params = engine.chat_sampling_params() if sampling_params is None else sampling_params
-            return engine.prepare(engine.encode_chat(messages, **options), params, lora_request=lora_request)
+            return engine.prepare(engine.encode_chat(messages, **options), params, lora_request=read)
 
-        return self._outputs(prepare, "chat", None, sampling_params, request_id, priority)
+        return self._outputs(prepare, "chat", None, sampling_params, request_id, priority, lora_request)
 
     async def score(
         self,
@@ -188,27 +189,29 @@ class AsyncCompiledEngine:
         """
         scored = ScoredPrompt(prompt, continuation)
         texts = [part for part in (prompt, continuation) if isinstance(part, str)]
-        kind = "long" if lora_request is not None or sum(map(len, texts)) > _LONG_PROMPT else "text"
+        kind = "long" if sum(map(len, texts)) > _LONG_PROMPT else "text"
 
-        def prepare(engine: CompiledEngine) -> PreparedRequest:
+        def prepare(engine: CompiledEngine, read: LoRARequest | None) -> PreparedRequest:
             params = scoring_params(top_logprobs, engine.config.max_logprobs, split_special_tokens)
-            return engine.prepare(scored, params, lora_request=lora_request)
+            return engine.prepare(scored, params, lora_request=read)
 
-        outputs = [output async for output in self._outputs(prepare, kind, scored, None, request_id, priority)]
+        of_request = prepare, kind, scored, None, request_id, priority, lora_request
+        outputs = [output async for output in self._outputs(*of_request)]
         return score_output(outputs[-1], has_top_logprobs=top_logprobs != 0)
 
     async def _outputs(
         self,
-        prepare: Callable[[CompiledEngine], PreparedRequest],
+        prepare: Prepare,
         kind: str,
         prompt: Prompt | None,
         params: SamplingParams | None,
         request_id: str | None,
         priority: int,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         reader = OutputReader(prompt, params)
         try:
-            await asyncio.wrap_future(self._thread.submit(reader, prepare, kind, request_id, priority))
+            await asyncio.wrap_future(self._thread.submit(reader, prepare, kind, request_id, priority, lora_request))
             while True:
                 output = await reader.next()
                 yield output

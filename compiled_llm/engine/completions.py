@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_llm.adapters.peft import Adapter
+from compiled_llm.adapters.host_adapters import HeldRequest
 from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.constraints.token_masks import TokenMask
@@ -132,7 +132,7 @@ class UserRequest:
     prompt_logprobs: list[Logprobs | None] | None = None
     is_forked: bool = False
     output_kind: str = "cumulative"
-    adapter: Adapter | None = None
+    adapter: HeldRequest | None = None
     _last_metrics: tuple[tuple, RequestMetrics] | None = None
 
     @property

@@ -1,6 +1,7 @@
 """EngineThread: makes, owns and steps the engine of an AsyncCompiledEngine. Requests are prepared in other threads."""
 
 import atexit
+import functools
 import itertools
 from collections import ChainMap
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.engine import CompiledEngine
@@ -26,6 +28,7 @@ _THREADS = {"text": 1, "chat": 1, "long": 8}
 
 Result = TypeVar("Result")
 # A function to call between two steps, and the future of its result, if it is waited for; None: stop.
+Prepare = Callable[[CompiledEngine, LoRARequest | None], PreparedRequest]
 _Command = tuple[Callable[[CompiledEngine], Any], Future | None] | None
 
 
@@ -84,14 +87,16 @@ class EngineThread:
     def submit(
         self,
         reader: OutputReader,
-        prepare: Callable[[CompiledEngine], PreparedRequest],
+        prepare: Prepare,
         kind: str,
         request_id: str | None,
         priority: int,
+        lora_request: LoRARequest | None,
     ) -> "Future[None]":
         """Prepare a request and add it to the engine; ``reader`` gets its outputs, or what ``prepare`` raises.
 
         Args:
+            prepare: called with the engine, and ``lora_request`` when its adapter has been read.
             kind: one of ``_THREADS``. Requests of a kind with one thread are added in the order of these calls.
             request_id: None: one is made up.
 
@@ -100,12 +105,12 @@ class EngineThread:
         """
         known = self.call(lambda engine: self._enter(engine, reader, request_id, priority))
 
-        def work(engine: CompiledEngine) -> None:
+        def work(engine: CompiledEngine, reading: "Future[LoRARequest | None]") -> None:
             if reader.is_dropped:
                 return
             prepared: PreparedRequest | Exception
             try:
-                prepared = prepare(engine)
+                prepared = prepare(engine, reading.result())
             except BaseException as error:
                 prepared = _as_exception(error)
             self._send((lambda engine: self._add(engine, reader, prepared, priority), None))
@@ -113,7 +118,12 @@ class EngineThread:
         def start(started: Future[CompiledEngine]) -> None:
             if started.exception() is None:
                 with suppress(RuntimeError):  # the pools are shut down: ``known`` says why
-                    self._pools[kind].submit(work, started.result())
+                    engine = started.result()
+                    engine.begin_reading(lora_request).add_done_callback(functools.partial(enqueue, engine))
+
+        def enqueue(engine: CompiledEngine, reading: "Future[LoRARequest | None]") -> None:
+            with suppress(RuntimeError):
+                self._pools[kind].submit(work, engine, reading)
 
         self.started.add_done_callback(start)
         return known

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 from compiled_llm.api.argument_checks import UnservableError, integer
@@ -31,6 +32,7 @@ from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource, draft_length
+from compiled_llm.scheduling.request import Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 from compiled_llm.system.progress import StartProgress
@@ -224,6 +226,26 @@ class StepEngine:
         """
         self._own_process.check()
         return self._admission.prepare(prompt, sampling_params, lora_request)
+
+    def begin_reading(self, lora_request: LoRARequest | None) -> "Future[LoRARequest | None]":
+        """Read an adapter in another thread; what comes of it is for ``prepare``, which then looks at no file.
+
+        Done at once for None, and for an adapter in host memory whose files were looked at within the last second.
+        """
+        self._own_process.check()
+        return self._admission.begin_reading(lora_request)
+
+    def adapters_in_use(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of requests that run, and of those that wait."""
+        names: tuple[set[str], set[str]] = set(), set()
+        for entry in self._core.entries.values():
+            if entry.adapter is not None and not entry.is_finished:
+                names[all(one.status is not Status.RUNNING for one in entry.requests)].add(entry.adapter.lora_name)
+        return sorted(names[0]), sorted(names[1])
+
+    def drop_adapter(self, lora_request: LoRARequest) -> None:
+        """Forget an adapter, but for the requests that have it."""
+        self._admission.host_adapters.drop(lora_request.lora_path)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""

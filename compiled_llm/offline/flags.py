@@ -14,6 +14,7 @@ from compiled_llm.api.command_line import (
     sampling_arguments,
     sampling_params,
 )
+from compiled_llm.api.lora_request import read_lora_modules
 from compiled_llm.offline.modes import MODES, as_flags, faster_but_rounded, mode_arguments
 
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
@@ -72,6 +73,8 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
         parser.error("--resume cannot tell whether standard input is the same as before: save it to a file")
     if args.retry_errors and not args.resume:
         parser.error("--retry-errors needs --resume")
+    if args.lora_modules and (args.check or not args.enable_lora):
+        parser.error(f"--lora-modules {'cannot go with --check' if args.check else 'needs --enable-lora'}")
     if args.report is None and args.report_profile_steps is not None:
         parser.error("--report-profile-steps needs --report, the directory to write to")
     for name, (least, most) in _RANGES.items():
@@ -81,6 +84,7 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
     with parser.ending_errors():
         engine_config(args)
         sampling_params(args, **DEFAULT_SAMPLING)
+        read_lora_modules(args.lora_modules)
     return args
 
 
@@ -121,6 +125,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="read so many rows ahead, and serve those that begin alike near each other; 1: the given order "
         f"(default: {ORDER_WINDOW})",
+    )
+    add(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=PATH",
+        help='adapters that rows name: with "lora", or as the "model" of an OpenAI row; with --enable-lora',
     )
     add = parser.add_argument_group("run").add_argument
     add(

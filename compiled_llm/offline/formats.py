@@ -18,7 +18,7 @@ from compiled_llm.openai.answers import TokenTexts, prompt_logprobs, readable
 from compiled_llm.openai.requests import CHAT_OPTIONS, chat_options, check_json, check_messages, checked_sampling
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
-_OWN_KEYS = (*_PROMPTS, *CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
+_OWN_KEYS = (*_PROMPTS, *CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params", "lora")
 ROW_KEYS = frozenset((*_OWN_KEYS, *OPENAI_KEYS))  # of both formats
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -75,6 +75,10 @@ def _own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     if priority != 0:
         integer("priority", priority, -(2**31), 2**31 - 1)
         fields["priority"] = priority
+    if values.get("lora") is not None:
+        if not isinstance(values["lora"], str):
+            raise ValueError(f"lora must be the name of an adapter, given {shown(values['lora'])}")
+        fields["lora"] = values["lora"]
     if values.get("sampling_params") is not None:
         fields["sampling"] = checked_sampling(values["sampling_params"])
         if "output_kind" in fields["sampling"]:

@@ -15,7 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from compiled_llm.adapters.peft import TENSORS_FILE, stamp
+from compiled_llm.adapters.peft_config import CONFIG_FILE
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import LoRAModule
 from compiled_llm.checkpoint.loader import located
 from compiled_llm.checkpoint.model_files import checkpoint_directory, model_directory
 from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, read_json
@@ -149,8 +152,8 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
 def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """A text for each thing that must be equal and is not."""
     yield from _input_differences(_list(earlier.get("inputs")), now["inputs"])
-    for kind in ("model", "tokenizer"):
-        old, new = earlier.get(f"{kind}_sha256"), now[f"{kind}_sha256"]
+    for digest in dict.fromkeys(name for one in (now, earlier) for name in one if name.endswith("_sha256")):
+        kind, old, new = digest.removesuffix("_sha256"), earlier.get(digest), now.get(digest)
         if old != new:
             name = _dict(_dict(earlier.get("information")).get("engine")).get(kind)
             was = "" if name is None else f", then {name!r:.200}"
@@ -222,16 +225,17 @@ def _version(package: str) -> str | None:
 # -- Digests
 
 
-def digests_of(config: EngineConfig) -> dict[str, str]:
-    """The ``model_digest`` and the ``tokenizer_digest`` of the files that a config names, as "model" and "tokenizer".
+def digests_of(config: EngineConfig, adapters: Mapping[str, LoRAModule]) -> dict[str, str]:
+    """By "model", "tokenizer" and "adapter NAME": SHA-256 of the files that a config and ``adapters`` name.
 
     Raises:
-        ValueError, OSError: as these two raise them.
+        ValueError, OSError: as ``model_digest`` and ``tokenizer_digest`` raise them.
     """
     directory = checkpoint_directory(config)
     return {
         "model": model_digest(directory, config.load_format),
         "tokenizer": tokenizer_digest(config, directory),
+        **{f"adapter {name}": _adapter_digest(Path(one.lora_request.lora_path)) for name, one in adapters.items()},
     }
 
 
@@ -274,6 +278,15 @@ def tokenizer_digest(config: EngineConfig, directory: Path) -> str:
         directory = model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer")
     digest = hashlib.sha256()
     _add_files(digest, sorted(path for path in files_of(directory) if path.is_file()))
+    return digest.hexdigest()
+
+
+def _adapter_digest(directory: Path) -> str:
+    stamp(directory)  # which says what a directory of an adapter is
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, TENSORS_FILE):
+        with open_file(directory / name) as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
     return digest.hexdigest()
 
 

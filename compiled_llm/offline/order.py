@@ -112,7 +112,11 @@ def _shared(text: str, rows: Sequence[Row], texts: Mapping[int, str]) -> int:
 
 
 def _text(row: Row) -> str:
-    """What a row begins with; rows of other salts or templates share nothing."""
+    """What a row begins with; rows of other adapters, salts or templates share nothing."""
+    return _own_text(row) if row.lora is None else f"{row.lora}\0{_own_text(row)}"
+
+
+def _own_text(row: Row) -> str:
     if row.messages is not None:
         return json.dumps([row.chat_options, row.messages], sort_keys=True)
     prompt = row.prompt or {}

@@ -5,18 +5,19 @@ manifest. ``scripts/serve_ray_data.py`` shows this one, with Ray Data's checkpoi
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow  # type: ignore[import-untyped]
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import read_lora_modules
 from compiled_llm.api.readable import shown
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.formats import ROW_KEYS, row_of_object
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.reading import table_rows
-from compiled_llm.offline.rows import Row, RowIterator
+from compiled_llm.offline.rows import Row, RowIterator, with_adapter
 from compiled_llm.offline.serving import RowServer, check_faults, run_sampling
 
 _INDEX = "index"
@@ -38,18 +39,26 @@ class RayDataEngine:
     Args:
         sampling: arguments of ``SamplingParams``, before what the checkpoint suggests; a row's own go before both.
         max_faults: as ``--max-faults``.
+        lora_modules: as ``--lora-modules``, a list of these.
         **engine: arguments of ``CompiledEngine``.
 
     Raises:
         ValueError: as ``CompiledEngine`` and ``SamplingParams`` raise it.
     """
 
-    def __init__(self, sampling: Mapping[str, Any] | None = None, max_faults: int = 1, **engine: Any) -> None:
+    def __init__(
+        self,
+        sampling: Mapping[str, Any] | None = None,
+        max_faults: int = 1,
+        lora_modules: Sequence[str] = (),
+        **engine: Any,
+    ) -> None:
         config = EngineConfig(**{"progress": "off", **engine})
         self._sampling, _ = run_sampling(config, sampling or {})
         self._max_faults = max_faults
         self._engine = CompiledEngine.from_config(config)
-        self._server = RowServer(self._engine, self._sampling)
+        self._adapters = read_lora_modules(lora_modules)
+        self._server = RowServer(self._engine, self._sampling, self._adapters)
 
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         """
@@ -58,7 +67,7 @@ class RayDataEngine:
             EngineFaultsError: the engine failed in the same way more often than ``max_faults`` allows.
         """
         _check_table(batch)
-        rows = list(_rows_of(batch))
+        rows = [with_adapter(row, self._adapters) for row in _rows_of(batch)]
         ordered = ordered_for_speed(iter(rows), max(1, len(rows)), self._sampling["max_tokens"], OrderGain())
         results = {}
         for result in self._server.serve(RowIterator(ordered)):

@@ -1,7 +1,7 @@
 """What passes between the parts of a run: a row of the input, how it ended, how far the run is."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 from compiled_llm.api.readable import shown
@@ -24,6 +24,7 @@ class Row:
         custom_id: the user's name for it, which its answer repeats.
         format: of its answer: "row", our own; "chat" or "completion", that of OpenAI's batches.
         model: what the row calls the model, for its answer.
+        lora: the name of its adapter.
         error: why the row cannot be served.
     """
 
@@ -37,6 +38,7 @@ class Row:
     custom_id: str | None = None
     format: RowFormat = "row"
     model: str | None = None
+    lora: str | None = None
     error: str | None = None
 
 
@@ -46,6 +48,19 @@ _FIELDS = [(field.name, field.default) for field in dataclasses.fields(Row)]
 def row_to_json(row: Row) -> dict[str, Any]:
     """Arguments of ``Row`` that make an equal row, as values of JSON; defaults are left out."""
     return {name: value for name, default in _FIELDS if (value := getattr(row, name)) != default and value != {}}
+
+
+def with_adapter(row: Row, names: Collection[str]) -> Row:
+    """The row with the adapter that it asks for: ``lora``, or in OpenAI's formats ``model``, where that is one's name.
+
+    ``names``: of adapters. A row of another one has an error.
+    """
+    if row.format != "row" and row.model in names:
+        return dataclasses.replace(row, lora=row.model)
+    if row.lora is None or row.lora in names:
+        return row
+    error = f"lora must be a name that --lora-modules gives, given {shown(row.lora)}"
+    return Row(row.index, row.name, custom_id=row.custom_id, error=error)
 
 
 class RowSource(Protocol):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from compiled_llm.api.command_line import engine_config, errors_end, sampling_arguments
+from compiled_llm.api.lora_request import read_lora_modules
 from compiled_llm.checkpoint.model_files import DEMO_MODEL, checkpoint_directory, has_tokenizer
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.display import Display, PrintedResults, print_summary, run_rows
@@ -21,7 +22,7 @@ from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.output_file import OutputFile
 from compiled_llm.offline.ray_workers import RayCluster, RayProcesses, ray_settings
 from compiled_llm.offline.reading import RowReader
-from compiled_llm.offline.rows import Row, RowIterator, RowResult, RunProgress
+from compiled_llm.offline.rows import Row, RowIterator, RowResult, RunProgress, with_adapter
 from compiled_llm.offline.serving import LocalEngine, check_faults, run_sampling
 from compiled_llm.offline.workers import WorkerEngines
 from compiled_llm.system.process import GuardedStream, StopSignals
@@ -83,14 +84,17 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         files.enter_context(output or contextlib.nullcontext())
         with errors_end(program):
             cluster = connect(args, files)
-            digests = {} if output is None and cluster is None else digests_of(engine_config(args))
+            adapters = read_lora_modules(args.lora_modules)
+            digests = {} if output is None and cluster is None else digests_of(engine_config(args), adapters)
             manifest = None
             if output is not None:
                 manifest = new_manifest(args, output, reader, sampling, digests)
         progress = RunProgress(resumed=0 if output is None else len(output.done))
         if progress.resumed:
             print(f"{progress.resumed} rows were there already")
-        rows: Iterator[Row] = (row for row in reader if output is None or row.index not in output.done)
+        rows: Iterator[Row] = (
+            with_adapter(row, adapters) for row in reader if output is None or row.index not in output.done
+        )
         first = next(rows, None)
         if first is None:
             put_in_order(program, args, output)

@@ -9,10 +9,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from compiled_llm.api.command_line import engine_config
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import LoRAModule, read_lora_modules
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.checkpoint.generation_config import default_sampling_params, listed, suggested_sampling, with_room
@@ -40,13 +42,24 @@ class RowServer:
 
     Args:
         sampling: sampling parameters of the run; a row's own go before.
+        adapters: by the names that rows give.
+
+    Raises:
+        ValueError: an adapter cannot be served.
 
     Attributes:
         faults: how many rows ended for each kind of fault, and not for one of their own.
     """
 
-    def __init__(self, engine: CompiledEngine, sampling: Mapping[str, Any]) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: CompiledEngine,
+        sampling: Mapping[str, Any],
+        adapters: Mapping[str, LoRAModule] = MappingProxyType({}),
+    ) -> None:
+        self._engine, self._adapters = engine, adapters
+        for module in adapters.values():
+            engine.begin_reading(module.lora_request).result()
         self._sampling = {**sampling, "output_kind": "final"}
         self._params = SamplingParams(**self._sampling)
         self._texts = TokenTexts(engine.tokenizer, self._params.skip_special_tokens)
@@ -92,8 +105,10 @@ class RowServer:
         if row.error is not None:
             return _refused(row, row.error, is_users=True)
         request_id = str(row.index)
+        adapter = None if row.lora is None else self._adapters[row.lora].lora_request
         try:
-            self._engine.add_request(request_id, self._prompt_of(row), self._params_of(row), row.priority)
+            prompt, params = self._prompt_of(row), self._params_of(row)
+            self._engine.add_request(request_id, prompt, params, row.priority, lora_request=adapter)
         except (ValueError, ImportError) as error:  # a package is missing that this row needs: others may not
             return _refused(row, str(error), is_users=True)
         except Exception as error:  # a fault of ours, or of a helper process: it must not cost the other rows
@@ -185,7 +200,7 @@ class LocalEngine:
     def __init__(self, args: argparse.Namespace, sampling: Mapping[str, Any]) -> None:
         self._args = args
         self._engine = CompiledEngine.from_config(engine_config(args))
-        self._server = RowServer(self._engine, sampling)
+        self._server = RowServer(self._engine, sampling, read_lora_modules(args.lora_modules))
         self._start_seconds = time.perf_counter() - clock.PACKAGE_IMPORTED
 
     def prepare_report(self) -> None:

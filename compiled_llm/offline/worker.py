@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compiled_llm.api.command_line import engine_config
+from compiled_llm.api.lora_request import read_lora_modules
 from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.rows import Row, RowResult, RunProgress
 from compiled_llm.system.child_process import Channel, decoded, encoded
@@ -137,7 +138,7 @@ def check_digests(args: argparse.Namespace, digests: Mapping[str, str]) -> None:
     from compiled_llm.offline.manifest import digests_of  # it loads torch
 
     if digests:
-        found = digests_of(engine_config(args))
+        found = digests_of(engine_config(args), read_lora_modules(args.lora_modules))
         others = [f"the {kind} on {platform.node()}" for kind in digests if found[kind] != digests[kind]]
         if others:
             raise ValueError(f"{' and '.join(others)} must be the same as where the run was started: copy it there")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_llm.checkpoint.stored_tensors import DTYPES
+from compiled_llm.checkpoint.writing import CheckpointWriter
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, dequantize
 from compiled_llm.quantizing.block_quantizer import (
     Settings,
@@ -20,7 +21,7 @@ from compiled_llm.quantizing.block_quantizer import (
 from compiled_llm.quantizing.blocks import BlockCall, BlockModel, run_block
 from compiled_llm.quantizing.folding import find_folds, linear_at
 from compiled_llm.quantizing.statistics import InputStatistics, collect
-from compiled_llm.quantizing.writing import CheckpointWriter, layer_tensors
+from compiled_llm.quantizing.writing import layer_tensors
 
 
 class Windows(NamedTuple):

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint.model_files import checkpoint_directory
+from compiled_llm.checkpoint.writing import CheckpointWriter
 from compiled_llm.quantizing.block_quantizer import Settings
 from compiled_llm.quantizing.blocks import BlockModel
 from compiled_llm.quantizing.model_quantizer import Result, Windows, quantize_checkpoint
 from compiled_llm.quantizing.texts import Text
-from compiled_llm.quantizing.writing import CheckpointWriter
 
 
 class Report(NamedTuple):

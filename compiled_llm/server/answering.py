@@ -123,6 +123,8 @@ class _Answering:
                 served = await self._service.serve(self._asked, self._request_id, self._deadline)
         except TimeoutError:
             raise self._service.too_late from None
+        if served.adapter is not None:
+            self._facts["adapter"] = repr(served.adapter.name)
         served.outputs = self._observed(served, served.outputs)
         return self._make(served)
 
@@ -142,7 +144,8 @@ class _Answering:
                 observer.take(output)
                 if traces is not None and output.times is not None:
                     counts = num_prompt_tokens[request_id], observer.num_tokens
-                    traces.add(self._headers, request_id, params, *counts, observer.seconds, output.times)
+                    name = None if served.adapter is None else served.adapter.name
+                    traces.add(self._headers, request_id, params, *counts, observer.seconds, output.times, name)
                 facts["output_tokens"] += sum(len(piece.token_ids) for piece in output.pieces)
                 if output.times is not None and output.times.first is not None:
                     facts.setdefault("first_seconds", output.times.first)

@@ -8,20 +8,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.server.messages import (
     VERSION,
     Abort,
+    AdapterRef,
     Answer,
     Ask,
+    DropAdapter,
     Failed,
     Generate,
     Output,
     Outputs,
     Piece,
+    ReadAdapter,
     Start,
     Started,
     ToEngine,
@@ -170,7 +173,7 @@ class EngineClient:
 
     async def stats(self) -> dict[str, Any]:
         """The engine's statistics, between two steps. ``EngineEndedError`` as ``generate``."""
-        return (await self._ask()).stats
+        return (await self._ask(Ask)).stats
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prompts.
@@ -179,16 +182,33 @@ class EngineClient:
             RuntimeError: requests have not ended.
             EngineEndedError: as ``generate``.
         """
-        error = (await self._ask(resets_prefix_cache=True)).error
+        error = (await self._ask(lambda number: Ask(number, resets_prefix_cache=True))).error
         if error is not None:
             raise RuntimeError(error)
 
-    async def _ask(self, resets_prefix_cache: bool = False) -> Answer:
+    async def read_adapter(self, adapter: AdapterRef) -> None:
+        """Have an adapter read, and checked.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            ValueError: it cannot be served, with the reason.
+            EngineEndedError: as ``generate``.
+        """
+        answer = await self._ask(lambda number: ReadAdapter(number, adapter))
+        if answer.error is not None:
+            raise (FileNotFoundError if answer.is_missing else ValueError)(answer.error)
+
+    def drop_adapter(self, adapter: AdapterRef) -> None:
+        """Have an adapter forgotten, but for the requests that have it."""
+        if self.ended is None:
+            self._send(DropAdapter(adapter))
+
+    async def _ask(self, question: Callable[[int], Ask | ReadAdapter]) -> Answer:
         if self.ended is not None:
             raise EngineEndedError(self.ended)
         self._num_questions += 1
         answer = self._questions[self._num_questions] = asyncio.get_running_loop().create_future()
-        self._send(Ask(self._num_questions, resets_prefix_cache))
+        self._send(question(self._num_questions))
         return await answer
 
     async def close(self) -> None:

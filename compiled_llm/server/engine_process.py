@@ -3,7 +3,7 @@
     python -P -m compiled_llm.server.engine_process    its standard input is the socket to the server
 
 The main thread steps. Another one reads messages; a few more prepare requests whose grammar or bad words may take long,
-while the others are served. The process ends when the server closes the socket, or is gone.
+and read adapters, while the others are served. The process ends when the server closes the socket, or is gone.
 """
 
 import dataclasses
@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.checkpoint.generation_config import suggested_sampling
@@ -29,14 +30,17 @@ from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.server.messages import (
     VERSION,
     Abort,
+    AdapterRef,
     Answer,
     Ask,
+    DropAdapter,
     Failed,
     Generate,
     LogprobRow,
     Output,
     Outputs,
     Piece,
+    ReadAdapter,
     Start,
     Started,
     Times,
@@ -64,7 +68,8 @@ class _Prepared(NamedTuple):
     request: PreparedRequest | Exception
 
 
-_Command = Generate | Abort | Ask | _Prepared | None  # None: the server has gone
+_Work = Generate | Abort | Ask | ReadAdapter | DropAdapter | _Prepared | Answer  # an answer is sent as it is
+_Command = _Work | None  # None: the server has gone
 
 
 def main() -> int:
@@ -155,7 +160,7 @@ class EngineServer:
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self, command: "Generate | Abort | Ask | _Prepared") -> None:
+    def _take(self, command: _Work) -> None:
         if isinstance(command, Generate):
             self._prepare(command)
         elif isinstance(command, _Prepared):
@@ -165,6 +170,13 @@ class EngineServer:
             self._engine.abort(command.request_ids)
             for request_id in command.request_ids:
                 self._ended.pop(request_id, None)
+        elif isinstance(command, ReadAdapter):
+            number = command.number
+            self._reading(command.adapter).add_done_callback(lambda read: self._commands.put(_answer(number, read)))
+        elif isinstance(command, DropAdapter):
+            self._engine.drop_adapter(_lora_request(command.adapter))
+        elif isinstance(command, Answer):
+            self._send(command)
         else:
             self._reply(command)
 
@@ -180,18 +192,29 @@ class EngineServer:
     def _prepare(self, asked: Generate) -> None:
         """What may take long is done in another thread."""
         self._preparing.add(asked.request_id)
-        if asked.sampling.get("structured_outputs") or asked.sampling.get("bad_words"):
-            self._pool.submit(lambda: self._commands.put(self._prepared(asked)))
-        else:
-            self._add(self._prepared(asked))
+        reading = self._reading(asked.adapter)
 
-    def _prepared(self, asked: Generate) -> _Prepared:
+        def prepare() -> None:
+            self._commands.put(self._prepared(asked, reading))
+
+        if asked.sampling.get("structured_outputs") or asked.sampling.get("bad_words"):
+            reading.add_done_callback(lambda read: self._pool.submit(prepare))
+        elif not reading.done():
+            reading.add_done_callback(lambda read: prepare())
+        else:
+            self._add(self._prepared(asked, reading))
+
+    def _reading(self, adapter: AdapterRef | None) -> "Future[LoRARequest | None]":
+        return self._engine.begin_reading(None if adapter is None else _lora_request(adapter))
+
+    def _prepared(self, asked: Generate, reading: "Future[LoRARequest | None]") -> _Prepared:
         token_ids, start = asked.prompt_token_ids, asked.scored_from
         prompt: Prompt = EncodedPrompt(None, token_ids[:start], asked.cache_salt)
         if start is not None:
             prompt = ScoredPrompt(prompt, token_ids[start:])
         try:
-            return _Prepared(asked, self._engine.prepare(prompt, SamplingParams(**asked.sampling)))
+            read = reading.result()
+            return _Prepared(asked, self._engine.prepare(prompt, SamplingParams(**asked.sampling), lora_request=read))
         except Exception as error:
             return _Prepared(asked, error)
 
@@ -261,17 +284,30 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         vocab_size=engine.model_config.vocab_size,
         block_size=limits.block_size,
         num_kv_blocks=engine.stats().num_kv_blocks,
+        max_loras=limits.max_loras,
         sampling=suggested_sampling(directory),
     )
 
 
-def _numbers(engine: CompiledEngine) -> dict[str, float]:
+def _lora_request(adapter: AdapterRef) -> LoRARequest:
+    return LoRARequest(adapter.name, adapter.path)
+
+
+def _answer(number: int, read: "Future[LoRARequest | None]") -> Answer:
+    error = read.exception()
+    if error is None:
+        return Answer(number, {})
+    return Answer(number, {}, str(error), is_missing=isinstance(error.__cause__, FileNotFoundError))
+
+
+def _numbers(engine: CompiledEngine) -> dict[str, Any]:
     """What ``Answer`` says."""
     compiled = [report.cache for report in engine.compile_report().reports if report.cache != "eager"]
     numbers = dataclasses.asdict(engine.stats())
     numbers |= {"num_graphs": len(compiled), "num_pending_graphs": compiled.count("pending")}
     if (seconds := engine.limit_seconds()) is not None:
         numbers["limit_seconds"], numbers["device_seconds"] = seconds
+    numbers["running_adapters"], numbers["waiting_adapters"] = engine.adapters_in_use()
     return numbers
 
 

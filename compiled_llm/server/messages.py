@@ -1,6 +1,6 @@
 """What passes between the server's process and the engine's: structs, in msgpack, one a frame of ``Channel``.
 
-    server -> engine    Start, Generate, Abort, Ask
+    server -> engine    Start, Generate, Abort, Ask, ReadAdapter, DropAdapter
     engine -> server    Started, or Failed; then Outputs, Answer
 
 A message is an array that begins with its type's name, so it holds no code, and a field of another type is refused. The
@@ -13,7 +13,7 @@ import msgspec
 
 from compiled_llm.text.tokenizer_parts import TokenizerParts
 
-VERSION = 2
+VERSION = 3
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -30,12 +30,20 @@ class Start(Message, tag="start"):
     config: dict[str, Any]
 
 
+class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
+    """The arguments of ``LoRARequest``, which are valid."""
+
+    name: str
+    path: str
+
+
 class Generate(Message, tag="generate"):
     """Serve one prompt.
 
     Attributes:
         sampling: arguments of ``SamplingParams``.
         scored_from: score the tokens from this index on, and generate none.
+        adapter: None: the model as it is.
     """
 
     request_id: str
@@ -44,6 +52,7 @@ class Generate(Message, tag="generate"):
     priority: int = 0
     cache_salt: str = ""
     scored_from: int | None = None
+    adapter: AdapterRef | None = None
 
 
 class Abort(Message, tag="abort"):
@@ -63,6 +72,19 @@ class Ask(Message, tag="ask"):
     resets_prefix_cache: bool = False
 
 
+class ReadAdapter(Message, tag="read adapter"):
+    """Read an adapter, which requests are to come for. An ``Answer`` without statistics says what is wrong with it."""
+
+    number: int
+    adapter: AdapterRef
+
+
+class DropAdapter(Message, tag="drop adapter"):
+    """Forget an adapter, but for the requests that have it."""
+
+    adapter: AdapterRef
+
+
 # -- To the server
 
 
@@ -72,6 +94,7 @@ class Started(Message, tag="started"):
     Attributes:
         tokenizer: None: the model has none.
         capacity: most tokens that a request can ever have; ``limit`` names what sets that.
+        max_loras: adapters that can run at once; 0: none are served.
         sampling: what the model's ``generation_config.json`` suggests, as arguments of ``SamplingParams``.
     """
 
@@ -84,6 +107,7 @@ class Started(Message, tag="started"):
     vocab_size: int
     block_size: int
     num_kv_blocks: int
+    max_loras: int
     sampling: dict[str, Any]
 
 
@@ -163,16 +187,18 @@ class Answer(Message, tag="answer"):
     """What was asked for.
 
     Attributes:
-        stats: the fields of ``EngineStats``, and more by name: graphs, and seconds at the machine's limits.
-        error: why what was asked for besides was not done.
+        stats: the fields of ``EngineStats``, and more by name: graphs, seconds at the machine's limits, and names of
+            adapters.
+        error: why what was asked for besides was not done; ``is_missing``: for want of a file.
     """
 
     number: int
-    stats: dict[str, Any]  # numbers, and counts by position as a list of them
+    stats: dict[str, Any]  # numbers, and lists of counts by position and of names
     error: str | None = None
+    is_missing: bool = False
 
 
-ToEngine = Start | Generate | Abort | Ask
+ToEngine = Start | Generate | Abort | Ask | ReadAdapter | DropAdapter
 ToServer = Started | Failed | Outputs | Answer
 
 encode = msgspec.msgpack.Encoder().encode

@@ -183,6 +183,13 @@ class _EngineCounts:
         info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV cache", labels=[*names, *config])
         info.add_metric([*values, *config.values()], 1)
         yield info
+        if started.max_loras:
+            running, waiting = (",".join(self._stats[f"{state}_adapters"]) for state in ("running", "waiting"))
+            loras = {"max_lora": str(started.max_loras), "running_lora_adapters": running,
+                     "waiting_lora_adapters": waiting}  # fmt: skip
+            adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use, at this time", labels=[*loras])
+            adapters.add_metric([*loras.values()], time.time())
+            yield adapters
         for name, (text, field) in _COUNTERS.items():
             if field not in self._stats:
                 continue

@@ -6,7 +6,7 @@ other, a token id above the vocabulary, a chat that the template does not take.
 
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -119,6 +119,9 @@ _SCHEMAS: Mapping[str, Schema] = {
     "documents": _list(_OBJECT),
 }
 ABORT_FIELDS = ("request_id", "abort_all")
+LOAD_FIELDS = ("lora_name", "lora_path", "load_inplace", "base_model_name")
+UNLOAD_FIELDS = ("lora_name", "lora_int_id")
+_NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
 _SYSTEM = _either(_TEXT, _list(_PART))
 _BLOCKS = _list(_object(["role", "content"], role={"enum": ["user", "assistant"]}, content=_SYSTEM), 1)
 _OF_MESSAGES: Mapping[str, Schema] = {
@@ -131,6 +134,10 @@ _OF_RESPONSES: Mapping[str, Schema] = {
     **{"include": _list(_TEXT), "instructions": _TEXT, "store": _FLAG},
     **{"previous_response_id": _TEXT, "background": {"const": False}, "truncation": {"const": "disabled"}},
 }
+_OF_ADAPTERS: Mapping[str, Schema] = {
+    **{"lora_name": _NAME, "lora_path": {"type": "string", "minLength": 1}, "load_inplace": _FLAG},
+    **{"base_model_name": _TEXT, "lora_int_id": _ANY},
+}
 # Name of a body's schema -> its fields, those that must be there, and the schemas of those that are its own.
 _BODIES: Mapping[str, tuple[Collection[str], Sequence[str], Mapping[str, Schema]]] = {
     "CompletionRequest": (FIELDS["completion"], ["prompt"], {"max_tokens": _integer(0)}),
@@ -140,6 +147,8 @@ _BODIES: Mapping[str, tuple[Collection[str], Sequence[str], Mapping[str, Schema]
     "CountTokensRequest": (MESSAGE_FIELDS, ["messages"], _OF_MESSAGES),
     "ScoreRequest": (SCORE_FIELDS, ["prompt"], {"continuations": _SCHEMAS["prompt"]}),
     "AbortRequest": (ABORT_FIELDS, [], {"request_id": _TEXT, "abort_all": {"const": True}}),
+    "LoadAdapterRequest": (LOAD_FIELDS, ["lora_name", "lora_path"], _OF_ADAPTERS),
+    "UnloadAdapterRequest": (UNLOAD_FIELDS, ["lora_name"], _OF_ADAPTERS),
     "TokenizeTextRequest": (TEXT_FIELDS, ["prompt"], {"prompt": _TEXT}),
     "TokenizeChatRequest": (CHAT_FIELDS, ["messages"], {}),
     "DetokenizeRequest": (DETOKENIZE_FIELDS, ["tokens"], {}),
@@ -152,12 +161,14 @@ def described(answer: Any, *bodies: str, chunk: Any = None, error: Any = schemas
     """What FastAPI's ``openapi_extra`` is to say of a route.
 
     Args:
-        answer: a class of ``schemas``.
+        answer: a class of ``schemas``; str: a text.
         bodies: names of the schemas that its body may have.
         chunk: a class of ``schemas``: an event's data, if the answer may be streamed.
         error: a class of ``schemas``.
     """
     content: dict[str, Any] = {"application/json": {"schema": _of(answer)}}
+    if answer is str:
+        content = {"text/plain": {"schema": _TEXT}}
     if chunk is not None:
         data = {"contentMediaType": "application/json", "contentSchema": _either(_of(chunk), _of(error))}
         content["text/event-stream"] = {"itemSchema": _object(["data"], data=_either({"const": "[DONE]"}, data))}
@@ -173,9 +184,9 @@ def described(answer: Any, *bodies: str, chunk: Any = None, error: Any = schemas
 
 
 class DescribedApp(FastAPI):
-    """FastAPI whose document has the schemas that ``described`` names. ``names``: of the model."""
+    """FastAPI whose document has the schemas that ``described`` names. ``names``: of the model and its adapters."""
 
-    def __init__(self, names: Sequence[str], **options: Any) -> None:
+    def __init__(self, names: Callable[[], Sequence[str]], **options: Any) -> None:
         super().__init__(**options)
         self._names = names
 
@@ -185,7 +196,7 @@ class DescribedApp(FastAPI):
             for path in document["paths"].values():
                 for operation in path.values():
                     operation["responses"].pop("422", None)  # FastAPI's own, which no route gives
-            document["components"] = {"schemas": _components(self._names)}
+            document["components"] = {"schemas": _components(self._names())}
         return self.openapi_schema or {}
 
 

@@ -13,6 +13,7 @@ from starlette.routing import Match
 from compiled_llm.api.version import __version__
 from compiled_llm.openai.requests import read_request
 from compiled_llm.server import schemas
+from compiled_llm.server.adapter_routes import add_adapters
 from compiled_llm.server.answering import FAULT, answered, read_body
 from compiled_llm.server.answers import OpenAIAnswer
 from compiled_llm.server.engine_client import EngineEndedError
@@ -41,7 +42,7 @@ _STATS_SECONDS = 2.0  # a step may take so long; then /metrics is without the en
 
 def make_app(service: Service) -> Any:
     """The ASGI application."""
-    app = DescribedApp(service.names, title="compiled-llm", version=__version__, docs_url=None, redoc_url=None)
+    app = DescribedApp(service.model_names, title="compiled-llm", version=__version__, docs_url=None, redoc_url=None)
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
@@ -72,6 +73,8 @@ def make_app(service: Service) -> Any:
     _add_models(app, service)
     _add_states(app, service)
     add_server(app, service)
+    if service.settings.allow_lora_updates:
+        add_adapters(app, service)
     add_page(app)
     guarded: Any = Guard(app, service.settings)
     if service.settings.cors_origin:
@@ -143,20 +146,21 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def card(name: str) -> dict[str, Any]:
+        adapter = service.adapters.get(name)
         return {
             "id": name,
             "object": "model",
-            "created": service.created,
+            "created": service.created if adapter is None else adapter.created,
             "owned_by": "compiled-llm",
-            "root": service.names[0],
-            "parent": None,
+            "root": service.names[0] if adapter is None else adapter.ref.path,
+            "parent": None if adapter is None else adapter.parent,
             "max_model_len": service.started.max_model_len,
         }
 
     @app.get("/v1/models", openapi_extra=described(schemas.Models))
     async def models() -> Response:
-        """The names of the model that is served."""
-        return JsonResponse({"object": "list", "data": [card(name) for name in service.names]})
+        """The names of the model that is served, and of its adapters."""
+        return JsonResponse({"object": "list", "data": [card(name) for name in service.model_names()]})
 
     @app.get("/v1/models/{name:path}", openapi_extra=described(schemas.Model))
     async def model(name: str) -> Response:

@@ -15,7 +15,9 @@ import uvicorn
 import uvloop
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.server.engine_client import EngineClient
+from compiled_llm.api.lora_request import read_lora_modules
+from compiled_llm.server.adapters import check_lora_settings
+from compiled_llm.server.engine_client import EngineClient, EngineEndedError
 from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.protocol import bounded_protocol
 from compiled_llm.server.routes import make_app
@@ -79,6 +81,7 @@ class Server:
         self._program, self._client, self._settings, self._listener = program, client, settings, listener
         self._restarts: list[float] = []  # moments of ``time.monotonic``
         names = settings.served_model_name or (name,)
+        check_lora_settings(settings, client.config)
         self._service = Service(settings, client, names, Metrics(names[0]))
         max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS
         config = uvicorn.Config(
@@ -109,12 +112,20 @@ class Server:
         try:
             try:
                 started = await self._client.ready()
+                for module in read_lora_modules(self._settings.lora_modules).values():
+                    await self._service.adapters.load(module)
+            except FileNotFoundError as error:
+                raise ValueError(str(error)) from error
+            except EngineEndedError as error:
+                self._say(f"error: {error}")
+                return 1
             except RuntimeError as error:
                 self._say(f"error: {error}")
                 return 1
             self._service.start(started)
             self._say(str(self._service.formats))
-            self._say(f"serves {', '.join(self._service.names)} at {self.url}")
+            adapters = [adapter.ref.name for adapter in self._service.adapters]
+            self._say(f"serves {', '.join([*self._service.names, *adapters])} at {self.url}")
             while await self._has_ended(http):
                 if not await self._restart():
                     status = 1

@@ -176,7 +176,7 @@ class Model(Described):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.openai.answers import TokenTexts
 from compiled_llm.openai.requests import OpenAIRequest
+from compiled_llm.server.adapters import ServedAdapters
 from compiled_llm.server.answer_formats import AnswerFormats, AnswerPlan
 from compiled_llm.server.engine_client import EngineClient, EngineEndedError, RequestAbortedError
 from compiled_llm.server.errors import ApiError
-from compiled_llm.server.messages import Generate, Output, Started
+from compiled_llm.server.messages import AdapterRef, Generate, Output, Started
 from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.server.traces import Traces, otlp_exporter
@@ -43,13 +44,17 @@ class ServedPrompt(NamedTuple):
 
 @dataclasses.dataclass
 class Served:
-    """A client's request in the engine. ``params``: of each prompt. ``plan``: None: answers are content alone."""
+    """A client's request in the engine. ``params``: of each prompt. ``plan``: None: answers are content alone.
+
+    ``adapter``: None: the model as it is.
+    """
 
     asked: OpenAIRequest
     params: SamplingParams
     plan: AnswerPlan | None
     prompts: list[ServedPrompt]
     outputs: AsyncIterator[Output]
+    adapter: AdapterRef | None = None
 
 
 class Service:
@@ -57,6 +62,7 @@ class Service:
 
     Attributes:
         names: of the model; the first one stands in answers.
+        adapters: those that clients may name as their model.
         tokenizer, texts: None, and without texts, for a model that has none. Set by ``start``.
         formats: of reasoning and tool calls; set by ``start``.
         is_draining: no new requests are taken.
@@ -68,6 +74,8 @@ class Service:
         self.settings, self.client, self.names, self.metrics = settings, client, tuple(names), metrics
         self.created = int(time.time())
         self.is_draining = False
+        self.adapters = ServedAdapters(client, self.names)
+        self._started: Started | None = None
         self.tokenizer: Tokenizer | None = None
         self.num_admitted = 0
         endpoint = settings.otlp_traces_endpoint
@@ -91,7 +99,7 @@ class Service:
         self._started = started
 
     def close(self) -> None:
-        if self.client.started is not None:
+        if self._started is not None:
             self._chats.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
@@ -104,7 +112,7 @@ class Service:
             raise ApiError(503, self.client.ended)
         if self.is_draining:
             raise ApiError(503, "the server is about to end", {"Retry-After": "10"})
-        if self.client.started is None:
+        if self.client.started is None or self._started is None:
             raise ApiError(503, "the model is being loaded", {"Retry-After": "1"})
         return self._started
 
@@ -118,12 +126,24 @@ class Service:
         silent = self.client.silent_seconds
         return f"no step of the engine for {silent:.0f} s" if silent > self.settings.stall_seconds else None
 
+    def model_names(self) -> list[str]:
+        """All that clients may give as their model."""
+        return [*self.names, *(adapter.ref.name for adapter in self.adapters)]
+
     def check_model(self, name: str | None) -> str:
-        """The model's name in the answer. ``ApiError`` for another model; None is any."""
-        if name is not None and name not in self.names:
-            known = ", ".join(self.names)
-            raise ApiError(404, f"model {name:.200} is not served here: {known} is", code="model_not_found")
+        """The model's name in the answer, or that of an adapter. ``ApiError`` for another one; None is the model."""
+        self.adapter_of(name)
         return name or self.names[0]
+
+    def adapter_of(self, name: str | None) -> AdapterRef | None:
+        """What the model of this name is changed by; None: nothing. ``ApiError`` as ``check_model``."""
+        if name is None or name in self.names:
+            return None
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            known = ", ".join(self.names) + (f" and {len(self.adapters)} adapters of it" if self.adapters else "")
+            raise ApiError(404, f"model {name:.200} is not served here: {known} is", code="model_not_found")
+        return adapter.ref
 
     @contextlib.contextmanager
     def admitted(self, asked: OpenAIRequest) -> Iterator[None]:
@@ -159,6 +179,7 @@ class Service:
         Raises:
             ApiError: it cannot be served.
         """
+        adapter = self.adapter_of(asked.model)
         defaults = {"max_tokens": _MAX_TOKENS[asked.kind], **self.started.sampling}
         sampling = {**defaults, **asked.sampling, "output_kind": "delta" if asked.stream else "final"}
         try:
@@ -185,10 +206,12 @@ class Service:
             for name, one, start in zip(names, encoded, starts, strict=True)
         ]
         requests = [
-            Generate(one.request_id, one.token_ids, sampling, asked.priority, asked.cache_salt, one.scored_from)
+            Generate(
+                one.request_id, one.token_ids, sampling, asked.priority, asked.cache_salt, one.scored_from, adapter
+            )
             for one in prompts
         ]
-        return Served(asked, params, plan, prompts, self._outputs(requests, deadline))
+        return Served(asked, params, plan, prompts, self._outputs(requests, deadline), adapter)
 
     async def _outputs(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
         """``ApiError`` for what the engine refuses, when it has ended, and after the deadline."""

@@ -5,6 +5,7 @@ import os
 import ssl
 
 from compiled_llm.api.argument_checks import check_fields, names
+from compiled_llm.api.lora_request import read_lora_modules
 from compiled_llm.api.names import refuse_unknown_names
 from compiled_llm.parsing.formats import AUTO, CALL_FORMATS, NONE, REASONING_FORMATS
 
@@ -22,6 +23,10 @@ class ServerSettings:
         served_model_name: what clients call the model, and answers name; given several times, each is a name of it.
         tool_call_parser: how the model writes tool calls; auto: as its chat template tells; none: tools are refused.
         reasoning_parser: how the model writes its reasoning; auto: as its chat template tells; none: it is content.
+        lora_modules: adapters that are served from the start, each NAME=PATH; clients give NAME as their model. Also
+            {"name": NAME, "path": PATH, "base_model_name": NAME of the model}. Needs --enable-lora.
+        allow_lora_updates: there are also /v1/load_lora_adapter and /v1/unload_lora_adapter, with which a client names
+            directories of this machine that are read. Needs --enable-lora.
         api_key: a request needs one of these, as a bearer token or in the header x-api-key; none: all are answered.
             Other users of the machine see it on the command line: give --api-key-file, or COMPILED_LLM_API_KEY.
         ssl_certfile: a certificate in PEM form, and those that lead to it: clients then find the server at https.
@@ -53,6 +58,8 @@ class ServerSettings:
     served_model_name: tuple[str, ...] = ()
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
+    lora_modules: tuple[str, ...] = ()
+    allow_lora_updates: bool = False
     api_key: tuple[str, ...] = ()
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
@@ -75,8 +82,9 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, _INTEGERS, _NUMBERS)
-        for name in ("served_model_name", "api_key", "cors_origin"):
+        for name in ("served_model_name", "lora_modules", "api_key", "cors_origin"):
             object.__setattr__(self, name, names(name, getattr(self, name)))
+        read_lora_modules(self.lora_modules)
         for name, formats in (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
             allowed = (AUTO, NONE, *formats)
             if getattr(self, name) not in allowed:

@@ -61,15 +61,17 @@ class Traces:
         num_output_tokens: int,
         seconds: float,
         times: Times,
+        adapter: str | None = None,
     ) -> None:
         """A prompt was answered just now.
 
         Args:
             headers: of the client's request; its ``traceparent`` is the parent of the span.
             seconds: since the request came.
+            adapter: its name, which is then that of the model.
         """
         values = {
-            "gen_ai.response.model": self._model,
+            "gen_ai.response.model": adapter or self._model,
             "gen_ai.request.id": request_id,
             "gen_ai.request.max_tokens": params.max_tokens,
             "gen_ai.request.temperature": params.temperature,

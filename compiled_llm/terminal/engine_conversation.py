@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.terminal.answer import Answer
@@ -22,6 +23,7 @@ class EngineConversation(Conversation):
 
     Args:
         engine: has a tokenizer.
+        lora_request: an adapter; None: the model as it is.
     """
 
     def __init__(
@@ -30,9 +32,10 @@ class EngineConversation(Conversation):
         sampling: dict[str, Any],
         write: Callable[[str], object],
         system: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         assert engine.tokenizer is not None
-        self.engine = engine
+        self.engine, self._lora_request = engine, lora_request
         self.has_template = "default" in engine.tokenizer.chat_templates
         super().__init__(sampling, write, system)
 
@@ -60,7 +63,7 @@ class EngineConversation(Conversation):
         if room < 1:
             raise ValueError(self._is_full(len(prompt.token_ids)))
         self._max_tokens, self._room = (params := self._params(room)).max_tokens, room
-        return Answer(self._write), self.engine.stream(prompt, params)
+        return Answer(self._write), self.engine.stream(prompt, params, lora_request=self._lora_request)
 
     def _cut(self) -> str:
         return self._is_full(self.capacity) if self._max_tokens == self._room else cut_at(self._max_tokens or 1)

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.checkpoint.stored_tensors import locate
+from compiled_llm.checkpoint.writing import CheckpointWriter
 from compiled_llm.quantizing.block_quantizer import Settings
 from compiled_llm.quantizing.blocks import BlockModel, run_block
 from compiled_llm.quantizing.folding import find_folds
 from compiled_llm.quantizing.model_quantizer import Result, Windows, quantize_checkpoint
 from compiled_llm.quantizing.schemes import make_scheme
-from compiled_llm.quantizing.writing import CheckpointWriter
 from tests.drawn import marked
 from tests.families import CONFIGS, checkpoint, strengthened
 

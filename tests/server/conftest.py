@@ -17,7 +17,6 @@ import pytest
 import uvloop
 
 from compiled_llm import CompiledEngine
-from compiled_llm.api.config import EngineConfig
 from compiled_llm.server import engine_process
 from compiled_llm.server.engine_client import EngineClient
 from compiled_llm.server.run import Server
@@ -37,7 +36,7 @@ class ThreadClient(EngineClient):
     """Speaks to an engine of this process as it would to one of another."""
 
     def __init__(self, engine: CompiledEngine) -> None:
-        super().__init__(EngineConfig())
+        super().__init__(engine.config)
         self._engine = engine
 
     async def start(self) -> None:

@@ -6,13 +6,16 @@ import pytest
 from compiled_llm.server.messages import (
     VERSION,
     Abort,
+    AdapterRef,
     Answer,
     Ask,
+    DropAdapter,
     Failed,
     Generate,
     Output,
     Outputs,
     Piece,
+    ReadAdapter,
     Start,
     Started,
     Times,
@@ -26,15 +29,19 @@ from compiled_llm.text.tokenizer_parts import TokenizerParts
 TO_ENGINE = [
     Start(VERSION, {"model": None, "bucket_sizes": [1, 8]}),
     Generate("a", [1, 2], {"temperature": 0.5, "logit_bias": {"5": 1.0}}, 3, "salt"),
+    Generate("b", [1], {}, adapter=AdapterRef("name", "path")),
     Abort(["a", "b"]),
+    ReadAdapter(3, AdapterRef("name", "path")),
+    DropAdapter(AdapterRef("name", "path")),
     Ask(7),
 ]
 PIECE = Piece(1, "text", [5], [[(5, -0.5, 1, "text"), (6, -1.5, 2, None)]], "stop", 5)
 TO_SERVER = [
-    Started(VERSION, TokenizerParts("{}", {"default": "t"}, {}, ("note",)), 9, "max_model_len", 9, 2, 50, 16, 4, {}),
+    Started(VERSION, TokenizerParts("{}", {"default": "t"}, {}, ("note",)), 9, "max_model_len", 9, 2, 50, 16, 4, 8, {}),
     Failed("ValueError", "no"),
     Outputs([Output("a", [PIECE], 3, [None, [(1, -2.0, 4, "b")]], Times(0.1, None, None, 0))], 1, 0),
     Answer(7, {"num_steps": 3}),
+    Answer(8, {}, "no", is_missing=True),
 ]
 
 

@@ -1,0 +1,134 @@
+"""Merging: a checkpoint whose weights have an adapter in them, for whoever serves one adapter alone."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.adapters.peft import TENSORS_FILE
+from compiled_llm.adapters.peft_config import MERGE, PeftConfig
+from compiled_llm.checkpoint.loader import checked_tensors
+from compiled_llm.checkpoint.model_files import model_config
+from compiled_llm.checkpoint.stored_tensors import StoredTensor, listed, locate, stored_tensors
+from compiled_llm.checkpoint.writing import CheckpointWriter
+from compiled_llm.models.linears.names import Names
+from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.registry import family_of
+
+_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+class Merged(NamedTuple):
+    """What was written: how many layers the adapter changed, and the bytes of all tensors."""
+
+    num_layers: int
+    nbytes: int
+
+
+class _Change(NamedTuple):
+    """What is added to one weight, ``scale * B A``."""
+
+    part: StoredLinear
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+
+
+def merge_adapter(base: Path, adapter: Path, target: Path) -> Merged:
+    """Write ``base`` with ``W + scale B A`` in the place of ``W``: computed in float32, rounded once to W's dtype.
+
+    One tensor at a time is in memory, and a shard. ``target`` appears when all is written.
+
+    Args:
+        base: a directory with a model that is not quantised; adapter: one of PEFT.
+        target: new, or an empty directory.
+
+    Raises:
+        ValueError: one of them does not allow it.
+        OSError: a file cannot be read or written.
+    """
+    config = model_config(base)
+    if config.published:
+        raise ValueError(
+            f"{base}: must not be quantised, as the sum would be rounded again: give the model that it was made of"
+        )
+    names = Names()
+    family = family_of(config)
+    dtype = getattr(torch, config.dtype)
+    stored = checked_tensors(base, config, family.describe(config, dtype, names))
+    parts = {part.name: part for part in names.parts if part.role == "layer"}
+    weights = locate(base)
+    changes = {}
+    for layer, change in _changes(adapter, parts).items():
+        weight = stored.get(f"{layer}.weight")
+        if weight is None or weights.get(weight.name) != weight:
+            raise ValueError(
+                f"{base}: has {layer} within a tensor of several layers, which nothing is merged into: {MERGE}"
+            )
+        changes[weight.name] = change
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"OUT must be a new or empty directory, given {target}")
+    unfinished = target.absolute().with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        writer = CheckpointWriter(base, unfinished)
+        for name, found in weights.items():
+            tensor = found.read()
+            writer.add(name, _sum(tensor, changes[name]) if name in changes else tensor)
+        nbytes = writer.finish()
+        os.replace(unfinished, target)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return Merged(len(changes), nbytes)
+
+
+def _changes(directory: Path, parts: Mapping[str, StoredLinear]) -> dict[str, _Change]:
+    """By layer. ``ValueError``: the adapter changes what is no linear layer, or is not one of the model."""
+    config, path = PeftConfig.read(directory), directory / TENSORS_FILE
+    stored = stored_tensors(path)
+    modules = {
+        name.removeprefix(_PREFIX).removesuffix(end) for name in stored for end in (_A, _B) if name.endswith(end)
+    }
+    rest = stored.keys() - {f"{_PREFIX}{module}{end}" for module in modules for end in (_A, _B)}
+    lacking = [f"{module}{end}" for module in modules for end in (_A, _B) if f"{_PREFIX}{module}{end}" not in stored]
+    by_end = {_from_layers(name): name for name in parts}
+    layers = {module: by_end.get(_from_layers(module), "") for module in sorted(modules)}
+    unknown = [module for module, layer in layers.items() if not layer]
+    if rest or lacking or unknown or not modules:
+        found = listed([*rest, *lacking, *unknown])
+        raise ValueError(f"{path}: must have {_A} and {_B} of linear layers of the model alone, found {found}: {MERGE}")
+    without = [name for name in parts if name not in set(layers.values()) and config.names(name)]
+    if without:
+        raise ValueError(f"{config.path}: target_modules names modules without tensors in {path}: {listed(without)}")
+    changes = {}
+    for module, layer in layers.items():
+        a, b, part = stored[f"{_PREFIX}{module}{_A}"], stored[f"{_PREFIX}{module}{_B}"], parts[layer]
+        rank = config.rank_of(module)
+        if a.shape != (rank, part.in_features) or b.shape != (part.out_features, rank):
+            raise ValueError(
+                f"{path}: {module} must be {part.in_features} x {rank} x {part.out_features}, by the model and the "
+                f"rank of {config.path.name}, found {list(a.shape)} and {list(b.shape)}: give its own base model"
+            )
+        changes[layer] = _Change(part, a, b, config.scale_of(module))
+    return changes
+
+
+def _from_layers(name: str) -> str:
+    """A module's name from the list of decoder layers on, which checkpoints have within modules of many names."""
+    words = name.split(".")
+    number = next((place for place, word in enumerate(words) if word.isdigit()), 1)
+    return ".".join(words[max(0, number - 1) :])
+
+
+def _sum(weight: Tensor, change: _Change) -> Tensor:
+    a, b = change.a.read().float(), change.b.read().float()
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise ValueError(f"{change.a.path}: {change.part.name} must have finite numbers: it is damaged")
+    product = change.scale * (b @ a)
+    merged = weight.float() + (product.t() if change.part.transposed else product)
+    return merged.to(weight.dtype)
