@@ -9,6 +9,7 @@ from pathlib import Path
 from compiled_llm.adapters.peft import Adapter, read_adapter, stamp
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.models.linears.adapted import Place
+from compiled_llm.models.linears.protocol import StoredLinear
 
 
 class HostAdapters:
@@ -32,6 +33,11 @@ class HostAdapters:
     def layers(self) -> list[str]:
         """Names of the layers that adapters may change."""
         return list(self._places)
+
+    @property
+    def parts(self) -> list[StoredLinear]:
+        """These layers, as checkpoints have them."""
+        return [place.part for place in self._places.values()]
 
     def get(self, request: LoRARequest) -> Adapter:
         """The adapter of a request, read if it is not here. Any thread may ask.
