@@ -13,7 +13,7 @@ from compiled_llm.adapters.peft import Adapter, read_adapter, stamp
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.models.linears.adapted import Adaptable, AnyPlace
-from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.protocol import LinearKind, StoredLinear
 
 _THREADS = 32  # that look at files, and wait for others that read the same ones
 _READERS = 4  # of these, at a time: reading takes cores from steps
@@ -60,6 +60,11 @@ class HostAdapters:
     def layers(self) -> list[str]:
         """Names of the layers that adapters may change."""
         return list(self._places)
+
+    @property
+    def parts(self) -> list[StoredLinear]:
+        """These layers, as checkpoints have them."""
+        return [place.part for place in self._places.values()]
 
     def get(self, request: LoRARequest) -> Adapter:
         """The adapter of a request, read if it is not here. Any thread may ask; it waits for those of the same path.

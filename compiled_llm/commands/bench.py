@@ -19,6 +19,7 @@ BENCHES = {
     "loading": "the reading of weights, beside a plain read of their files",
     "host": "the host's time of a step by part, and how long a GPU idles",
     "speculation": "tokens a second with drafts by each method, and without",
+    "lora": "tokens a second with adapters, many, one and none",
     "sampling": "each kind of sampling, beside a decode step",
     "kernels": "every kernel of a decode step on a GPU, and the gaps",
     "attention": "paged attention, beside SDPA, FlexAttention and the machine's limits",

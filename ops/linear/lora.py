@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.ops import native
 from compiled_llm.ops.library import define_op, on_gpu
 
 TILE = 16
@@ -39,9 +40,12 @@ class LoraWeights(NamedTuple):
         """Slots that change nothing, of ranks up to ``rank``. ``parts``: outputs of each part."""
         most = -(-rank // TILE) * TILE
         starts = torch.tensor([0, *parts]).cumsum(0, dtype=torch.int32)
+        shapes = (num_slots, len(parts), most, in_features), (num_slots, sum(map(_tiles, parts)), most, TILE)
+        on_cpu = device.type == "cpu"
+        a, b = (native.huge_zeros(s, dtype) if on_cpu else torch.zeros(s, dtype=dtype, device=device) for s in shapes)
         return cls(
-            torch.zeros(num_slots, len(parts), most, in_features, dtype=dtype, device=device),
-            torch.zeros(num_slots, sum(map(_tiles, parts)), most, TILE, dtype=dtype, device=device),
+            a,
+            b,
             torch.zeros(num_slots, len(parts), dtype=torch.int32, device=device),
             torch.zeros(num_slots, len(parts), device=device),
             starts.to(device),

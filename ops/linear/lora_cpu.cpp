@@ -1,7 +1,8 @@
 // Low-rank changes of a linear layer on the CPU: lora.py says what is computed, and has the layout and the schema.
 //
-// Rows of one slot, wherever they lie, are taken up to four at a time, which read the slot's weights once. First A, a block
-// of rows and a part at a time; then B, a block of rows and some tiles of outputs at a time.
+// Rows of one slot, wherever they lie, are taken up to four at a time, which read the slot's weights once. Where each thread
+// has several such blocks, it takes one after the other, A and B. Else all take A, a block and a part at a time, and then B, a
+// block and some tiles of outputs at a time.
 
 #include <algorithm>
 #include <array>
@@ -14,6 +15,9 @@
 namespace {
 
 constexpr int64_t kGrain = 1 << 15;  // multiplications that are worth another thread
+constexpr int64_t kBlocksPerThread = 4;  // from which on blocks are shared evenly enough
+
+int64_t tiles_of(int64_t outputs) { return (outputs + kLanes - 1) / kLanes; }
 
 struct Block {
   int64_t slot, count;
@@ -70,7 +74,7 @@ std::vector<int64_t> check_all(const Tensor& y, const Tensor& x, const Tensor& s
   int64_t tiles = 0;
   for (int64_t part = 0; part < parts; ++part) {
     outputs[part] = from[part + 1] - from[part];
-    tiles += (outputs[part] + kLanes - 1) / kLanes;
+    tiles += tiles_of(outputs[part]);
   }
   CHECK_VALUE(from[0] == 0 && std::is_sorted(from, from + parts + 1) && from[parts] == y.size(1) && tiles == b.size(1),
               "add_lora: starts must rise from 0 to the ", y.size(1), " columns of y, with ", b.size(1), " tiles of 16");
@@ -98,40 +102,53 @@ Tensor add_lora(const Tensor& y, const Tensor& x, const Tensor& slots, const Ten
   auto* const to = y.data<char>();
   const int64_t num_blocks = blocks.size();
 
-  parallel_for(0, num_blocks * parts, 1 + kGrain / (most * inputs), [&](int64_t begin, int64_t end) {
-    std::vector<float> wide(kMostRows * stride);
-    for (int64_t i = begin, widened = -1; i < end; ++i) {
-      const Block& block = blocks[i / parts];
-      const int64_t place = block.slot * parts + i % parts;
-      Shrink work = {wide.data(), block.count, stride, inputs, of_slots[place], of_a + place * most * inputs * item,
-                     factors[place], {}};
-      if (work.rank == 0) continue;
-      for (int64_t m = 0; m < block.count; ++m) {
-        if (widened != i / parts)
-          kernels.widen(from + block.rows[m] * x.stride(0) * item, wide.data() + m * stride, inputs);
-        work.s[m] = s + (block.rows[m] * parts + i % parts) * most;
-      }
-      widened = i / parts;
-      kernels.shrink(work);
-    }
-  });
-
-  std::vector<std::array<int64_t, 3>> of_tiles;  // part, first output, outputs
-  for (int64_t part = 0, start = 0; part < parts; start += outputs[part++])
-    for (int64_t i = 0; i < outputs[part]; i += kLanes)
-      of_tiles.push_back({part, start + i, std::min(kLanes, outputs[part] - i)});
-  parallel_for(0, num_blocks * tiles, 1 + kGrain / (most * kLanes), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Block& block = blocks[i / tiles];
-      const auto& [part, first, count] = of_tiles[i % tiles];
-      Expand work = {{}, block.count, of_slots[block.slot * parts + part],
-                     of_b + (block.slot * tiles + i % tiles) * most * kLanes * item, {}, count};
-      if (work.rank == 0) continue;
+  const auto shrink = [&](const Block& block, int64_t part, const float* wide) {
+    const int64_t place = block.slot * parts + part;
+    Shrink work = {wide, block.count, stride, inputs, of_slots[place], of_a + place * most * inputs * item, factors[place], {}};
+    for (int64_t m = 0; m < block.count; ++m) work.s[m] = s + (block.rows[m] * parts + part) * most;
+    if (work.rank > 0) kernels.shrink(work);
+  };
+  const auto widen = [&](const Block& block, float* wide) {
+    for (int64_t m = 0; m < block.count; ++m) kernels.widen(from + block.rows[m] * x.stride(0) * item, wide + m * stride, inputs);
+  };
+  // The tiles of b from `begin` to `end`.
+  const auto expand = [&](const Block& block, int64_t begin, int64_t end) {
+    for (int64_t part = 0, tile = 0, start = 0; part < parts; start += outputs[part], tile += tiles_of(outputs[part]), ++part) {
+      const int64_t first = std::max(begin, tile), own = std::min(end, tile + tiles_of(outputs[part])) - first;
+      const int64_t skipped = (first - tile) * kLanes;
+      Expand work = {{}, block.count, of_slots[block.slot * parts + part], std::min(own * kLanes, outputs[part] - skipped),
+                     of_b + (block.slot * tiles + first) * most * kLanes * item, most * kLanes, {}};
+      if (own <= 0 || work.rank == 0) continue;
       for (int64_t m = 0; m < block.count; ++m) {
         work.s[m] = s + (block.rows[m] * parts + part) * most;
-        work.y[m] = to + (block.rows[m] * y.stride(0) + first) * item;
+        work.y[m] = to + (block.rows[m] * y.stride(0) + start + skipped) * item;
       }
       kernels.expand(work);
+    }
+  };
+
+  if (num_blocks >= kBlocksPerThread * num_threads()) {
+    parallel_for(0, num_blocks, 1 + kGrain / (most * (inputs + y.size(1))), [&](int64_t begin, int64_t end) {
+      std::vector<float> wide(kMostRows * stride);
+      for (int64_t i = begin; i < end; ++i) {
+        widen(blocks[i], wide.data());
+        for (int64_t part = 0; part < parts; ++part) shrink(blocks[i], part, wide.data());
+        expand(blocks[i], 0, tiles);
+      }
+    });
+    return shrunk;
+  }
+  parallel_for(0, num_blocks * parts, 1 + kGrain / (most * inputs), [&](int64_t begin, int64_t end) {
+    std::vector<float> wide(kMostRows * stride);
+    for (int64_t i = begin; i < end; ++i) {
+      if (i == begin || i % parts == 0) widen(blocks[i / parts], wide.data());
+      shrink(blocks[i / parts], i % parts, wide.data());
+    }
+  });
+  parallel_for(0, num_blocks * tiles, 1 + kGrain / (most * kLanes), [&](int64_t begin, int64_t end) {
+    for (int64_t next; begin < end; begin = next) {
+      next = std::min(end, (begin / tiles + 1) * tiles);
+      expand(blocks[begin / tiles], begin % tiles, begin % tiles + next - begin);
     }
   });
   return shrunk;

@@ -17,13 +17,13 @@ struct Shrink {
   float* s[kMostRows];
 };
 
-// y[m][i] += sum over j of b[j, i] * s[m][j], for `count` of 16 outputs.
+// y[m][i] += sum over j of b[i / 16][j, i % 16] * s[m][j], for `outputs` of a part.
 struct Expand {
   const float* s[kMostRows];
-  int64_t rows, rank;
-  const void* b;  // [rank, 16]
+  int64_t rows, rank, outputs;
+  const void* b;  // [tiles, rank, 16], `tile_stride` from tile to tile
+  int64_t tile_stride;
   void* y[kMostRows];
-  int64_t count;
 };
 
 struct LoraKernels {

@@ -1,0 +1,111 @@
+"""What adapters cost: tokens a second with none, one and many, beside an engine that serves none, in turns.
+
+    compiled-llm bench lora --shape qwen3-0.6b --dtype bfloat16 --batch-sizes 1 8 32
+
+Adapters are random, and change all layers that adapters may change. All requests of a run start at once, with
+``--input-len`` tokens, and get ``--num-tokens``; request i has adapter i modulo the number of adapters. "base" is an
+engine without ``enable_lora``, "none" one with it whose requests have no adapters. Ratios are medians over rounds of
+the tokens a second within a round, to "base".
+"""
+
+import dataclasses
+import functools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from compiled_llm.api import tables
+from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
+from compiled_llm.api.lora_request import LoRARequest
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.bench.harness import finish, in_turns, median_ratio
+from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.models.linears.protocol import StoredLinear
+
+_BASE = "base"
+
+
+def parser(program: str) -> FlagParser:
+    made = engine_parser(program, "What adapters cost: tokens a second with none, one and many.")
+    add = made.add_argument
+    add("--num-adapters", type=int, default=32, help="of the run with many (default: 32)")
+    add("--rank", type=int, default=16, help="of each adapter (default: 16)")
+    add("--batch-sizes", nargs="+", type=int, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
+    add("--input-len", type=int, default=8, help="tokens of each prompt (default: 8)")
+    add("--num-tokens", type=int, default=32, help="of each output (default: 32)")
+    add("--rounds", type=int, default=5, help="(default: 5)")
+    tables.add_json_flag(made)
+    return made
+
+
+def write_adapter(directory: Path, layers: Iterable[StoredLinear], rank: int, seed: int) -> LoRARequest:
+    """A random adapter of all ``layers``, in PEFT's format."""
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for layer in layers:
+        for half, shape in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
+            values = torch.randn(shape, generator=generator) / 100
+            tensors[f"base_model.model.{layer.name}.lora_{half}.weight"] = values.bfloat16()
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [layer.name for layer in layers]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest(directory.name, str(directory))
+
+
+def tokens_per_second(
+    engine: CompiledEngine, prompts: Sequence[Any], adapters: Sequence[LoRARequest | None], params: SamplingParams
+) -> float:
+    started = time.perf_counter()
+    outputs = engine.generate(list(prompts), params, lora_request=adapters or None, use_tqdm=False, raise_on_error=True)
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - started)
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    least = {"num_adapters": 1, "rank": 1, "batch_sizes": 1, "input_len": 1, "num_tokens": 1, "rounds": 1}
+    args = parser(program).parse_checked(None, arguments, **least)
+    rows, results = list[dict[str, Any]](), dict[str, Any]()
+    with ExitStack() as stack, errors_end(program):
+        given: dict[str, Any] = {**stack.enter_context(model_of(args)), "enable_prefix_caching": False}
+        served: dict[str, Any] = {"enable_lora": True, "max_loras": args.num_adapters, "max_lora_rank": args.rank}
+        base, engine = (
+            stack.enter_context(
+                CompiledEngine.from_config(dataclasses.replace(engine_config(args), **given, **changes))
+            )
+            for changes in ({"enable_lora": False}, served)
+        )
+        places = engine.runner.adapters
+        assert places is not None
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        adapters = [
+            write_adapter(directory / str(seed), places.parts, args.rank, seed) for seed in range(args.num_adapters)
+        ]
+        params = SamplingParams(max_tokens=args.num_tokens, temperature=0, ignore_eos=True)
+        vocab_size = engine.model_config.vocab_size
+        for size in args.batch_sizes:
+            prompts = [
+                {"prompt_token_ids": [(31 * row + 7 * place + 5) % vocab_size for place in range(args.input_len)]}
+                for row in range(size)
+            ]
+            counts = sorted({1, min(size, args.num_adapters)})
+            runs = {_BASE: functools.partial(tokens_per_second, base, prompts, [], params)}
+            for count in (0, *counts):
+                chosen = [adapters[row % count] for row in range(size)] if count else []
+                runs[f"{count or 'none'}"] = functools.partial(tokens_per_second, engine, prompts, chosen, params)
+            found = in_turns(runs, rounds=args.rounds)
+            results[f"batch {size}"] = {
+                name: {"tokens_per_second": statistics.median(speeds), "ratio": median_ratio(speeds, found[_BASE])}
+                for name, speeds in found.items()
+            }
+            rows += [{"batch": size, "adapters": name, **row} for name, row in results[f"batch {size}"].items()]
+        print(tables.text_table(rows))
+        finish("lora", {"rank": args.rank, "runs": results}, args.json, device=engine.runner.device)
+    return 0
