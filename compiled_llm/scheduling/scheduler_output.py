@@ -1,7 +1,8 @@
 """SchedulerOutput: what the worker is to do in a step, as frozen plain data that can be pickled."""
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.request import RequestId
@@ -81,11 +82,7 @@ class SchedulerOutput(NamedTuple):
         released_request_ids: requests that ended or were preempted since the step before.
         swapped_out, swapped_in: (device block, host block) pairs to copy before the step, in this order.
         copies: (block, block to copy it to) before the step and after the swaps, in any order.
-        windows: for each window of the pool.
-        states: of layers that keep some.
         moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
-        resets: whether the worker is to forget all requests before this step.
-        drafts_next: whether a network of the worker is to draft what follows this step, if there is one.
         adapter_loads: (slot, digest): the adapter of that digest is to be copied to ``slot`` before the step.
         masks: (i, place, words): the tokens that request i may have where it samples for the first, second... time in
             the step (``place`` from 0): bit v % 32 of int32 word v // 32 for token v.
@@ -94,6 +91,10 @@ class SchedulerOutput(NamedTuple):
         trees: (i, parents): the drafts of request i are a tree, with parents as ``DraftTree`` has them.
         moved_keys: (slot, slot to copy its keys and values to), slots as in ``StepInput``, before all else that is done
             to caches: drafts of the step before that were right, which a chain has elsewhere.
+        windows: for each window of the pool.
+        states: of layers that keep some.
+        drafts_next: whether a network of the worker is to draft what follows this step, if there is one.
+        resets: whether the worker is to forget all requests before this step.
     """
 
     request_ids: tuple[RequestId, ...] = ()
@@ -108,16 +109,16 @@ class SchedulerOutput(NamedTuple):
     swapped_out: tuple[tuple[int, int], ...] = ()
     swapped_in: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
-    windows: tuple[WindowOutput, ...] = ()
-    states: StateOutput = StateOutput()
     moved_sinks: tuple[tuple[int, int], ...] = ()
-    resets: bool = False
     masks: tuple[tuple[int, int, "np.ndarray"], ...] = ()
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    drafts_next: bool = False
     adapter_loads: tuple[tuple[int, str], ...] = ()
     trees: tuple[tuple[int, tuple[int, ...]], ...] = ()
     moved_keys: tuple[tuple[int, int], ...] = ()
+    windows: tuple[WindowOutput, ...] = ()
+    states: StateOutput = StateOutput()
+    drafts_next: bool = False
+    resets: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -194,14 +195,12 @@ class SchedulerOutputBuilder:
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
-        columns = _frozen(self) | {
-            "windows": tuple(WindowOutput(**_frozen(window)) for window in self.windows),
-            "states": StateOutput(**_frozen(self.states)),
-            "drafts_next": self.drafts_next,
-        }
-        return SchedulerOutput(**columns, resets=resets)
+        windows = tuple([WindowOutput._make(map(tuple, _columns_of_window(window))) for window in self.windows])
+        states = StateOutput._make(map(tuple, _columns_of_states(self.states)))
+        columns = map(tuple, _columns_of_step(self))
+        return SchedulerOutput._make((*columns, windows, states, self.drafts_next, resets))
 
 
-def _frozen(builder: object) -> dict[str, Any]:
-    """The columns of a builder as tuples, by their names."""
-    return {name: tuple(column) for name, column in vars(builder).items() if isinstance(column, list)}
+# Those that are lists in a builder, in their order.
+_columns_of_window, _columns_of_states = attrgetter(*WindowOutput._fields), attrgetter(*StateOutput._fields)
+_columns_of_step = attrgetter(*SchedulerOutput._fields[: SchedulerOutput._fields.index("windows")])

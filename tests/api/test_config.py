@@ -17,67 +17,73 @@ def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
     return EngineLimits.resolve(EngineConfig(**arguments), model_max_len, DEFAULTS)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("bucket_sizes", (0, 8)),
-        ("bucket_sizes", (8, 8)),
-        ("bucket_sizes", ()),
-        ("bucket_sizes", "1,8"),
-        ("bucket_sizes", ("one",)),
-        ("bucket_sizes", (1.5,)),
-        ("bucket_sizes", (True,)),
-        ("bucket_sizes", 8),
-        ("bucket_sizes", (2**30,)),
-        ("token_bucket_sizes", (16, 16)),
-        ("model", ""),
-        ("dtype", "int8"),
-        ("device", "tpu"),
-        ("load_format", "pickle"),
-        ("kv_cache_dtype", "int3"),
-        ("max_model_len", 0),
-        ("max_num_seqs", -1),
-        ("max_num_batched_tokens", 1.5),
-        ("block_size", 0),
-        ("compile_workers", -1),
-        ("compile_workers", 1.5),
-        ("num_threads", 0),
-        ("num_threads", True),
-        ("num_kv_blocks", 0),
-        ("kv_cache_memory_bytes", -1),
-        ("gpu_memory_utilization", 0),
-        ("gpu_memory_utilization", 1.1),
-        ("gpu_memory_utilization", math.nan),
-        ("enforce_eager", "yes"),
-        ("seed", -1),
-        ("swap_space_bytes", -1),
-        ("preemption_mode", "swap_out"),
-        ("preemption_mode", None),
-        ("scheduling_policy", "lifo"),
-        ("target_itl_ms", 0),
-        ("target_itl_ms", math.nan),
-        ("target_itl_ms", True),
-        ("enable_prefix_caching", 1),
-        ("enable_prefix_caching", None),
-        ("enable_chunked_prefill", "no"),
-        ("check_invariants", None),
-        ("model_process", "yes"),
-        ("async_scheduling", 1),
-        ("revision", "v1"),  # of no model
-        ("revision", ""),
-        ("revision", 1),
-        ("tokenizer_revision", "v1"),  # of no tokenizer
-        ("tokenizer_revision", 1),
-        ("max_loras", 8),  # without enable_lora
-        ("max_lora_rank", 16),
-        ("max_cpu_loras", 8),
-        ("max_loras", 0),
-        ("max_lora_rank", 513),
-    ],
-)
-def test_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=name):
-        EngineConfig(**{name: value})
+REFUSED: dict[str, list[object]] = {
+    "model": ["", 5],
+    "revision": ["v1", "", 1],  # of no model
+    "tokenizer_revision": ["v1", 1],  # of no tokenizer
+    "dtype": ["int8", ["float32"]],
+    "device": ["tpu"],
+    "load_format": ["pickle"],
+    "kv_cache_dtype": ["int3"],
+    "bucket_sizes": [(0, 8), (8, 8), (), "1,8", ("one",), (1.5,), (True,), 8, (2**30,)],
+    "token_bucket_sizes": [(16, 16), (-16,)],
+    "max_model_len": [0],
+    "max_num_seqs": [-1],
+    "max_num_batched_tokens": [1.5],
+    "block_size": [0, 2048],
+    "compile_workers": [-1, 1.5],
+    "num_threads": [0, True],
+    "num_kv_blocks": [0],
+    "kv_cache_memory_bytes": [-1],
+    "gpu_memory_utilization": [0, 1.1, math.nan],
+    "enforce_eager": ["yes"],
+    "seed": [-1],
+    "swap_space_bytes": [-1],
+    "preemption_mode": ["swap_out", None],
+    "scheduling_policy": ["lifo"],
+    "target_itl_ms": [0, math.nan, True],
+    "enable_prefix_caching": [1, None],
+    "enable_chunked_prefill": ["no"],
+    "check_invariants": [None],
+    "model_process": ["yes"],
+    "async_scheduling": [1, "yes"],
+    "max_logprobs": [1001],
+    "max_queued_requests": [0],
+    "max_request_id_length": [0],
+    "max_grammar_seconds": [0],
+    "max_grammar_bytes": [5],
+    "logits_transforms": ["json:dumps"],
+    "max_loras": [8, 0],  # without enable_lora
+    "max_lora_rank": [16, 513],
+    "max_cpu_loras": [8],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    for value in REFUSED[name]:
+        with pytest.raises(ValueError, match=name):
+            EngineConfig(**{name: value})
+
+
+def test_messages_say_what_is_allowed_and_what_was_given() -> None:
+    for arguments, message in [
+        ({"model": ""}, "model must be a directory or a hub id as a non-empty str, given ''"),
+        ({"dtype": ["float32"]}, r"dtype must be one of 'auto', .* given \['float32'\]"),
+        ({"device": "tpu"}, "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', given 'tpu'"),
+        ({"bucket_sizes": ()}, "bucket_sizes must hold at least one size, given an empty list"),
+        ({"bucket_sizes": (0, 8)}, "bucket_sizes must be a list of different integers from 1 to 1048576, given 0 in"),
+        ({"bucket_sizes": (8, 8)}, r"bucket_sizes must be .* given duplicates in \[8, 8\]"),
+        ({"block_size": 2048}, "block_size must be an integer from 1 to 1024, given 2048"),
+        ({"gpu_memory_utilization": 1.5}, "must be a number above 0 and up to 1, given 1.5"),
+        ({"target_itl_ms": 0}, "target_itl_ms must be a number of milliseconds above 0, or None, given 0"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, given 1"),
+        ({"async_scheduling": "yes"}, "async_scheduling must be True, False or None, given 'yes'"),
+        ({"max_grammar_seconds": 0}, "max_grammar_seconds must be a number from 0.01 to 3600, given 0"),
+        ({"logits_transforms": "json:dumps"}, "logits_transforms must be a list, given 'json:dumps'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            EngineConfig(**arguments)
 
 
 def test_adapters() -> None:

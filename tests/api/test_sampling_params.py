@@ -91,6 +91,21 @@ def test_messages_say_what_is_allowed_and_what_was_given() -> None:
         ({"logits_transforms": {f"t{n}": 1 for n in range(65)}}, "may name 64 at most, given 65"),
         ({"structured_outputs": {"regexp": "a"}}, "unknown field of structured_outputs 'regexp': did you mean 'regex'"),
         ({"structured_outputs": 5}, "structured_outputs must be a StructuredOutputsParams or a dict, given int"),
+        ({"structured_outputs": {}}, r"structured outputs: exactly one of json, .* must be given, given \[\]"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, r"exactly one of .* given \['regex', 'choice'\]"),
+        ({"structured_outputs": {"json": "{"}}, "json must be a JSON schema, given what is not JSON"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "regex must be Unicode text, given half a surrogate pair"),
+        ({"structured_outputs": {"json_object": False}}, "json_object must be True or None, given False"),
+        ({"max_tokens": "16"}, "max_tokens must be an integer from 1 to .* given '16'"),
+        ({"stop": ["a", 5]}, r"stop must be a non-empty string or a list of them, given \['a', 5\]"),
+        ({"stop": "x" * 2000}, "stop may hold 64 strings of 1024 characters"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, given 5"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids must be .* given 'x'"),
+        ({"logit_bias": [1]}, r"logit_bias must be a dict of bias by token id, given \[1\]"),
+        ({"logit_bias": {"five": 1}}, "logit_bias: a token id must be an integer .* given 'five'"),
+        ({"allowed_token_ids": "abc"}, "allowed_token_ids must be a list of token ids, given 'abc'"),
+        ({"logits_transforms": ["x"]}, r"logits_transforms must be a dict of argument by name, given \['x'\]"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, given 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             SamplingParams(**arguments)  # type: ignore[arg-type]

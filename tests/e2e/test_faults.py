@@ -120,10 +120,9 @@ FAULTS = [
     ("out of host memory", True),
     ("not finite", True),
 ]
-# Of the ordinary run: each kind of fault in each place.
+# Of the ordinary run: each kind of fault, and faults in each place.
 ORDINARY = {
     ("eager", "exception", False),
-    ("compiled overlapping", "exception", True),
     ("compiled overlapping", "out of memory", False),
     ("eager", "out of host memory", True),
     ("compiled overlapping", "not finite", True),

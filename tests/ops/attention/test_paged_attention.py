@@ -160,7 +160,7 @@ def long_prompt(dtype: torch.dtype) -> tuple[AttentionCase, Tensor]:
 
 
 @pytest.mark.parametrize(("kv_dtype", "bar"), [("float32", 1e-6), ("bfloat16", 0.003), ("int8", 0.010), ("fp8", 0.04)])
-@pytest.mark.parametrize("query_len", [1, 64])
+@pytest.mark.parametrize("query_len", [pytest.param(1, marks=pytest.mark.battery), 64])
 def test_error_against_attention_in_float32(attend: Attend, kv_dtype: str, bar: float, query_len: int) -> None:
     """Relative error, over normal data, of the whole way through the cache: a prompt written by the op, then read."""
     dtype = torch.float32 if kv_dtype == "float32" else torch.bfloat16

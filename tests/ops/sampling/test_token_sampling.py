@@ -165,7 +165,13 @@ def check_distribution(filters: dict[str, float], temperature: float, device: st
 TEMPERATURES = (0.6, 1.0, 1.7)
 
 
-@pytest.mark.parametrize(("name", "temperature"), [*zip(FILTERS, itertools.cycle(TEMPERATURES), strict=False)])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        pytest.param(name, temperature, marks=() if name in ("plain", "top-k-top-p", "all") else pytest.mark.battery)
+        for name, temperature in zip(FILTERS, itertools.cycle(TEMPERATURES), strict=False)
+    ],
+)
 def test_distribution(name: str, temperature: float, kernels: native.Kernels) -> None:
     check_distribution(FILTERS[name], temperature)
 
