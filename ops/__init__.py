@@ -13,7 +13,6 @@ from compiled_llm.ops.attention.move_keys import move_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.attention.rotary_latent_attention import (
-    latent_decode_plan,
     rotary_latent_attention,
     rotary_latent_decode_attention,
 )
@@ -97,7 +96,6 @@ __all__ = [
     "keep_greedy_tokens",
     "keep_rows",
     "latent_attention",
-    "latent_decode_plan",
     "layer_norm",
     "log_sum_exp",
     "mamba2_scan",

@@ -133,7 +133,7 @@ class Step:
         slots, table, starts, seq_lens = self.lengths
         cache = self.caches[0][0]
         _, num_kv_heads, _, head_dim = cache.shape
-        sizes = table.shape[1] * BLOCK_SIZE, 0, num_kv_heads, head_dim, 2, cache.itemsize
+        sizes = table.shape[1] * BLOCK_SIZE, 0, num_kv_heads, head_dim, 2, cache.itemsize, False
         self.plan = triton_decode_plan.decode_plan(slots, None, starts, seq_lens, *sizes, tiles=tiles)
 
     def seconds(self, tiles: TileConfig) -> float:

@@ -18,7 +18,6 @@ from compiled_llm.ops import (
     Turn,
     decode_attention,
     decode_plan,
-    latent_decode_plan,
     paged_attention,
     qk_norm,
     rotary_attention,
@@ -160,20 +159,12 @@ def make_plans(planned: Sequence[Spec], step: StepInput, kv_cache: KVCache, q_by
         of_all = isinstance(table, StepInput) or table.seq_lens is None
         rows = step.table_rows if of_all else None
         seq_lens = step.seq_lens if table.seq_lens is None else table.seq_lens
-        alike: dict[str, Any] = {
-            "block_size": cache.k.shape[2], "window": spec.masked_window,
-            "q_bytes": q_bytes, "cache_bytes": cache.k.element_size(),
-        }  # fmt: skip
-        if spec.latent_dim:
-            made = latent_decode_plan(
-                table.slot_mapping, table.block_table, rows, step.query_start_loc, seq_lens,
-                num_heads=spec.num_heads, latent_dim=spec.latent_dim, **alike,
-            )  # fmt: skip
-        else:
-            made = decode_plan(
-                table.slot_mapping, table.block_table, rows, step.query_start_loc, seq_lens,
-                num_kv_heads=max(layers[place].num_kv_heads for place in places), head_dim=spec.head_dim, **alike,
-            )  # fmt: skip
+        num_heads = spec.num_heads if spec.latent_dim else max(layers[place].num_kv_heads for place in places)
+        made = decode_plan(
+            table.slot_mapping, table.block_table, rows, step.query_start_loc, seq_lens, block_size=cache.k.shape[2],
+            window=spec.masked_window, num_heads=num_heads, head_dim=spec.latent_dim or spec.head_dim, q_bytes=q_bytes,
+            cache_bytes=cache.k.element_size(), latents=bool(spec.latent_dim),
+        )  # fmt: skip
         plans.append(made)
     return tuple(plans)
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.attention.latent_tiles import latent_splits, latent_tiles
 from compiled_llm.ops.attention.tiles import SPLIT_GRAIN, TASK_COLUMNS, Splits, decode_splits, most_splits, tile_config
 from compiled_llm.ops.library import define_op, on_gpu
 
@@ -37,19 +38,20 @@ class DecodePlan(NamedTuple):
 
 def decode_plan(
     slot_mapping: Tensor, block_table: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, *,
-    block_size: int, window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int,
+    block_size: int, window: int, num_heads: int, head_dim: int, q_bytes: int, cache_bytes: int, latents: bool = False,
 ) -> DecodePlan:  # fmt: skip
     """Letters as in ``paged_attention``; T is R, and no request has more than one row.
 
     Args:
         block_table: ``[A, M]`` int32, contiguous.
         table_rows: ``[R]`` int32, where the requests' rows of ``block_table`` are; None: in their order.
-        num_kv_heads: the most that a layer has.
+        num_heads: of keys, the most that a layer has; of queries if keys are latents.
         head_dim, q_bytes, cache_bytes: of the layers (of an element, the last two); by them splits are chosen.
+        latents: for latent attention, whose splits follow from sizes of their own and which counts nothing.
     """
     tasks, counters = torch.ops.compiled_llm.decode_plan(
         slot_mapping, table_rows, query_start_loc, seq_lens, block_table.shape[1] * block_size,
-        window, num_kv_heads, head_dim, q_bytes, cache_bytes,
+        window, num_heads, head_dim, q_bytes, cache_bytes, latents,
     )  # fmt: skip
     return DecodePlan(block_table, tasks, counters)
 
@@ -65,13 +67,21 @@ def splits_of(keys: int, splits: Splits) -> tuple[int, int]:
 
 def decode_plan_reference(
     slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
-    window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int,
+    window: int, num_heads: int, head_dim: int, q_bytes: int, cache_bytes: int, latents: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op in plain torch, with the splits of a GPU with one SM."""
-    tiles = tile_config(head_dim, q_bytes, cache_bytes, (9, 0))
-    splits = decode_splits(tiles, len(seq_lens), num_kv_heads, num_sms=1)
+    if latents:
+        tile = latent_tiles(head_dim, q_bytes, cache_bytes, (9, 0)).decode
+        splits = latent_splits(tile, len(seq_lens), num_heads, num_sms=1)
+    else:
+        tiles = tile_config(head_dim, q_bytes, cache_bytes, (9, 0))
+        splits = decode_splits(tiles, len(seq_lens), num_heads, num_sms=1)
     tasks = planned(slot_mapping, table_rows, query_start_loc, seq_lens, table_tokens, window, splits)
-    return tasks, seq_lens.new_zeros(len(seq_lens) * num_kv_heads)
+    return tasks, seq_lens.new_zeros(num_counters(len(seq_lens), num_heads, latents))
+
+
+def num_counters(num_requests: int, num_heads: int, latents: bool) -> int:
+    return num_requests * (1 if latents else num_heads)
 
 
 def planned(
@@ -101,15 +111,16 @@ def planned(
 
 
 def _fake(
-    slot_mapping, table_rows, query_start_loc, seq_lens: Tensor, table_tokens: int, window, num_kv_heads: int, *_
-) -> tuple[Tensor, Tensor]:
+    slot_mapping, table_rows, query_start_loc, seq_lens: Tensor, table_tokens: int, window, num_heads: int,
+    head_dim, q_bytes, cache_bytes, latents: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows = 1 + len(seq_lens) * most_splits(table_tokens)
-    return seq_lens.new_empty(rows, TASK_COLUMNS), seq_lens.new_empty(len(seq_lens) * num_kv_heads)
+    return seq_lens.new_empty(rows, TASK_COLUMNS), seq_lens.new_empty(num_counters(len(seq_lens), num_heads, latents))
 
 
 define_op(
     "decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, int table_tokens, "
-    "int window, int num_kv_heads, int head_dim, int q_bytes, int cache_bytes) -> (Tensor, Tensor)",
+    "int window, int num_heads, int head_dim, int q_bytes, int cache_bytes, bool latents) -> (Tensor, Tensor)",
     reference=decode_plan_reference,
     fake=_fake,
     gpu=on_gpu("attention.triton_decode_plan:decode_plan"),

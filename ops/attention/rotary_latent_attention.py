@@ -12,10 +12,8 @@ from torch import Tensor
 
 from compiled_llm.ops.attention.arguments import AttentionKind, Keys
 from compiled_llm.ops.attention.decode_attention import keys_of_tasks
-from compiled_llm.ops.attention.decode_plan import DecodePlan, planned
+from compiled_llm.ops.attention.decode_plan import DecodePlan
 from compiled_llm.ops.attention.latent_attention import latent_attention
-from compiled_llm.ops.attention.latent_tiles import latent_splits, latent_tiles
-from compiled_llm.ops.attention.tiles import TASK_COLUMNS, most_splits
 from compiled_llm.ops.library import define_op, like_first, on_gpu
 from compiled_llm.ops.rowwise.rowwise import rms_norm, rope
 
@@ -72,35 +70,12 @@ def rotary_latent_decode_attention(
 
     Args:
         cache: ``k_cache``, ``v_cache``, ``k_scale`` and ``v_scale``.
-        plan: of ``latent_decode_plan``, for the window of ``kind``. Padding rows write nothing.
+        plan: of ``decode_plan`` of latents, for the window of ``kind``. Padding rows write nothing.
     """
     return torch.ops.compiled_llm.rotary_latent_decode_attention(
         q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, *cache, plan.block_table, plan.tasks,
         kind.scale, kind.masked_window,
     )  # fmt: skip
-
-
-def latent_decode_plan(
-    slot_mapping: Tensor, block_table: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, *,
-    block_size: int, window: int, num_heads: int, latent_dim: int, q_bytes: int, cache_bytes: int,
-) -> DecodePlan:  # fmt: skip
-    """As ``decode_plan``, with the splits of latents, which follow from sizes of their own. No one counts."""
-    tasks, counters = torch.ops.compiled_llm.latent_decode_plan(
-        slot_mapping, table_rows, query_start_loc, seq_lens, block_table.shape[1] * block_size, window, num_heads,
-        latent_dim, q_bytes, cache_bytes,
-    )  # fmt: skip
-    return DecodePlan(block_table, tasks, counters)
-
-
-def latent_decode_plan_reference(
-    slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
-    window: int, num_heads: int, latent_dim: int, q_bytes: int, cache_bytes: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The op in plain torch, with the splits of a GPU with one SM."""
-    tile = latent_tiles(latent_dim, q_bytes, cache_bytes, (9, 0)).decode
-    splits = latent_splits(tile, len(seq_lens), num_heads, num_sms=1)
-    tasks = planned(slot_mapping, table_rows, query_start_loc, seq_lens, table_tokens, window, splits)
-    return tasks, seq_lens.new_zeros(len(seq_lens))
 
 
 def _decode_reference(
@@ -114,11 +89,6 @@ def _decode_reference(
         q_latent, *made, k_cache, v_cache, k_scale, v_scale, *keys_of_tasks(block_table, tasks, len(q_latent)),
         sm_scale=sm_scale, max_query_len=1, window=window,
     )  # fmt: skip
-
-
-def _plan_fake(slot_mapping, table_rows, query_start_loc, seq_lens: Tensor, table_tokens: int, *_):
-    rows = 1 + len(seq_lens) * most_splits(table_tokens)
-    return seq_lens.new_empty(rows, TASK_COLUMNS), seq_lens.new_empty(len(seq_lens))
 
 
 _NEW = (
@@ -137,11 +107,4 @@ define_op(
     reference=_decode_reference,
     fake=like_first,
     gpu=on_gpu("attention.triton_latent:rotary_latent_decode_attention"),
-)
-define_op(
-    "latent_decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, "
-    "int table_tokens, int window, int num_heads, int latent_dim, int q_bytes, int cache_bytes) -> (Tensor, Tensor)",
-    reference=latent_decode_plan_reference,
-    fake=_plan_fake,
-    gpu=on_gpu("attention.triton_latent:latent_decode_plan"),
 )

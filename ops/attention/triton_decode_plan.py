@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.attention.decode_plan import num_counters
+from compiled_llm.ops.attention.latent_tiles import latent_splits, latent_tiles
 from compiled_llm.ops.attention.tiles import (
     SPLIT_GRAIN,
     TASK_COLUMNS,
@@ -83,21 +85,26 @@ def plan_kernel(
 
 def decode_plan(
     slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
-    window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int, tiles: TileConfig | None = None,
+    window: int, num_heads: int, head_dim: int, q_bytes: int, cache_bytes: int, latents: bool,
+    tiles: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op on CUDA tensors. Never waits for the GPU. ``tiles`` as for ``decode_attention``."""
     num_requests, device = len(seq_lens), seq_lens.device
     gpu, capability, num_sms = device_facts(device)
-    tiles = tiles or tile_config(head_dim, q_bytes, cache_bytes, capability, gpu)
-    splits = decode_splits(tiles, num_requests, num_kv_heads, num_sms)
-    most = most_splits(table_tokens)
+    if latents:
+        tile = latent_tiles(head_dim, q_bytes, cache_bytes, capability).decode
+        splits = latent_splits(tile, num_requests, num_heads, num_sms)
+    else:
+        tiles = tiles or tile_config(head_dim, q_bytes, cache_bytes, capability, gpu)
+        splits = decode_splits(tiles, num_requests, num_heads, num_sms)
+    most, num_counted = most_splits(table_tokens), num_counters(1, num_heads, latents)
     tasks = torch.empty(1 + num_requests * most, TASK_COLUMNS, dtype=torch.int32, device=device)
-    counters = torch.empty(num_requests * num_kv_heads, dtype=torch.int32, device=device)
+    counters = torch.empty(num_requests * num_counted, dtype=torch.int32, device=device)
     with torch.cuda.device_of(seq_lens):
         plan_kernel[(num_requests,)](
             slot_mapping, table_rows, query_start_loc, seq_lens, tasks, counters, num_requests,
-            WINDOW=window, SPLIT_TOKENS=splits.tokens, MOST_SPLITS=splits.most, ROWS=most, NUM_KV_HEADS=num_kv_heads,
+            WINDOW=window, SPLIT_TOKENS=splits.tokens, MOST_SPLITS=splits.most, ROWS=most, NUM_KV_HEADS=num_counted,
             BLOCK_R=max(16, triton.next_power_of_2(num_requests)), BLOCK_S=triton.next_power_of_2(most),
-            BLOCK_K=triton.next_power_of_2(num_kv_heads), num_warps=1,
+            BLOCK_K=triton.next_power_of_2(num_counted), num_warps=1,
         )  # fmt: skip
     return tasks, counters

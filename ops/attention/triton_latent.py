@@ -17,9 +17,7 @@ from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.latent_tiles import LatentTile, heads_of_tile, latent_splits, latent_tiles
-from compiled_llm.ops.attention.tiles import TASK_COLUMNS, most_splits
 from compiled_llm.ops.attention.triton_attention import device_facts
-from compiled_llm.ops.attention.triton_decode_plan import plan_kernel
 from compiled_llm.ops.attention.triton_kernels import SHORT_QUERY
 from compiled_llm.ops.attention.triton_latent_decode import latent_decode_attention_kernel
 from compiled_llm.ops.attention.triton_latent_kernels import (
@@ -179,27 +177,6 @@ def _merge(
         SPLITS=1 if exact else triton.next_power_of_2(most), BLOCK_C=sizes["BLOCK_C"],
         num_warps=4, enable_fp_fusion=not exact,
     )  # fmt: skip
-
-
-def latent_decode_plan(
-    slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
-    window: int, num_heads: int, latent_dim: int, q_bytes: int, cache_bytes: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors. Never waits for the GPU."""
-    num_requests, device = len(seq_lens), seq_lens.device
-    _, capability, num_sms = device_facts(device)
-    tile = latent_tiles(latent_dim, q_bytes, cache_bytes, capability).decode
-    splits, most = latent_splits(tile, num_requests, num_heads, num_sms), most_splits(table_tokens)
-    tasks = torch.empty(1 + num_requests * most, TASK_COLUMNS, dtype=torch.int32, device=device)
-    counters = torch.empty(num_requests, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(seq_lens):
-        plan_kernel[(num_requests,)](
-            slot_mapping, table_rows, query_start_loc, seq_lens, tasks, counters, num_requests,
-            WINDOW=window, SPLIT_TOKENS=splits.tokens, MOST_SPLITS=splits.most, ROWS=most, NUM_KV_HEADS=1,
-            BLOCK_R=max(16, triton.next_power_of_2(num_requests)), BLOCK_S=triton.next_power_of_2(most), BLOCK_K=1,
-            num_warps=1,
-        )  # fmt: skip
-    return tasks, counters
 
 
 def rotary_latent_decode_attention(

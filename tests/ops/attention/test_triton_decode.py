@@ -1,6 +1,7 @@
 """Attention of a decode in one launch: its plan and its kernel, interpreted and compiled ahead of time."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.drawn import marked
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty, floats, integers
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, check, make_case, same_caches
+from tests.ops.attention.latent_cases import LatentCase
 from tests.ops.attention.test_rotary_attention import EPS, turning
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,16 +35,32 @@ INT8, FP8 = KV_DTYPES["int8"], KV_DTYPES["fp8"]
 KINDS = {"bf16": None, **KV_DTYPES}
 
 
-def decode_case(context_lens: list[int], *, without_row: int = 0, **kwargs) -> AttentionCase:
+def decode_case(context_lens: list[int], *, without_row: int = 0, make: Callable = make_case, **kwargs) -> Any:
     """One query a request, and requests without one, whose rows come last."""
     empty = {"padding_query_lens": [0] * without_row, "trailing_rows": without_row}
-    return make_case([1] * len(context_lens), context_lens, **empty, **kwargs)
+    return make([1] * len(context_lens), context_lens, **empty, **kwargs)
 
 
-def plan_of(case: AttentionCase, table_rows: Tensor | None = None, op=triton_decode_plan.decode_plan) -> tuple:
+def plan_of(
+    case: AttentionCase | LatentCase, table_rows: Tensor | None = None, op: Callable = triton_decode_plan.decode_plan
+) -> tuple[Tensor, Tensor]:
+    if isinstance(case, LatentCase):
+        q, num_heads = case.q_latent, case.q_latent.shape[1]
+    else:
+        q, num_heads = case.q, case.k.shape[1]
     table_tokens = case.block_table.shape[1] * case.k_cache.shape[2]
-    shape = case.k.shape[1], case.q.shape[2], case.q.element_size(), case.k_cache.element_size()
-    return op(case.slot_mapping, table_rows, case.query_start_loc, case.seq_lens, table_tokens, case.window, *shape)
+    lengths = case.slot_mapping, table_rows, case.query_start_loc, case.seq_lens, table_tokens
+    sizes = num_heads, q.shape[2], q.element_size(), case.k_cache.element_size(), isinstance(case, LatentCase)
+    return op(*lengths, case.window, *sizes)
+
+
+def in_a_larger_table(case: AttentionCase | LatentCase) -> tuple[Tensor, Tensor]:
+    """Where the case's requests are in the table of more requests, and that table."""
+    requests = len(case.seq_lens)
+    rows = torch.randperm(requests + 3)[:requests].int()
+    table = torch.full((requests + 3, case.block_table.shape[1]), 2**30, dtype=torch.int32)
+    table[rows.long()] = case.block_table
+    return rows, table
 
 
 def attended(case: AttentionCase, plan: tuple, turn: tuple | None = None, table: Tensor | None = None, **kwargs):
@@ -60,7 +78,7 @@ def attended(case: AttentionCase, plan: tuple, turn: tuple | None = None, table:
     return out, caches
 
 
-def same_plan(case: AttentionCase, table_rows: Tensor | None = None) -> tuple:
+def same_plan(case: AttentionCase | LatentCase, table_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The kernel's plan, which is the reference's."""
     (tasks, counters), (expected, zeros) = plan_of(case, table_rows), plan_of(case, table_rows, decode_plan_reference)
     count = int(expected[0, 0])
@@ -93,10 +111,7 @@ def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, new_v
     """
     case = decode_case(context_lens, fused_qkv=True, **kwargs)
     turn = turning(case, norm_dtype, scaled, new_values)
-    requests = len(case.seq_lens)
-    rows = torch.randperm(requests + 3)[:requests].int()
-    table = torch.full((requests + 3, case.block_table.shape[1]), 2**30, dtype=torch.int32)
-    table[rows.long()] = case.block_table
+    rows, table = in_a_larger_table(case)
     plan = same_plan(case, rows)
     out, caches = attended(case, plan, turn, table)
     assert not plan[1].any(), "the next layer finds counters that are zero"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from compiled_llm.ops.attention import triton_latent
 from compiled_llm.ops.attention.latent_tiles import LatentTile, latent_splits, latent_tiles
-from compiled_llm.ops.attention.rotary_latent_attention import latent_decode_plan_reference
 from compiled_llm.ops.rowwise import triton_rowwise
 from tests.drawn import marked
 from tests.ops import ahead_of_time, interpreted
@@ -26,6 +25,7 @@ from tests.ops.attention.attention_cases import (
     with_shared_prefixes,
 )
 from tests.ops.attention.latent_cases import GRID, LatentCase, make_case
+from tests.ops.attention.test_triton_decode import decode_case, in_a_larger_table, same_plan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = KV_DTYPES["int8"], KV_DTYPES["fp8"]
@@ -83,30 +83,10 @@ def of_mixed_rows(how: str, scaled: bool = False, **kwargs) -> None:
     turned(how, case, scaled)
 
 
-def plan_of(case: LatentCase, table_rows: Tensor | None, op) -> tuple[Tensor, Tensor]:
-    sizes = case.q_latent.shape[1], case.q_latent.shape[2], case.q_latent.element_size(), case.k_cache.element_size()
-    table_tokens = case.block_table.shape[1] * case.k_cache.shape[2]
-    return op(case.slot_mapping, table_rows, case.query_start_loc, case.seq_lens, table_tokens, case.window, *sizes)
-
-
-def decode_case(context_lens: list[int], *, without_row: int = 0, **kwargs) -> LatentCase:
-    """One query a request, and requests without one, whose rows come last."""
-    empty = {"padding_query_lens": [0] * without_row, "trailing_rows": without_row}
-    return make_case([1] * len(context_lens), context_lens, **empty, **kwargs)
-
-
 def decoded(case: LatentCase, turn: triton_latent.ToTurn, tile: LatentTile | None = None) -> tuple[Tensor, dict]:
     """By the kernel of decodes, whose requests have other places in the table; and the caches."""
-    requests = len(case.seq_lens)
-    rows = torch.randperm(requests + 3)[:requests].int()
-    table = torch.full((requests + 3, case.block_table.shape[1]), 2**30, dtype=torch.int32)
-    table[rows.long()] = case.block_table
-    tasks, expected = (
-        plan_of(case, rows, op)[0] for op in (triton_latent.latent_decode_plan, latent_decode_plan_reference)
-    )
-    count = int(expected[0, 0])
-    assert int(tasks[0, 0]) == count
-    assert torch.equal(tasks[1 : 1 + count, :7], expected[1 : 1 + count, :7])
+    rows, table = in_a_larger_table(case)
+    tasks, _ = same_plan(case, rows)
     values = case.values()
     caches = triton_latent.Caches(*(values[name] for name in CACHES))
     new = values["q_latent"], values["q_turned"], values["k_turned"], values["latent"]
@@ -116,7 +96,7 @@ def decoded(case: LatentCase, turn: triton_latent.ToTurn, tile: LatentTile | Non
 
 def decode(context_lens: list[int], scaled: bool = False, **kwargs) -> None:
     """Against the reference after rope and norm, with the same bits in the cache."""
-    case = decode_case(context_lens, **kwargs)
+    case = decode_case(context_lens, make=make_case, **kwargs)
     turn = turning(case, scaled)
     before = turned_before(case, turn)
 
@@ -131,7 +111,7 @@ def decode(context_lens: list[int], scaled: bool = False, **kwargs) -> None:
 
 
 def any_number_of_programs(**kwargs) -> None:
-    case = decode_case([600, 300, 1500], dtype=BF16, num_heads=40, latent_dim=64, **kwargs)
+    case = decode_case([600, 300, 1500], make=make_case, dtype=BF16, num_heads=40, latent_dim=64, **kwargs)
     turn, tile = turning(case, False), latent_tiles(64, 2, 2, (9, 0)).decode
     outs = []
     for count in (1, 3, 5):
