@@ -218,6 +218,8 @@ class DraftPlanner:
         if history.num_skipped > 0:
             history.num_skipped -= 1
             request.waits_for_tokens = history.waits or history.num_skipped == 0
+            if request.waits_for_tokens:
+                request.next_look = 0  # from now on each step is to be looked at
             return False
         request.waits_for_tokens = True
         return not request.num_in_flight

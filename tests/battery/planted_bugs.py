@@ -473,6 +473,14 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
+        "scheduling.draft_trees",
+        TREES,
+        """
+        rows of a tree stand where their slots are
+            tree_depths: depths[parent] + 1 => len(depths)
+        """,
+    ),
+    (
         "worker.draft_trees",
         TREES,
         """
@@ -480,8 +488,6 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             tree_rows: masks[parent] | 1 << row => masks[parent] | 1 << row | (1 << row - 1 if row > 1 else 0)
         a row of a tree does not see its parent
             tree_rows: masks[parent] | 1 << row => 1 | 1 << row
-        rows of a tree stand where their slots are
-            tree_rows: depths[parent] + 1 => row
         """,
     ),
     (
