@@ -17,8 +17,8 @@ from compiled_llm.scheduling.draft_trees import DraftTree
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
-# That a step with drafts has to promise. What several requests save is shared unevenly, and a batch takes as long as its
-# slowest request: four that sampled at temperature 1 were to gain a sixth by it, and lost a tenth.
+# That a step with drafts has to promise. Several requests save unevenly, and a batch takes as long as its slowest one:
+# four that sampled at temperature 1 were to gain a sixth, and lost a tenth.
 _LEAST_GAIN, _LEAST_GAIN_OF_SEVERAL = 1.1, 1.25
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps

@@ -132,7 +132,7 @@ class DraftStage:
             for size in sizes
         }
         self._depends = {**depends, "num_speculative_tokens": num_tokens}
-        self._functions: dict[str, Any] = {}  # ``CompiledFunction``
+        self._functions: dict[str, CompiledFunction] = {}
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +173,7 @@ class DraftStage:
     def watch(self, sample: Sampler) -> None:
         """From now on ``sample`` chooses drafts, and nothing of it is compiled: for checks that look on, on a CPU."""
         assert self._one_for_all
-        self._functions["draft"] = self._recipe(sample=sample)
+        self._functions["draft"] = CompiledFunction(self._recipe(sample=sample), "draft", self.token_ids.device, True)
 
     def _parts(self) -> Iterator[Part]:
         """All to compile. On a GPU the largest come first: their memory serves all."""
