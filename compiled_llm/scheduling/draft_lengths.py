@@ -182,7 +182,7 @@ def lengths(
     fills_first: bool,
     host: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[list[int], float]:
-    """How many of its drafts a step takes of each request that has some, and seconds that this is expected to save.
+    """How many of its drafts a step takes of each request that has some, and seconds that this is sure to save.
 
     Args:
         chances: that one more draft of it is right.
@@ -217,7 +217,7 @@ def lengths(
             continue
         took = seconds[size] + host[1]
         if tokens / took > (least if not best else _LEAST_GAIN) * best_rate:
-            best, best_rate, gain = taken, tokens / took, tokens * plain / num_requests - took
+            best, best_rate, gain = taken, tokens / took, tokens * plain / num_requests / least - took
     counts = [0] * len(chances)
     for _, index in worths[:best]:
         counts[index] += 1

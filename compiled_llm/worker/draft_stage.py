@@ -174,6 +174,7 @@ class DraftStage:
         """From now on ``sample`` chooses drafts, and nothing of it is compiled: for checks that look on, on a CPU."""
         assert self._one_for_all
         self._functions["draft"] = CompiledFunction(self._recipe(sample=sample), "draft", self.token_ids.device, True)
+        self._functions["draft"].warm_up(functools.partial(self._arguments, max(self._inputs)))
 
     def _parts(self) -> Iterator[Part]:
         """All to compile. On a GPU the largest come first: their memory serves all."""
