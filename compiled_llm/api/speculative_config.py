@@ -52,7 +52,7 @@ METHODS: Mapping[str, Method] = {
 # Methods whose drafts a network of the worker makes behind each step.
 NETWORK_METHODS = ("draft_model", "eagle3", "medusa", "mtp", "layer_skip")
 _MOST_TREE_TEXT = 2000  # characters
-_LOOKUP = 5  # tokens, where neither bound is given
+_LOOKUP = 2, 5  # tokens, where neither bound is given: a run of 5 alone is there too seldom
 _INTEGERS = {
     "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),
     "prompt_lookup_min": (1, 16),
@@ -93,7 +93,7 @@ class SpeculativeConfig:
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
-            most first. Where one is given the other is equal; neither: 5.
+            most first. Where one is given the other is equal; neither: 2, 5.
         suffix_decoding_max_tree_depth: by "suffix": a run that is looked for has fewer tokens. None: 24.
         suffix_decoding_max_cached_requests: by "suffix": outputs that are kept to draft for other requests, of the same
             ``cache_salt``; the oldest goes first. 0: a request sees its own tokens alone. None: 10,000.
@@ -225,8 +225,8 @@ class SpeculativeConfig:
         defaults = {"num_speculative_tokens": method.num_speculative_tokens, **method.fields}
         if self.method == "ngram":
             least, most = self.prompt_lookup_min, self.prompt_lookup_max
-            given = next((value for value in (least, most) if value is not None), _LOOKUP)
-            defaults |= {"prompt_lookup_min": given, "prompt_lookup_max": given}
+            bounds = _LOOKUP if least is None and most is None else (most, least)  # one alone is both
+            defaults |= dict(zip(("prompt_lookup_min", "prompt_lookup_max"), bounds, strict=True))
         elif self.method == "lookahead":
             defaults["lookahead_window"] = self.num_speculative_tokens or method.num_speculative_tokens
         for name, default in defaults.items():

@@ -6,15 +6,18 @@
 Prompts are edits of code: a function, and a comment that asks for it once more with a name changed. ``--prompts`` takes
 others, a JSON string in each line. The model need not be good at it: what it repeats is drafted. "suffix" keeps no
 outputs here, since every round serves the same prompts. Every method must give the tokens of the engine without one, or
-the benchmark ends. Ratios are medians over rounds of the tokens a second within a round.
+the benchmark ends. Ratios are medians over rounds of the tokens a second within a round. ``--trees`` has methods that
+can draft trees do so, too. ``--acceptance`` runs each network that drafts once more, uncompiled, and says how often its
+drafts are right beside what rejection sampling would accept.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,8 @@ from typing import Any
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.speculative_config import METHODS
+from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS
+from compiled_llm.bench.draft_acceptance import DraftAcceptance
 from compiled_llm.bench.harness import finish, in_turns, median_ratio
 from compiled_llm.checkpoint.shapes import engine_parser, model_of
 from compiled_llm.engine.engine import CompiledEngine
@@ -43,7 +47,8 @@ def write_{0}(path, {0}, separator):
 _NAMES = ("rows", "row"), ("items", "item"), ("users", "user"), ("points", "point"), ("words", "word")
 _PLAIN = "none"
 # Every round serves the same prompts, so outputs of rounds before must not be drafted.
-_CONFIGS = {"suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0}}
+_CONFIGS = {"suffix": {"suffix_decoding_max_cached_requests": 0}}
+_TREE = " tree"  # behind the name of a method that drafts trees
 
 
 def edit_prompts(count: int) -> list[str]:
@@ -63,6 +68,10 @@ def parser(program: str) -> FlagParser:
     made = engine_parser(program, "What speculation gives: tokens a second with each method and without.")
     add = made.add_argument
     add("--methods", nargs="+", default=["ngram", "suffix"], choices=tuple(METHODS), help="(default: ngram suffix)")
+    drafters = "what drafts by methods that need a model: draft_model=DIR eagle3=DIR"
+    add("--drafters", nargs="+", type=_drafter, default=[], metavar="METHOD=DIR", help=drafters)
+    add("--trees", action="store_true", help="also with speculative_token_tree auto, of methods that have it")
+    add("--acceptance", action="store_true", help="of networks: beside what rejection sampling would accept")
     add("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], help="requests at once (default: 1 4 16)")
     add("--temperatures", nargs="+", type=float, default=[0.0], help="(default: 0)")
     add("--num-tokens", type=int, default=128, help="of each output (default: 128)")
@@ -111,6 +120,40 @@ def measure(engines: dict[str, Served], prompts: Sequence[str], params: Sampling
     return results
 
 
+def _drafter(text: str) -> tuple[str, str]:
+    """``"eagle3=DIR"`` -> its two parts, for argparse."""
+    method, separator, directory = text.partition("=")
+    if method not in METHODS or "model" not in METHODS[method].fields or not separator:
+        methods = ", ".join(name for name in METHODS if "model" in METHODS[name].fields)
+        raise argparse.ArgumentTypeError(f"must be METHOD=DIR with a METHOD of {methods}, given {text!r}")
+    return method, directory
+
+
+def method_config(name: str, drafters: Mapping[str, str], **fields: Any) -> dict[str, Any] | None:
+    """``speculative_config`` of a method, or of one that drafts trees, or of none."""
+    method = name.removesuffix(_TREE)
+    if method == _PLAIN:
+        return None
+    config = {"method": method, **_CONFIGS.get(method, {}), **fields}
+    if method in drafters:
+        config["model"] = drafters[method]
+    return config | ({"speculative_token_tree": "auto"} if name.endswith(_TREE) else {})
+
+
+def acceptance(engine: CompiledEngine, prompts: Sequence[str], temperature: float, num_tokens: int) -> dict[str, Any]:
+    """How often drafts of an uncompiled engine are right, and what rejection sampling would accept."""
+    seen = DraftAcceptance(engine)
+    engine.generate(
+        list(prompts),
+        [
+            SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True)
+            for seed in range(len(prompts))
+        ],
+        use_tqdm=False,
+    )
+    return {"drafts": seen.num_tried, "accepted": seen.rate, "optimum": seen.optimum}
+
+
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(None, arguments, batch_sizes=1, num_tokens=2, rounds=1)
     most = max(args.batch_sizes)
@@ -122,8 +165,9 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         model = stack.enter_context(model_of(args))
         given: dict[str, Any] = {**model, "enable_prefix_caching": False}
         engines = {}
-        for name in (_PLAIN, *args.methods):
-            given["speculative_config"] = _CONFIGS.get(name) or (None if name == _PLAIN else {"method": name})
+        trees = [name for name in args.methods if args.trees and "speculative_token_tree" in METHODS[name].fields]
+        for name in (_PLAIN, *args.methods, *(name + _TREE for name in trees)):
+            given["speculative_config"] = method_config(name, dict(args.drafters))
             config = dataclasses.replace(engine_config(args), **given)
             engines[name] = Served(stack.enter_context(CompiledEngine.from_config(config)))
         for size in args.batch_sizes:
@@ -134,5 +178,16 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 results[f"batch {size}, temperature {temperature:g}"] = found
                 rows += [{"batch": size, "temperature": temperature, "method": n, **row} for n, row in found.items()]
         print(tables.text_table(rows))
-        finish("speculation", {"runs": results}, args.json, device=engines[_PLAIN].engine.runner.device)
+        accepted = list[dict[str, Any]]()
+        for name in [name for name in args.methods if args.acceptance and name in NETWORK_METHODS]:
+            given["speculative_config"] = method_config(name, dict(args.drafters), adaptive=False)
+            config = dataclasses.replace(engine_config(args), **given, enforce_eager=True)
+            with CompiledEngine.from_config(config) as engine:
+                for temperature in args.temperatures:
+                    found = acceptance(engine, prompts, temperature, args.num_tokens)
+                    accepted.append({"temperature": temperature, "method": name, **found})
+        if accepted:
+            print(tables.text_table(accepted))
+        results_of_all = {"runs": results, "acceptance": accepted}
+        finish("speculation", results_of_all, args.json, device=engines[_PLAIN].engine.runner.device)
     return 0

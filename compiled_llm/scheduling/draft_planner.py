@@ -236,6 +236,8 @@ class DraftPlanner:
         if history.num_skipped > 0:
             history.num_skipped -= 1
             request.waits_for_tokens = history.waits or history.num_skipped == 0
+            if request.waits_for_tokens:
+                request.next_look = 0  # from now on each step is to be looked at
             return False
         request.waits_for_tokens = True
         return not request.num_in_flight
@@ -267,30 +269,34 @@ class DraftPlanner:
         self, asked: Sequence[Request], proposals: Sequence[Sequence[int]], most: int, beside_prompts: bool
     ) -> list[int]:
         """How many drafts of each request the step takes."""
-        running, of_all = self.running_set.running, self._of_all
+        running, of_all, limits = self.running_set.running, self._of_all, self.limits
         histories = [self._histories[request] for request in asked]
         for request, history in zip(asked, histories, strict=True):
             history.compare(request.output_token_ids, of_all)
-        available = [len(drafts) for drafts in proposals]
-        chances = [history.chances.chance(count) for history, count in zip(histories, available, strict=True)]
-        for index, drafts in enumerate(proposals):
-            if isinstance(drafts, DraftTree):
-                chances[index] = drafts.chance
         num_requests = sum(not (request.num_in_flight and request.waits_for_tokens) for request in running)
         sizes = next(sizes for size, sizes in self._sizes.items() if size >= num_requests)
         seconds, size = self.costs.device(self._samples()), sizes[0][0]
         plain, host = seconds[sizes[0]], (self.costs.host(size, False), self.costs.host(size, True))
-        if beside_prompts:
-            counts = lengths_beside_prompts(chances, available, most)
+        available = [len(drafts) for drafts in proposals]
+        gain, counts, tokens = 0.0, [0] * len(asked), [0.0] * len(asked)
+        if any(available):  # most looks at new text find nothing
+            chances = [history.chances.chance(count) for history, count in zip(histories, available, strict=True)]
+            for index, drafts in enumerate(proposals):
+                if isinstance(drafts, DraftTree):
+                    chances[index] = drafts.chance
+            if beside_prompts:
+                counts = lengths_beside_prompts(chances, available, most)
+            else:
+                fills = limits.mixes_lens
+                counts, gain = lengths(
+                    chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host
+                )
             tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
-            gain = sum(tokens) * (plain + host[0]) / num_requests
-        else:
-            fills = self.limits.mixes_lens
-            counts, gain = lengths(chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host)
-            tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
+            if beside_prompts:
+                gain = sum(tokens) * (plain + host[0]) / num_requests
         network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)
         look = self._look_seconds + network  # of a request: what it has to save
-        least, all_tokens = 0 if self.limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
+        least, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
         for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
             if self._of_worker is not None and not drafts:
                 continue  # nothing was drafted behind the last step, which says nothing

@@ -115,6 +115,14 @@ class DraftTree(Sequence[int]):
         return next((child for child in self.children(row) if self.token_ids[child - 1] == token_id), None)
 
 
+def tree_depths(parents: Sequence[int]) -> list[int]:
+    """How many rows stand before each row of a tree on its path, from the last known token's row on, whose is 0."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
 def allowed(
     tree: DraftTree, masks_after: "Callable[[list[int]], Sequence[np.ndarray]]"
 ) -> "tuple[DraftTree, list[np.ndarray]]":

@@ -43,7 +43,7 @@ class StepPlanner:
         self.prefix_cache = running_set.prefix_cache
         self.places = running_set.places
         self._has_states = running_set.states.are_used
-        self._looks_always = self._has_states or drafts is not None or self.places.stream is not None
+        self._looks_always = self._has_states or self.places.stream is not None
         # Of the step that is being planned: its drafts, and the (index, request) that sample tokens under a mask.
         self._num_drafts = 0
         self._masked: list[tuple[int, Request]] = []

@@ -8,6 +8,7 @@ between.
 Letters: R requests that are drafted for, K drafts of each, M blocks of a table row, V vocabulary size.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.step.sampling import SamplingInput, sample
 from compiled_llm.step.step import with_own_tables
 
+Sampler = Callable[[Tensor, SamplingInput], Tensor]  # as ``sample``
 NO_DRAFT = -1  # where a request has no draft: after the last token that it has a block for, or in padding
 SINK_SLOT = 0  # of the block that nobody reads
 
@@ -43,7 +45,9 @@ class DraftInput(NamedTuple):
     window_tables: tuple[Tensor, ...] = ()  # as ``block_table``, of each window: of the model's own first layers alone
 
 
-def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size: int, exact: bool = False) -> Any:
+def draft_model_function(
+    model_config: ModelConfig, block_size: int, vocab_size: int, exact: bool = False, sample: Sampler = sample
+) -> Any:
     """What drafts after a step: (weights, input, KV cache, last tokens, drafts ``[*, K]`` int64) -> None.
 
     It leaves the guesses for the first R requests in ``drafts``, with ``NO_DRAFT`` where there is none. The first pass
@@ -53,6 +57,7 @@ def draft_model_function(model_config: ModelConfig, block_size: int, vocab_size:
         vocab_size: of the model that is drafted for. Tokens of both have the same ids; either may have unused ones
             behind them.
         exact: see ``AttentionSpec``.
+        sample: chooses each draft; another one may look on.
     """
     forward, head = family_of(model_config).forward, family_of(model_config).head
     layers = layers_of(model_config)
@@ -141,7 +146,12 @@ def num_draft_layers(wanted: SpeculativeConfig | None, model_config: ModelConfig
 
 
 def layer_skip_function(
-    model_config: ModelConfig, num_layers: int, block_size: int, windows: tuple[int, ...] = (), exact: bool = False
+    model_config: ModelConfig,
+    num_layers: int,
+    block_size: int,
+    windows: tuple[int, ...] = (),
+    exact: bool = False,
+    sample: Sampler = sample,
 ) -> Any:
     """What drafts after a step with the model's first layers and its head: as ``draft_model_function`` gives it.
 
@@ -153,7 +163,7 @@ def layer_skip_function(
     Args:
         num_layers: of the model that draft; the weights and the cache have as many.
         windows: as in ``step_function``.
-        exact: see ``AttentionSpec``.
+        exact, sample: as of ``draft_model_function``.
     """
     forward, head = family_of(model_config).forward, family_of(model_config).head
     layers = for_queries(with_window_tables(layers_of(model_config), windows)[:num_layers], 1, exact=exact)

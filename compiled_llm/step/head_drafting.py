@@ -19,7 +19,16 @@ from compiled_llm.models.draft_heads.medusa import MedusaConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries
 from compiled_llm.models.registry import layers_of
-from compiled_llm.step.drafting import NO_DRAFT, SINK_SLOT, DraftInput, num_accepted, own_table, slots_of, step_of
+from compiled_llm.step.drafting import (
+    NO_DRAFT,
+    SINK_SLOT,
+    DraftInput,
+    Sampler,
+    num_accepted,
+    own_table,
+    slots_of,
+    step_of,
+)
 from compiled_llm.step.sampling import sample
 from compiled_llm.step.step import with_own_tables
 
@@ -37,7 +46,9 @@ def head_features_function(model_config: ModelConfig) -> Any:
     return draft_features
 
 
-def draft_head_function(model_config: ModelConfig, block_size: int, vocab_size: int, exact: bool = False) -> Any:
+def draft_head_function(
+    model_config: ModelConfig, block_size: int, vocab_size: int, exact: bool = False, sample: Sampler = sample
+) -> Any:
     """What drafts after a step, as ``draft_model_function``: (weights, input, KV cache, last tokens, drafts) -> None.
 
     The first pass has up to K + 1 rows of a request, one below the other, and padding behind those of the last.
@@ -75,7 +86,9 @@ def draft_head_function(model_config: ModelConfig, block_size: int, vocab_size: 
     return draft
 
 
-def draft_medusa_function(model_config: MedusaConfig, block_size: int, vocab_size: int, exact: bool = False) -> Any:
+def draft_medusa_function(
+    model_config: MedusaConfig, block_size: int, vocab_size: int, exact: bool = False, sample: Sampler = sample
+) -> Any:
     """As ``draft_head_function``, of heads without a cache, which all read what the model's last right row gave.
 
     In the place of the KV cache it takes that, of all tokens of the step: ``[T, D]``.

@@ -14,6 +14,7 @@ from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.drafting.methods import host_source
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
+from compiled_llm.scheduling.draft_trees import tree_depths
 from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -120,7 +121,7 @@ def replay(
     if config is not None:
         assert seconds is not None or not config.adaptive
         source = host_source(config, _vocab_size(requests))
-        limits = limits.with_drafts(config.num_tokens, one_graph=limits.mixes_lens)
+        limits = limits.with_drafts(config.num_tokens, one_graph=limits.mixes_lens, has_trees=config.has_trees)
     buckets = buckets_of(limits)
     costs = {
         (bucket.num_requests, bucket.num_tokens): seconds_of(bucket, seconds) if seconds else 0.0
@@ -217,10 +218,13 @@ _NO_DRAFT = 2**31 - 1
 def _sampled(output: SchedulerOutput, running: Sequence[_Served]) -> tuple[int, ...]:
     """A token for each logits row of a step."""
     sampled: list[int] = []
+    trees = dict(output.trees)
     columns = output.num_samples, output.num_computed_tokens, output.num_scheduled_tokens
-    for one, num_samples, start, count in zip(running, *columns, strict=True):
+    for place, (one, num_samples, start, count) in enumerate(zip(running, *columns, strict=True)):
         rows = max(1, num_samples)
-        sampled += one.tokens(start + count + 1 - rows, rows)
+        known = one.tokens(start + count + 1 - rows, rows)
+        # The rows of a tree at one depth sample the same token, as far as they are on the path that came.
+        sampled += known if place not in trees else [known[depth] for depth in tree_depths(trees[place])]
     return tuple(sampled)
 
 

@@ -163,13 +163,19 @@ def as_names(seconds: StepSeconds) -> dict[str, float]:
 
 
 def candidates(
-    methods: Sequence[str], lookups: Sequence[tuple[int, int]], counts: Sequence[int]
+    methods: Sequence[str], lookups: Sequence[tuple[int, int]], counts: Sequence[int], *, trees: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Values of ``speculative_config``: each method with each of its ``lookups`` and most drafts."""
+    """Values of ``speculative_config``: each method with each of its ``lookups`` and most drafts.
+
+    ``trees``: each as a chain, and as a tree.
+    """
     for method, count in itertools.product(methods, counts):
         for least, most in lookups if "prompt_lookup_min" in METHODS[method].fields else [(0, 0)]:
             bounds = {"prompt_lookup_min": least, "prompt_lookup_max": most} if most else {}
-            yield {"method": method, "num_speculative_tokens": count, **bounds}
+            config = {"method": method, "num_speculative_tokens": count, **bounds}
+            yield config
+            if trees:
+                yield {**config, "speculative_token_tree": "auto"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +268,7 @@ def text_of(result: Result) -> str:
         us = 1e6 * counted.draft_seconds / max(1, result.num_tokens - counted.num_accepted)
         rows.append(
             {
-                "method": config["method"],
+                "method": config["method"] + (" tree" if "speculative_token_tree" in config else ""),
                 "lookup": f"{config['prompt_lookup_min']}-{config['prompt_lookup_max']}"
                 if "prompt_lookup_min" in config
                 else "",

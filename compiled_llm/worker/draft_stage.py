@@ -22,7 +22,7 @@ from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.step.drafting import NO_DRAFT, DraftInput, draft_model_function, draft_prompt_function
+from compiled_llm.step.drafting import NO_DRAFT, DraftInput, Sampler, draft_model_function, draft_prompt_function
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker import graph_fields
@@ -109,7 +109,7 @@ class DraftStage:
         weights: Any,
         num_tokens: int,
         num_layers: int,
-        recipe: Callable[[], Callable],
+        recipe: Callable[..., Callable],
         depends: Mapping[str, Any],
         limits: EngineLimits,
         device: torch.device,
@@ -169,6 +169,12 @@ class DraftStage:
     def functions(self) -> dict[str, CompiledFunction]:
         """All of them, by their names."""
         return dict(self._functions)
+
+    def watch(self, sample: Sampler) -> None:
+        """From now on ``sample`` chooses drafts, and nothing of it is compiled: for checks that look on, on a CPU."""
+        assert self._one_for_all
+        self._functions["draft"] = CompiledFunction(self._recipe(sample=sample), "draft", self.token_ids.device, True)
+        self._functions["draft"].warm_up(functools.partial(self._arguments, max(self._inputs)))
 
     def _parts(self) -> Iterator[Part]:
         """All to compile. On a GPU the largest come first: their memory serves all."""

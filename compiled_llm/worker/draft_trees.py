@@ -13,6 +13,7 @@ from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.ops import move_keys
 from compiled_llm.ops.pinned import on_device
+from compiled_llm.scheduling.draft_trees import tree_depths
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
 
 
@@ -51,11 +52,10 @@ def tree_rows(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         How many rows stand before each on its path, int32, and what ``ancestors`` of the attention op has, int64.
     """
-    depths, masks = [0], [1]
+    masks = [1]
     for row, parent in enumerate(parents, 1):
-        depths.append(depths[parent] + 1)
         masks.append(masks[parent] | 1 << row)
-    return np.array(depths, dtype=np.int32), np.array(masks, dtype=np.int64)
+    return np.array(tree_depths(parents), dtype=np.int32), np.array(masks, dtype=np.int64)
 
 
 def move_accepted(output: SchedulerOutput, groups: Sequence[Sequence[LayerCache]]) -> None:

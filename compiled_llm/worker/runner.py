@@ -127,8 +127,8 @@ class ModelRunner(Worker):
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
-        # Rows and counts of samples of the last step, and the needs that follow from them: most steps have the same.
-        self._last_needs: tuple[Any, tuple[int, ...], SamplingNeeds] = None, (), SamplingNeeds(False, False, False)
+        # Rows of the last step and which of them sample, and the needs that follow: most steps have the same.
+        self._last_needs: tuple[Any, list[bool], SamplingNeeds] = None, [], SamplingNeeds(False, False, False)
         if not config.enforce_eager or self.device.type != "cpu":  # else there is no code in it that this engine runs
             use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
@@ -200,8 +200,9 @@ class ModelRunner(Worker):
         steps.change_over()
         rows, num_rows = steps.fill(bucket, output, self.rows)
         steps.sampling.admit(output.admissions, self.rows)
-        if self._last_needs[0] is not rows or self._last_needs[1] != output.num_samples:
-            self._last_needs = rows, output.num_samples, SamplingNeeds.of(rows, output.num_samples, self.rows)
+        is_sampled = list(map(bool, output.num_samples))
+        if self._last_needs[0] is not rows or self._last_needs[1] != is_sampled:
+            self._last_needs = rows, is_sampled, SamplingNeeds.of(rows, is_sampled, self.rows)
         needs = self._last_needs[2]
         if needs.changed_logits:
             steps.sampling.fill(rows, output, self.rows, bucket.num_rows)

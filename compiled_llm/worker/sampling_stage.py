@@ -57,9 +57,9 @@ class SamplingNeeds(NamedTuple):
     logprobs: bool
 
     @classmethod
-    def of(cls, rows: np.ndarray, num_samples: Sequence[int], store: RequestRows) -> "SamplingNeeds":
-        """``num_samples``: for each of ``rows`` [R] int64, how many tokens of its request the step samples."""
-        sampled = rows[np.array(num_samples, dtype=bool)]
+    def of(cls, rows: np.ndarray, is_sampled: Sequence[bool], store: RequestRows) -> "SamplingNeeds":
+        """``is_sampled``: of each of ``rows`` [R] int64, whether the step samples a token of its request."""
+        sampled = rows[np.array(is_sampled, dtype=bool)]
         return cls(
             sampling=bool(store.parameters["temperature"][sampled].any()),
             changed_logits=bool(store.changes_logits[sampled].any()),

@@ -145,9 +145,11 @@ class StepBuffers:
         self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.feedback = views["feedback"]
         self._changed = None if tables is None else (views["changed_places"], views["changed_entries"])
-        # By the id of a host buffer's arrays: the rows of the requests of which it has one token each, and how many
-        # changes of block tables it has seen.
-        self._held: dict[int, tuple[np.ndarray, int]] = {}
+        # By the id of a host buffer's arrays: the rows of the requests whose step it has, how many tokens of each, all
+        # sampled at, and how many changes of block tables it has seen.
+        self._held: dict[int, tuple[np.ndarray | None, tuple[int, ...], int]] = {}
+        # And how many of its tokens, requests and logits rows are not padding.
+        self._filled: dict[int, tuple[int, int, int]] = {}
         self.clear()
 
     def _fields(self, limits: EngineLimits) -> Fields:
@@ -211,6 +213,7 @@ class StepBuffers:
     def clear(self) -> None:
         """Make all of it padding: a step on this writes to the sink block, and its results have no meaning."""
         self._held.clear()
+        self._filled.clear()
         for fields in self._buffers.all_arrays():
             self._pad(fields, 0, 0, 0)
             for name in self._own_tables:
@@ -230,12 +233,13 @@ class StepBuffers:
         if self._tables is not None and store.changes:
             self._fill_changes(fields, self._tables, store)
         n, total = len(rows), output.num_tokens
-        is_plain = total == n and self._is_plain(output)
-        held, num_changes = self._held.pop(id(fields), (None, 0))
-        if is_plain and held is rows:
+        is_plain = self._is_plain(output)
+        held, held_counts, num_changes = self._held.pop(id(fields), (None, (), 0))
+        if is_plain:
+            self._held[id(fields)] = rows, output.num_samples, store.num_changes
+        if is_plain and held is rows and held_counts == output.num_samples:
             self._fill_again(fields, output, rows, store, has_new_blocks=store.num_changes > num_changes)
-            self._held[id(fields)] = rows, store.num_changes
-            return n
+            return total
         counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
         starts = np.array(output.num_computed_tokens, dtype=np.int32)
 
@@ -260,10 +264,11 @@ class StepBuffers:
         for place, distance in output.moved_sinks:
             fields["positions"][ends[place] - counts[place] : ends[place]] += distance
         # Entries past a request's blocks are never read: a table is written as far as the longest reaches.
-        width = int(store.num_blocks[rows].max()) if self._own_tables else 0
+        has_tables = held is rows and store.num_changes == num_changes
+        width = 0 if has_tables or not self._own_tables else int(store.num_blocks[rows].max())
         for (slots, name), known in zip(self._table_fields, store.tables, strict=True):
             fields[slots][:total] = known[owners, blocks] * self.block_size + offsets
-            if name in self._own_tables:
+            if name in self._own_tables and not has_tables:
                 fields[name][:n, :width] = known[rows, :width]
         self._fill_streams(fields, store, rows, starts, seq_lens)
         if self._state_fields:
@@ -274,8 +279,6 @@ class StepBuffers:
             self._fill_trees(fields, output, ends - counts)
         self._pad(fields, total, n, num_rows)
         self._copy()
-        if is_plain:
-            self._held[id(fields)] = rows, store.num_changes
         return num_rows
 
     def _fill_logits_rows(
@@ -348,23 +351,33 @@ class StepBuffers:
         self._buffers.start_graph()
 
     def _is_plain(self, output: SchedulerOutput) -> bool:
-        """Whether nothing but the next token of each request is told of a step that has one of each."""
-        return not (self._state_fields or output.moved_sinks or any(stream for _, stream in self._stream_fields))
+        """Whether a step has the next token of each request, chains of drafts after them, and nothing else."""
+        if output.num_samples != output.num_scheduled_tokens or output.trees or output.moved_sinks:
+            return False
+        return not (self._state_fields or any(stream for _, stream in self._stream_fields))
 
     def _fill_again(
         self, fields: Arrays, output: SchedulerOutput, rows: np.ndarray, store: RequestRows, has_new_blocks: bool
     ) -> None:
-        """Write a step whose requests, a token each, are those of the step that these arrays hold: what differs."""
-        n = len(rows)
-        positions = np.array(output.num_computed_tokens, dtype=np.int32)
-        fields["positions"][:n] = positions
-        fields["input_ids"][:n] = output.token_ids
-        fields["feedback"][:n] = output.feedback
+        """Write what differs from the step that these arrays hold, whose requests and tokens of each are the same."""
+        n, total, owners = len(rows), output.num_tokens, rows
+        starts = positions = np.array(output.num_computed_tokens, dtype=np.int32)
+        if total == n:
+            fields["feedback"][:n] = output.feedback
+            fields["seq_lens"][:n] = starts + 1
+        else:
+            ends = fields["query_start_loc"][1 : n + 1]
+            counts = np.array(output.num_samples, dtype=np.int32)
+            fields["feedback"][ends - 1] = output.feedback
+            fields["seq_lens"][:n] = starts + counts
+            positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
+            owners = np.repeat(rows, counts)
+        fields["positions"][:total] = positions
+        fields["position"][:total] = positions + 1
+        fields["input_ids"][:total] = output.token_ids
         blocks, offsets = np.divmod(positions, self.block_size)
-        positions += 1
-        fields["seq_lens"][:n] = fields["position"][:n] = positions
         for (slots, name), known in zip(self._table_fields, store.tables, strict=True):
-            fields[slots][:n] = known[rows, blocks] * self.block_size + offsets
+            fields[slots][:total] = known[owners, blocks] * self.block_size + offsets
             if has_new_blocks and name in self._own_tables:
                 width = int(store.num_blocks[rows].max())
                 fields[name][:n, :width] = known[rows, :width]
@@ -400,27 +413,34 @@ class StepBuffers:
         write_slot[len(told.writes) :], write_after[len(told.writes) :] = SINK_SLOT, 0
 
     def _pad(self, fields: Arrays, num_tokens: int, num_requests: int, num_rows: int) -> None:
-        """Make everything after the step's tokens, requests and logits rows padding."""
-        fields["input_ids"][num_tokens:] = 0
-        if self._has_trees:
-            fields["ancestors"][num_tokens:] = 0
-        fields["positions"][num_tokens:] = 0
-        fields["feedback"][num_tokens:] = -1
-        for name in self._adapter_fields:
-            fields[name][num_tokens:] = 0
-        # Padding tokens share the sink's slots, in turn.
-        padding = np.arange(self.bucket.num_tokens - num_tokens, dtype=np.int32)
-        for name in ("slot_mapping", *(slots for slots, _ in self._window_fields)):
-            fields[name][num_tokens:] = SINK_BLOCK * self.block_size + padding % self.block_size
+        """Make all after the step's tokens, requests and logits rows padding that the step before was longer by."""
+        bucket = self.bucket
+        everything = bucket.num_tokens, bucket.num_requests, bucket.num_rows
+        tokens_before, requests_before, rows_before = self._filled.get(id(fields), everything)
+        self._filled[id(fields)] = num_tokens, num_requests, num_rows
         fields["query_start_loc"][num_requests + 1 :] = num_tokens
-        for name in ("seq_lens", *(name for name, stream in self._stream_fields if stream)):
-            fields[name][num_requests:] = 0
-        if self._padding_row is not None:
-            fields["table_rows"][num_requests:] = self._padding_row
-        fields["logits_indices"][num_rows:] = 0
-        for field in SAMPLING:
-            fields[field.name][num_rows:] = field.padding
-        fields["position"][num_rows:] = 0
+        if num_tokens < tokens_before:
+            fields["input_ids"][num_tokens:] = 0
+            if self._has_trees:
+                fields["ancestors"][num_tokens:] = 0
+            fields["positions"][num_tokens:] = 0
+            fields["feedback"][num_tokens:] = -1
+            for name in self._adapter_fields:
+                fields[name][num_tokens:] = 0
+        if num_tokens != tokens_before:  # padding tokens share the sink's slots, in turn
+            padding = np.arange(bucket.num_tokens - num_tokens, dtype=np.int32)
+            for name in ("slot_mapping", *(slots for slots, _ in self._window_fields)):
+                fields[name][num_tokens:] = SINK_BLOCK * self.block_size + padding % self.block_size
+        if num_requests < requests_before:
+            for name in ("seq_lens", *(name for name, stream in self._stream_fields if stream)):
+                fields[name][num_requests:] = 0
+            if self._padding_row is not None:
+                fields["table_rows"][num_requests:] = self._padding_row
+        if num_rows < rows_before:
+            fields["logits_indices"][num_rows:] = 0
+            for field in SAMPLING:
+                fields[field.name][num_rows:] = field.padding
+            fields["position"][num_rows:] = 0
 
 
 def logits_rows(output: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:

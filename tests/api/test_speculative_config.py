@@ -106,9 +106,9 @@ def test_a_dict_becomes_a_config_with_all_that_the_method_takes() -> None:
     assert EngineConfig().speculation is None
 
 
-def test_defaults_are_those_of_vllm() -> None:
+def test_defaults() -> None:
     ngram, suffix = SpeculativeConfig(method="ngram"), SpeculativeConfig(method="suffix")
-    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (5, 5)
+    assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (2, 5)
     assert (suffix.num_tokens, suffix.suffix_decoding_max_tree_depth) == (MOST_DRAFT_TOKENS, 24)
     assert (suffix.suffix_decoding_max_cached_requests, suffix.suffix_decoding_max_spec_factor) == (10_000, 1.0)
     assert (suffix.suffix_decoding_min_token_prob, suffix.prompt_lookup_min) == (0.1, None)

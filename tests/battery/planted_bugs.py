@@ -479,6 +479,14 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
+        "scheduling.draft_trees",
+        TREES,
+        """
+        rows of a tree stand where their slots are
+            tree_depths: depths[parent] + 1 => len(depths)
+        """,
+    ),
+    (
         "worker.draft_trees",
         TREES,
         """
@@ -486,8 +494,6 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             tree_rows: masks[parent] | 1 << row => masks[parent] | 1 << row | (1 << row - 1 if row > 1 else 0)
         a row of a tree does not see its parent
             tree_rows: masks[parent] | 1 << row => 1 | 1 << row
-        rows of a tree stand where their slots are
-            tree_rows: depths[parent] + 1 => row
         """,
     ),
     (
@@ -561,7 +567,9 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         what the drafter lacks of a copied block is not known
             DraftCoverage.begin_step: move(output.copies, device, device) =>
         a token that the device alone knew is computed as token 0
-            DraftCoverage.begin_step: token_ids[ends[np.array(output.feedback) >= 0] - 1] = UNKNOWN =>
+            DraftCoverage.begin_step: token_ids[ends[is_taken] - 1] = UNKNOWN =>
+        a token that the device alone knew stays unknown
+            DraftCoverage.learn: self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback] =>
         """,
     ),
     (
@@ -774,7 +782,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a step of the same requests has their blocks of before
             StepBuffers._fill_again: has_new_blocks => not has_new_blocks
         buffers are taken to hold a step that they do not
-            StepBuffers.fill: is_plain and held is rows => is_plain and held is not None and (len(held) == len(rows))
+            StepBuffers.fill: is_plain and held is rows and held_counts == output.num_samples
+                => is_plain and held is not None and held_counts == output.num_samples
         feedback of the step before stays
             StepBuffers.fill: fields['feedback'][:total] = -1 =>
         states go where those of a step before went

@@ -5,6 +5,7 @@ takes, and nothing else.
 """
 
 import dataclasses
+import functools
 import random
 from collections import Counter
 from pathlib import Path
@@ -167,48 +168,60 @@ def compare(work: Work, plain: dict[str, RequestOutput], drafted: dict[str, Requ
     return whole
 
 
-@pytest.mark.parametrize(
-    ("engine", "count"),
-    [
-        pytest.param("float32", 28, id="small-float32"),
-        *(pytest.param(name, 275, id=f"full-{name}", marks=pytest.mark.battery) for name in ENGINES),
-    ],
-)
-def test_the_same_as_without(engine: str, count: int, battery_counts: Counter[str], tmp_path: Path) -> None:
-    arguments = {**SIZES, **ENGINES[engine]}
-    model = arguments.pop("model", None)
-    if model is not None:
-        arguments["model"] = str(checkpoint(model))
-    rng = random.Random(f"{engine} {count}")
-    with CompiledEngine(**arguments) as plain_engine:
+_FULL = [
+    pytest.param(engine, method, 275, id=f"full-{engine}-{method}", marks=pytest.mark.battery)
+    for engine in ENGINES
+    for method in METHODS
+    # With states: the first layer of layer_skip keeps one, and trees are refused.
+    if engine != "states" or not (method == "layer_skip" or "tree" in method)
+]
+
+
+@functools.cache
+def served_without(engine: str, count: int) -> tuple[Work, dict[str, RequestOutput]]:
+    """Random requests, and what an engine without drafts makes of them."""
+    with CompiledEngine(**arguments_of(engine)) as plain_engine:
         has_text = plain_engine.tokenizer is not None
-        work = random_work(rng, count, has_text=has_text, vocab_size=plain_engine.model_config.vocab_size)
-        plain = serve(plain_engine, work, random.Random(1))
-    for method in METHODS if count > 100 else SMALL_METHODS:
-        if method == "layer_skip" and model is not None:
-            continue  # its first layer keeps a state
-        if "tree" in method and model is not None:
-            continue  # layers with a state refuse them
-        for adaptive in (False, True) if count > 100 else (method == "suffix",):
-            config = {**METHODS[method], "adaptive": adaptive}
-            if method == "draft_model":
-                drafting = DRAFT_MODELS[model]
-                config["model"] = drafting if model is None else str(checkpoint(drafting))
-            elif method in HEADS:
-                target = DEMO_MODEL if model is None else checkpoint(model)
-                config["model"] = HEADS[method](tmp_path / method, target)
-            with CompiledEngine(**arguments, speculative_config=config) as drafting_engine:
-                drafted_work = [(prompt, _with_drafts(asks, index)) for index, (prompt, asks) in enumerate(work)]
-                drafted = serve(drafting_engine, drafted_work, random.Random(2))
-                stats, report = drafting_engine.stats(), drafting_engine.compile_report()
-            assert (report.graph_breaks, report.recompiles) == (0, 0)
-            battery_counts["compared to the end"] += compare(drafted_work, plain, drafted)
-            battery_counts["drafted"] += stats.num_draft_tokens
-            battery_counts["accepted"] += stats.num_accepted_draft_tokens
-            battery_counts["preemptions"] += stats.num_preemptions
-            assert sum(stats.num_accepted_by_position) == stats.num_accepted_draft_tokens
-    assert battery_counts["compared to the end"] > count
-    assert battery_counts["accepted"] > 0
+        vocab_size = plain_engine.model_config.vocab_size
+        work = random_work(random.Random(f"{engine} {count}"), count, has_text=has_text, vocab_size=vocab_size)
+        return work, serve(plain_engine, work, random.Random(1))
+
+
+def arguments_of(engine: str) -> dict[str, Any]:
+    arguments = {**SIZES, **ENGINES[engine]}
+    return arguments | ({"model": str(checkpoint(arguments["model"]))} if "model" in arguments else {})
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "count"),
+    [*(pytest.param("float32", name, 28, id=f"small-{name}") for name in SMALL_METHODS), *_FULL],
+)
+def test_the_same_as_without(
+    engine: str, method: str, count: int, battery_counts: Counter[str], tmp_path: Path
+) -> None:
+    model = ENGINES[engine].get("model")
+    work, plain = served_without(engine, count)
+    for adaptive in (False, True) if count > 100 else (method == "suffix",):
+        config = {**METHODS[method], "adaptive": adaptive}
+        if method == "draft_model":
+            drafting = DRAFT_MODELS[model]
+            config["model"] = drafting if model is None else str(checkpoint(drafting))
+        elif method in HEADS:
+            target = DEMO_MODEL if model is None else checkpoint(model)
+            config["model"] = HEADS[method](tmp_path / method, target)
+        with CompiledEngine(**arguments_of(engine), speculative_config=config) as drafting_engine:
+            drafted_work = [(prompt, _with_drafts(asks, index)) for index, (prompt, asks) in enumerate(work)]
+            drafted = serve(drafting_engine, drafted_work, random.Random(2))
+            stats, report = drafting_engine.stats(), drafting_engine.compile_report()
+        assert (report.graph_breaks, report.recompiles) == (0, 0)
+        battery_counts["compared to the end"] += compare(drafted_work, plain, drafted)
+        battery_counts["drafted"] += stats.num_draft_tokens
+        battery_counts["accepted"] += stats.num_accepted_draft_tokens
+        battery_counts["preemptions"] += stats.num_preemptions
+        assert sum(stats.num_accepted_by_position) == stats.num_accepted_draft_tokens
+    assert battery_counts["compared to the end"] > count / 2
+    # Heads of random weights are hardly ever right.
+    assert battery_counts["accepted"] > 0 or method in HEADS
 
 
 def _with_drafts(asks: SamplingParams, index: int) -> SamplingParams:

@@ -232,14 +232,20 @@ def test_sampling(run: Run) -> None:
 
 def test_speculation(run: Run) -> None:
     words = ("--model", DEMO, "--enforce-eager", "--bucket-sizes", "1,4", "--batch-sizes", "2", "--rounds", "1")
-    result, out = run(speculation, *words, "--num-tokens", "24", "--temperatures", "0.5")
+    more = "--methods", "suffix", "layer_skip", "--trees", "--acceptance"
+    result, out = run(speculation, *words, *more, "--num-tokens", "24", "--temperatures", "0.5")
     (runs,) = result["runs"].values()
-    assert list(runs) == ["none", "ngram", "suffix"]
+    assert list(runs) == ["none", "suffix", "layer_skip", "suffix tree"]
     assert runs["none"]["ratio"] == 1.0
     assert all(row["tokens_per_second"] > 0 and row["ratio"] > 0 for row in runs.values())
     assert runs["suffix"]["accepted_length"] > 1
     assert runs["suffix"]["draft_us"] > 0
     assert "accepted_share" in out
+    (of_network,) = result["acceptance"]
+    assert of_network["method"] == "layer_skip"
+    assert of_network["drafts"] > 20
+    assert 0 < of_network["accepted"] < 1
+    assert 0.8 * of_network["accepted"] < of_network["optimum"] < 1
 
 
 def test_kernels(run: Run, tmp_path: Path) -> None:

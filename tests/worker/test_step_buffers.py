@@ -320,13 +320,17 @@ def test_layers_with_a_window_have_tables_of_their_own() -> None:
     assert (window.block_table == SINK_BLOCK).all()
 
 
+@pytest.mark.parametrize("drafts", [(0,), (0, 0, 2, 3)], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["tables of the step", "tables of all"])
-def test_a_step_of_the_same_requests_is_the_step_that_any_other_buffers_have(on_device: bool) -> None:
+def test_a_step_of_the_same_requests_is_the_step_that_any_other_buffers_have(
+    on_device: bool, drafts: tuple[int, ...]
+) -> None:
     """Requests come, go and decode, in steps that change buckets; what is written once stays right."""
-    rng, store = random.Random(5), RequestRows(LIMITS, vocab_size=100)
-    tables = BlockTables(LIMITS, CPU, 0) if on_device else None
-    buckets = buckets_of(LIMITS)
-    all_buffers = {bucket: StepBuffers(bucket, LIMITS, CPU, (), tables) for bucket in buckets}
+    limits = LIMITS.with_drafts(max(drafts), one_graph=True) if max(drafts) else LIMITS
+    rng, store = random.Random(5), RequestRows(limits, vocab_size=100)
+    tables = BlockTables(limits, CPU, 0) if on_device else None
+    buckets = buckets_of(limits)
+    all_buffers = {bucket: StepBuffers(bucket, limits, CPU, (), tables) for bucket in buckets}
     computed: dict[str, int] = {}
     num_same = num_new_blocks = 0
     last: tuple[str, ...] = ()
@@ -343,12 +347,16 @@ def test_a_step_of_the_same_requests_is_the_step_that_any_other_buffers_have(on_
                 [rng.randrange(1, 99)] if computed[name] % 4 == 0 else [],
                 first_block=computed[name] // 4,
                 feedback=rng.choice([-1, 0, 1]),
-                samples=rng.randrange(2),
+                samples=int(rng.random() < 0.9),
             )
             for name in names
         ]
+        for item, count in zip(items, [rng.choice(drafts) for _ in items], strict=True):
+            if item.samples and len(item.tokens) == 1 and count:
+                item.tokens += [rng.randrange(100) for _ in range(count)]
+                item.samples += count
         for item in items:
-            if len(item.tokens) == 2 and item.computed % 4 == 3:
+            if item.computed % 4 and item.computed % 4 + len(item.tokens) > 4:
                 item.blocks, item.first_block = [rng.randrange(1, 99)], item.first_block + 1
         if len(computed) < 3 and (not computed or rng.random() < 0.1):
             params = SamplingParams(temperature=rng.random(), top_k=rng.randrange(1, 9), top_p=0.9)
@@ -360,7 +368,7 @@ def test_a_step_of_the_same_requests_is_the_step_that_any_other_buffers_have(on_
         bucket = choose_bucket(buckets, step)
         rows = store.update(step)
         all_buffers[bucket].fill(step, rows, store)
-        fresh = StepBuffers(bucket, LIMITS, CPU, (), tables)
+        fresh = StepBuffers(bucket, limits, CPU, (), tables)
         fresh.fill(step, rows, store)
         assert all_buffers[bucket].feedback.tolist() == fresh.feedback.tolist()
         for found, expected in zip(inputs(all_buffers[bucket]), inputs(fresh), strict=True):

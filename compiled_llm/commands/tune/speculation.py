@@ -55,6 +55,7 @@ def parser(program: str) -> FlagParser:
     add("--draft-tokens", type=int, nargs="+", default=[3, 7, 15], metavar="N", help=tokens)
     lookups = "lookups of ngram to try (default: 1-3 2-4 3-5 5-5)"
     add("--prompt-lookups", type=_lookup, nargs="+", default=_LOOKUPS, metavar="MIN-MAX", help=lookups)
+    add("--trees", action="store_true", help="also with speculative_token_tree auto, which some models refuse")
     sizes = "requests at once (default: 1 4 16)"
     add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N", help=sizes)
     add("--max-requests", type=int, default=200, metavar="N", help="of the trace, the first ones (default: 200)")
@@ -104,7 +105,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 f"{program}: steps with more drafts took less time than some with fewer, as on a busy machine, and "
                 f"means are taken: {', '.join(fallen)}"
             )
-        configs = list(speculation.candidates(args.methods, args.prompt_lookups, args.draft_tokens))
+        configs = list(speculation.candidates(args.methods, args.prompt_lookups, args.draft_tokens, trees=args.trees))
         result = speculation.tune(requests, configs, sizes, even, one_graph=one_graph)
     print(speculation.text_of(result))
 
