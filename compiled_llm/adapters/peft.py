@@ -130,6 +130,12 @@ class _Reading:
     ) -> None:
         self._config, self._path, self._most_rank, self._modules = config, path, most_rank, modules
         self._places = {_stripped(name): place for name, place in places.items()}
+        # What transformers' modules are called, where checkpoints have another name.
+        self._names = {
+            _stripped(place.part.also): name
+            for name, place in self._places.items()
+            if place.part.also and place.of_rows is None
+        }
         # Of all experts, as transformers' parameters have them: by module, by parameter.
         self._stacks: dict[str, dict[str, list[Place]]] = {}
         for place in places.values():
@@ -154,19 +160,24 @@ class _Reading:
             else:
                 self._take_linear(module, tensors[_A], tensors[_B])
             if _COPY in tensors:
-                self._check_copy(self._places[_stripped(module)], tensors[_COPY])
+                self._check_copy(self._places[self._name(module)], tensors[_COPY])
         for name, by_expert in self._of_experts.items():
             self._put(name, _of_all_experts(by_expert, self._places[name].num_experts))
         return self._digest.hexdigest(), {self._places[name].part.name: c for name, c in self._changes.items()}
 
     # -- Modules
 
+    def _name(self, module: str) -> str:
+        """Of its place, if it has one."""
+        name = _stripped(module)
+        return self._names.get(name, name)
+
     def _stack_of(self, module: str) -> dict[str, list[Place]] | None:
         # PEFT wraps a module again for each further parameter of it.
         return self._stacks.get(re.sub(r"(\.base_layer)+$", "", _stripped(module)))
 
     def _is_known(self, module: str, tensors: Mapping[str, StoredTensor]) -> bool:
-        name, has = _stripped(module), tensors.keys()
+        name, has = self._name(module), tensors.keys()
         place = self._places.get(name)
         if has & {_TOKENS, _COPY} and (place is None or place.part.role == "layer"):
             return False
@@ -188,8 +199,8 @@ class _Reading:
 
     def _check_complete(self) -> None:
         """Raise where the config names layers for which there are no tensors."""
-        has = {of_any_expert(_stripped(module)) for module in self._modules} | {*map(_stripped, self._modules)}
-        module = min(self._modules, key=lambda module: _stripped(module) not in self._places)
+        has = {of_any_expert(self._name(module)) for module in self._modules} | {*map(self._name, self._modules)}
+        module = min(self._modules, key=lambda module: self._name(module) not in self._places)
         within = module.removesuffix(_stripped(module))  # in transformers' model
         lacking = [
             place.part.name
@@ -203,7 +214,7 @@ class _Reading:
                 for name, place in self._places.items()
                 for expert in range(place.num_experts)
             )
-            stripped = {*map(_stripped, names)}
+            stripped = {*map(self._name, names)}
             lacking += [name for name in each if name not in stripped and self._config.names(within + name)]
         lacking += [
             f"{within}{module}.{parameter}"
@@ -213,7 +224,7 @@ class _Reading:
             and not any(self._stack_of(name) is parameters for name in names)
         ]
         # A list is of the embedding, whatever that is called; a head that is the embedding has no tensor of its own.
-        of_tokens = [_stripped(name) for name, tensors in self._modules.items() if _TOKENS in tensors]
+        of_tokens = [self._name(name) for name, tensors in self._modules.items() if _TOKENS in tensors]
         of_tokens += [self._tied_to(self._places[name]) for name in of_tokens]
         lacking += [
             name or "the embedding"
@@ -229,7 +240,7 @@ class _Reading:
     # -- Kinds of changes
 
     def _take_linear(self, module: str, a: StoredTensor, b: StoredTensor) -> None:
-        name, expert = _stripped(module), None
+        name, expert = self._name(module), None
         if name not in self._places:
             expert = int(re.findall(r"\.(\d+)(?=\.)", name)[-1])
             name = of_any_expert(name)
@@ -272,7 +283,7 @@ class _Reading:
         owner = f"{re.sub(r'(.base_layer)+$', '', module)}.{parameter}"
         count, rank = places[0].num_experts, self._config.rank_of(owner)
         self._check(owner, rank, (a, (count * rank, inputs)), (b, (outputs, rank * count)))
-        all_a, all_b = self._read(_stripped(owner), owner, places[0], a, b)
+        all_a, all_b = self._read(self._name(owner), owner, places[0], a, b)
         first, scale = 0, self._scale(owner).expand(count)
         for place in places:
             part = place.part
@@ -284,18 +295,18 @@ class _Reading:
 
     def _take_rows(self, module: str, a: StoredTensor, b: StoredTensor) -> None:
         """Of an embedding ``[V, D]``, to which ``(B A)^T`` is added."""
-        name, rank = _stripped(module), self._config.rank_of(module)
+        name, rank = self._name(module), self._config.rank_of(module)
         place = self._places[name]
         self._check(module, rank, (a, (rank, place.part.out_features)), (b, (place.part.in_features, rank)))
         made = self._read(name, module, place, a, b)
         self._put(name, Change(made[0].t().contiguous(), tiles_of(made[1]), self._scale(module)))
         head = self._tied_to(place)
-        if self._config.ties and head and not any(_stripped(other) == head for other in self._modules):
+        if self._config.ties and head and not any(self._name(other) == head for other in self._modules):
             self._put(head, Change(made[1].t().contiguous(), tiles_of(made[0].t()), self._scale(module)))
 
     def _take_tokens(self, module: str, stored: StoredTensor) -> None:
         """Rows in the place of an embedding's or a head's: a change whose rank is their number."""
-        name, ids = _stripped(module), self._config.tokens_of(module)
+        name, ids = self._name(module), self._config.tokens_of(module)
         place = self._places[name]
         assert isinstance(place, Place)
         vocab_size, size = place.part.out_features, place.part.in_features
@@ -312,7 +323,7 @@ class _Reading:
         which[list(ids), range(len(ids))] = 1
         scale = torch.ones(())
         head = self._tied_to(place)
-        if head and not any(_stripped(other) == head for other in self._modules):
+        if head and not any(self._name(other) == head for other in self._modules):
             if head not in self._places:
                 raise ValueError(
                     f"{self._path}: {stored.name} changes the head too, which is the embedding: name both with "

@@ -39,6 +39,7 @@ _REFUSED = {
 }
 # Ways to start a training that leave the base model's weights as they are; others change them, which no file tells.
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_MOST_ALPHA = 1e9
 _MOST_REPETITIONS = 3  # of a pattern: with more, a short name may take long to compare
 
 
@@ -156,8 +157,8 @@ def _rank(path: Path, name: str, value: Any) -> int:
 
 
 def _alpha(path: Path, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{path}: {name} must have finite numbers, given {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST_ALPHA:
+        raise ValueError(f"{path}: {name} must have finite numbers below {_MOST_ALPHA:g}, given {shown(value)}")
     return float(value)
 
 

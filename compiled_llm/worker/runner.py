@@ -356,6 +356,8 @@ class ModelRunner(Worker):
                 others = "" if self._draft is None else prefix_of(self._draft.model_config)
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
+        if isinstance(self._taken, Adaptable):
+            self._taken.note_names(description.other_names)
         say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)

@@ -7,7 +7,7 @@ id]``, and an identity in the place of A.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -332,6 +332,16 @@ class Adaptable:
                     f"lora_target_modules must have {ALL_LINEAR!r}, or names of layers or parts of these between dots, "
                     f"given {target!r:.200}, which names no layer that adapters may change. Leave it out"
                 )
+
+    def note_names(self, others: Mapping[str, str]) -> None:
+        """``others``: names that transformers' modules have for tensors, as ``Source.other_names``."""
+        for other, name in others.items():
+            for key, place in self.places.items():
+                part = place.part
+                if part.stacked == name:
+                    self.places[key] = place._replace(part=part._replace(stacked=other))
+                elif f"{part.name}.weight" == name and not part.also:
+                    self.places[key] = place._replace(part=part._replace(also=other.removesuffix(".weight")))
 
     def _may_change(self, parts: Sequence[StoredLinear], kind: str = "") -> bool:
         is_router = any(fnmatchcase(part.name, pattern) for part in parts for pattern in ROUTERS)

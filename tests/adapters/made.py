@@ -3,7 +3,8 @@
 import copy
 import json
 import math
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,40 @@ def linear_modules(model: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
+def embeddings_and_stacks(
+    model: nn.Module,
+) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int, int]]]:
+    """Rows and columns of embeddings; number, outputs and inputs of all experts, by PEFT's names of parameters."""
+    embeddings = {
+        name: module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    }
+    stacks = {}
+    for name, module in model.named_modules():
+        if name.endswith("experts") and hasattr(module, "down_proj"):
+            first, second = module.gate_up_proj.shape, module.down_proj.shape
+            if getattr(module, "is_transposed", False):
+                first, second = ((count, outputs, inputs) for count, inputs, outputs in (first, second))
+            stacks |= {f"{name}.base_layer": tuple(first), name: tuple(second)}
+    return embeddings, stacks
+
+
 def write_adapter(
     directory: Path,
     modules: dict[str, tuple[int, int]],
+    embeddings: Mapping[str, tuple[int, int]] = types.MappingProxyType({}),
+    stacks: Mapping[str, tuple[int, int, int]] = types.MappingProxyType({}),
     *,
     seed: int = 0,
     ranks: Iterable[int] = (),
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """An adapter of ``modules``, in a new directory. ``ranks``: of the modules, in their order; else the config's."""
+    """An adapter of ``modules``, in a new directory. ``ranks``: of the modules, in their order; else the config's.
+
+    ``embeddings``, ``stacks``: as ``embeddings_and_stacks`` gives them.
+    """
     generator = torch.Generator().manual_seed(seed)
-    fields = {**CONFIG, "target_modules": sorted(modules), **config}
+    fields = {**CONFIG, "target_modules": sorted([*modules, *embeddings]), **config}
     tensors: dict[str, Tensor] = {}
     of_modules = dict(zip(modules, ranks, strict=False))
     for name, (outputs, inputs) in modules.items():
@@ -52,6 +75,17 @@ def write_adapter(
         b = torch.randn(outputs, rank, generator=generator) * STRENGTH / math.sqrt(rank)
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
         tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
+
+    def random(*shape: int, scale: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale / math.sqrt(fields["r"])).to(dtype)
+
+    for name, (rows, columns) in embeddings.items():
+        tensors[f"base_model.model.{name}.lora_embedding_A"] = random(fields["r"], rows, scale=1.0)
+        tensors[f"base_model.model.{name}.lora_embedding_B"] = random(columns, fields["r"], scale=STRENGTH)
+    for name, (count, outputs, inputs) in stacks.items():
+        a = random(count * fields["r"], inputs, scale=math.sqrt(fields["r"] / inputs))
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = random(outputs, fields["r"] * count, scale=STRENGTH)
     directory.mkdir(parents=True)
     save_file(tensors, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(fields))
