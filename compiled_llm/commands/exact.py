@@ -2,11 +2,15 @@
 
     compiled-llm exact --quick
     compiled-llm exact --model DIR --json exact.json
+    compiled-llm exact --model DIR --lora ADAPTER ADAPTER
 
 The same requests are served in a matrix of settings: bucket and chunk sizes, compiled and uncompiled, each with the
 model's KV cache and the quantised ones, each request alone and together with the others, with a cold and a warm prefix
 cache, and with so little memory that requests are preempted, and computed again or swapped. Half of the requests are
 greedy, the others seeded; some have penalties or ask for log-probabilities of their prompts.
+
+With ``--lora``, requests have the adapters in turn, and none: so they run mixed with others of other adapters, and with
+two adapters or more each is evicted from its slot, read from its files and loaded again.
 
 Compared with the first setting of the same KV cache, bit for bit, are
 
@@ -29,7 +33,7 @@ from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, errors_end
 from compiled_llm.api.config import QUANTISED_DTYPES
 
-_ENGINE_ARGUMENTS = ("model", "load_format", "dtype", "quantization", "device", "seed")
+_ENGINE_ARGUMENTS = ("model", "load_format", "dtype", "quantization", "device", "seed", "max_lora_rank")
 _KV_CACHES = ("auto", *QUANTISED_DTYPES)
 _FULL, _QUICK = (20, 32), (12, 16)  # requests, and tokens of each output
 
@@ -45,6 +49,7 @@ def parser(program: str) -> FlagParser:
         metavar="NAME[,NAME...]",
         help=f"dtypes of KV caches (default: {','.join(_KV_CACHES)})",
     )
+    add("--lora", nargs="+", default=[], metavar="PATH", help="adapters that requests have in turn, beside none")
     add("--requests", type=int, metavar="N", help=f"how many (default: {_FULL[0]}; {_QUICK[0]} with --quick)")
     add("--tokens", type=int, metavar="N", help=f"of each output (default: {_FULL[1]}; {_QUICK[1]} with --quick)")
     tables.add_json_flag(made)
@@ -64,7 +69,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     with errors_end(program):
         engine = {name: getattr(args, name) for name in _ENGINE_ARGUMENTS}
         sizes = matrix.QUICK_SIZES if args.quick else tuple(matrix.SIZES)
-        plan = check.make_plan(engine, args.requests or requests, args.tokens or tokens, args.kv_cache_dtypes, sizes)
+        counts = args.requests or requests, args.tokens or tokens
+        plan = check.make_plan(engine, *counts, args.kv_cache_dtypes, sizes, args.lora)
         outcomes, first = check.check(plan)
     rows, result = [check.row_of(outcome) for outcome in outcomes], check.result_of(outcomes, first)
     print(tables.text_table(rows))

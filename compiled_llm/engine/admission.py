@@ -197,6 +197,7 @@ class Admission:
                 priority=priority,
                 cache_salt=cache_salt,
                 adapter="" if prepared.adapter is None else prepared.adapter.digest,
+                adapter_name="" if prepared.adapter is None else prepared.adapter.lora_name,
                 mask=mask,
                 scored_token_ids=token_ids if first_scored and is_first else (),
                 num_scored=first_scored or 0,

@@ -155,6 +155,7 @@ class BeamGroup:
             arrival_time=self._arrival_time,
             cache_salt=self._cache_salt,
             adapter="" if self._adapter is None else self._adapter.digest,
+            adapter_name="" if self._adapter is None else self._adapter.lora_name,
             keeps_blocks=True,
         )
 

@@ -60,7 +60,7 @@ class EngineCore:
         self.updated: dict[str, None] = {}
         self.launched: deque[tuple[SchedulerOutput, Any]] = deque()
         self.counts = EngineCounts()
-        self.log = StepLog(windows=windows_of(model_config))
+        self.log = StepLog(windows=windows_of(model_config), serves_adapters=config.enable_lora)
         self._completions: dict[Request, tuple[UserRequest, Completion]] = {}
         self._beams: dict[Request, BeamGroup] = {}
         self._advanced: deque[Request] = deque()  # requests that got a token or ended, and are still to be processed
@@ -196,7 +196,7 @@ class EngineCore:
         self.counts.num_steps += 1
         self.counts.num_output_tokens += sum([request.generates for request in advanced])
         self.counts.num_computed_tokens += output.num_tokens
-        self.log.record_step(result.bucket, output, result.seconds, result.num_experts)
+        self.log.record_step(result.bucket, output, result.seconds, result.num_experts, requests)
         if self.log.series.is_due():
             scheduler, pool = self.scheduler, self.scheduler.pool
             self.log.record_state(pool.num_used, pool.num_cached, len(scheduler.running), scheduler.num_waiting)

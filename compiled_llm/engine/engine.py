@@ -383,7 +383,8 @@ class CompiledEngine(StepEngine):
                 f"steps), given {profile_steps}"
             )
         with self._interrupts:
-            self._core.reset_log(StepLog(profiler.pauses if profiler else None, windows_of(self.model_config)))
+            pauses, windows = profiler.pauses if profiler else None, windows_of(self.model_config)
+            self._core.reset_log(StepLog(pauses, windows, self.config.enable_lora))
         self._stats_before = self.stats()
 
     def report(self, *, measure_limits: bool = True) -> RunReport:

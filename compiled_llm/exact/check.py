@@ -8,6 +8,7 @@ import torch
 from tqdm import tqdm
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.exact.locate import Departure, locate
@@ -76,6 +77,7 @@ def make_plan(
     num_tokens: int,
     kv_cache_dtypes: Sequence[str],
     sizes: Sequence[str],
+    adapters: Sequence[str] = (),
 ) -> Plan:
     """The settings and requests for a model.
 
@@ -83,10 +85,15 @@ def make_plan(
         arguments: of the engine, such as ``model``, ``dtype`` and ``seed``.
         num_tokens: of each output.
         sizes: names of ``SIZES``.
+        adapters: directories of adapters that requests have in turn. They have a slot less than there are of them, and
+            one stays in host memory, so that each is evicted, and read and loaded again.
 
     Raises:
         ValueError: the engine would refuse an argument, or ``num_tokens`` are more than a request may have.
     """
+    if adapters:
+        of_adapters = {"enable_lora": True, "max_loras": max(1, len(adapters) - 1), "max_cpu_loras": 1}
+        arguments = {**arguments, **of_adapters}
     config = EngineConfig(**arguments)
     for name in kv_cache_dtypes:
         dataclasses.replace(config, kv_cache_dtype=name)  # which checks the name
@@ -96,7 +103,9 @@ def make_plan(
     if num_tokens >= most:
         raise ValueError(f"--tokens must be below {most}, given {num_tokens}")
     tokenizer = load_tokenizer(config, directory)
-    requests = make_requests(tokenizer, model.vocab_size, num_requests, num_tokens, most, config.seed)
+    lora_requests = [LoRARequest(f"adapter {number}", path) for number, path in enumerate(adapters, 1)]
+    sizes_of_model = model.vocab_size, num_requests, num_tokens, most
+    requests = make_requests(tokenizer, *sizes_of_model, config.seed, lora_requests)
     device = resolve_device(config.device)
     modes = (True,) if device.type == "cuda" else (True, False)
     settings = settings_of(kv_cache_dtypes, sizes, modes)
@@ -131,6 +140,7 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
         "requests": outcome.requests,
         "preempted": outcome.preemptions,
         "cached tokens": outcome.cached_tokens,
+        **({} if outcome.reloads is None else {"adapters again": outcome.reloads}),
         "logits": compared["logits"],
         "all compared": sum(compared.values()),
         "result": f"{len(outcome.differing)} differ" if outcome.differing else outcome.missing or "equal",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.engine.engine import CompiledEngine
@@ -54,6 +55,7 @@ KINDS = ("hidden states", "logits", "tokens", "log-probabilities", "prompt log-p
 class Request(NamedTuple):
     token_ids: list[int]
     params: SamplingParams
+    adapter: LoRARequest | None = None
 
 
 class Place(NamedTuple):
@@ -98,7 +100,7 @@ class Setting:
         """Engine arguments, with a KV pool that suits ``requests``."""
         arguments = {**SIZES[self.sizes], **WAYS[self.way], "kv_cache_dtype": self.kv_cache}
         block_size = arguments.get("block_size", 16)
-        blocks = [-(-(len(ids) + (params.max_tokens or 0)) // block_size) for ids, params in requests]
+        blocks = [-(-(len(ids) + (params.max_tokens or 0)) // block_size) for ids, params, _ in requests]
         arguments["num_kv_blocks"] = sum(blocks) if self.way == "not preempted" else max(blocks) + 1
         return arguments | {"enforce_eager": not self.compiled}
 
@@ -113,6 +115,7 @@ class Outcome:
         compared: places by kind.
         differing: index of a request -> the first place where it differs.
         preemptions, cached_tokens: in this setting: that it was what its name says.
+        reloads: how often the engine had copied an adapter to a slot again; None: there are too few for that.
     """
 
     setting: Setting
@@ -122,6 +125,7 @@ class Outcome:
     differing: Mapping[int, Place]
     preemptions: int
     cached_tokens: int
+    reloads: int | None = None
 
     @property
     def missing(self) -> str | None:
@@ -130,6 +134,8 @@ class Outcome:
             return "nothing was preempted"
         if self.setting.warm and not self.cached_tokens:
             return "nothing was found in the prefix cache"
+        if self.setting.way == "not preempted" and self.reloads == 0:
+            return "no adapter was evicted and loaded again"
         return None
 
 
@@ -148,12 +154,20 @@ def settings_of(kv_caches: Sequence[str], sizes: Sequence[str], modes: Sequence[
 
 
 def make_requests(
-    tokenizer: Tokenizer | None, vocab_size: int, count: int, num_tokens: int, max_len: int, seed: int = 0
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    count: int,
+    num_tokens: int,
+    max_len: int,
+    seed: int = 0,
+    adapters: Sequence[LoRARequest] = (),
 ) -> list[Request]:
     """Prompts of Python's standard library, or of random tokens without a tokenizer.
 
     Half of the requests are greedy, the others seeded; some have penalties, some ask for log-probabilities of prompts.
+    They have no adapter and each of ``adapters`` in turn, also where prompts begin alike.
     """
+    of_turn = [None, *adapters]
     rng = random.Random(seed)
     lengths = [min(LENGTHS[i % len(LENGTHS)], max_len - num_tokens) for i in range(count)]
     text = _library_tokens(tokenizer, 20 * max(lengths)) if tokenizer else []
@@ -172,7 +186,8 @@ def make_requests(
             options |= {"repetition_penalty": 1.2, "presence_penalty": 0.3}
         if i % 5 == 2:
             options |= {"prompt_logprobs": 2}
-        requests.append(Request(ids, SamplingParams(**{"temperature": 0.0} | options)))
+        params = SamplingParams(**{"temperature": 0.0} | options)
+        requests.append(Request(ids, params, of_turn[i % len(of_turn)]))
     return requests
 
 
@@ -209,14 +224,21 @@ def row_digests(rows: Tensor) -> list[int]:
 
 
 class StepRecorder:
-    """Records all that an engine's steps compute, and what it returns. ``records``: by request id."""
+    """Records all that an engine's steps compute, and what it returns.
+
+    ``records``: by request id. ``reloads``: adapters that were copied to a slot, and had been before.
+    """
 
     def __init__(self, engine: CompiledEngine) -> None:
+        self.reloads, self._loaded = 0, set[str]()
         self.records: defaultdict[str, Record] = defaultdict(dict)
         self._steps = engine.own_runner.steps
         engine.own_runner.watch = self
 
     def __call__(self, output: SchedulerOutput, bucket: Bucket, run: Callable[[], Tensor]) -> Tensor:
+        for _, adapter in output.adapter_loads:
+            self.reloads += adapter in self._loaded
+            self._loaded.add(adapter)
         logits = run()
         hidden = iter(row_digests(self._steps.hidden[: output.num_tokens]))
         rows = row_digests(logits[: len(output.request_ids)])
@@ -267,8 +289,9 @@ def serve(engine: CompiledEngine, requests: Sequence[Request], indices: Sequence
     apart = STEPS_BETWEEN if engine.config.scheduling_policy == "priority" else 0
     outputs: dict[int, RequestOutput] = {}
     for urgency, index in enumerate(indices):
-        prompt, params = requests[index]
-        engine.add_request(str(index), {"prompt_token_ids": prompt}, params, -urgency if apart else 0)
+        prompt, params, adapter = requests[index]
+        priority = -urgency if apart else 0
+        engine.add_request(str(index), {"prompt_token_ids": prompt}, params, priority, lora_request=adapter)
         outputs |= _steps(engine, apart)
     while engine.has_unfinished_requests():
         outputs |= _steps(engine, 1)
@@ -279,13 +302,20 @@ def _steps(engine: CompiledEngine, count: int) -> dict[int, RequestOutput]:
     return {int(output.request_id): output for _ in range(count) for output in engine.step()}
 
 
+class Served(NamedTuple):
+    """What came of a setting. ``reloads``: as that of ``Outcome``."""
+
+    setting: Setting
+    records: dict[int, Record]
+    preemptions: int
+    cached_tokens: int
+    reloads: int
+
+
 def serve_settings(
     engine: CompiledEngine, settings: Sequence[Setting], requests: Sequence[Request]
-) -> Iterator[tuple[Setting, dict[int, Record], int, int]]:
-    """Serve the requests in each of an engine's settings: the setting, records, preemptions, tokens from the cache.
-
-    With a warm cache the requests come in the other order.
-    """
+) -> Iterator[Served]:
+    """Serve the requests in each of an engine's settings. With a warm cache they come in the other order."""
     recorder = StepRecorder(engine)
     for company in dict.fromkeys(setting.company for setting in settings):
         warmths = [setting.warm for setting in settings if setting.company == company]
@@ -298,12 +328,14 @@ def serve_settings(
                 outputs = serve(engine, requests, batch[::-1] if warm else batch)
                 gained = engine.stats().since(before)
                 counts[warm, "preemptions"] += gained.num_preemptions
+                counts[warm, "reloads"] = recorder.reloads
                 counts[warm, "cached"] += sum(output.num_cached_tokens for output in outputs.values())
                 found[warm] |= {index: recorder.finish(output) for index, output in outputs.items()}
         for setting in settings:
             if setting.company == company:
                 warm = setting.warm
-                yield setting, found[warm], counts[warm, "preemptions"], counts[warm, "cached"]
+                gained_in = [counts[warm, what] for what in ("preemptions", "cached", "reloads")]
+                yield Served(setting, found[warm], *gained_in)
 
 
 def compare(reference: Mapping[int, Record], ours: Mapping[int, Record]) -> tuple[Counter[str], dict[int, Place]]:
@@ -324,12 +356,14 @@ def run_matrix(
 ) -> Iterator[Outcome]:
     """Serve and compare all settings; each with the first setting of the same KV cache, which has no outcome."""
     references: dict[str, tuple[Setting, dict[int, Record]]] = {}
+    may_reload = len({request.adapter for request in requests} - {None}) > 1
     for _, group in itertools.groupby(settings, key=lambda setting: setting.engine):
         of_engine = list(group)
         with make_engine(of_engine[0]) as engine:
-            for setting, records, preemptions, cached in serve_settings(engine, of_engine, requests):
+            for setting, records, preemptions, cached, reloads in serve_settings(engine, of_engine, requests):
                 reference, theirs = references.setdefault(setting.kv_cache, (setting, records))
                 if reference is setting and theirs is records:
                     continue
                 compared, differing = compare(theirs, records)
-                yield Outcome(setting, reference, len(records), compared, differing, preemptions, cached)
+                again = reloads if may_reload else None
+                yield Outcome(setting, reference, len(records), compared, differing, preemptions, cached, again)

@@ -17,6 +17,7 @@ th, td { padding: 0.2em 0.9em; border-bottom: 1px solid #ddd; text-align: right;
 th:first-child, td:first-child { text-align: left; }
 h2 { margin-top: 1.8em; } img { max-width: 100%; } .note { color: #555; font-size: 90%; }
 """
+_MOST_ADAPTERS = 100  # in the table
 _TIME_NAMES = {
     "device": "device, on tokens",
     "padding": "device, on padding",
@@ -67,6 +68,7 @@ def page(report: dict[str, Any], texts: Mapping[str, str]) -> str:
         "<h2>Latency</h2>",
         picture("latency"),
         _latency_table(report),
+        _adapter_table(report),
         "<h2>Requests and the KV cache over time</h2>",
         picture("series"),
         _counts_table(report),
@@ -156,6 +158,20 @@ def _latency_table(report: dict[str, Any]) -> str:
             values = [f"{summary[column] * 1e3:.1f}" for column in ("mean", "p50", "p90", "p99")]
             rows.append([name, int(summary["count"]), *values])
     return _table(["milliseconds", "count", "mean", "p50", "p90", "p99"], rows)
+
+
+def _adapter_table(report: dict[str, Any]) -> str:
+    if not report["adapters"]:
+        return ""
+    titles = ["", "requests", "tokens in", "tokens out", "device s", "share", "TTFT p50", "p99", "TPOT p50", "p99"]
+    rows = []
+    for one in report["adapters"]:
+        counts = one["num_requests"], one["num_prompt_tokens"], one["num_output_tokens"]
+        summaries = one["ttft"] or {}, one["tpot"] or {}
+        times = [f"{summary[name] * 1e3:.1f}" if summary else "" for summary in summaries for name in ("p50", "p99")]
+        rows.append([one["name"] or "none", *counts, f"{one['seconds']:.3f}", _percent(one["share"]), *times])
+    note = _note("Each step's time, shared out by the tokens that it computed. Latencies are in milliseconds.")
+    return "<h2>Adapters</h2>" + _table(titles, rows[:_MOST_ADAPTERS]) + note
 
 
 def _counts_table(report: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from compiled_llm.api.readable import table
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.ops.linear import product_choices
 from compiled_llm.report import machine_limits
+from compiled_llm.report.adapter_use import AdapterReport
 from compiled_llm.report.machine_limits import MachineLimits
 from compiled_llm.report.page import page
 from compiled_llm.report.roofline import ModelWork
@@ -37,6 +38,7 @@ from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.profiler import KINDS, StepProfiler
 
 Shares = dict[str, float]
+_SHOWN_ADAPTERS = 4
 _MOST_LIMIT_SHARE = 1.1  # above it, a limit was measured too low
 
 
@@ -112,6 +114,7 @@ class RunReport:
         latencies: for "ttft", "tpot", "itl", "e2e", "queue": count, mean, p50, p90, p99; None if there is no value.
             ``itl`` has all gaps between two tokens of a request, ``tpot`` each request's mean gap.
         series: the engine's state over time; for a long run every second, fourth, ... step.
+        adapters: what each was used for, the most used first; empty where none are served.
         stats: counts since the reset; for a state, its present value; the peak is since the engine was created.
         profiled_steps: number of profiled steps by bucket. They were run a second time, in ``profile_seconds``, which
             are in no other time of the report.
@@ -132,6 +135,7 @@ class RunReport:
     device_shares: Shares | None
     latencies: dict[str, dict[str, float] | None]
     series: tuple[Point, ...]
+    adapters: tuple[AdapterReport, ...]
     stats: EngineStats
     profiled_steps: dict[str, int]
     profile_seconds: float
@@ -159,10 +163,16 @@ class RunReport:
             "time": ", ".join(f"{name} {part / seconds:.0%}" for name, part in self.time.items()),
             "KV cache": f"at most {stats.peak_used_blocks:,} of {stats.num_kv_blocks:,} blocks in use, "
             f"{stats.num_preemptions:,} preemptions",
+            **self._adapter_rows(),
             "prefix cache": f"{stats.prefix_hit_tokens:,} of {stats.prefix_queried_tokens:,} prompt tokens found",
             "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} breaks, {compiled.recompiles} recompiles",
             "exact": f"a request's results are the same to the bit in any batch: {self.exact}",
         }
+
+    def _adapter_rows(self) -> dict[str, str]:
+        used = [f"{one.name or 'none'} {one.share:.0%}" for one in self.adapters[:_SHOWN_ADAPTERS]]
+        more = f", and {len(self.adapters) - len(used)} more" if len(self.adapters) > len(used) else ""
+        return {"adapters": f"{', '.join(used)} of the device's time{more}"} if used else {}
 
     def phase(self, name: str) -> StepsReport | None:
         """The phase of that name, "decode" or "prefill"; None if no such step ran."""
@@ -253,6 +263,7 @@ def make_report(
         device_shares=_device_shares(rows, profiler),
         latencies=log.latencies(),
         series=tuple(log.series.points),
+        adapters=() if log.by_adapter is None else log.by_adapter.reports(),
         stats=stats,
         profiled_steps=dict(profiler.num_steps) if profiler else {},
         profile_seconds=log.paused_seconds,

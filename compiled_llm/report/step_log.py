@@ -5,64 +5,22 @@ a row, of many times a random sample is kept, and of a long series every second,
 """
 
 import dataclasses
-import math
-import random
 import statistics
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from compiled_llm.report.adapter_use import AdapterUse
 from compiled_llm.report.roofline import StepWork, num_pairs, work_in_window
+from compiled_llm.report.sample import Sample
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
 _MOST_ROWS = 8192  # shapes of steps
-_MOST_VALUES = 1 << 16  # of a sample
 _MOST_POINTS = 2048  # of a series over time
 _RECENT_STEPS = 1024  # of each bucket, for the median
-
-
-class Sample:
-    """Numbers, of which a random sample of bounded size is kept. Count and sum are exact."""
-
-    def __init__(self, size: int = _MOST_VALUES, seed: int = 0) -> None:
-        self.count = 0
-        self.sum = 0.0
-        self.values = array("d")
-        self._size = size
-        self._random = random.Random(seed).random
-        # Li's algorithm L: which number will take the place of one that is kept is drawn ahead.
-        self._weight, self._next = 1.0, size - 1
-        self._draw_next()
-
-    def add(self, value: float) -> None:
-        self.extend((value,))
-
-    def extend(self, values: Sequence[float]) -> None:
-        """Add numbers, in their order."""
-        start, room = self.count, self._size - len(self.values)
-        self.count += len(values)
-        self.sum += sum(values)
-        if room > 0:
-            self.values.extend(values[:room])
-        while self._next < self.count:
-            self.values[int(self._random() * self._size)] = values[self._next - start]
-            self._draw_next()
-
-    def _draw_next(self) -> None:
-        self._weight *= math.exp(math.log(1.0 - self._random()) / self._size)
-        self._next += 1 + int(math.log(1.0 - self._random()) / math.log1p(-self._weight))
-
-    def summary(self) -> dict[str, float] | None:
-        """Count, mean, p50, p90, p99; None if there is no number."""
-        if not self.count:
-            return None
-        ordered = sorted(self.values)
-        at = {f"p{q}": ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 90, 99)}
-        return {"count": self.count, "mean": self.sum / self.count, **at}
 
 
 class Point(NamedTuple):
@@ -136,8 +94,10 @@ class StepLog:
     Args:
         pauses: the list of ``pauses`` below.
         windows: the sliding windows of the model's layers, see ``windows_of``.
+        serves_adapters: whether to count by adapter too.
 
     Attributes:
+        by_adapter: None: adapters are not counted.
         rounded_steps: steps recorded with the size of their bucket, because the table of shapes was full.
         is_cut: whether a step started before the log did, so that the rates of its steps look too high.
         waiting_seconds: time between steps with nothing launched: there was no request, or the caller was busy.
@@ -150,7 +110,13 @@ class StepLog:
             The caller appends to the list while the log is in use.
     """
 
-    def __init__(self, pauses: list[tuple[float, float]] | None = None, windows: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        pauses: list[tuple[float, float]] | None = None,
+        windows: Sequence[int] = (),
+        serves_adapters: bool = False,
+    ) -> None:
+        self.by_adapter = AdapterUse() if serves_adapters else None
         self.rounded_steps = 0
         self.is_cut = False
         self.waiting_seconds = 0.0
@@ -197,10 +163,17 @@ class StepLog:
 
     # -- Steps
 
-    def record_step(self, bucket: Bucket, output: SchedulerOutput, seconds: float, num_experts: int = 0) -> None:
+    def record_step(
+        self,
+        bucket: Bucket,
+        output: SchedulerOutput,
+        seconds: float,
+        num_experts: int = 0,
+        of_requests: Sequence[Request] = (),
+    ) -> None:
         """A step ran in ``bucket`` and took ``seconds`` on the device. Time before the log's start is left out.
 
-        ``num_experts``: see ``StepWork``.
+        ``num_experts``: see ``StepWork``. ``of_requests``: those of ``output``; needed where adapters are served.
         """
         if self.started is not None:
             # Steps run on the device one after the other. With overlap, one is recorded when the next one runs already.
@@ -208,6 +181,8 @@ class StepLog:
             if seconds > room:
                 seconds, self.is_cut = room, True
         self._device_seconds += seconds
+        if self.by_adapter is not None:
+            self.by_adapter.add_step(of_requests, output.num_scheduled_tokens, seconds)
         requests, tokens = len(output.request_ids), len(output.token_ids)
         row = self._rows.get((bucket.kind, requests, tokens)) or self._new_row(bucket, requests, tokens)
         row.count += 1
@@ -270,13 +245,18 @@ class StepLog:
         self.num_finished += 1
         arrived, first, finished = request.arrival_time, request.first_token_time, request.finished_time
         if first is None or finished is None or request.finish_reason in ("abort", "error"):
+            if self.by_adapter is not None:
+                self.by_adapter.add_request(request, None, None)
             return
         count = len(request.output_token_ids)
         whole, to_first = self._without_pauses(arrived, finished), self._without_pauses(arrived, first)
+        after_first = (whole - to_first) / (count - 1) if count > 1 else None
         self.e2e.add(whole)
         self.ttft.add(to_first)
-        if count > 1:
-            self.tpot.add((whole - to_first) / (count - 1))
+        if after_first is not None:
+            self.tpot.add(after_first)
+        if self.by_adapter is not None:
+            self.by_adapter.add_request(request, to_first, after_first)
         if request.first_scheduled_time is not None:
             self.queue.add(self._without_pauses(arrived, request.first_scheduled_time))
 

@@ -105,6 +105,7 @@ class Request:
         priority: lower is served first, under the policy that asks for it.
         cache_salt: requests share cached blocks only with requests of the same salt.
         adapter: digest of the adapter that it is served with; requests of others share no blocks with it. "": none.
+        adapter_name: what its user calls it.
         mask: which tokens may come next; None: all.
         scored_token_ids: the prompt, and the token after it if that is scored too, where log-probabilities of them are
             asked for; else empty.
@@ -153,6 +154,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    adapter_name: str = ""
     mask: Mask | None = None
     scored_token_ids: Sequence[int] = ()
     num_scored: int = 0

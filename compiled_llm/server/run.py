@@ -38,6 +38,7 @@ def serve(program: str, config: EngineConfig, settings: ServerSettings) -> int:
         ValueError: an argument does not allow it.
         OSError: the address cannot be listened to.
     """
+    check_lora_settings(settings, config)
     with _listening(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one
@@ -81,7 +82,6 @@ class Server:
         self._program, self._client, self._settings, self._listener = program, client, settings, listener
         self._restarts: list[float] = []  # moments of ``time.monotonic``
         names = settings.served_model_name or (name,)
-        check_lora_settings(settings, client.config)
         self._service = Service(settings, client, names, Metrics(names[0]))
         max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS
         config = uvicorn.Config(

@@ -2,7 +2,9 @@
 
 import gc
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,32 @@ def test_a_slot_holds_one_adapter_alone(tmp_path: Path) -> None:
                 assert torch.equal(place.changes.a[0, 0, :rank], change.a)
                 assert torch.equal(place.changes.b[0, :, :rank], change.b)
                 assert place.changes.scales.item() == change.scale
+
+
+def test_reading_one_keeps_nobody_else_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters, (slow, quick) = HostAdapters(places(), 8, 2), [request(tmp_path, number) for number in range(2)]
+    may_read, reading, read = threading.Event(), threading.Event(), []
+
+    def waiting(name: str, path: Path, *arguments: Any) -> Any:
+        read.append(name)
+        if name == slow.lora_name:
+            reading.set()
+            assert may_read.wait(10)
+        return read_adapter(name, path, *arguments)
+
+    monkeypatch.setattr(host_adapters, "read_adapter", waiting)
+    futures = [adapters.begin(slow) for _ in range(100)]
+    assert reading.wait(10)
+    adapters.get(quick)
+    assert adapters.begin(quick).done()  # which was just looked at
+    assert not any(future.done() for future in futures)
+    may_read.set()
+    assert len({future.result(10).digest for future in futures}) == 1
+    assert adapters.get(slow) is futures[0].result()
+    assert read == [slow.lora_name, quick.lora_name]
+    adapters.drop(slow.lora_path)
+    assert not adapters.begin(slow).done()
+    adapters.close()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """compiled-llm generate: the answer on stdout as it comes, all else on stderr."""
 
+import contextlib
 import io
 import shutil
 import signal
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm import CompiledEngine, LoRARequest, SamplingParams
 from compiled_llm.__main__ import main
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.terminal.answer import Answer
 
@@ -127,3 +129,24 @@ def test_a_closed_stdout_ends_it(
     assert run("import os", "--max-tokens", "200", "--ignore-eos") == 141
     assert capsys.readouterr().err == ""
     assert engine.stats().num_output_tokens - before < 20, "it does not go on for nobody"
+
+
+def test_an_adapter(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chat, too."""
+    configs, adapters = [], []
+
+    def from_config(config: EngineConfig) -> Any:
+        configs.append(config)
+        return contextlib.nullcontext(engine)
+
+    def stream(self: CompiledEngine, prompt: Any, params: SamplingParams, lora_request: LoRARequest | None) -> Any:
+        adapters.append(lora_request)
+        return iter(())
+
+    monkeypatch.setattr(CompiledEngine, "from_config", from_config)
+    monkeypatch.setattr(CompiledEngine, "stream", stream)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    run("import os", "--quiet", "--lora", "some/path")
+    main(["chat", "--lora", "some/path"])
+    assert [(config.enable_lora, config.max_loras) for config in configs] == [(True, 1)] * 2
+    assert adapters == [LoRARequest("lora", "some/path")] * 2

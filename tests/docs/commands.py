@@ -136,6 +136,11 @@ NOT_RUN = (
     NotRun(_PYTHON + r"[\d.]* -m venv \S+", "a directory of its own is made by CI (.ci/run)", check_nothing),
     NotRun(r"(\S*/)?pip ((un)?install|download) .+", "needs the network; CI installs the project (.ci/run)", check_pip),
     NotRun(r"unzip -j \S+\.whl .+", "what pip would download", check_nothing),
+    NotRun(
+        _COMMAND + r" (merge-lora \S|\S.* --(enable-lora|lora)\b).*",
+        "needs adapters; tests/adapters, tests/offline and tests/exact run it",
+        parse_command,
+    ),
     NotRun(_COMMAND + r" chat \S+\.gguf", "needs that file; tests/e2e/test_gguf.py reads smaller ones", parse_command),
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),

@@ -22,9 +22,10 @@ def plan_of(
     sizes: Sequence[str] = QUICK_SIZES,
     num_requests: int = 9,
     num_tokens: int = 10,
+    adapters: Sequence[str] = (),
     **more: Any,
 ) -> Plan:
-    return make_plan({"model": str(model), "dtype": dtype, **more}, num_requests, num_tokens, caches, sizes)
+    return make_plan({"model": str(model), "dtype": dtype, **more}, num_requests, num_tokens, caches, sizes, adapters)
 
 
 def keep(plan: Plan, wanted: Callable[[Setting], bool]) -> Plan:
