@@ -87,6 +87,7 @@ class SchedulerOutput(NamedTuple):
         resets: whether the worker is to forget all requests before this step.
         drafts_next: whether a network of the worker is to draft what follows this step, if there is one.
         adapter_loads: (slot, digest): the adapter of that digest is to be copied to ``slot`` before the step.
+        uses_adapters: whether a running request has an adapter.
         masks: (i, place, words): the tokens that request i may have where it samples for the first, second... time in
             the step (``place`` from 0): bit v % 32 of int32 word v // 32 for token v.
         prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
@@ -116,6 +117,7 @@ class SchedulerOutput(NamedTuple):
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     drafts_next: bool = False
     adapter_loads: tuple[tuple[int, str], ...] = ()
+    uses_adapters: bool = False
     trees: tuple[tuple[int, tuple[int, ...]], ...] = ()
     moved_keys: tuple[tuple[int, int], ...] = ()
 
@@ -196,6 +198,7 @@ class SchedulerOutputBuilder:
         self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
         self.drafts_next = False
         self.adapter_loads: list[tuple[int, str]] = []
+        self.uses_adapters = False
         self.trees: list[tuple[int, tuple[int, ...]]] = []
         self.moved_keys: list[tuple[int, int]] = []
 
@@ -222,6 +225,7 @@ class SchedulerOutputBuilder:
             tuple(self.prompt_targets),
             self.drafts_next,
             tuple(self.adapter_loads),
+            self.uses_adapters,
             tuple(self.trees),
             tuple(self.moved_keys),
         )

@@ -96,6 +96,7 @@ class CompiledSteps:
         self.model_config, self.limits, self.device = model_config, limits, device
         self.weights, self.kv_cache, self.pool_sizes = weights, kv_cache, pool_sizes
         self._windows = tuple(size.window for size in pool_sizes.windows)
+        self._plain_weights = without_adapters(weights)
         self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
         self.tables = BlockTables(limits, device, len(self._windows)) if device.type == "cuda" else None
@@ -162,7 +163,7 @@ class CompiledSteps:
         if not num_layers:
             return None
         of_model: dict[str, Any] = {
-            "weights": without_adapters(self.weights), "kv_cache": self.kv_cache, "windows": self._windows,
+            "weights": self._plain_weights, "kv_cache": self.kv_cache, "windows": self._windows,
             "last_tokens": self.last_tokens,
         }  # fmt: skip
         return LayerSkipStage(
@@ -233,7 +234,15 @@ class CompiledSteps:
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
-        del self.sampling, self.weights, self.kv_cache, self.used_experts, self.tables, self.drafting
+        del (
+            self.sampling,
+            self.weights,
+            self._plain_weights,
+            self.kv_cache,
+            self.used_experts,
+            self.tables,
+            self.drafting,
+        )
 
     # -- Compiling
 
@@ -423,7 +432,8 @@ class CompiledSteps:
         """What the compiled step of ``bucket`` is called with, each time."""
         buffers = self.buffers[bucket]
         feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden, self.taken)
-        return self.weights, buffers.step_input, self.kv_cache, feedback
+        weights = self._plain_weights if bucket.adapters is False else self.weights
+        return weights, buffers.step_input, self.kv_cache, feedback
 
     def leave_tokens_in(self, hosts: Sequence[Tensor]) -> None:
         """Have graphs leave the tokens of a step in one of two ``hosts`` by themselves: pinned, as ``last_tokens``.
