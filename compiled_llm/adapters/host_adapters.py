@@ -11,6 +11,8 @@ from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.models.linears.adapted import Place
 from compiled_llm.models.linears.protocol import StoredLinear
 
+_MOST_READS = 5  # of files that change meanwhile
+
 
 class HostAdapters:
     """Adapters by the names of requests, and by their digests.
@@ -50,13 +52,30 @@ class HostAdapters:
             found = stamp(path)
             stamped, adapter = self._recent.pop(request.lora_path, (None, None))
             if adapter is None or stamped != found:
-                adapter = read_adapter(request.lora_name, path, self._places, self._most_rank)
+                found, adapter = self._read(request.lora_name, path, found)
                 # Requests of one content share it, whatever they call it.
                 adapter = self._known.setdefault(adapter.digest, adapter)
             self._recent[request.lora_path] = found, adapter
             while len(self._recent) > self._most:
                 self._recent.popitem(last=False)
             return adapter
+
+    def _read(self, name: str, path: Path, before: object) -> tuple[object, Adapter]:
+        """The adapter, and the stamp of its files. They are read again where they were exchanged meanwhile."""
+        for _ in range(_MOST_READS):
+            adapter, error = None, None
+            try:
+                adapter = read_adapter(name, path, self._places, self._most_rank)
+            except ValueError as found:
+                error = found
+            after = stamp(path)
+            if after == before:
+                if adapter is None:
+                    assert error is not None
+                    raise error
+                return before, adapter
+            before = after
+        raise ValueError(f"{path}: its files changed each time that they were read: wait until they are written")
 
     def load(self, slot: int, digest: str) -> None:
         """Copy the adapter of this digest, which some request holds, to ``slot`` of all layers."""
