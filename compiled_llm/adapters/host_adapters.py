@@ -30,6 +30,8 @@ class HeldRequest(LoRARequest):
     def digest(self) -> str:
         return self.adapter.digest
 
+_MOST_READS = 5  # of files that change meanwhile
+
 
 class HostAdapters:
     """Adapters by the names of requests, and by their digests.
@@ -81,7 +83,7 @@ class HostAdapters:
                 stamped, adapter, _ = self._recent.get(path, (None, None, 0.0))
             if adapter is None or stamped != found:
                 with self._readers:
-                    adapter = read_adapter(request.lora_name, Path(path), self._places, self._most_rank)
+                    found, adapter = self._read(request.lora_name, Path(path), found)
             with self._lock:
                 # Requests of one content share it, whatever they call it.
                 adapter = self._known.setdefault(adapter.digest, adapter)
@@ -119,6 +121,23 @@ class HostAdapters:
         """Forget what was read from ``path``, but for those who hold it."""
         with self._lock:
             self._recent.pop(path, None)
+
+    def _read(self, name: str, path: Path, before: object) -> tuple[object, Adapter]:
+        """The adapter, and the stamp of its files. They are read again where they were exchanged meanwhile."""
+        for _ in range(_MOST_READS):
+            adapter, error = None, None
+            try:
+                adapter = read_adapter(name, path, self._places, self._most_rank)
+            except ValueError as found:
+                error = found
+            after = stamp(path)
+            if after == before:
+                if adapter is None:
+                    assert error is not None
+                    raise error
+                return before, adapter
+            before = after
+        raise ValueError(f"{path}: its files changed each time that they were read: wait until they are written")
 
     def load(self, slot: int, digest: str) -> None:
         """Copy the adapter of this digest, which some request holds, to ``slot`` of all layers."""

@@ -420,6 +420,7 @@ class EngineLimits:
     mixes_lens: bool = False  # whether drafts may be in the place of other requests' tokens in all decode buckets
     stream: Stream | None = None  # where requests keep sink tokens and a window
     max_loras: int = 0  # adapters that a step may have
+    splits_loras: bool = False  # whether decodes with adapters and without have buckets of their own
     max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
 
     @property
@@ -442,6 +443,7 @@ class EngineLimits:
             has_draft_trees=has_trees,
             draft_lens=tuple(dict.fromkeys((*lens, most))),
             mixes_lens=one_graph,
+            splits_loras=self.max_loras > 0 and not one_graph,
         )
 
     @classmethod

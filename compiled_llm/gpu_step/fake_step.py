@@ -91,8 +91,10 @@ def properties_of(gpu: Gpu) -> GpuProperties:
 
 def with_bucket(engine: EngineConfig, model: ModelConfig, name: str) -> EngineConfig:
     """``engine`` on a GPU, and with the bucket ``name`` among its own."""
-    match = re.fullmatch(r"(decode|tokens)_([1-9]\d*)(x[1-9]\d*)?", name)
-    if match is None or (match[3] and (match[1] != "decode" or int(match[3][1:]) != _most_len(engine))):
+    match = re.fullmatch(r"(decode|tokens)_([1-9]\d*)(x[1-9]\d*)?(_lora)?", name)
+    is_lora = match is not None and match[4]
+    wrong_len = match is not None and match[3] and (match[1] != "decode" or int(match[3][1:]) != _most_len(engine))
+    if match is None or wrong_len or (is_lora and (match[1] != "decode" or not engine.enable_lora)):
         drafted = f", or decode_<size>x{_most_len(engine)} with drafts" if _most_len(engine) > 1 else ""
         raise ValueError(f"--bucket must be decode_<size> or tokens_<size>{drafted}, given {name!r}")
     engine = dataclasses.replace(engine, device="cuda", model=None)
@@ -153,7 +155,7 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         linears = linears_of(engine, config, DEVICE, dtype)
-        if limits.max_loras:
+        if limits.max_loras and bucket.adapters is not False:
             linears = Adaptable(linears, limits.max_loras, engine.lora_rank, engine.lora_target_modules)
         described = family_of(config).describe(config, dtype, linears).weights
         weights, step_input, source = faked((described, buffers.step_input, buffers.feedback))

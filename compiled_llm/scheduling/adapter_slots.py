@@ -4,11 +4,17 @@ A request of an adapter runs only while the adapter has a slot. One that comes i
 until a slot is free; requests of other adapters and of none pass it meanwhile. So that the adapters in use cannot keep
 their slots for ever, the one with the fewest running requests takes no later ones while others wait: its slot is free
 when these have ended.
+
+So that an adapter's flood cannot keep others waiting within the slots, adapters take turns, and so do requests of none
+among them (start-time fair queueing: Goyal et al., SIGCOMM 1996). An adapter's requests come in one a turn, the first
+of them in the turn after that of the last request that was admitted.
 """
 
 from collections import Counter
 
 from compiled_llm.scheduling.request import Request
+
+_LEAST_TURNS = 64  # that are kept
 
 
 class AdapterSlots:
@@ -25,8 +31,19 @@ class AdapterSlots:
         self._empty = list(range(num_slots, 0, -1))
         self._users: Counter[str] = Counter()  # running requests, of those that have some
         self._held_back: dict[str, dict[Request, None]] = {}
-        self._first: tuple[int, int] = (0, 0)  # rank of the first that is held back
+        self._first: tuple[int, ...] = (0, 0)  # rank of the first that is held back
         self._leaving = ""  # the adapter that takes no later requests
+        self._turn = 0  # of the requests that were admitted, the largest
+        self._turns: dict[str, int] = {}  # of each adapter's last request, where it is larger
+        self._most_turns = _LEAST_TURNS
+
+    def turn_of(self, adapter: str) -> int:
+        """The turn of a request that comes in now: its rank among those of one priority."""
+        self._turns[adapter] = turn = max(self._turns.get(adapter, 0), self._turn) + 1
+        if len(self._turns) > self._most_turns:
+            self._turns = {name: last for name, last in self._turns.items() if last > self._turn}
+            self._most_turns = _LEAST_TURNS + 2 * len(self._turns)
+        return turn
 
     def may_enter(self, request: Request) -> bool:
         """Whether its adapter has a slot, or one is free for it."""
@@ -40,6 +57,7 @@ class AdapterSlots:
     def enter(self, request: Request) -> int:
         """``request``, which may enter, runs from now on. Returns its slot; 0: it has no adapter."""
         adapter = request.adapter
+        self._turn = max(self._turn, request.rank[1])
         if not adapter:
             return 0
         self._users[adapter] += 1
@@ -76,6 +94,11 @@ class AdapterSlots:
         self._held_back.clear()
         self.loads = []
         return resumed
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a running request has an adapter."""
+        return bool(self._users)
 
     # -- Requests held back
 

@@ -14,20 +14,25 @@ class Bucket:
     Attributes:
         kind: "decode" (up to ``query_len`` tokens a request) or "tokens" (any number).
         query_len: of "decode": most tokens of a request: 1, and 1 more for each that a drafter may propose.
+        adapters: whether requests of its steps have adapters; None: some may.
     """
 
     kind: str
     num_tokens: int
     num_requests: int
     query_len: int = 1
+    adapters: bool | None = None
 
     @property
     def name(self) -> str:
-        """As "tokens_64", "decode_8", or "decode_8x4" with room for four tokens a request on average."""
+        """As "tokens_64", "decode_8", or "decode_8x4" with room for four tokens a request on average.
+
+        "decode_8_lora" is for steps with adapters, where "decode_8" is for those without.
+        """
         if self.kind != "decode":
             return f"{self.kind}_{self.num_tokens}"
-        lens = self.num_tokens // self.num_requests
-        return f"{self.kind}_{self.num_requests}" if lens == 1 else f"{self.kind}_{self.num_requests}x{lens}"
+        lens, end = self.num_tokens // self.num_requests, "_lora" if self.adapters else ""
+        return f"{self.kind}_{self.num_requests}{'' if lens == 1 else f'x{lens}'}{end}"
 
     @property
     def max_query_len(self) -> int:
@@ -44,13 +49,15 @@ def buckets_of(limits: EngineLimits) -> list[Bucket]:
     """All buckets of an engine, smallest first. Token buckets have rows for every request that may run.
 
     With drafts there are several decode buckets of a batch size, of which the first has no room for any, but where some
-    requests are missing. A step with prompts has rows for drafts where fewer requests run than may.
+    requests are missing. A step with prompts has rows for drafts where fewer requests run than may. Where each bucket
+    has a graph, decodes without adapters have one of their own, which is that of an engine without ``enable_lora``.
     """
     most, most_requests = 1 + limits.num_draft_tokens, limits.decode_bucket_sizes[-1]
     decode = [
-        Bucket("decode", size * length, size, 1 if length == 1 and not limits.mixes_lens else most)
+        Bucket("decode", size * length, size, 1 if length == 1 and not limits.mixes_lens else most, adapters)
         for size in limits.decode_bucket_sizes
         for length in limits.draft_lens
+        for adapters in ((False, True) if limits.splits_loras else (None,))
     ]
     return decode + [Bucket("tokens", size, most_requests) for size in limits.token_bucket_sizes]
 
@@ -66,4 +73,5 @@ def choose_bucket(buckets: Sequence[Bucket], output: SchedulerOutput) -> Bucket:
         and bucket.num_requests >= num_requests
         and bucket.max_query_len >= query_len
         and bucket.num_rows >= num_rows
+        and bucket.adapters in (None, output.uses_adapters)
     )

@@ -114,7 +114,8 @@ class Request:
         keeps_blocks: whether its blocks stay when it ends, to be forked.
 
         generates: whether tokens are to follow its prompt; else it ends when the prompt is computed.
-        rank: its order among the others, lower first: (priority or 0, order of arrival).
+        rank: its order among the others, lower first: (priority or 0, order of arrival); with adapters
+            (priority or 0, its adapter's turn, order of arrival).
         num_tokens: tokens known, and tokens that steps in flight will sample.
         num_in_flight: how many of ``num_tokens`` are not known to the host yet.
         num_computed_tokens: tokens whose keys and values are in the cache, or will be when the steps in flight end.
@@ -163,7 +164,7 @@ class Request:
 
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     generates: bool = dataclasses.field(init=False)
-    rank: tuple[int, int] = (0, 0)
+    rank: tuple[int, ...] = (0, 0)
     num_tokens: int = 0
     num_in_flight: int = 0
     num_computed_tokens: int = 0

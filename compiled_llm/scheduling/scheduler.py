@@ -137,7 +137,8 @@ class Scheduler:
         One that generates nothing ends, with "length", in the step that computes the last token of its prompt.
         """
         assert request.status is Status.WAITING
-        request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)
+        turn = (self.running_set.adapters.turn_of(request.adapter),) if self.limits.max_loras else ()
+        request.rank = (request.priority if self.policy == "priority" else 0, *turn, self._num_added)
         self._num_added += 1
         self._queue(request)
 
@@ -179,6 +180,7 @@ class Scheduler:
             output.released_request_ids, running_set.released = running_set.released, []
             output.swapped_out, running_set.swapped_out = running_set.swapped_out, []
             output.adapter_loads, running_set.adapters.loads = running_set.adapters.loads, []
+            output.uses_adapters = running_set.adapters.in_use
             output.moved_keys, running_set.moved_keys = running_set.moved_keys, []
             for window_output, window in zip(output.windows, self.pool.windows, strict=True):
                 window_output.swapped_out, window.swapped_out = window.swapped_out, []

@@ -84,6 +84,7 @@ class SchedulerOutput(NamedTuple):
         copies: (block, block to copy it to) before the step and after the swaps, in any order.
         moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
         adapter_loads: (slot, digest): the adapter of that digest is to be copied to ``slot`` before the step.
+        uses_adapters: whether a running request has an adapter.
         masks: (i, place, words): the tokens that request i may have where it samples for the first, second... time in
             the step (``place`` from 0): bit v % 32 of int32 word v // 32 for token v.
         prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
@@ -118,6 +119,7 @@ class SchedulerOutput(NamedTuple):
     windows: tuple[WindowOutput, ...] = ()
     states: StateOutput = StateOutput()
     drafts_next: bool = False
+    uses_adapters: bool = False
     resets: bool = False
 
     @property
@@ -190,6 +192,7 @@ class SchedulerOutputBuilder:
         self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
         self.drafts_next = False
         self.adapter_loads: list[tuple[int, str]] = []
+        self.uses_adapters = False
         self.trees: list[tuple[int, tuple[int, ...]]] = []
         self.moved_keys: list[tuple[int, int]] = []
 
@@ -198,7 +201,7 @@ class SchedulerOutputBuilder:
         windows = tuple([WindowOutput._make(map(tuple, _columns_of_window(window))) for window in self.windows])
         states = StateOutput._make(map(tuple, _columns_of_states(self.states)))
         columns = map(tuple, _columns_of_step(self))
-        return SchedulerOutput._make((*columns, windows, states, self.drafts_next, resets))
+        return SchedulerOutput._make((*columns, windows, states, self.drafts_next, self.uses_adapters, resets))
 
 
 # Those that are lists in a builder, in their order.

@@ -96,6 +96,7 @@ class CompiledSteps:
         self.model_config, self.limits, self.device = model_config, limits, device
         self.weights, self.kv_cache, self.pool_sizes = weights, kv_cache, pool_sizes
         self._windows = tuple(size.window for size in pool_sizes.windows)
+        self._plain_weights = without_adapters(weights)
         self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
         self.tables = BlockTables(limits, device, len(self._windows)) if device.type == "cuda" else None
@@ -155,7 +156,7 @@ class CompiledSteps:
         num_layers = num_draft_layers(self._config.speculation, self.model_config)
         if not num_layers:
             return None
-        shared |= {"weights": without_adapters(self.weights), "kv_cache": self.kv_cache, "windows": self._windows}
+        shared |= {"weights": self._plain_weights, "kv_cache": self.kv_cache, "windows": self._windows}
         shared["last_tokens"] = self.last_tokens
         return LayerSkipStage(self._config, num_layers, self.model_config, *of_all, **shared)
 
@@ -221,7 +222,15 @@ class CompiledSteps:
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
-        del self.sampling, self.weights, self.kv_cache, self.used_experts, self.tables, self.drafting
+        del (
+            self.sampling,
+            self.weights,
+            self._plain_weights,
+            self.kv_cache,
+            self.used_experts,
+            self.tables,
+            self.drafting,
+        )
 
     # -- Compiling
 
@@ -413,7 +422,8 @@ class CompiledSteps:
         """What the compiled step of ``bucket`` is called with, each time."""
         buffers = self.buffers[bucket]
         feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden, self.taken)
-        return self.weights, buffers.step_input, self.kv_cache, feedback
+        weights = self._plain_weights if bucket.adapters is False else self.weights
+        return weights, buffers.step_input, self.kv_cache, feedback
 
     def leave_tokens_in(self, hosts: Sequence[Tensor]) -> None:
         """Have graphs leave the tokens of a step in one of two ``hosts`` by themselves: pinned, as ``last_tokens``.

@@ -124,7 +124,7 @@ class StepBuffers:
         ]
         self._own_tables = ["block_table", *(name for _, name in self._window_fields)] if tables is None else streams
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
-        self._adapter_fields = ("adapter_slots",) if limits.max_loras else ()
+        self._adapter_fields = ("adapter_slots",) if limits.max_loras and bucket.adapters is not False else ()
         self._has_trees = limits.has_draft_trees
         fields = ({} if tables is None else self._fields_of_tables()) | self._fields(limits)
         self._tables, self._num_changed = tables, 0

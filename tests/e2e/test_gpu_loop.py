@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm import CompiledEngine, LoRARequest, SamplingParams
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
 from compiled_llm.drafting.trees import NgramTrees
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker import compiled_steps, draft_trees
 from compiled_llm.worker.device import say_cost_of_dtype
+from tests.adapters.made import linear_modules, write_adapter
 from tests.drafting_networks import inexact_copy
-from tests.families import checkpoint
+from tests.families import checkpoint, transformers_model
 from tests.pretend_gpu import GPU, WaitError, pretended_gpu
 
 SIZES: dict[str, Any] = {
@@ -237,3 +238,33 @@ def test_a_network_drafts_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         stats = engine.stats()
         assert gpu.num_waits - waits == stats.num_steps, "one wait a step"
     assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+
+
+def test_decodes_without_adapters_have_steps_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of an engine without adapters; which of the two runs follows from the step's requests."""
+    model, modules = str(checkpoint("qwen3")), linear_modules(transformers_model("qwen3"))
+    adapter = LoRARequest("one", str(write_adapter(tmp_path / "one", modules)))
+    sizes = SIZES | {"model": model, "num_kv_blocks": 24, "enable_lora": True, "max_lora_rank": 4}
+    sizes |= {"bucket_sizes": (2,), "token_bucket_sizes": (8,)}
+    params = [SamplingParams(temperature=0, max_tokens=size, ignore_eos=True) for size in (12, 5)]
+
+    def tokens(engine: CompiledEngine, chosen: list[LoRARequest | None]) -> list[list[int]]:
+        found = engine.generate([[5, 6], [9, 8, 7]], params, lora_request=chosen, use_tqdm=False, raise_on_error=True)
+        return [out.outputs[0].token_ids for out in found]
+
+    kinds: list[list[LoRARequest | None]] = [[None, None], [None, adapter], [adapter, adapter]]
+    with CompiledEngine(device="cpu", **sizes) as engine:
+        expected = [tokens(engine, chosen) for chosen in kinds]
+    assert len({str(found[1]) for found in expected}) == 2
+    with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", check_invariants=True, **sizes) as engine:
+        steps, ran = engine.own_runner.steps, list[str]()
+        names = [bucket.name for bucket in steps.buckets]
+        assert names == ["decode_2", "decode_2_lora", "tokens_8"]
+        run_step = steps.run_step
+        monkeypatch.setattr(steps, "run_step", lambda bucket: (ran.append(bucket.name), run_step(bucket))[1])
+        gpu.serving = True
+        found = [(tokens(engine, chosen), {name for name in ran if "decode" in name}, ran.clear()) for chosen in kinds]
+        gpu.serving = False
+    assert [one[0] for one in found] == expected
+    # One request decodes alone in the end, and has no adapter.
+    assert [one[1] for one in found] == [{"decode_2"}, {"decode_2", "decode_2_lora"}, {"decode_2_lora"}]

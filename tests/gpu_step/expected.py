@@ -75,9 +75,10 @@ STEPS = {
         "qwen3", (12,), (5, 14), bucket="tokens_32", arguments={"quantization": "int8_w8a8"}
     ),
     # A product takes in neither gate nor residual, and two launches follow each.
-    "qwen3, adapters": Case("qwen3", (16,), (7, 18), arguments={"enable_lora": True}),
+    "qwen3, adapters": Case("qwen3", (16,), (7, 18), bucket="decode_2_lora", arguments={"enable_lora": True}),
+    "qwen3, adapters, none used": Case("qwen3", (7,), (5, 10), arguments={"enable_lora": True}),
     "qwen3, adapters, programmatic": Case(
-        "qwen3", (16,), (7, 18), arguments={**PROGRAMMATIC, "enable_lora": True}, programmatic=16
+        "qwen3", (16,), (7, 18), "decode_2_lora", {**PROGRAMMATIC, "enable_lora": True}, programmatic=16
     ),
     "qwen3-moe, a chunk of a prompt": Case("qwen3-moe", (10, 10), (5, 13), bucket="tokens_32"),
     "qwen3-moe, a batch of 64": Case("qwen3-moe", (7, 8), (5, 10), bucket="decode_64", arguments=BATCH_OF_64),

@@ -1,5 +1,6 @@
 """Slots of adapters: who gets one, who waits, and for whom. Whole schedules at random are in ``tests/battery``."""
 
+from compiled_llm.scheduling.request import Status
 from tests.fake_engine import add_request, both_loops, check_result, finishing_order, make_engine, names_of
 
 SIZES = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "token_bucket_sizes": (32,)}
@@ -101,3 +102,31 @@ def test_an_urgent_request_without_a_slot_preempts_nobody() -> None:
     add_request(scheduler, "urgent", 3, 6, adapter="b", priority=0)
     engine.run()
     assert first.num_preemptions == 0
+
+
+def test_a_flood_of_one_adapter_keeps_no_other_waiting() -> None:
+    """1,000 requests of one are there; five of another, and one without, come in with the next ones to be admitted."""
+    scheduler, engine = make_engine(**SIZES, max_loras=2)
+    flood = [add_request(scheduler, f"a{i}", 3, 4, adapter="a") for i in range(1000)]
+    for _ in range(6):
+        engine.step()
+    others = [add_request(scheduler, f"b{i}", 3, 4, adapter="b") for i in range(5)]
+    others.append(add_request(scheduler, "none", 3, 4))
+    waiting, ended = set(others), dict[str, int]()  # how many of the flood had ended when it ended
+    before = sum(request.status is Status.FINISHED for request in flood)
+    while waiting:
+        engine.step()
+        for request in [request for request in waiting if request.status is Status.FINISHED]:
+            waiting.remove(request)
+            ended[request.request_id.name] = sum(one.status is Status.FINISHED for one in flood) - before
+    assert before < 12
+    assert ended["none"] <= 12, "four run already"
+    assert all(ended[f"b{turn}"] <= 12 + 2 * turn for turn in range(5))
+
+
+def test_turns_of_adapters_that_are_gone_are_forgotten() -> None:
+    scheduler, engine = make_engine(**SIZES, max_loras=2)
+    for i in range(300):
+        add_request(scheduler, f"{i}", 3, 2, adapter=f"{i}")
+        engine.run()
+    assert len(scheduler.running_set.adapters._turns) <= 66

@@ -46,7 +46,7 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     trees.scheduler.add(make_request("trees", 5, 30))
     trees.run()
     outputs = engine.outputs + stream.outputs + trees.outputs
-    of_the_engine = {"masks", "prompt_targets", "drafts_next", "adapter_loads"}
+    of_the_engine = {"masks", "prompt_targets", "drafts_next", "adapter_loads", "uses_adapters"}
     for field in set(SchedulerOutput._fields) - of_the_engine:
         assert any(getattr(output, field) for output in outputs), f"no step has {field}"
     for output in outputs:
