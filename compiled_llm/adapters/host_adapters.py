@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from compiled_llm.adapters.peft import Adapter, read_adapter, stamp
+from compiled_llm.adapters.peft import Adapter, Stamp, read_adapter, stamp
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.models.linears.adapted import Adaptable, AnyPlace
@@ -29,6 +29,7 @@ class HeldRequest(LoRARequest):
     @property
     def digest(self) -> str:
         return self.adapter.digest
+
 
 _MOST_READS = 5  # of files that change meanwhile
 
@@ -122,7 +123,7 @@ class HostAdapters:
         with self._lock:
             self._recent.pop(path, None)
 
-    def _read(self, name: str, path: Path, before: object) -> tuple[object, Adapter]:
+    def _read(self, name: str, path: Path, before: Stamp) -> tuple[Stamp, Adapter]:
         """The adapter, and the stamp of its files. They are read again where they were exchanged meanwhile."""
         for _ in range(_MOST_READS):
             adapter, error = None, None

@@ -28,6 +28,8 @@ _OTHER_TENSORS = {".lora_magnitude_vector": "a DoRA's", ".lora_B.bias": "a bias"
 _SWAPPED_UNTIL = 0, 19  # PEFT's release from which on A of all experts has their inputs where they lie transposed, too
 _ROWS_AT_ONCE = 4096  # of a table that are compared
 
+Stamp = tuple[tuple[int, int, int], ...]
+
 
 class Adapter:
     """An adapter in host memory. Nothing changes it.
@@ -44,7 +46,7 @@ class Adapter:
         return f"<Adapter {self.name!r}: {len(self.changes)} layers, {self.digest[:12]}>"
 
 
-def stamp(directory: Path) -> tuple[tuple[int, int, int], ...]:
+def stamp(directory: Path) -> Stamp:
     """What changes when the files of an adapter do. ``ValueError`` where one is missing."""
     stamps = []
     for name in (CONFIG_FILE, TENSORS_FILE):
