@@ -360,11 +360,14 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
     ),
     (
         "scheduling.step_masks",
-        DRAFTS,
+        MASKS,
         """
         masks of drafts count them as tokens of the output
             add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
                 => request.num_tokens - 1 - len(request.prompt_token_ids)
+        a mask is that of the token after
+            add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
+                => request.num_tokens - num_drafts - len(request.prompt_token_ids)
         """,
     ),
     (
@@ -671,15 +674,6 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         running requests are not kept in order
             RunningSet.admit: bisect.insort(self.running, request, key=lambda other: other.rank)
                 => self.running.append(request)
-        """,
-    ),
-    (
-        "scheduling.step_masks",
-        SCHEDULING,
-        """
-        a mask is that of the token after
-            add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
-                => request.num_tokens - num_drafts - len(request.prompt_token_ids)
         """,
     ),
     (

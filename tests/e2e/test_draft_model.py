@@ -3,12 +3,15 @@
 import dataclasses
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
-from tests.drafting_networks import check_drafts, inexact_copy, record_drafts
+from compiled_llm.api.outputs import EngineStats
+from compiled_llm.compiling.report import CompileReport
+from compiled_llm.worker.memory import MemoryLedger
+from tests.drafting_networks import Drafted, check_drafts, inexact_copy, record_drafts
 from tests.families import checkpoint
 
 NUM_TOKENS = 3
@@ -86,6 +89,35 @@ def facts(output: RequestOutput) -> tuple:
     return output.prompt_token_ids, output.prompt_logprobs, list(output.outputs)
 
 
+class Compared(NamedTuple):
+    """What a run with drafts did: those of the worker, figures, what was compiled, memory without drafts and with."""
+
+    found: list[Drafted]
+    stats: EngineStats
+    report: CompileReport
+    plain_memory: MemoryLedger
+    memory: MemoryLedger
+
+
+def drafted_as_plain(
+    target: str, arguments: dict[str, Any], config: dict[str, Any], work: Work, aborted: frozenset[int] = frozenset()
+) -> Compared:
+    """Serve ``work`` without drafts and with those of ``config``: the same outputs, and each function is one graph."""
+    with CompiledEngine(target, **arguments) as engine:
+        without = [(prompt, dataclasses.replace(params, num_speculative_tokens=None)) for prompt, params in work]
+        plain, plain_memory = serve(engine, without, aborted), engine.memory_report()
+    with CompiledEngine(target, **arguments, speculative_config=config) as engine:
+        found = record_drafts(engine)
+        drafted = serve(engine, work, aborted)
+        made = Compared(found, engine.stats(), engine.compile_report(), plain_memory, engine.memory_report())
+    assert plain.keys() == drafted.keys()
+    for number, output in plain.items():
+        assert facts(drafted[number]) == facts(output), f"request {number}: {work[int(number)]}"
+    if not arguments["enforce_eager"]:
+        assert {(r.graphs, r.graph_breaks, r.recompiles) for r in made.report.reports} == {(1, 0, 0)}
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -96,24 +128,12 @@ def facts(output: RequestOutput) -> tuple:
 def test_outputs_are_those_without_it_and_it_drafts_what_it_would_say(name: str, count: int, tmp_path: Path) -> None:
     arguments, target = SMALL | ENGINES[name], str(checkpoint("llama"))
     draft_model = inexact_copy("llama", tmp_path / "draft")
-    work = random_work(random.Random(7), count)
-    aborted = frozenset(range(5, count, 11))
-    with CompiledEngine(target, **arguments) as engine:
-        without = [(prompt, dataclasses.replace(params, num_speculative_tokens=None)) for prompt, params in work]
-        plain = serve(engine, without, aborted)
+    work, aborted = random_work(random.Random(7), count), frozenset(range(5, count, 11))
     config = {"method": "draft_model", "model": draft_model, "num_speculative_tokens": NUM_TOKENS, "adaptive": False}
-    with CompiledEngine(target, **arguments, speculative_config=config) as engine:
-        found = record_drafts(engine)
-        drafted, stats = serve(engine, work, aborted), engine.stats()
-        report = engine.compile_report()
-    assert plain.keys() == drafted.keys()
-    for number, output in plain.items():
-        assert facts(drafted[number]) == facts(output), f"request {number}: {work[int(number)]}"
+    found, stats, report, *_ = drafted_as_plain(target, arguments, config, work, aborted)
     assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
     assert stats.num_preemptions or name in ("no chunks",)
-    if not arguments["enforce_eager"]:
-        assert {(r.graphs, r.graph_breaks, r.recompiles) for r in report.reports} == {(1, 0, 0)}
-        assert {"draft", "draft_prompt"} < {r.name for r in report.reports}
+    assert arguments["enforce_eager"] or {"draft", "draft_prompt"} < {r.name for r in report.reports}
     of_draft_model = {key: arguments[key] for key in ("dtype", "kv_cache_dtype", "block_size") if key in arguments}
     check_drafts(found, draft_model, **of_draft_model, max_model_len=128)
 
