@@ -36,8 +36,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <string>
-#include <tuple>
 #include <vector>
 
 #include "attention_cpu_work.h"
@@ -54,12 +52,6 @@ Tensor paged_attention(
               " and ", k_cache.sizes());
   const int64_t tokens = q.size(0), heads = q.size(1), head_dim = q.size(2);
   const int64_t blocks = k_cache.size(0), kv_heads = k_cache.size(1), block_size = k_cache.size(2);
-  const auto dtype = q.dtype(), cache_dtype = k_cache.dtype();
-  CHECK_VALUE(dtype == kFloat || dtype == kBFloat16 || dtype == kHalf,
-              "q must be float32, bfloat16 or float16, got ", dtype);
-  const bool quantised = cache_dtype == kChar || cache_dtype == kFloat8;
-  CHECK_VALUE(quantised || cache_dtype == dtype, "k_cache must have the dtype of q, ", dtype,
-              ", or be int8 or float8_e4m3fn, got ", cache_dtype);
   CHECK_VALUE(head_dim > 0 && block_size > 0 && kv_heads > 0 && heads > 0 && heads % kv_heads == 0,
               "the number of query heads must be a multiple of the number of KV heads, got ", heads, " and ",
               kv_heads);
@@ -67,35 +59,14 @@ Tensor paged_attention(
   CHECK_VALUE(sm_scale > 0, "sm_scale must be positive, got ", sm_scale);
   CHECK_VALUE(window >= 0 && soft_cap >= 0, "window and soft_cap must be 0 or positive, got ", window, " and ",
               soft_cap);
-  const auto check = [&](const Tensor& x, const char* name, Dtype expected, Shape shape) {
-    CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
-    CHECK_VALUE(x.dtype() == expected, name, " must have dtype ", expected, ", got ", x.dtype());
-    CHECK_VALUE(x.is_cpu(), name, " must be on the CPU, got ", x.place());
-  };
-  for (const auto& [x, name, n] : {std::tuple{&q, "q", heads}, {&k, "k", kv_heads}, {&v, "v", kv_heads}}) {
-    check(*x, name, dtype, {tokens, n, head_dim});
-    CHECK_VALUE(x->stride(2) == 1 || head_dim == 1, "the last stride of ", name, " must be 1, got ",
-                x->strides());
-  }
-  for (const auto& [x, name] : {std::tuple{&k_cache, "k_cache"}, {&v_cache, "v_cache"}}) {
-    check(*x, name, cache_dtype, {blocks, kv_heads, block_size, head_dim});
-    CHECK_VALUE(x->is_contiguous(), name, " must be contiguous, got strides ", x->strides());
-  }
-  for (const auto& [x, name] : {std::tuple{&k_scale, "k_scale"}, {&v_scale, "v_scale"}}) {
-    CHECK_VALUE(x->has_value() == quantised, name, quantised ? " is needed" : " must be None", " for a cache of ",
-                cache_dtype);
-    if (!quantised) continue;
-    check(**x, name, kFloat, {blocks, kv_heads, block_size});
-    CHECK_VALUE((*x)->is_contiguous(), name, " must be contiguous, got strides ", (*x)->strides());
-  }
-  if (sinks.has_value()) {
-    check(*sinks, "sinks", kFloat, {heads});
-    CHECK_VALUE(sinks->is_contiguous(), "sinks must be contiguous");
-  }
-  if (ancestors.has_value()) {
-    check(*ancestors, "ancestors", kLong, {tokens});
-    CHECK_VALUE(ancestors->is_contiguous(), "ancestors must be contiguous");
-  }
+  const auto dtype = q.dtype();
+  check_queries("q", dtype);
+  check_rows(q, "q", dtype, {tokens, heads, head_dim});
+  check_rows(k, "k", dtype, {tokens, kv_heads, head_dim});
+  check_rows(v, "v", dtype, {tokens, kv_heads, head_dim});
+  if (sinks.has_value()) check_contiguous(*sinks, "sinks", kFloat, {heads});
+  if (ancestors.has_value()) check_contiguous(*ancestors, "ancestors", kLong, {tokens});
+  const bool quantised = check_caches(dtype, k_cache, v_cache, k_scale, v_scale, kv_heads, head_dim, head_dim);
   CHECK_VALUE(block_table.dim() == 2, "block_table must be [R, M], got ", block_table.sizes());
   const int64_t requests = block_table.size(0), width = block_table.size(1);
 
@@ -112,14 +83,7 @@ Tensor paged_attention(
       tokens, requests, heads, kv_heads, heads / kv_heads, head_dim, block_size, width,
       std::min<int64_t>(window, int64_t{1} << 40), static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
 
-  check_indices(p, blocks);
-  check_ancestors(p);
-  clear_padding(p, bytes_of(q.dtype()));
-  const int64_t by_q = dtype == kFloat ? 0 : dtype == kBFloat16 ? 1 : 2;
-  const int64_t by_cache = !quantised ? 0 : cache_dtype == kChar ? 1 : 2;
-  const PairKernels& kernels = chosen().of[by_q][by_cache];
-  write_cache(p, kernels);
-  attend(p, kernels, bytes_of(q.dtype()));
+  run(p, chosen(), blocks, dtype, k_cache.dtype());
   return out;
 }
 

@@ -7,6 +7,8 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -14,6 +16,46 @@
 #include "../cpu/op.h"
 
 namespace {
+
+void check(const Tensor& x, const char* name, Dtype expected, Shape shape) {
+  CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
+  CHECK_VALUE(x.dtype() == expected, name, " must have dtype ", expected, ", got ", x.dtype());
+  CHECK_VALUE(x.is_cpu(), name, " must be on the CPU, got ", x.place());
+}
+
+void check_contiguous(const Tensor& x, const char* name, Dtype expected, Shape shape) {
+  check(x, name, expected, shape);
+  CHECK_VALUE(x.is_contiguous(), name, " must be contiguous, got strides ", x.strides());
+}
+
+// New rows, [tokens, heads, size].
+void check_rows(const Tensor& x, const char* name, Dtype expected, Shape shape) {
+  check(x, name, expected, shape);
+  CHECK_VALUE(x.stride(2) == 1 || x.size(2) == 1, "the last stride of ", name, " must be 1, got ", x.strides());
+}
+
+void check_queries(const char* name, Dtype dtype) {
+  CHECK_VALUE(dtype == kFloat || dtype == kBFloat16 || dtype == kHalf, name,
+              " must be float32, bfloat16 or float16, got ", dtype);
+}
+
+// The caches, [blocks, KV heads, block size, k_dim or v_dim], and their scales; returns whether they are quantised.
+bool check_caches(Dtype dtype, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,
+                  const std::optional<Tensor>& v_scale, int64_t kv_heads, int64_t k_dim, int64_t v_dim) {
+  const auto cache_dtype = k_cache.dtype();
+  const int64_t blocks = k_cache.size(0), block_size = k_cache.size(2);
+  const bool quantised = cache_dtype == kChar || cache_dtype == kFloat8;
+  CHECK_VALUE(quantised || cache_dtype == dtype, "k_cache must have the dtype of queries, ", dtype,
+              ", or be int8 or float8_e4m3fn, got ", cache_dtype);
+  check_contiguous(k_cache, "k_cache", cache_dtype, {blocks, kv_heads, block_size, k_dim});
+  check_contiguous(v_cache, "v_cache", cache_dtype, {blocks, kv_heads, block_size, v_dim});
+  for (const auto& [x, name] : {std::tuple{&k_scale, "k_scale"}, {&v_scale, "v_scale"}}) {
+    CHECK_VALUE(x->has_value() == quantised, name, quantised ? " is needed" : " must be None", " for a cache of ",
+                cache_dtype);
+    if (quantised) check_contiguous(**x, name, kFloat, {blocks, kv_heads, block_size});
+  }
+  return quantised;
+}
 
 const int32_t* int32_data(const Tensor& x, const char* name, Shape shape) {
   CHECK_VALUE(x.dtype() == kInt, name, " must be int32, got ", x.dtype());
@@ -193,6 +235,18 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
   };
   for_each(items.size(), [&](int64_t i) { kernels.attend(p, items[i], kept.get()); });
   for_each(cut.size(), [&](int64_t i) { kernels.merge(p, *cut[i], kept.get()); });
+}
+
+// One call of an op, whose arguments were checked.
+void run(const Problem& p, const Kernels& all, int64_t blocks, Dtype dtype, Dtype cache_dtype) {
+  check_indices(p, blocks);
+  check_ancestors(p);
+  clear_padding(p, bytes_of(dtype));
+  const int64_t by_q = dtype == kFloat ? 0 : dtype == kBFloat16 ? 1 : 2;
+  const int64_t by_cache = cache_dtype == dtype ? 0 : cache_dtype == kChar ? 1 : 2;
+  const PairKernels& kernels = all.of[by_q][by_cache];
+  write_cache(p, kernels);
+  attend(p, kernels, bytes_of(dtype));
 }
 
 }  // namespace

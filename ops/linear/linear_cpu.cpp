@@ -27,11 +27,11 @@
 // also takes single rows, where it has more than enough arithmetic to keep up with memory.
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <optional>
 #include <vector>
 
+#include "layer_checks.h"
 #include "linear_cpu_groups.h"
 #include "../cpu/op.h"
 
@@ -96,25 +96,15 @@ void multiply(const KernelsOf<T>& kernels, const Operands<T>& of) {
   });
 }
 
-void check_inputs(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t N) {
-  const auto dtype = x.dtype();
-  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf,
-              "packed_linear: x must be bfloat16, float32 or float16, got ", dtype);
-  for (const Tensor* tensor : {&x, &packed, bias ? &*bias : &x})
-    CHECK_VALUE(tensor->dtype() == dtype && tensor->is_cpu(),
-                "packed_linear: x, packed and bias must be of one dtype on the CPU, x is ", dtype, ", got ",
-                tensor->dtype(), " on ", tensor->place());
-  CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "packed_linear: x must be [T, K] with K > 0, got ", x.sizes());
-  CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, "packed_linear: the last stride of x must be 1, got strides ",
-              x.strides());
-  const int64_t inputs = dtype == kBFloat16 ? 2 : 1;  // of a word
-  const std::array<int64_t, 4> expected = {(N + TILE - 1) / TILE, (x.size(1) + inputs - 1) / inputs, TILE, inputs};
-  const Shape wanted(expected.data(), 4);
-  CHECK_VALUE(N > 0 && packed.sizes() == wanted, "packed_linear: x ", x.sizes(),
-              " and out_features ", N, " take packed ", wanted, ", got ", packed.sizes());
-  CHECK_VALUE(packed.is_contiguous(), "packed_linear: packed must be contiguous");
-  CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == N && bias->is_contiguous()),
-              "packed_linear: bias must be a contiguous [", N, "], got ", bias->sizes());
+void check(const char* op, const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t N, Experts experts) {
+  check_input(op, x);
+  check_on_cpu(op, {&packed, bias ? &*bias : &x, &x});
+  const int64_t inputs = x.dtype() == kBFloat16 ? 2 : 1;  // of a word
+  const Shape wanted = with_experts(experts, {(N + TILE - 1) / TILE, (x.size(1) + inputs - 1) / inputs, TILE, inputs});
+  CHECK_VALUE(N > 0 && packed.sizes() == wanted && packed.is_contiguous() && packed.dtype() == x.dtype(), op, ": x ",
+              x.sizes(), " of ", x.dtype(), " and out_features ", N, " take a contiguous packed ", wanted, ", got ",
+              packed.sizes(), " of ", packed.dtype());
+  check_bias(op, x, bias, experts, N);
 }
 
 // In float32, contiguous.
@@ -138,8 +128,8 @@ Rows<typename Packing<T>::Input> rows_of(const Tensor& x) {
   return {x.data<const typename Packing<T>::Input>(), x.stride(0)};
 }
 
-Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out_features) {
-  check_inputs(x, packed, bias, out_features);
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t out_features) {
+  check("packed_linear", x, packed, bias, out_features, std::nullopt);
   Tensor out = empty({x.size(0), out_features}, x.dtype());
   if (x.size(0) == 0) return out;
   with_kernels(x, [&]<class T>(const KernelsOf<T>& kernels, const Tensor& x) {
@@ -149,45 +139,12 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<
   return out;
 }
 
-// Checks the rows of each layer, and gives their number.
-int64_t check_groups(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-                     const std::optional<Tensor>& rows, const Tensor& starts, int64_t N) {
-  constexpr auto* op = "grouped_packed_linear: ";
-  CHECK_VALUE(x.dim() == 2 && x.size(1) > 0 && (x.stride(1) == 1 || x.size(1) == 1), op,
-              "x must be [rows, K] with K > 0 and the last stride 1, got ", x.sizes(), " with strides ", x.strides());
-  const auto dtype = x.dtype();
-  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf, op,
-              "x must be bfloat16, float32 or float16, got ", dtype);
-  const int64_t inputs = dtype == kBFloat16 ? 2 : 1, experts = packed.dim() == 5 ? packed.size(0) : 0;
-  const Shape wanted = {experts, (N + TILE - 1) / TILE, (x.size(1) + inputs - 1) / inputs, TILE, inputs};
-  CHECK_VALUE(N > 0 && packed.sizes() == wanted && packed.is_contiguous() && packed.dtype() == dtype, op, "x ", x.sizes(),
-              " of ", dtype, " and out_features ", N, " take a contiguous packed ", wanted, ", got ", packed.sizes(),
-              " of ", packed.dtype());
-  CHECK_VALUE(!bias || (bias->sizes() == Shape{experts, N} && bias->is_contiguous() && bias->dtype() == dtype), op,
-              "bias must be a contiguous [", experts, ", ", N, "] of ", dtype, ", got ", bias->sizes(), " of ",
-              bias->dtype());
-  CHECK_VALUE(!rows || (rows->dim() == 1 && rows->is_contiguous() && rows->dtype() == kInt), op,
-              "rows must be contiguous and int32, got ", rows->sizes(), " of ", rows->dtype());
-  CHECK_VALUE(starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt, op,
-              "starts must be a contiguous [", experts + 1, "] of int32, got ", starts.sizes(), " of ", starts.dtype());
-  for (const Tensor* tensor : {&x, &packed, bias ? &*bias : &x, rows ? &*rows : &x, &starts})
-    CHECK_VALUE(tensor->is_cpu(), op, "all tensors must be on the CPU, got one on ", tensor->place());
-  const int64_t count = rows ? rows->size(0) : x.size(0);
-  const auto* const from = starts.data<const int32_t>();
-  CHECK_INDEX(from[0] >= 0 && std::is_sorted(from, from + experts + 1) && from[experts] <= count, op,
-              "starts must rise from at least 0 to at most ", count);
-  if (rows) {
-    const auto* const index = rows->data<const int32_t>();
-    CHECK_INDEX(std::all_of(index + from[0], index + from[experts], [&](int32_t i) { return i >= 0 && i < x.size(0); }), op,
-                "rows must be from 0 to ", x.size(0) - 1);
-  }
-  return count;
-}
-
-Tensor grouped_packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-                             const std::optional<Tensor>& rows, const Tensor& starts, int64_t out_features) {
-  const int64_t N = out_features, count = check_groups(x, packed, bias, rows, starts, N);
-  Tensor out = empty({count, N}, x.dtype());
+Tensor grouped_packed_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, const OptionalTensor& rows,
+                             const Tensor& starts, int64_t out_features) {
+  constexpr auto* op = "grouped_packed_linear";
+  const int64_t N = out_features;
+  check(op, x, packed, bias, N, packed.dim() == 5 ? packed.size(0) : 0);
+  Tensor out = empty({check_experts(op, x, rows, starts, packed.size(0)).count, N}, x.dtype());
   const auto* const from = starts.data<const int32_t>();
   const int64_t experts = packed.size(0), tiles = packed.size(1), words = packed.size(2);
   with_kernels(x, [&]<class T>(const KernelsOf<T>& kernels, const Tensor& x) {
@@ -204,7 +161,6 @@ Tensor grouped_packed_linear(const Tensor& x, const Tensor& packed, const std::o
   });
   return out;
 }
-
 
 const std::vector<Op> ops = {
     {"packed_linear", Boxed<packed_linear>::call, Boxed<packed_linear>::direct},

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "layer_checks.h"
 #include "quantized_linear_a8_cpu_types.h"
 #include "quantized_units.h"
 #include "../cpu/op.h"
@@ -30,7 +31,7 @@ constexpr int64_t LONGEST_GROUP = 1 << 17;   // inputs whose sum of products fit
 
 struct Arguments {
   const Tensor &x, &codes, &scales;
-  const std::optional<Tensor>&zeros, &bias, &x_scale;
+  const OptionalTensor &zeros, &bias, &x_scale;
   bool by_groups;
   const std::string& element;
   int64_t group_size, N;
@@ -44,55 +45,15 @@ struct Arguments {
   const uint8_t* codes_of(int64_t tile) const { return codes.data<const uint8_t>() + tile * words() * WORD_BYTES; }
 };
 
-Shape with_experts(std::optional<int64_t> experts, std::initializer_list<int64_t> sizes) {
-  Shape shape(sizes);
-  if (!experts) return shape;
-  std::copy_backward(shape.values, shape.values + shape.dim, shape.values + shape.dim + 1);
-  shape.values[0] = *experts;
-  ++shape.dim;
-  return shape;
-}
-
-void check(const char* op, const Arguments& of, std::optional<int64_t> experts) {
-  const Tensor& x = of.x;
-  const auto dtype = x.dtype();
-  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf, op,
-              ": x must be bfloat16, float32 or float16, got ", dtype);
-  CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, op, ": x must be [T, K] with K > 0, got ", x.sizes());
-  CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, op, ": the last stride of x must be 1, got strides ", x.strides());
+void check(const char* op, const Arguments& of, Experts experts) {
   CHECK_VALUE(of.element == "int8" || of.element == "int4", op, ": element must be int8 or int4, got ", of.element);
-  CHECK_VALUE(of.group_size >= 0 && of.group_size % 8 == 0, op, ": group_size must be a multiple of 8, or 0, got ",
-              of.group_size);
+  check_quantised(op, of.x, of.codes, of.scales, of.zeros, of.bias, of.inputs(), of.group_size, of.N, experts);
   CHECK_VALUE(of.group() <= LONGEST_GROUP, op, ": a group may have ", LONGEST_GROUP, " inputs, got ", of.group());
-  const int64_t tiles = of.tiles();
-  const Shape wanted = with_experts(experts, {tiles, of.words(), TILE, 4});
-  CHECK_VALUE(of.N > 0 && of.codes.sizes() == wanted && of.codes.is_contiguous() &&
-                  of.codes.dtype() == Dtype{aoti_torch_dtype_uint8()},
-              op, ": x ", x.sizes(), " and out_features ", of.N, " take contiguous codes ", wanted, " of uint8, got ",
-              of.codes.sizes());
-  const Shape groups = with_experts(experts, {tiles, of.groups(), TILE});
-  const auto kept = of.scales.dtype();
-  CHECK_VALUE(of.scales.sizes() == groups && of.scales.is_contiguous() &&
-                  (kept == kFloat || kept == kBFloat16 || kept == kHalf),
-              op, ": scales must be a contiguous ", groups, " of float32, bfloat16 or float16, got ", of.scales.sizes(),
-              " of ", kept);
-  const auto zero = of.zeros ? of.zeros->dtype() : kept;
-  CHECK_VALUE(!of.zeros || (of.zeros->sizes() == groups && of.zeros->is_contiguous() &&
-                            (zero == kChar || zero == kFloat || zero == kBFloat16 || zero == kHalf)),
-              op, ": zeros must be a contiguous ", groups, " of int8, float32, bfloat16 or float16, got ",
-              of.zeros->sizes(), " of ", zero);
-  const Shape biases = with_experts(experts, {of.N});
-  CHECK_VALUE(!of.bias || (of.bias->sizes() == biases && of.bias->is_contiguous() && of.bias->dtype() == dtype), op,
-              ": bias must be a contiguous ", biases, " of ", dtype, ", got ", of.bias->sizes(), " of ",
-              of.bias->dtype());
-  CHECK_VALUE(!of.x_scale || (of.x_scale->sizes() == Shape{1} && of.x_scale->dtype() == kFloat), op,
-              ": x_scale must be [1] of float32, got ", of.x_scale->sizes(), " of ", of.x_scale->dtype());
+  CHECK_VALUE(!of.x_scale || (of.x_scale->sizes() == Shape{1} && of.x_scale->dtype() == kFloat && of.x_scale->is_cpu()),
+              op, ": x_scale must be [1] of float32 on the CPU, got ", of.x_scale->sizes(), " of ", of.x_scale->dtype());
   CHECK_VALUE(!of.by_groups || (!of.x_scale && of.group_size > 0), op,
               ": by_groups must be False with x_scale or without groups, got group_size=", of.group_size, " and ",
               of.x_scale ? "an" : "no", " x_scale");
-  for (const Tensor* tensor : {&x, &of.codes, &of.scales, of.zeros ? &*of.zeros : &x, of.bias ? &*of.bias : &x,
-                               of.x_scale ? &*of.x_scale : &x})
-    CHECK_VALUE(tensor->is_cpu(), op, ": all tensors must be on the CPU, got one on ", tensor->place());
 }
 
 // Calls work(kernels) with those for a dtype.
@@ -291,9 +252,8 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
   });
 }
 
-Tensor quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales,
-                           const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
-                           const std::optional<Tensor>& x_scale, bool by_groups,
+Tensor quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
+                           const OptionalTensor& bias, const OptionalTensor& x_scale, bool by_groups,
                            const std::string& element, int64_t group_size, int64_t out_features) {
   const Arguments of = {x, codes, scales, zeros, bias, x_scale, by_groups, element, group_size, out_features};
   check("quantized_linear_a8", of, std::nullopt);
@@ -302,33 +262,17 @@ Tensor quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& s
   return out;
 }
 
-Tensor grouped_quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales,
-                                   const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
-                                   const std::optional<Tensor>& x_scale, const std::optional<Tensor>& rows,
-                                   const Tensor& starts, bool by_groups, const std::string& element,
-                                   int64_t group_size, int64_t out_features) {
+Tensor grouped_quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
+                                   const OptionalTensor& bias, const OptionalTensor& x_scale, const OptionalTensor& rows,
+                                   const Tensor& starts, bool by_groups, const std::string& element, int64_t group_size,
+                                   int64_t out_features) {
   constexpr auto* op = "grouped_quantized_linear_a8";
   const Arguments of = {x, codes, scales, zeros, bias, x_scale, by_groups, element, group_size, out_features};
   const int64_t experts = codes.dim() == 5 ? codes.size(0) : 0;
   check(op, of, experts);
-  CHECK_VALUE(!rows || (rows->dim() == 1 && rows->is_contiguous() && rows->dtype() == kInt && rows->is_cpu()), op,
-              ": rows must be contiguous and int32 on the CPU, got ", rows->sizes(), " of ", rows->dtype());
-  CHECK_VALUE(
-      starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt && starts.is_cpu(), op,
-      ": starts must be a contiguous [", experts + 1, "] of int32 on the CPU, got ", starts.sizes(), " of ",
-      starts.dtype());
-  const int64_t count = rows ? rows->size(0) : x.size(0);
-  const auto* const from = starts.data<const int32_t>();
-  CHECK_INDEX(from[0] >= 0 && std::is_sorted(from, from + experts + 1) && from[experts] <= count, op,
-              ": starts must rise from at least 0 to at most ", count);
-  const auto* const index = rows ? rows->data<const int32_t>() : nullptr;
-  CHECK_INDEX(!rows || std::all_of(index + from[0], index + from[experts],
-                                   [&](int32_t i) { return i >= 0 && i < x.size(0); }),
-              op, ": rows must be from 0 to ", x.size(0) - 1);
-  Tensor out = empty({count, out_features}, x.dtype());
-  std::vector<int64_t> own;
-  for (int64_t e = 0; e <= experts; ++e) own.push_back(from[e] - from[0]);
-  multiply(of, own, index, from[0], out);
+  const ExpertRows own = check_experts(op, x, rows, starts, experts);
+  Tensor out = empty({own.count, out_features}, x.dtype());
+  multiply(of, own.starts, own.index, own.first, out);
   return out;
 }
 

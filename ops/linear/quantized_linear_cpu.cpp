@@ -27,7 +27,7 @@
 #include <string>
 #include <vector>
 
-#include "../cpu/tensor.h"
+#include "layer_checks.h"
 #include "quantized_linear_cpu_types.h"
 #include "quantized_units.h"
 #include "../cpu/op.h"
@@ -309,7 +309,7 @@ Element element_of(const char* op, const std::string& name) {
   constexpr const char* names[] = {"int8", "int4", "fp8", "fp4"};
   for (int i = 0; i < 4; ++i)
     if (name == names[i]) return static_cast<Element>(i);
-  CHECK_VALUE(false, op, "element must be int8, int4, fp8 or fp4, got ", name);
+  CHECK_VALUE(false, op, ": element must be int8, int4, fp8 or fp4, got ", name);
   return {};
 }
 
@@ -318,56 +318,22 @@ GroupType group_type(Dtype dtype) {
   return dtype == kFloat ? GroupType::float32 : dtype == kBFloat16 ? GroupType::bfloat16 : GroupType::float16;
 }
 
-// What both ops take. With `experts` every tensor but x has one more dimension in front.
-Layers checked(const char* op, const Tensor& x, const Tensor& codes, const Tensor& scales,
-              const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias, const std::string& element,
-              int64_t group_size, int64_t N, std::optional<int64_t> experts) {
-  const auto dtype = x.dtype();
-  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf, op,
-              "x must be bfloat16, float32 or float16, got ", dtype);
-  for (const Tensor* tensor : {&x, &codes, &scales, zeros ? &*zeros : &x, bias ? &*bias : &x})
-    CHECK_VALUE(tensor->is_cpu(), op, "all tensors must be on the CPU, got one on ", tensor->place());
-  CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, op, "x must be [T, K] with K > 0, got ", x.sizes());
-  CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, op, "the last stride of x must be 1, got strides ", x.strides());
-  CHECK_VALUE(group_size >= 0 && group_size % 8 == 0, op, "group_size must be 0 or a multiple of 8, got ", group_size);
+// What both ops take.
+Layers checked(const char* op, const Tensor& x, const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
+               const OptionalTensor& bias, const std::string& element, int64_t group_size, int64_t N, Experts experts) {
   const Element of = element_of(op, element);
-  const int64_t K = x.size(1), inputs = of == Element::int4 || of == Element::fp4 ? 8 : 4;
-  const int64_t words = (K + inputs - 1) / inputs;
-  const int64_t tiles = (N + TILE - 1) / TILE, groups = group_size == 0 ? 1 : (K + group_size - 1) / group_size;
-  const auto wanted = [&](std::initializer_list<int64_t> sizes) {
-    Shape all(sizes);
-    if (!experts) return all;
-    std::copy_backward(all.values, all.values + all.dim, all.values + all.dim + 1);
-    all.values[0] = *experts;
-    ++all.dim;
-    return all;
-  };
-  const Shape of_codes = wanted({tiles, words, TILE, 4}), of_scales = wanted({tiles, groups, TILE});
-  const Shape of_bias = wanted({N});
-  static const Dtype bytes{aoti_torch_dtype_uint8()};
-  CHECK_VALUE(N > 0 && codes.sizes() == of_codes && codes.is_contiguous() && codes.dtype() == bytes, op, "x ",
-              x.sizes(), " and out_features ", N, " take contiguous codes ", of_codes, " of uint8, got ", codes.sizes(),
-              " of ", codes.dtype());
-  const Dtype type = scales.dtype(), zero_type = zeros ? zeros->dtype() : type;
-  CHECK_VALUE(type == kFloat || type == kBFloat16 || type == kHalf, op,
-              "scales must be float32, bfloat16 or float16, got ", type);
-  CHECK_VALUE(zero_type == kChar || zero_type == kFloat || zero_type == kBFloat16 || zero_type == kHalf, op,
-              "zeros must be int8, float32, bfloat16 or float16, got ", zero_type);
-  for (const Tensor* tensor : {&scales, zeros ? &*zeros : &scales})
-    CHECK_VALUE(tensor->sizes() == of_scales && tensor->is_contiguous(), op, "scales and zeros must be contiguous ",
-                of_scales, ", got ", tensor->sizes());
-  CHECK_VALUE(!bias || (bias->sizes() == of_bias && bias->is_contiguous() && bias->dtype() == dtype), op,
-              "bias must be a contiguous ", of_bias, " of ", dtype, ", got ", bias->sizes(), " of ", bias->dtype());
-  return {.matrix = {.groups = groups,
-                     .scale_type = group_type(type),
-                     .zero_type = group_type(zero_type),
+  const int64_t inputs = of == Element::int4 || of == Element::fp4 ? 8 : 4;
+  const QuantisedSizes sizes = check_quantised(op, x, codes, scales, zeros, bias, inputs, group_size, N, experts);
+  return {.matrix = {.groups = sizes.groups,
+                     .scale_type = group_type(scales.dtype()),
+                     .zero_type = group_type(zeros ? zeros->dtype() : scales.dtype()),
                      .element = of,
                      .values = &values_of(of),
                      .whole = group_size == 0,
                      .part = group_size == 0 ? WHOLE_PART : group_size,
-                     .inputs = words * inputs},
-          .tiles = tiles,
-          .K = K,
+                     .inputs = sizes.words * inputs},
+          .tiles = sizes.tiles,
+          .K = x.size(1),
           .N = N,
           .codes = codes.data<const uint8_t>(),
           .scales = scales.data<const char>(),
@@ -375,40 +341,25 @@ Layers checked(const char* op, const Tensor& x, const Tensor& codes, const Tenso
           .bias = bias ? &*bias : nullptr};
 }
 
-Tensor quantized_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
-                        const std::optional<Tensor>& bias, const std::string& element, int64_t group_size, int64_t N) {
-  constexpr auto* op = "quantized_linear: ";
-  const Layers layer = checked(op, x, codes, scales, zeros, bias, element, group_size, N, std::nullopt);
+Tensor quantized_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
+                        const OptionalTensor& bias, const std::string& element, int64_t group_size, int64_t N) {
+  const Layers layer =
+      checked("quantized_linear", x, codes, scales, zeros, bias, element, group_size, N, std::nullopt);
   Tensor out = empty({x.size(0), N}, x.dtype());
   multiply(layer, {&x, nullptr, 0, x.size(0)}, {0, x.size(0)}, out.data<char>());
   return out;
 }
 
-Tensor grouped_quantized_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
-                                const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
-                                const std::optional<Tensor>& rows, const Tensor& starts, const std::string& element,
-                                int64_t group_size, int64_t N) {
-  constexpr auto* op = "grouped_quantized_linear: ";
+Tensor grouped_quantized_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, const OptionalTensor& zeros,
+                                const OptionalTensor& bias, const OptionalTensor& rows, const Tensor& starts,
+                                const std::string& element, int64_t group_size, int64_t N) {
+  constexpr auto* op = "grouped_quantized_linear";
   const int64_t experts = codes.dim() == 5 ? codes.size(0) : 0;
   const Layers all = checked(op, x, codes, scales, zeros, bias, element, group_size, N, experts);
-  CHECK_VALUE(!rows || (rows->dim() == 1 && rows->is_contiguous() && rows->dtype() == kInt && rows->is_cpu()), op,
-              "rows must be contiguous and int32 on the CPU, got ", rows->sizes(), " of ", rows->dtype());
-  CHECK_VALUE(
-      starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt && starts.is_cpu(), op,
-      "starts must be a contiguous [", experts + 1, "] of int32 on the CPU, got ", starts.sizes(), " of ",
-      starts.dtype());
-  const int64_t count = rows ? rows->size(0) : x.size(0);
-  const auto* const from = starts.data<const int32_t>();
-  CHECK_INDEX(from[0] >= 0 && std::is_sorted(from, from + experts + 1) && from[experts] <= count, op,
-              "starts must rise from at least 0 to at most ", count);
-  const int32_t* const index = rows ? rows->data<const int32_t>() : nullptr;
-  CHECK_INDEX(!rows || std::all_of(index + from[0], index + from[experts],
-                                   [&](int32_t i) { return i >= 0 && i < x.size(0); }),
-              op, "rows must be from 0 to ", x.size(0) - 1);
-  Tensor out = empty({count, N}, x.dtype());
-  std::vector<int64_t> own;
-  for (int64_t e = 0; e <= experts; ++e) own.push_back(from[e] - from[0]);
-  multiply(all, {&x, index, from[0], own.back()}, own, out.data<char>() + from[0] * N * bytes_of(x.dtype()));
+  const ExpertRows own = check_experts(op, x, rows, starts, experts);
+  Tensor out = empty({own.count, N}, x.dtype());
+  multiply(all, {&x, own.index, own.first, own.starts.back()}, own.starts,
+           out.data<char>() + own.first * N * bytes_of(x.dtype()));
   return out;
 }
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
-from compiled_llm.ops.kernel_build import isas_of
 from compiled_llm.ops.linear import quantized_linear as linear
 from compiled_llm.ops.linear import quantized_weight as weights
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat
@@ -161,18 +160,6 @@ def test_weights_on_tiles_are_those_of_bfloat16(form: WeightFormat) -> None:
         assert ((made - of.weight) * of.weight.sign()).mean().abs() < of.weight.abs().mean() * 2**-11
 
 
-@pytest.mark.battery
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize(("t", "n", "k"), [(1, 64, 256), (33, 100, 700), (300, 40, 1024)])
-def test_software_tiles_are_those_of_the_cpu(form: WeightFormat, t: int, n: int, k: int) -> None:
-    """Bit for bit, so what holds for the one holds for the other."""
-    kernels = skip_without(native.load(OP), "amx")
-    of = problem(t, n, k, form, BFLOAT16)
-    args = of.args(of.x, of.bias)
-    of_the_cpu, in_software = (kernels.run("quantized_linear", *args, isa=isa) for isa in ("amx", "amx_in_software"))
-    assert torch.equal(of_the_cpu, in_software)
-
-
 @pytest.mark.parametrize("isa", by_set(OP))
 def test_a_code_that_is_no_number(kernels: native.Kernels, isa: str) -> None:
     skip_without(kernels, isa)
@@ -182,32 +169,6 @@ def test_a_code_that_is_no_number(kernels: native.Kernels, isa: str) -> None:
         out = kernels.run("quantized_linear", *of.args(of.x[:rows], None), isa=isa)
         assert out[:, 2].isnan().all()
         assert out.isnan().sum() == rows
-
-
-@pytest.mark.parametrize("isa", by_set(OP, ["amx", "avx512_bf16", "avx512"]))
-def test_blocks_of_rows(kernels: native.Kernels, isa: str) -> None:
-    skip_without(kernels, isa)
-    of = problem(300, 40, 5000, WeightFormat("int4", 32, zeros=True), BFLOAT16)
-    args = of.args(of.x, None)[1:]
-    expected = torch.cat([kernels.run("quantized_linear", part, *args, isa=isa) for part in of.x.split(1)])
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        assert torch.equal(kernels.run("quantized_linear", of.x, *args, isa=isa), expected)
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("isa", isas_of(OP))
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-def test_every_number_of_rows(kernels: native.Kernels, form: WeightFormat, isa: str, dtype: torch.dtype) -> None:
-    skip_without(kernels, isa)
-    of = problem(300, 81, 300, form, dtype)
-    args = of.args(of.x, of.bias)[1:]
-    alone = torch.cat([kernels.run("quantized_linear", row, *args, isa=isa) for row in of.x.split(1)])
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        for rows in (*range(1, 71), 300):
-            assert torch.equal(kernels.run("quantized_linear", of.x[-rows:], *args, isa=isa), alone[-rows:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -233,22 +194,6 @@ def test_every_code_has_its_value(kernels: native.Kernels, element: str, dtype: 
             assert (out == value).all()
 
 
-def test_strided_rows_and_no_rows(kernels: native.Kernels) -> None:
-    of = problem(20, 33, 65, FORMATS[3], BFLOAT16)
-    wide, args = torch.randn(20, 150).bfloat16(), of.args(of.x, of.bias)[1:]
-    for x in (wide[:, 3:68], wide[::2, 7:72], wide[4:5, 1:66], wide[:1, :65].expand(9, 65), wide[:0, :65]):
-        assert torch.equal(linear.quantized_linear(x, *args), linear.quantized_linear(x.contiguous(), *args))
-
-
-def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: native.Kernels) -> None:
-    of = problem(9, 20, 33, FORMATS[3], BFLOAT16)
-    x, args = of.x.clone(), of.args(of.x, None)[1:]
-    x[5, 0] = float("nan")
-    actual, others = linear.quantized_linear(x, *args), [0, 1, 2, 3, 4, 6, 7, 8]
-    assert torch.equal(actual[others], linear.quantized_linear(of.x, *args)[others])
-    assert actual[5].isnan().all()
-
-
 def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
     of = problem(4, 50, 64, FORMATS[3], BFLOAT16)
     x, codes, scales, zeros = of.x, *of.packed
@@ -260,10 +205,13 @@ def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
         ((x, codes.view(torch.int8), scales, zeros, None, *form), "take contiguous codes"),
         ((x, codes, scales, zeros, None, "int8", 32, 50), "take contiguous codes"),
         ((x, codes, scales, zeros, None, "int4", 32, 65), "take contiguous codes"),
-        ((x, codes, scales, zeros, None, "int4", 16, 50), "scales and zeros must be"),
-        ((x, codes, scales, zeros[:, :1].contiguous(), None, *form), "scales and zeros must be"),
-        ((x, codes, scales, zeros.int(), None, *form), "zeros must be int8, float32, bfloat16 or float16, got int32"),
-        ((x, codes, scales.double(), zeros, None, *form), "scales must be float32"),
+        ((x, codes, scales, zeros, None, "int4", 16, 50), "scales must be"),
+        ((x, codes, scales, zeros[:, :1].contiguous(), None, *form), "zeros must be"),
+        (
+            (x, codes, scales, zeros.int(), None, *form),
+            "zeros must be .* of int8, float32, bfloat16 or float16, got .* of int32",
+        ),
+        ((x, codes, scales.double(), zeros, None, *form), "scales must be .* of float32, bfloat16 or float16"),
         ((x, codes, scales, zeros, of.bias.float(), *form), "bias must be"),
         ((x, codes, scales, zeros, None, "int4", 12, 50), "multiple of 8"),
         ((x, codes, scales, zeros, None, "int3", 32, 50), "element must be"),

@@ -207,38 +207,6 @@ def test_sums_of_the_largest_codes(isa: str, element: str) -> None:
         assert torch.equal(run(isa, case.args()), a8.quantized_linear_a8_reference(*case.args()))
 
 
-@pytest.mark.parametrize("form", [pytest.param(FORMATS[0], marks=pytest.mark.battery), FORMATS[5]], ids=str)
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_row_has_the_same_bits_in_any_batch(isa: str, form: WeightFormat) -> None:
-    check_any_batch(isa, form, (3, 33, 70))
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("isa", ISAS)
-def test_a_row_has_the_same_bits_in_every_batch(isa: str, form: WeightFormat) -> None:
-    check_any_batch(isa, form, [*range(1, 71), 300])
-
-
-def check_any_batch(isa: str, form: WeightFormat, numbers: list[int] | tuple[int, ...]) -> None:
-    case = problem(form, max(numbers), 100, 708)
-    torch.set_num_threads(1)
-    alone = torch.cat([run(isa, case.args(row)) for row in case.x.split(1)])
-    for threads, rows in itertools.product((1, 3), numbers):
-        torch.set_num_threads(threads)
-        assert torch.equal(run(isa, case.args(case.x[:rows])), alone[:rows])
-        assert torch.equal(run(isa, case.args(case.x[-rows:])), alone[-rows:])
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_many_rows_in_several_blocks(isa: str) -> None:
-    case = problem(WeightFormat("int4", 128), 300, 40, 5000)
-    expected = torch.cat([run(isa, case.args(part)) for part in case.x.split(60)])
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(run(isa, case.args()), expected)
-
-
 @pytest.mark.parametrize("x_scale", [None, torch.tensor([0.02])])
 @pytest.mark.parametrize("isa", ISAS)
 def test_rows_that_are_not_finite(isa: str, x_scale: Tensor | None) -> None:
@@ -251,16 +219,6 @@ def test_rows_that_are_not_finite(isa: str, x_scale: Tensor | None) -> None:
     actual, others = run(isa, case.args(x, x_scale=x_scale)), [0, 1, 2, 4, 6, 8]
     assert actual[[3, 5, 7]].isnan().all()
     assert torch.equal(actual[others], clean[others])
-
-
-def test_strided_rows() -> None:
-    wide, case = (
-        torch.randn(20, 150, generator=torch.Generator().manual_seed(0)).bfloat16(),
-        problem(FORMATS[1], 1, 33, 65),
-    )
-    for x in (wide[:, 3:68], wide[::2, 7:72], wide[:1, :65].expand(9, 65)):
-        args = case.args(x.contiguous())
-        assert torch.equal(ops.quantized_linear_a8(*case.args(x)), ops.quantized_linear_a8(*args))
 
 
 @pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5]], ids=str)
@@ -284,46 +242,22 @@ def test_experts_have_the_bits_of_single_layers(isa: str, form: WeightFormat) ->
 
 
 def test_refuses_wrong_inputs() -> None:
+    """What it refuses besides what ``quantized_linear`` does, by the same code."""
     case = problem(FORMATS[5], 4, 50, 64)
-    names = (
-        *("x", "codes", "scales", "zeros", "bias", "x_scale", "by_groups"),
-        *("element", "group_size", "out_features"),
-    )
+    names = ["x", "codes", "scales", "zeros", "bias", "x_scale", "by_groups", "element", "group_size", "out_features"]
     args = dict(zip(names, case.args(), strict=True))
-    wrong = [
-        ({"x": case.x.double()}, "x must be bfloat16, float32 or float16"),
+    for changes, message in (
         ({"x": case.x[0]}, r"x must be \[T, K\]"),
-        ({"x": case.x[:, :0]}, r"x must be \[T, K\]"),
-        ({"x": case.x.T.contiguous().T}, "last stride of x must be 1"),
-        ({"x": case.x[:, :50]}, "take contiguous codes"),
-        ({"codes": args["codes"].view(torch.int8)}, "take contiguous codes"),
-        ({"out_features": 65}, "take contiguous codes"),
         ({"element": "int8"}, "take contiguous codes"),
         ({"element": "fp8"}, "element must be int8 or int4"),
-        ({"group_size": 12}, "group_size must be a multiple of 8"),
-        ({"group_size": 64}, "scales must be"),
-        ({"scales": args["scales"].double()}, "scales must be"),
-        ({"zeros": args["zeros"].int()}, "zeros must be"),
-        ({"bias": case.bias[:49]}, "bias must be"),
-        ({"bias": case.bias.float()}, "bias must be"),
         ({"x_scale": torch.ones(2)}, "x_scale must be"),
         ({"x_scale": torch.ones(1), "by_groups": True}, "by_groups must be False with x_scale or without groups"),
-    ]
-    for changes, message in wrong:
+    ):
         with pytest.raises(ValueError, match=message):
             ops.quantized_linear_a8(*(args | changes).values())
-    starts = starts_of([2, 2])
-    grouped = [
-        ((case.x[:, :50], None, starts), ValueError, "take contiguous codes"),
-        ((case.x, torch.zeros(4), starts), ValueError, "rows must be contiguous and int32"),
-        ((case.x, None, starts[:2]), ValueError, "starts must be"),
-        ((case.x, None, starts + 1), IndexError, "starts must rise"),
-        ((case.x, torch.full((4,), 4, dtype=torch.int32), starts), IndexError, "rows must be from 0 to 3"),
-    ]
     weight = [torch.stack([part, part]) for part in case.weight if part is not None]
-    for (x, rows, begins), kind, message in grouped:
-        with pytest.raises(kind, match=message):
-            ops.grouped_quantized_linear_a8(x, *weight, None, None, rows, begins, False, "int4", 32, 50)
+    with pytest.raises(ValueError, match="starts must be"):
+        ops.grouped_quantized_linear_a8(case.x, *weight, None, None, None, starts_of([2]), False, "int4", 32, 50)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

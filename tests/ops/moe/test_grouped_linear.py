@@ -105,8 +105,8 @@ def test_refuses_wrong_inputs() -> None:
     packed, starts = packed_of(weight), starts_of(COUNTS)
     wrong = [
         ((x.double(), packed, bias, rows, starts, 50), ValueError, "x must be bfloat16, float32 or float16"),
-        ((x[0], packed, bias, rows, starts, 50), ValueError, r"x must be \[rows, K\]"),
-        ((x.T.contiguous().T, packed, bias, rows, starts, 50), ValueError, "last stride 1"),
+        ((x[0], packed, bias, rows, starts, 50), ValueError, r"x must be \[T, K\]"),
+        ((x.T.contiguous().T, packed, bias, rows, starts, 50), ValueError, "last stride of x must be 1"),
         ((x, packed[0], bias, rows, starts, 50), ValueError, "take a contiguous packed"),
         ((x, packed, bias, rows, starts, 65), ValueError, "take a contiguous packed"),
         ((x, packed, bias[0], rows, starts, 50), ValueError, "bias must be"),
