@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import moved
@@ -11,6 +11,7 @@ from compiled_llm.scheduling.draft_lengths import (
     Chances,
     DecodeCosts,
     History,
+    least_gain,
     lengths,
     lengths_beside_prompts,
     num_expected,
@@ -269,20 +270,19 @@ class DraftPlanner:
             if beside_prompts:
                 counts = lengths_beside_prompts(chances, available, most)
             else:
-                fills = limits.mixes_lens
-                counts, gain = lengths(
-                    chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host
-                )
+                least = least_gain([history.num_right for history in self._histories.values()])
+                how: dict[str, Any] = {"fills_first": limits.mixes_lens, "host": host, "least": least}
+                counts, gain = lengths(chances, available, num_requests, sizes, seconds, most, **how)
             tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
             if beside_prompts:
                 gain = sum(tokens) * (plain + host[0]) / num_requests
         network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)
         look = self._look_seconds + network  # of a request: what it has to save
-        least, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
+        steps, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
         for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
             if self._of_worker is not None and not drafts:
                 continue  # nothing was drafted behind the last step, which says nothing
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
             history.look(gain * own / all_tokens if all_tokens else 0.0, look)
-            history.num_skipped = num_skipped(history.num_useless, look * len(asked), plain + host[0], least)
+            history.num_skipped = num_skipped(history.num_useless, look * len(asked), plain + host[0], steps)
         return counts
