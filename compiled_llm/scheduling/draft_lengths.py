@@ -19,7 +19,7 @@ _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
 # That a step with drafts has to promise, and how much more where few of several requests have what is saved: a batch
 # takes as long as its slowest one. Four that sampled at temperature 1 were to gain a sixth, and lost a tenth.
-_LEAST_GAIN, _UNEVEN = 1.1, 0.15
+_LEAST_GAIN, _UNEVEN = 1.1, 0.3
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
@@ -256,7 +256,7 @@ def num_skipped(num_useless: int, look_seconds: float, step_seconds: float, leas
     """After so many looks of no use in a row: how many steps go by before the next one.
 
     Args:
-        look_seconds: that the looks of a step take together.
+        look_seconds: that looks for all running requests take together.
         step_seconds: that a step without drafts takes.
         least: steps that may go by however short a look is.
     """

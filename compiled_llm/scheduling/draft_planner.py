@@ -284,5 +284,5 @@ class DraftPlanner:
                 continue  # nothing was drafted behind the last step, which says nothing
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
             history.look(gain * own / all_tokens if all_tokens else 0.0, look)
-            history.num_skipped = num_skipped(history.num_useless, look * len(asked), plain + host[0], steps)
+            history.num_skipped = num_skipped(history.num_useless, look * num_requests, plain + host[0], steps)
         return counts
