@@ -17,9 +17,9 @@ from compiled_llm.scheduling.draft_trees import DraftTree
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
-# That a step with drafts has to promise, and how much more where few of several requests have what is saved: a batch
-# takes as long as its slowest one. Four that sampled at temperature 1 were to gain a sixth, and lost a tenth.
-_LEAST_GAIN, _UNEVEN = 1.1, 0.3
+# That a step with drafts has to promise. Several requests save unevenly, and a batch takes as long as its slowest one:
+# four that sampled at temperature 1 were to gain a sixth, and lost a tenth.
+_LEAST_GAIN, _LEAST_GAIN_OF_SEVERAL = 1.1, 1.25
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
@@ -134,7 +134,6 @@ class History:
     Attributes:
         proposal: what was proposed when its output had ``num_output_tokens``; empty once it is compared.
         gain: seconds that a look for drafts is expected to save; a moving average. None: nobody has looked.
-        num_right: drafts that were right, of each look on average; a moving average.
         num_useless: looks in a row since when that is less than a look takes.
         num_skipped: steps that are still to go by before the next look.
         waits: whether the host has to know its last token for another reason than drafts.
@@ -145,7 +144,6 @@ class History:
     proposal: Sequence[int] = ()
     num_output_tokens: int = 0
     gain: float | None = None
-    num_right: float = 1.0
     num_useless: int = 0
     num_skipped: int = 0
 
@@ -153,7 +151,6 @@ class History:
         """Compare the last proposal with the tokens that came since."""
         proposal, start = self.proposal, self.num_output_tokens
         if not proposal or len(output) <= start:
-            self.num_right *= _MEMORY
             return
         known = output[start : start + len(proposal)]
         right = 0
@@ -164,7 +161,6 @@ class History:
         ends_wrong = right < len(known)
         if isinstance(proposal, DraftTree):
             right, ends_wrong = proposal.num_right(known)
-        self.num_right = _MEMORY * self.num_right + (1.0 - _MEMORY) * right
         self.chances[len(proposal)].observe(right, ends_wrong)
         of_all[len(proposal)].observe(right, ends_wrong, 0.99)
         self.proposal = ()
@@ -185,7 +181,6 @@ def lengths(
     *,
     fills_first: bool,
     host: tuple[float, float] = (0.0, 0.0),
-    least: float = _LEAST_GAIN,
 ) -> tuple[list[int], float]:
     """How many of its drafts a step takes of each request that has some, and seconds that this is sure to save.
 
@@ -198,7 +193,6 @@ def lengths(
         most: drafts of the step.
         fills_first: whether the first bucket takes drafts in the place of requests that are missing.
         host: seconds besides of a step without drafts and of one with some.
-        least: tokens a second that a step with drafts has to promise, as a multiple of those of one without.
     """
     worths = []
     for index, (chance, count) in enumerate(zip(chances, available, strict=True)):
@@ -212,6 +206,7 @@ def lengths(
     del worths[most:]
     plain = seconds[sizes[0]] + host[0]
     best, best_rate, gain = 0, num_requests / plain if plain else 0.0, 0.0
+    least = _LEAST_GAIN if num_requests == 1 else _LEAST_GAIN_OF_SEVERAL
     taken, tokens = 0, float(num_requests)
     for size in sizes if fills_first else sizes[1:]:
         before = taken
@@ -227,12 +222,6 @@ def lengths(
     for _, index in worths[:best]:
         counts[index] += 1
     return counts, gain
-
-
-def least_gain(num_right: Sequence[float]) -> float:
-    """As ``least`` of ``lengths``: of how many drafts were right lately of each request."""
-    all_right = sum(num_right)
-    return _LEAST_GAIN + _UNEVEN * (1.0 - min(num_right) * len(num_right) / all_right if all_right else 0.0)
 
 
 def lengths_beside_prompts(chances: Sequence[float], available: Sequence[int], most: int) -> list[int]:

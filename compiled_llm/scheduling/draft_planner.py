@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import moved
@@ -11,7 +11,6 @@ from compiled_llm.scheduling.draft_lengths import (
     Chances,
     DecodeCosts,
     History,
-    least_gain,
     lengths,
     lengths_beside_prompts,
     num_expected,
@@ -270,9 +269,10 @@ class DraftPlanner:
             if beside_prompts:
                 counts = lengths_beside_prompts(chances, available, most)
             else:
-                least = least_gain([history.num_right for history in self._histories.values()])
-                how: dict[str, Any] = {"fills_first": limits.mixes_lens, "host": host, "least": least}
-                counts, gain = lengths(chances, available, num_requests, sizes, seconds, most, **how)
+                fills = limits.mixes_lens
+                counts, gain = lengths(
+                    chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host
+                )
             tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
             if beside_prompts:
                 gain = sum(tokens) * (plain + host[0]) / num_requests
