@@ -245,7 +245,7 @@ def num_skipped(num_useless: int, look_seconds: float, step_seconds: float, leas
     """After so many looks of no use in a row: how many steps go by before the next one.
 
     Args:
-        look_seconds: that the looks of a step take together.
+        look_seconds: that looks for all running requests take together.
         step_seconds: that a step without drafts takes.
         least: steps that may go by however short a look is.
     """

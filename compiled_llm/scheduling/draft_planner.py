@@ -296,11 +296,11 @@ class DraftPlanner:
                 gain = sum(tokens) * (plain + host[0]) / num_requests
         network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)
         look = self._look_seconds + network  # of a request: what it has to save
-        least, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
+        steps, all_tokens = 0 if limits.mixes_lens else _SKIPPED_ON_A_GPU, sum(tokens)
         for request, history, drafts, own in zip(asked, histories, proposals, tokens, strict=True):
             if self._of_worker is not None and not drafts:
                 continue  # nothing was drafted behind the last step, which says nothing
             history.proposal, history.num_output_tokens = drafts, len(request.output_token_ids)
             history.look(gain * own / all_tokens if all_tokens else 0.0, look)
-            history.num_skipped = num_skipped(history.num_useless, look * len(asked), plain + host[0], least)
+            history.num_skipped = num_skipped(history.num_useless, look * num_requests, plain + host[0], steps)
         return counts

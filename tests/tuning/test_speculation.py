@@ -142,6 +142,12 @@ def test_bad_seconds(seconds: Any, message: str, tmp_path: Path, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+def test_trees_are_tried_beside_chains() -> None:
+    found = list(speculation.candidates(["ngram", "suffix"], [(2, 4)], [3], trees=True))
+    assert [config.get("speculative_token_tree") for config in found] == [None, "auto", None, "auto"]
+    assert found[1] == {**found[0], "speculative_token_tree": "auto"}
+
+
 def test_seconds_never_fall_with_more_drafts() -> None:
     seconds = {(1, 1): 3.0, (1, 2): 1.0, (1, 4): 5.0, (4, 4): 6.0, (4, 8): 7.0}
     assert speculation.never_falling(seconds) == {**seconds, (1, 1): 2.0, (1, 2): 2.0}
