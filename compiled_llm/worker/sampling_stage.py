@@ -290,20 +290,18 @@ class SamplingStage:
         starts = np.concatenate([[0], np.cumsum(output.num_scheduled_tokens)])
         places = [int(starts[i]) + place + j for i, place, ids in output.prompt_targets for j in range(len(ids))]
         token_ids = [token_id for _, _, ids in output.prompt_targets for token_id in ids]
-        slots = [
-            int(store.adapter_slots[store.row_of(output.request_ids[i])])
-            for i, _, ids in output.prompt_targets
-            for _ in ids
-        ]
+        columns = [places, token_ids]
+        if len(self._prompt_input) > 2:
+            rows = [store.row_of(output.request_ids[i]) for i, _, ids in output.prompt_targets for _ in ids]
+            columns.append(store.adapter_slots[rows].tolist())
         size = len(self._prompt_input[0])
         padding = [0] * (-len(places) % size)
-        columns = [column + padding for column in (places, token_ids, slots)]
-        wanted = on_device(torch.tensor(columns, dtype=torch.int64), self._device)
+        wanted = on_device(torch.tensor([column + padding for column in columns], dtype=torch.int64), self._device)
         found: LogprobRows | None = None
         for start in range(0, len(places), size):
             if self._uses_trees:
                 begin_step_of_trees()  # else the graph would be recorded anew, as one that follows the last
-            for target, source in zip(self._prompt_input, wanted, strict=False):
+            for target, source in zip(self._prompt_input, wanted, strict=True):
                 target.copy_(source[start : start + size])
             part = self._functions["prompt_logprobs"](*self._prompt_arguments(weights))
             if found is None:

@@ -384,11 +384,17 @@ def of_any_expert(name: str) -> str:
 
 
 def change_bytes(weights: Any) -> int:
-    """Bytes of all slots in a weights tuple."""
-    if isinstance(weights, Adapted):
-        changes, of_rows = weights.changes, weights.of_rows
-        tensors = [*(changes or ()), *((of_rows.a, *of_rows.expand) if of_rows else ())]
-        return sum(tensor.nbytes for tensor in tensors)
-    if isinstance(weights, AdaptedExperts | AdaptedHeads):
-        return sum(tensor.nbytes for tensor in weights.changes)
-    return sum(map(change_bytes, weights)) if isinstance(weights, tuple) else 0
+    """Bytes of all slots in a weights tuple, each layer once: a tied head is two things in it."""
+    layers = {id(layer): layer for layer in _adapted(weights)}.values()
+    return sum(tensor.nbytes for layer in layers for tensor in _slots_of(layer))
+
+
+def _adapted(weights: Any) -> list[Any]:
+    if isinstance(weights, AnyAdapted):
+        return [weights]
+    return [layer for item in weights for layer in _adapted(item)] if isinstance(weights, tuple) else []
+
+
+def _slots_of(layer: Any) -> list[Tensor]:
+    of_rows = layer.of_rows if isinstance(layer, Adapted) else None
+    return [*(layer.changes or ()), *(() if of_rows is None else (of_rows.a, *of_rows.expand))]

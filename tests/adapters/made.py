@@ -42,7 +42,7 @@ def embeddings_and_stacks(
     }
     stacks = {}
     for name, module in model.named_modules():
-        if name.endswith("experts") and hasattr(module, "down_proj"):
+        if name.endswith(".experts") and hasattr(module, "gate_up_proj"):
             first, second = module.gate_up_proj.shape, module.down_proj.shape
             if getattr(module, "is_transposed", False):
                 first, second = ((count, outputs, inputs) for count, inputs, outputs in (first, second))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_llm.adapters.peft import Adapter, read_adapter
 from compiled_llm.adapters.peft_config import PeftConfig
-from compiled_llm.models.linears.adapted import Adaptable, Place
+from compiled_llm.models.linears.adapted import Adaptable, AnyPlace
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import StoredLinear
 from tests.adapters.made import write_adapter
@@ -40,7 +40,7 @@ class Zeros:
     def rows(self, shapes: Any, put: Any) -> None: ...
 
 
-def places(**changes: Any) -> dict[str, Place]:
+def places(**changes: Any) -> dict[str, AnyPlace]:
     kind = Adaptable(Dense, 1, 8)
     for name, shape in SHAPES.items():
         kind.take(Zeros(), [StoredLinear(name, *shape, **changes)])  # type: ignore[arg-type]
@@ -54,6 +54,65 @@ def read(directory: Path, most_rank: int = 8, **changes: Any) -> Adapter:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "adapter", SHAPES)
+
+
+STACK = "model.layers.0.mlp.experts"
+
+
+def of_experts(**changes: Any) -> dict[str, AnyPlace]:
+    """Places of three experts, as transformers and as older checkpoints name them."""
+    kind, each = Adaptable(Dense, 1, 8, ("experts",)), range(3)
+    for names, outputs, inputs in ((("gate_proj", "up_proj"), 24, 16), (("down_proj",), 16, 24)):
+        stacked = f"{STACK}.{'down_proj' if len(names) == 1 else 'gate_up_proj'}"
+        parts = [
+            [StoredLinear(f"{STACK}.{e}.{name}", outputs, inputs, stacked=stacked, **changes) for name in names]
+            for e in each
+        ]
+        kind.take_experts(Zeros(), parts, 1)  # type: ignore[arg-type]
+    return kind.places
+
+
+def test_experts_are_read_by_either_name(tmp_path: Path) -> None:
+    """Those of transformers' parameters for all are what single ones by their own names are."""
+    stacks = {f"{STACK}.base_layer": (3, 48, 16), STACK: (3, 16, 24)}
+    fields = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 2}
+    path = write_adapter(tmp_path / "stacked", {}, {}, stacks, **fields)
+    stacked = read_adapter("stacked", path, of_experts(), 8).changes
+    assert sorted(stacked) == [f"{STACK}.*.{name}_proj" for name in ("down", "gate", "up")]
+    held = load_file(path / "adapter_model.safetensors")
+    single: dict[str, Tensor] = {}
+    for module, names in ((f"{STACK}.base_layer", ("gate_proj", "up_proj")), (STACK, ("down_proj",))):
+        a = held[f"{BASE}{module}.lora_A.weight"].unflatten(0, (3, 2))
+        b = held[f"{BASE}{module}.lora_B.weight"].unflatten(1, (2, 3)).permute(2, 0, 1)
+        for e in range(3):
+            for name, rows in zip(names, b[e].chunk(len(names)), strict=True):
+                single[f"{BASE}{STACK}.{e}.{name}.lora_A.weight"] = a[e].clone()
+                single[f"{BASE}{STACK}.{e}.{name}.lora_B.weight"] = rows.clone()
+    other = write_adapter(tmp_path / "single", {}, target_modules=["gate_proj", "up_proj", "down_proj"], r=2)
+    save_file(single, other / "adapter_model.safetensors")
+    for name, change in read_adapter("single", other, of_experts(), 8).changes.items():
+        assert torch.equal(change.a, stacked[name].a)
+        assert torch.equal(change.b, stacked[name].b)
+        assert torch.equal(change.scale, stacked[name].scale)
+    edit_tensors(other, lambda held: [held.pop(name) for name in list(held) if ".experts.1.up_proj." in name])
+    with pytest.raises(ValueError, match=r"names modules without tensors.*experts\.1\.up_proj"):
+        read_adapter("single", other, of_experts(), 8)
+    edit_config(other, target_modules=[])
+    change = read_adapter("single", other, of_experts(), 8).changes[f"{STACK}.*.up_proj"]
+    assert not change.b[1].any()
+    assert change.b[0].any()
+
+
+def test_stacks_that_may_be_the_other_way_round(tmp_path: Path) -> None:
+    """Of PEFT before 0.19, where sizes do not tell."""
+    kind = Adaptable(Dense, 1, 8, ("experts",))
+    parts = [[StoredLinear(f"{STACK}.{e}.x", 16, 16, stacked=f"{STACK}.x")] for e in range(3)]
+    kind.take_experts(Zeros(), parts, 1)  # type: ignore[arg-type]
+    path = write_adapter(tmp_path / "a", {}, {}, {STACK: (3, 16, 16)}, target_parameters=["experts.x"])
+    assert read_adapter("a", path, kind.places, 8).changes
+    edit_config(path, peft_version="0.18.1")
+    with pytest.raises(ValueError, match=r"PEFT before 0\.19 kept them the other way round"):
+        read_adapter("a", path, kind.places, 8)
 
 
 def edit_tensors(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:

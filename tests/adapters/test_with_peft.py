@@ -138,7 +138,10 @@ def check_family(name: str, each: bool, directory: Path) -> None:
     modules, parameters = ([end for end in ends if end not in left_out] for ends in (modules, parameters))
     configs = {"all": {"target_modules": modules, "target_parameters": parameters}}
     if each:
-        configs = {end: {"target_modules": [end]} for end in modules}
+        pairs = [["gate_proj", "up_proj"], ["w1", "w3"]] if parameters else []  # PEFT takes none of experts alone
+        paired = [pair for pair in pairs if {*pair} <= {*modules}]
+        alone = [[end] for end in modules if not any(end in pair for pair in paired)]
+        configs = {" ".join(ends): {"target_modules": ends} for ends in alone + paired}
         configs |= {end: {"target_modules": [], "target_parameters": [end]} for end in parameters}
     configs = {name: {"r": 4, "lora_alpha": 8, **config} for name, config in configs.items()}
     with CompiledEngine(str(path), dtype="float32", **SIZES, **LORA, lora_target_modules=("*",)) as engine:

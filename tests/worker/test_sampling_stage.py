@@ -368,7 +368,7 @@ def test_log_probabilities_of_prompts_in_pieces_of_any_size() -> None:
         )
         seen.clear()
         found = served.stage.prompt_logprobs(
-            (), SchedulerOutput(num_scheduled_tokens=tuple(counts), prompt_targets=targets)
+            (), SchedulerOutput(num_scheduled_tokens=tuple(counts), prompt_targets=targets), served.rows
         )
         places = [sum(counts[:index]) + place + j for index, place, ids in targets for j in range(len(ids))]
         ids = torch.tensor([token for _, _, tokens in targets for token in tokens])
