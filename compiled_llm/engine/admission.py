@@ -146,6 +146,8 @@ class Admission:
         found: Future[LoRARequest | None] = Future()
 
         def end(reading: "Future[Adapter]") -> None:
+            if reading.cancelled():
+                return  # the engine is closed, which ends its requests
             error = reading.exception()
             if error is not None:
                 found.set_exception(error)

@@ -58,6 +58,6 @@ def test_what_did_not_come_about_is_no_proof(plan: Plan, monkeypatch: pytest.Mon
 
 
 def unhurried(plan: Plan) -> list[Outcome]:
-    """Of settings without preemptions."""
+    """Of settings without preemptions, and the shorter requests."""
     settings = [setting for setting in plan.settings if setting.way == "not preempted"]
-    return list(run_matrix(settings, plan.requests, plan.engine))
+    return list(run_matrix(settings, plan.requests[:6], plan.engine))
