@@ -11,6 +11,7 @@ from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.models.linears.adapted import Place
 from compiled_llm.models.linears.protocol import StoredLinear
 
+Stamp = tuple[tuple[int, int, int], ...]  # of an adapter's files
 _MOST_READS = 5  # of files that change meanwhile
 
 
@@ -60,21 +61,18 @@ class HostAdapters:
                 self._recent.popitem(last=False)
             return adapter
 
-    def _read(self, name: str, path: Path, before: object) -> tuple[object, Adapter]:
+    def _read(self, name: str, path: Path, before: Stamp) -> tuple[Stamp, Adapter]:
         """The adapter, and the stamp of its files. They are read again where they were exchanged meanwhile."""
         for _ in range(_MOST_READS):
-            adapter, error = None, None
             try:
                 adapter = read_adapter(name, path, self._places, self._most_rank)
-            except ValueError as found:
-                error = found
-            after = stamp(path)
-            if after == before:
-                if adapter is None:
-                    assert error is not None
-                    raise error
-                return before, adapter
-            before = after
+            except ValueError:
+                if stamp(path) == before:
+                    raise
+            else:
+                if stamp(path) == before:
+                    return before, adapter
+            before = stamp(path)
         raise ValueError(f"{path}: its files changed each time that they were read: wait until they are written")
 
     def load(self, slot: int, digest: str) -> None:

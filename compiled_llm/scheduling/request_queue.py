@@ -19,7 +19,7 @@ class RequestQueue:
     """
 
     def __init__(self) -> None:
-        self._heaps: dict[int, list[tuple[tuple[int, int], int, Request]]] = {}  # by the bit length of what is lacking
+        self._heaps: dict[int, list[tuple[tuple[int, ...], int, Request]]] = {}  # by the bit length of what is lacking
         self._entry_of: dict[Request, int] = {}  # the entry that counts; others of the same request are dead
         self._entries = itertools.count()
         self._served: Collection[Request] | None = None  # None: all

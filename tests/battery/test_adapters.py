@@ -222,6 +222,11 @@ def _compare(sample: list[Served], disk: Disk, sizes: dict[str, Any], counts: Co
                     [{"prompt_token_ids": request.prompt}], params, lora_request=adapter, use_tqdm=False
                 )
                 found.append(bits(output))
+            if request.contents != {None} and counts["beside the base model"] < 5:
+                (base,) = engine.generate([{"prompt_token_ids": request.prompt}], params, use_tqdm=False)
+                counts["beside the base model"] += 1
+                counts["unlike the base model"] += bits(base) not in found
             assert bits(request.output) in found, f"another adapter than {request.contents} served it"
             counts["compared"] += 1
             counts["of several contents"] += len(found) > 1
+    assert counts["unlike the base model"] > 0
