@@ -82,7 +82,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
             )
             for changes in ({"enable_lora": False}, served)
         )
-        places = engine.runner.adapters
+        places = engine.own_runner.adapters
         assert places is not None
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         adapters = [
