@@ -126,18 +126,15 @@ class HostAdapters:
     def _read(self, name: str, path: Path, before: Stamp) -> tuple[Stamp, Adapter]:
         """The adapter, and the stamp of its files. They are read again where they were exchanged meanwhile."""
         for _ in range(_MOST_READS):
-            adapter, error = None, None
             try:
                 adapter = read_adapter(name, path, self._places, self._most_rank)
-            except ValueError as found:
-                error = found
-            after = stamp(path)
-            if after == before:
-                if adapter is None:
-                    assert error is not None
-                    raise error
-                return before, adapter
-            before = after
+            except ValueError:
+                if stamp(path) == before:
+                    raise
+            else:
+                if stamp(path) == before:
+                    return before, adapter
+            before = stamp(path)
         raise ValueError(f"{path}: its files changed each time that they were read: wait until they are written")
 
     def load(self, slot: int, digest: str) -> None:

@@ -90,6 +90,8 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Merged:
 def _changes(directory: Path, parts: Mapping[str, StoredLinear]) -> dict[str, _Change]:
     """By layer. ``ValueError``: the adapter changes what is no linear layer, or is not one of the model."""
     config, path = PeftConfig.read(directory), directory / TENSORS_FILE
+    if config.parameters or config.tokens:
+        raise ValueError(f"{config.path}: must change linear layers alone, found target_parameters or tokens: {MERGE}")
     stored = stored_tensors(path)
     modules = {
         name.removeprefix(_PREFIX).removesuffix(end) for name in stored for end in (_A, _B) if name.endswith(end)

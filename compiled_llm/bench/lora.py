@@ -30,7 +30,6 @@ from compiled_llm.bench.harness import finish, in_turns, median_ratio
 from compiled_llm.checkpoint.shapes import engine_parser, model_of
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.models.linears.protocol import StoredLinear
-from compiled_llm.worker.runner import ModelRunner
 
 _BASE = "base"
 
@@ -83,8 +82,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
             )
             for changes in ({"enable_lora": False}, served)
         )
-        assert isinstance(engine.runner, ModelRunner)
-        places = engine.runner.adapters
+        places = engine.own_runner.adapters
         assert places is not None
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         adapters = [

@@ -292,8 +292,8 @@ class SamplingStage:
         token_ids = [token_id for _, _, ids in output.prompt_targets for token_id in ids]
         columns = [places, token_ids]
         if len(self._prompt_input) > 2:
-            rows = [store.row_of(output.request_ids[i]) for i, _, ids in output.prompt_targets for _ in ids]
-            columns.append(store.adapter_slots[rows].tolist())
+            owners = [store.row_of(output.request_ids[i]) for i, _, ids in output.prompt_targets for _ in ids]
+            columns.append(store.adapter_slots[owners].tolist())
         size = len(self._prompt_input[0])
         padding = [0] * (-len(places) % size)
         wanted = on_device(torch.tensor([column + padding for column in columns], dtype=torch.int64), self._device)

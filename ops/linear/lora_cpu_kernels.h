@@ -44,7 +44,9 @@ INLINE Register added(Register sum, Register x, Register y) {
 template <class T>
 TARGET void widen(const void* all, float* out, int64_t size) {
   const T* x = static_cast<const T*>(all);
-  for (int64_t i = 0; i < size; i += kLanes) store(out + i, load_floats(x + i, size - i));
+  int64_t i = 0;
+  for (; i < size / kLanes * kLanes; i += kPartLanes) store_part(out + i, reinterpret_cast<Part>(register_of(x + i)));
+  if (i < size) store(out + i, load_floats(x + i, size - i));
 }
 
 // 16 inputs of M rows of x and J rows of a.

@@ -203,6 +203,8 @@ QUANTISED = Checks(
     load_torch=True,
 )
 
+ADAPTERS = Checks(("tests/battery/test_adapters.py",), load_torch=True)
+
 # Of modules: the checks that must see their bugs, and these, each as its name and "function: old => new".
 _PLANTED: tuple[tuple[str, Checks, str], ...] = (
     (
@@ -1133,6 +1135,44 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             _candidates: for steps in STEPS: ... => for steps in STEPS[:1]: ...
         the last candidate is taken
             _chosen: torch.where(error < least, scales, best) => scales
+        """,
+    ),
+    (
+        "scheduling.adapter_slots",
+        ADAPTERS,
+        """
+        a slot keeps the adapter that was evicted
+            AdapterSlots.enter: self.loads.append((slot, adapter)) =>
+        the adapter of a running request is evicted
+            AdapterSlots.enter: next(other for other in self._slots if not self._users[other]) =>
+                next(iter(self._slots))
+        """,
+    ),
+    (
+        "worker.request_rows",
+        ADAPTERS,
+        """
+        a row keeps the slot of the request before
+            RequestRows._admit: self.adapter_slots[row] = admission.adapter_slot =>
+                self.adapter_slots[row] = self.adapter_slots[row] or admission.adapter_slot
+        """,
+    ),
+    (
+        "scheduling.prefix_cache",
+        ADAPTERS,
+        """
+        keys of one adapter are taken for those of another
+            PrefixCache._digests: [request.adapter] if request.adapter else [] => []
+        """,
+    ),
+    (
+        "adapters.host_adapters",
+        ADAPTERS,
+        """
+        files that changed are not read again
+            HostAdapters.get: adapter is None or stamped != found => adapter is None
+        adapters stay in host memory
+            HostAdapters.get: len(self._recent) > self._most => False
         """,
     ),
     (

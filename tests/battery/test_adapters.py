@@ -82,7 +82,8 @@ class Client:
 
     def __init__(self, engine: AsyncCompiledEngine, disk: Disk, num_changes: int, num_requests: int) -> None:
         self.engine, self.disk = engine, disk
-        self.served: list[Served] = []
+        self.finished: list[Served] = []  # every n-th: kept ones would be the second half's memory
+        self._num_sent, self._kept_of = 0, max(1, num_requests // 1000)
         self.counts: Counter[str] = Counter()
         self._rng, self._share = random.Random(46), num_changes / num_requests
         numbers = range(len(disk.now))
@@ -113,12 +114,12 @@ class Client:
                 request.contents.add(content)
 
     async def _request(self) -> None:
-        rng, place = self._rng, len(self.served)
+        rng, place = self._rng, self._num_sent
+        self._num_sent += 1
         prompt = rng.choice(self._starts)[: rng.choice((3, 20, 34))] + [rng.randrange(3, 300) for _ in range(3)]
         (number,) = rng.choices(self._numbers, self._weights)
         adapter = None if rng.random() < 0.1 else LoRARequest(f"{number}", str(self.disk.path(number)))
         request = Served(prompt, rng.choice((1, 3, 8, 16)), {None if adapter is None else self.disk.now[number]})
-        self.served.append(request)
         if adapter is not None:
             self._open[place] = number, request
         params = SamplingParams(temperature=0, max_tokens=request.max_tokens, logprobs=1, ignore_eos=True)
@@ -142,6 +143,9 @@ class Client:
             self.counts["refused"] += 1
         else:
             assert request.aborted or (request.output is not None and request.output.finished)
+            self.counts["aborted" if request.aborted else "finished"] += 1
+            if not (request.aborted or place % self._kept_of):
+                self.finished.append(request)
         finally:
             self._open.pop(place, None)
             self._free.release()
@@ -198,15 +202,14 @@ def test_nothing_is_lost_wrong_or_leaked(
             return client
 
     client = asyncio.run(all_of_them())
-    finished = [one for one in client.served if one.output is not None and one.output.finished]
-    aborted = sum(one.aborted for one in client.served)
-    assert len(client.served) == requests == len(finished) + aborted + client.counts["refused"]
     counts = client.counts
-    assert min(counts[kind] for kind in ("exchanged", "spoiled", "refused", "preemptions")) > 0
+    assert requests == sum(counts[end] for end in ("finished", "aborted", "refused"))
+    assert min(counts[kind] for kind in ("exchanged", "spoiled", "refused")) > 0
+    assert counts["preemptions"] > 0 or requests < 1000  # of few requests it depends on their moments
     assert memory[2][0] - memory[1][0] < MOST_ADDED_BYTES
     assert memory[2][1] <= memory[1][1], "files stay open"
-    _compare(random.Random(1).sample(finished, compared), disk, sizes, counts)
-    battery_counts.update(counts | {"requests": requests, "aborted": aborted})
+    _compare(random.Random(1).sample(client.finished, compared), disk, sizes, counts)
+    battery_counts.update(counts | {"requests": requests})
 
 
 def _compare(sample: list[Served], disk: Disk, sizes: dict[str, Any], counts: Counter[str]) -> None:
@@ -222,6 +225,11 @@ def _compare(sample: list[Served], disk: Disk, sizes: dict[str, Any], counts: Co
                     [{"prompt_token_ids": request.prompt}], params, lora_request=adapter, use_tqdm=False
                 )
                 found.append(bits(output))
+            if request.contents != {None} and counts["beside the base model"] < 5:
+                (base,) = engine.generate([{"prompt_token_ids": request.prompt}], params, use_tqdm=False)
+                counts["beside the base model"] += 1
+                counts["unlike the base model"] += bits(base) not in found
             assert bits(request.output) in found, f"another adapter than {request.contents} served it"
             counts["compared"] += 1
             counts["of several contents"] += len(found) > 1
+    assert counts["unlike the base model"] > 0

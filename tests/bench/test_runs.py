@@ -22,6 +22,7 @@ from compiled_llm.bench import (
     kernels,
     latency,
     loading,
+    lora,
     product_ways,
     products,
     sampling,
@@ -246,6 +247,15 @@ def test_speculation(run: Run) -> None:
     assert of_network["drafts"] > 20
     assert 0 < of_network["accepted"] < 1
     assert 0.8 * of_network["accepted"] < of_network["optimum"] < 1
+
+
+def test_lora(run: Run) -> None:
+    words = (*TINY, "--bucket-sizes", "4", "--batch-sizes", "3", "--num-adapters", "2", "--rounds", "1")
+    result, _ = run(lora, *words, "--num-tokens", "4")
+    runs = result["runs"]["batch 3"]
+    assert list(runs) == ["base", "none", "1", "2"]
+    assert runs["base"]["ratio"] == 1.0
+    assert all(row["tokens_per_second"] > 0 for row in runs.values())
 
 
 def test_kernels(run: Run, tmp_path: Path) -> None:
