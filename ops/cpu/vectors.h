@@ -138,15 +138,44 @@ INLINE Vec load_floats(const T* from, int64_t count) {
   return load_floats(copy);
 }
 
+#if WIDTH == 256
+// Of each register by itself: GCC 12 compares the floats of wider vectors one by one.
+INLINE UintRegister half_of(const Vec& x, int i) {
+  return reinterpret_cast<UintRegister>(load_part(reinterpret_cast<const float*>(&x) + i * kPartLanes));
+}
+INLINE UintRegister is_number(UintRegister x) {
+  return reinterpret_cast<UintRegister>(reinterpret_cast<Register>(x) == reinterpret_cast<Register>(x));
+}
+#endif
+
 // To the nearest, ties to even; NaN becomes 0x7fc0, as in torch.
 INLINE HalfVec to_bf16(Vec x) {
+#if WIDTH == 256
+  __m256i halves[2];
+  for (int i = 0; i < 2; ++i) {
+    const UintRegister raw = half_of(x, i), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16, valid = is_number(raw);
+    halves[i] = reinterpret_cast<__m256i>((rounded & valid) | (0x7fc0u & ~valid));
+  }
+  return reinterpret_cast<HalfVec>(_mm256_permute4x64_epi64(_mm256_packus_epi32(halves[0], halves[1]), 0xd8));
+#else
   const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
   return __builtin_convertvector(x == x ? rounded : UintVec{} + 0x7fc0u, HalfVec);
+#endif
 }
 // The same as floats again.
 INLINE Vec rounded_to_bf16(Vec x) {
+#if WIDTH == 256
+  Vec all;
+  for (int i = 0; i < 2; ++i) {
+    const UintRegister raw = half_of(x, i), rounded = raw + 0x7fffu + ((raw >> 16) & 1u), valid = is_number(raw);
+    store_part(reinterpret_cast<float*>(&all) + i * kPartLanes,
+               reinterpret_cast<Part>((rounded & 0xffff0000u & valid) | (raw & ~valid)));
+  }
+  return all;
+#else
   const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) & 0xffff0000u;
   return x == x ? reinterpret_cast<Vec>(rounded) : x;
+#endif
 }
 
 #if DOT

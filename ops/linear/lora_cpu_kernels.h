@@ -113,20 +113,6 @@ TARGET void shrink(const Shrink& of) {
 // Adds sums to 16 outputs.
 template <class T>
 INLINE void add_to(T* y, const float* sums) {
-#if WIDTH == 256
-  if constexpr (std::is_same_v<T, BFloat16>) {  // as to_bf16, which GCC 12 takes apart
-    UintRegister halves[kRegisters];
-#pragma GCC unroll 2
-    for (int i = 0; i < kRegisters; ++i) {
-      const Register x = register_of(y + i * kPartLanes) + register_of(sums + i * kPartLanes);
-      const UintRegister raw = reinterpret_cast<UintRegister>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
-      const UintRegister is_number = reinterpret_cast<UintRegister>(x == x);
-      halves[i] = (rounded & is_number) | (0x7fc0u & ~is_number);
-    }
-    const __m256i both = _mm256_packus_epi32(reinterpret_cast<__m256i>(halves[0]), reinterpret_cast<__m256i>(halves[1]));
-    return _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), _mm256_permute4x64_epi64(both, 0xd8));
-  }
-#endif
   store_as(y, load_floats(y) + load(sums), kLanes);
 }
 
