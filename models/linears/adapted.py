@@ -6,6 +6,7 @@ id]``, and an identity in the place of A.
 """
 
 import dataclasses
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -154,13 +155,15 @@ def with_slots_of_head(weights: Any, slots: Tensor, rows: Tensor | None = None) 
 
 
 def without_adapters(weights: Any) -> Any:
-    """A weights tuple with the layers themselves in the place of ``Adapted`` ones."""
+    """A weights tuple with the layers themselves in the place of ``Adapted`` ones; the same one where it has none."""
     if isinstance(weights, AnyAdapted):
         return weights.plain
     if not isinstance(weights, tuple):
         return weights
-    made = map(without_adapters, weights)
-    return type(weights)(*made) if hasattr(weights, "_fields") else tuple(made)
+    made = tuple(map(without_adapters, weights))
+    if all(map(operator.is_, made, weights)):
+        return weights
+    return type(weights)(*made) if hasattr(weights, "_fields") else made
 
 
 class Change(NamedTuple):

@@ -9,7 +9,8 @@ import dataclasses
 import gc
 import os
 import random
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, LoRARequest, RequestOutput, SamplingParams
+from compiled_llm.adapters.host_adapters import _FRESH_SECONDS
 from tests.adapters.made import linear_modules, write_adapter
 from tests.families import checkpoint, transformers_model
 
@@ -32,7 +34,7 @@ KEPT = 64  # adapters in host memory without a request
 
 @dataclasses.dataclass
 class Served:
-    """A request, and what could have been its adapter: the contents that were there until it had its first token."""
+    """A request, and what could have been its adapter: the contents that were there before it had its first token."""
 
     prompt: list[int]
     max_tokens: int
@@ -63,8 +65,10 @@ class Disk:
                 if file.name != lacking:
                     (place / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
         self.now: list[int | None] = [None] * num_adapters
+        self._replaced: dict[int, list[tuple[float, int | None]]] = defaultdict(list)  # by adapter: until when
         for number in range(num_adapters):
             self.put(number, number % num_contents)
+        self._replaced.clear()
 
     def path(self, number: int) -> Path:
         return self.links / str(number)
@@ -74,7 +78,13 @@ class Disk:
         link = self.links / "new"
         link.symlink_to(target)
         os.replace(link, self.path(number))
+        self._replaced[number].append((time.monotonic(), self.now[number]))
         self.now[number] = content
+
+    def contents_of(self, number: int) -> set[int | None]:
+        """What the engine may serve for it: one that it looked at within the last second is taken to be unchanged."""
+        since = time.monotonic() - 2 * _FRESH_SECONDS
+        return {self.now[number]} | {content for until, content in self._replaced[number] if until > since}
 
 
 class Client:
@@ -119,7 +129,9 @@ class Client:
         prompt = rng.choice(self._starts)[: rng.choice((3, 20, 34))] + [rng.randrange(3, 300) for _ in range(3)]
         (number,) = rng.choices(self._numbers, self._weights)
         adapter = None if rng.random() < 0.1 else LoRARequest(f"{number}", str(self.disk.path(number)))
-        request = Served(prompt, rng.choice((1, 3, 8, 16)), {None if adapter is None else self.disk.now[number]})
+        request = Served(
+            prompt, rng.choice((1, 3, 8, 16)), {None} if adapter is None else self.disk.contents_of(number)
+        )
         if adapter is not None:
             self._open[place] = number, request
         params = SamplingParams(temperature=0, max_tokens=request.max_tokens, logprobs=1, ignore_eos=True)
@@ -219,7 +231,7 @@ def _compare(sample: list[Served], disk: Disk, sizes: dict[str, Any], counts: Co
             assert request.output is not None
             params = SamplingParams(temperature=0, max_tokens=request.max_tokens, logprobs=1, ignore_eos=True)
             found = []
-            for content in request.contents:
+            for content in request.contents - {None} or {None}:
                 adapter = None if content is None else LoRARequest(f"{content}", str(disk.contents[content]))
                 (output,) = engine.generate(
                     [{"prompt_token_ids": request.prompt}], params, lora_request=adapter, use_tqdm=False

@@ -107,10 +107,10 @@ def test_an_error_of_ours_as_a_row_is_taken_in_costs_that_row_alone(
 ) -> None:
     add = CompiledEngine.add_request
 
-    def fail(self: CompiledEngine, request_id: str, *others: Any) -> None:
+    def fail(self: CompiledEngine, request_id: str, *others: Any, **named: Any) -> None:
         if request_id == "1":
             raise KeyError("x")
-        add(self, request_id, *others)
+        add(self, request_id, *others, **named)
 
     monkeypatch.setattr(CompiledEngine, "add_request", fail)
     lines = serve(engine, [row_of_text(index, f"row {index}", json.dumps(GOOD)) for index in range(3)])
