@@ -17,9 +17,7 @@ from compiled_llm.scheduling.draft_trees import DraftTree
 
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for how many drafts that counts
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
-# That a step with drafts has to promise. Several requests save unevenly, and a batch takes as long as its slowest one:
-# four that sampled at temperature 1 were to gain a sixth, and lost a tenth.
-_LEAST_GAIN, _LEAST_GAIN_OF_SEVERAL = 1.1, 1.25
+_LEAST_GAIN = 1.1  # that a step with drafts has to promise
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
@@ -206,7 +204,6 @@ def lengths(
     del worths[most:]
     plain = seconds[sizes[0]] + host[0]
     best, best_rate, gain = 0, num_requests / plain if plain else 0.0, 0.0
-    least = _LEAST_GAIN if num_requests == 1 else _LEAST_GAIN_OF_SEVERAL
     taken, tokens = 0, float(num_requests)
     for size in sizes if fills_first else sizes[1:]:
         before = taken
@@ -216,8 +213,8 @@ def lengths(
         if taken == before:
             continue
         took = seconds[size] + host[1]
-        if tokens / took > (least if not best else _LEAST_GAIN) * best_rate:
-            best, best_rate, gain = taken, tokens / took, tokens * plain / num_requests / least - took
+        if tokens / took > _LEAST_GAIN * best_rate:
+            best, best_rate, gain = taken, tokens / took, tokens * plain / num_requests / _LEAST_GAIN - took
     counts = [0] * len(chances)
     for _, index in worths[:best]:
         counts[index] += 1
