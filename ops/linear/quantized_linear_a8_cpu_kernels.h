@@ -3,8 +3,8 @@
 //
 // A product takes groups of four inputs. With VNNI these are one instruction, of unsigned weights by signed
 // activations: codes of int8 are kept with an offset of 128 there (those of int4 always with 8), and the sums start at
-// what makes up for it. Without, weights and activations are widened to 16 bits. On tile registers blocks of rows are
-// multiplied (..._amx.h).
+// what makes up for it. Without, weights and activations are widened to 16 bits, but for codes of int4 on AVX2. On tile
+// registers blocks of rows are multiplied (..._amx.h).
 
 #include <array>
 #include <cstring>
@@ -52,17 +52,37 @@ INLINE void add(IntRegister& sum, const Bytes& w, const Bytes& x) {
 }
 #endif
 
-// The weights of inputs 4 `part` to 4 `part` + 3 of a word.
+#if WIDTH == 256
+// Codes of 4 bits by an instruction of unsigned by signed bytes: a pair's sum is at most 2 * 15 * 128, so none saturates.
+INLINE void add(IntRegister& sum, ByteRegister w, ByteRegister x) {
+  const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(w), reinterpret_cast<__m256i>(x));
+  sum += reinterpret_cast<IntRegister>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
 template <int BITS>
-INLINE Bytes weights(ByteRegister word, int part) {
-  if constexpr (BITS == 4) return four(part == 0 ? word & 15 : (word >> 4) & 15);
-  else return four(DOT ? word ^ 0x80 : word);
+using Operand = std::conditional_t<BITS == 4, ByteRegister, Bytes>;
+#else
+template <int BITS>
+using Operand = Bytes;
+#endif
+
+template <int BITS>
+INLINE Operand<BITS> operand(ByteRegister bytes) {
+  if constexpr (std::is_same_v<Operand<BITS>, ByteRegister>) return bytes;
+  else return four(bytes);
 }
 
-INLINE Bytes broadcast_four(const int8_t* from) {
+// The weights of inputs 4 `part` to 4 `part` + 3 of a word.
+template <int BITS>
+INLINE Operand<BITS> weights(ByteRegister word, int part) {
+  if constexpr (BITS == 4) return operand<BITS>(part == 0 ? word & 15 : (word >> 4) & 15);
+  else return operand<BITS>(DOT ? word ^ 0x80 : word);
+}
+
+template <int BITS>
+INLINE Operand<BITS> broadcast_four(const int8_t* from) {
   int32_t word;
   std::memcpy(&word, from, sizeof(word));
-  return four(reinterpret_cast<ByteRegister>(IntRegister{} + word));
+  return operand<BITS>(reinterpret_cast<ByteRegister>(IntRegister{} + word));
 }
 
 // Small products hold several sums of each output, so that they do not wait for one another.
@@ -91,12 +111,12 @@ TARGET void multiply(const Work8& work) {
       for (int c = 0; c < C; ++c) __builtin_prefetch(work.later + c * w_stride + at * WORD_BYTES, 0, 2);
 #pragma GCC unroll 2
       for (int part = 0; part < STEP; ++part) {
-        Bytes w[C * PARTS];
+        Operand<BITS> w[C * PARTS];
 #pragma GCC unroll 4
         for (int i = 0; i < C * PARTS; ++i) w[i] = weights<BITS>(raw[i], part);
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
-          const Bytes x = broadcast_four(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
+          const Operand<BITS> x = broadcast_four<BITS>(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
 #pragma GCC unroll 4
           for (int i = 0; i < C * PARTS; ++i) add(sums[s][m][i], w[i], x);
         }
@@ -164,13 +184,13 @@ TARGET void stream_groups(const Stream8<S>& work) {
         w += WORD_BYTES;
 #pragma GCC unroll 2
         for (int part = 0; part < STEP; ++part) {
-          Bytes codes[PARTS];
+          Operand<BITS> codes[PARTS];
 #pragma GCC unroll 4
           for (int i = 0; i < PARTS; ++i)
-            codes[i] = SHIFTED && part == 1 ? four(raw[i] & 0xf0) : weights<BITS>(raw[i], part);
+            codes[i] = SHIFTED && part == 1 ? operand<BITS>(raw[i] & 0xf0) : weights<BITS>(raw[i], part);
 #pragma GCC unroll 4
           for (int m = 0; m < M; ++m) {
-            const Bytes x = broadcast_four(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
+            const Operand<BITS> x = broadcast_four<BITS>(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
 #pragma GCC unroll 4
             for (int i = 0; i < PARTS; ++i) add(sums[part % SIDES][s][m][i], codes[i], x);
           }
