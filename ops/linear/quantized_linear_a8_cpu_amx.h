@@ -20,20 +20,27 @@ typedef int16_t ShortRegister __attribute__((vector_size(WIDTH / 8), may_alias))
 typedef uint8_t ByteRegister __attribute__((vector_size(WIDTH / 8), may_alias));
 
 // a * b + c, rounded once.
+#if WIDTH != 512
+INLINE Part fma(Part a, Part b, Part c) {
+#if WIDTH == 256
+  return reinterpret_cast<Part>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#else
+  for (int i = 0; i < kPartLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+#endif
 INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if WIDTH == 512
   return reinterpret_cast<Vec>(
       _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
 #else
-  alignas(64) float x[kLanes], y[kLanes], z[kLanes];
-  store(x, a), store(y, b), store(z, c);
-#if WIDTH == 256
-  for (int i = 0; i < kLanes; i += 8)
-    _mm256_store_ps(z + i, _mm256_fmadd_ps(_mm256_load_ps(x + i), _mm256_load_ps(y + i), _mm256_load_ps(z + i)));
-#else
-  for (int i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
-#endif
-  return load(z);
+  const auto *of_a = reinterpret_cast<const float*>(&a), *of_b = reinterpret_cast<const float*>(&b);
+  auto* of_c = reinterpret_cast<float*>(&c);
+  for (int64_t i = 0; i < kLanes; i += kPartLanes)
+    store_part(of_c + i, fma(load_part(of_a + i), load_part(of_b + i), load_part(of_c + i)));
+  return c;
 #endif
 }
 

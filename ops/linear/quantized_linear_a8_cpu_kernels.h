@@ -25,8 +25,8 @@ constexpr int ROWS = WIDTH == 512 ? 8 : 4, COLS = DOT ? 3 : WIDTH == 512 ? 2 : 1
 constexpr int32_t OFFSET = 128;
 using Bytes = ByteRegister;
 INLINE Bytes four(ByteRegister bytes) { return bytes; }
-INLINE void add(IntRegister& sum, Bytes w, Bytes x) {
-  sum = reinterpret_cast<IntRegister>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(w),
+INLINE IntRegister added(IntRegister sum, Bytes w, Bytes x) {
+  return reinterpret_cast<IntRegister>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(w),
                                                           reinterpret_cast<__m512i>(x)));
 }
 #else
@@ -38,7 +38,7 @@ INLINE Bytes four(ByteRegister bytes) {
   const auto pairs = reinterpret_cast<ShortRegister>(bytes);
   return {(pairs << 8) >> 8, pairs >> 8};
 }
-INLINE void add(IntRegister& sum, const Bytes& w, const Bytes& x) {
+INLINE IntRegister added(IntRegister sum, const Bytes& w, const Bytes& x) {
 #if WIDTH == 512
   for (auto [a, b] : {std::pair(w.even, x.even), {w.odd, x.odd}})
     sum += reinterpret_cast<IntRegister>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
@@ -49,14 +49,15 @@ INLINE void add(IntRegister& sum, const Bytes& w, const Bytes& x) {
   const auto pairs = reinterpret_cast<IntRegister>(w.even * x.even + w.odd * x.odd);  // at most 2 * 128 * 127 each
   sum += ((pairs << 16) >> 16) + (pairs >> 16);
 #endif
+  return sum;
 }
 #endif
 
 #if WIDTH == 256
 // Codes of 4 bits by an instruction of unsigned by signed bytes: a pair's sum is at most 2 * 15 * 128, so none saturates.
-INLINE void add(IntRegister& sum, ByteRegister w, ByteRegister x) {
+INLINE IntRegister added(IntRegister sum, ByteRegister w, ByteRegister x) {
   const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(w), reinterpret_cast<__m256i>(x));
-  sum += reinterpret_cast<IntRegister>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return sum + reinterpret_cast<IntRegister>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 template <int BITS>
 using Operand = std::conditional_t<BITS == 4, ByteRegister, Bytes>;
@@ -84,6 +85,8 @@ INLINE Operand<BITS> broadcast_four(const int8_t* from) {
   std::memcpy(&word, from, sizeof(word));
   return operand<BITS>(reinterpret_cast<ByteRegister>(IntRegister{} + word));
 }
+
+INLINE Part part_of(const Vec& x, int i) { return load_part(reinterpret_cast<const float*>(&x) + i * kPartLanes); }
 
 // Small products hold several sums of each output, so that they do not wait for one another.
 template <int BITS, int M, int C>
@@ -118,7 +121,7 @@ TARGET void multiply(const Work8& work) {
         for (int m = 0; m < M; ++m) {
           const Operand<BITS> x = broadcast_four<BITS>(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
 #pragma GCC unroll 4
-          for (int i = 0; i < C * PARTS; ++i) add(sums[s][m][i], w[i], x);
+          for (int i = 0; i < C * PARTS; ++i) sums[s][m][i] = added(sums[s][m][i], w[i], x);
         }
       }
     };
@@ -127,27 +130,22 @@ TARGET void multiply(const Work8& work) {
       for (int s = 0; s < SUMS; ++s) take(s, word + s);
     for (; word < end; ++word) take(0, word);
 #pragma GCC unroll 3
-    for (int c = 0; c < C; ++c) {
-      const Vec scale = load(work.scales + (c * groups + g) * TILE);
+    for (int c = 0; c < C; ++c)
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        IntRegister all[PARTS];
+      for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
         for (int i = 0; i < PARTS; ++i) {
-          all[i] = sums[0][m][c * PARTS + i];
+          IntRegister whole = sums[0][m][c * PARTS + i];
 #pragma GCC unroll 4
-          for (int s = 1; s < SUMS; ++s) all[i] += sums[s][m][c * PARTS + i];
+          for (int s = 1; s < SUMS; ++s) whole += sums[s][m][c * PARTS + i];
+          const int64_t lane = i * kPartLanes, at = (c * groups + g) * TILE + lane;
+          Part sum = __builtin_convertvector(whole, Part);
+          if (work.zeros != nullptr)
+            sum = fma(-load_part(work.zeros + at), work.x.inputs[m * groups + g] - Part{}, sum);
+          if (work.x.of_groups != nullptr) sum *= work.x.of_groups[m * groups + g] - Part{};
+          float* total = work.totals + (m * C + c) * TILE + lane;
+          store_part(total, fma(sum, load_part(work.scales + at), load_part(total)));
         }
-        IntVec whole;
-        std::memcpy(&whole, all, sizeof(whole));
-        Vec sum = convert(whole);
-        if (work.zeros != nullptr)
-          sum = fma(-load(work.zeros + (c * groups + g) * TILE), broadcast(work.x.inputs[m * groups + g]), sum);
-        if (work.x.of_groups != nullptr) sum *= broadcast(work.x.of_groups[m * groups + g]);
-        float* total = work.totals + (m * C + c) * TILE;
-        store(total, fma(sum, scale, load(total)));
-      }
-    }
   }
 }
 
@@ -164,7 +162,7 @@ TARGET void stream_groups(const Stream8<S>& work) {
   const uint8_t* w = work.w;
   const S *scales = work.scales, *zeros = work.zeros;
   for (int64_t tile = 0; tile < work.tiles; ++tile) {
-    Vec totals[M] = {};
+    Part totals[M][PARTS] = {};
     for (int64_t g = 0; g < groups; ++g) {
       IntRegister sums[SIDES][SUMS][M][PARTS];
 #pragma GCC unroll 2
@@ -192,7 +190,10 @@ TARGET void stream_groups(const Stream8<S>& work) {
           for (int m = 0; m < M; ++m) {
             const Operand<BITS> x = broadcast_four<BITS>(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
 #pragma GCC unroll 4
-            for (int i = 0; i < PARTS; ++i) add(sums[part % SIDES][s][m][i], codes[i], x);
+            for (int i = 0; i < PARTS; ++i) {
+              IntRegister& sum = sums[part % SIDES][s][m][i];
+              sum = added(sum, codes[i], x);
+            }
           }
         }
       };
@@ -215,30 +216,29 @@ TARGET void stream_groups(const Stream8<S>& work) {
         zeros += TILE;
       }
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        IntRegister all[PARTS];
+      for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
         for (int i = 0; i < PARTS; ++i) {
-          all[i] = sums[0][0][m][i];
+          IntRegister whole = sums[0][0][m][i];
 #pragma GCC unroll 4
-          for (int s = 1; s < SUMS; ++s) all[i] += sums[0][s][m][i];
+          for (int s = 1; s < SUMS; ++s) whole += sums[0][s][m][i];
           if constexpr (SHIFTED) {
             IntRegister upper = sums[1][0][m][i];
 #pragma GCC unroll 4
             for (int s = 1; s < SUMS; ++s) upper += sums[1][s][m][i];
-            all[i] += upper >> 4;
+            whole += upper >> 4;
           }
+          Part sum = __builtin_convertvector(whole, Part);
+          if (zeros != nullptr) sum = fma(-part_of(zero, i), work.x.inputs[m * groups + g] - Part{}, sum);
+          if (work.x.of_groups != nullptr) sum *= work.x.of_groups[m * groups + g] - Part{};
+          totals[m][i] = fma(sum, part_of(scale, i), totals[m][i]);
         }
-        IntVec whole;
-        std::memcpy(&whole, all, sizeof(whole));
-        Vec sum = convert(whole);
-        if (zeros != nullptr) sum = fma(-zero, broadcast(work.x.inputs[m * groups + g]), sum);
-        if (work.x.of_groups != nullptr) sum *= broadcast(work.x.of_groups[m * groups + g]);
-        totals[m] = fma(sum, scale, totals[m]);
-      }
     }
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) store(work.totals + (m * work.tiles + tile) * TILE, totals[m]);
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+      for (int i = 0; i < PARTS; ++i)
+        store_part(work.totals + (m * work.tiles + tile) * TILE + i * kPartLanes, totals[m][i]);
   }
 }
 
