@@ -249,8 +249,10 @@ class ModelRunner(Worker):
             profiler.repeat(steps, bucket, needs, take_back)
         read = tokens, logprobs, prompt_logprobs
         drafted = len(rows), drafts, 0.0 if steps.drafting is None else finished - sampled
-        self._last_steps.append(LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted))
-        return self._last_steps[-1]
+        step = LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
+        if steps.drafting is not None:
+            self._last_steps.append(step)
+        return step
 
     def _tokens_in(self, slot: HostSlot, bucket: Bucket) -> Tensor:
         """The tokens of the step that was just launched on a GPU, on their way to the host."""

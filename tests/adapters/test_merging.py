@@ -75,6 +75,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "shape": write_adapter(tmp_path / "shape", {name: (3, 3)}),
         "missing": write_adapter(tmp_path / "missing", {name: modules[name]}, target_modules=["q_proj"]),
         "dora": write_adapter(tmp_path / "dora", {name: modules[name]}),
+        "tokens": write_adapter(tmp_path / "tokens", {name: modules[name]}, trainable_token_indices=[1, 2]),
     }
     tensors = load_file(others["dora"] / "adapter_model.safetensors")
     save_file(tensors | {f"base_model.model.{name}.lora_magnitude_vector": torch.ones(3)},
@@ -84,6 +85,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("shape", "by the model and the rank"),
         ("missing", "target_modules names modules without tensors"),
         ("dora", "lora_magnitude_vector"),
+        ("tokens", "found target_parameters or tokens"),
     ):
         with pytest.raises(ValueError, match=words):
             merge_adapter(base, others[which], out)
