@@ -11,6 +11,7 @@ BENCHES = {
     "latency": "one batch of requests from start to end; also transformers.generate",
     "throughput": "many requests at once; also transformers.generate",
     "serve": "a server over HTTP, this one or another: TTFT, TPOT, goodput under load",
+    "servers": "this server and vLLM's under the same load, in turns",
     "arrivals": "the same load on an engine without a server",
     "peers": "the same requests through vLLM, OpenVINO, llama.cpp and transformers",
     "settings": "several precisions or engine arguments, in turns",
