@@ -4,7 +4,7 @@ The memory is all zeros at the start:
 
     bytes 0 to 8        0; or 1 + the rank that has failed (``abort``), which ends every wait with an error
     bytes 128 * (1 + r) how many pieces rank r has written, an int64 on a cache line of its own
-    from byte 16,384    buffers of one size: those of pieces with even numbers, a rank after the other, then the odd ones
+    from byte 16,384    buffers of one size: of pieces with even numbers, a rank after the other; then of odd ones
 
 Ranks call the same ops in the same order. A rank writes a piece into its buffer, counts it, waits until all ranks have
 counted theirs, and reads what they wrote. It comes back to a buffer two pieces later: by then the others have counted

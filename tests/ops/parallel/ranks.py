@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, on one tensor of memory: the ops leave the interpreter's lock free while they wait."""
+"""Ranks as threads of one process, on one tensor of memory: ops leave the interpreter's lock free while they wait."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
