@@ -45,8 +45,8 @@ def all_gather(x: Tensor, group: RankGroup, size: int) -> Tensor:
 def join_parts(parts: Tensor, group: RankGroup, size: int, dtype: torch.dtype) -> Tensor:
     """The sum of 8 parts, of which each rank has its share in order; the same bits for 1, 2, 4 and 8 ranks.
 
-    The sum is a binary tree of neighbours, ``((p0 + p1) + (p2 + p3)) + ((p4 + p5) + (p6 + p7))``: each rank sums its own
-    lower levels (tree-based invariant kernels, arXiv:2511.17826). Rounded once.
+    The sum is a binary tree of neighbours, ``((p0 + p1) + (p2 + p3)) + ((p4 + p5) + (p6 + p7))``: each rank sums its
+    own lower levels (tree-based invariant kernels, arXiv:2511.17826). Rounded once.
 
     Args:
         parts: ``[P, T, D]`` contiguous float32, P * size = 8.
