@@ -53,6 +53,8 @@ ALLOWED = {
     ("compiled_llm/compiling/build_processes.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/worker/worker_process.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/worker/worker_process.py", "pickle"): _OWN_PIPE,
+    ("compiled_llm/worker/rank_start.py", "multiprocessing"): _OWN_PIPE,
+    ("compiled_llm/parallel/rank_processes.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/bench/shared.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/harness.py", "multiprocessing"): _OWN_PIPE,
     ("scripts/gpu_step_tables.py", "multiprocessing"): _OWN_PIPE,
