@@ -12,6 +12,7 @@ from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.models.linears.sharded import NormOverRanks
 from compiled_llm.ops import (
     DecodePlan,
     Keys,
@@ -20,6 +21,7 @@ from compiled_llm.ops import (
     decode_plan,
     paged_attention,
     qk_norm,
+    rms_norm,
     rotary_attention,
     rotary_decode_attention,
 )
@@ -173,8 +175,8 @@ class AttentionWeights(NamedTuple):
     qkv: Linear  # [(N + 2 * K) * H, D]; without values where keys are values, and queries alone where those are shared
     o: Linear  # [D, N * H]
     # For families that normalise queries and keys: [H], of each head; or [N * H] and [K * H], of all heads together.
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    q_norm: Tensor | NormOverRanks | None = None
+    k_norm: Tensor | NormOverRanks | None = None
     sinks: Tensor | None = None  # [N] float32: for each query head the score of one more key, whose value is zero
     v_norm: Tensor | None = None  # [H] float32, of each head
 
@@ -212,6 +214,11 @@ def attended(
     ``eps`` is that of the norms of queries and keys; the others are the arguments of ``attention``.
     """
     q_norm, k_norm = w.q_norm, w.k_norm
+    if isinstance(q_norm, NormOverRanks):
+        assert isinstance(k_norm, NormOverRanks)
+        qkv = _normed_over_ranks(qkv, q_norm, k_norm, spec, eps)
+        q_norm = k_norm = None
+    assert not isinstance(k_norm, NormOverRanks)
     if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
         qkv = qk_norm(qkv, q_norm, k_norm, eps)
         q_norm = k_norm = None
@@ -229,6 +236,15 @@ def attended(
     if spec.plan is not None:
         return rotary_decode_attention(qkv, turn, cache, step.plans[spec.plan], spec, w.sinks).flatten(1)
     return rotary_attention(qkv, turn, keys_of(spec, cache, step), spec, w.sinks, step.ancestors).flatten(1)
+
+
+def _normed_over_ranks(
+    qkv: Tensor, q_norm: NormOverRanks, k_norm: NormOverRanks, spec: AttentionSpec, eps: float
+) -> Tensor:
+    """``qk_norm`` of all ranks' heads together: the rank's own of it."""
+    q, k, v = qkv.split([heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)], 1)
+    normed = [norm.own(rms_norm(norm.gathered(x), norm.weight, eps)) for x, norm in ((q, q_norm), (k, k_norm))]
+    return torch.cat([*normed, v], 1)
 
 
 def attend(
