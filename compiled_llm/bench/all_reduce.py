@@ -1,12 +1,12 @@
 """The sum over ranks: the op through shared memory, beside torch.distributed's gloo, between processes of this machine.
 
     compiled-llm bench all-reduce
-    compiled-llm bench all-reduce --ranks 2 --kib 4,64,1024 --json docs/results/cpu/all-reduce.json
+    compiled-llm bench all-reduce --kib 4,64,1024 --json docs/results/cpu/all-reduce.json
 
-Each rank is a process with one thread on a core of its own. All call the op again and again, so that a call waits for the
-slowest rank, as in a step; the figures are of rank 0: the median of the rounds' means in microseconds, and the least. In
-each round the two ways run one after the other. Times on a machine that others use, or with fewer cores than ranks, are
-mostly of waiting.
+Each rank is a process with one thread on a core of its own. All call the op again and again, so that a call waits for
+the slowest rank, as in a step; the figures are of rank 0: the median of the rounds' means in microseconds, and the
+least. In each round the two ways run one after the other. Times on a machine that others use, or with fewer cores than
+ranks, are mostly of waiting.
 """
 
 import argparse
@@ -66,7 +66,10 @@ def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: 
         times = in_turns(runs, rounds=args.rounds)
         row: Row = {"KiB": kib}
         for name, seconds in times.items():
-            row |= {f"{name}_us": statistics.median(seconds) / CALLS * 1e6, f"{name}_least_us": min(seconds) / CALLS * 1e6}
+            row |= {
+                f"{name}_us": statistics.median(seconds) / CALLS * 1e6,
+                f"{name}_least_us": min(seconds) / CALLS * 1e6,
+            }
         rows.append(row)
     torch.distributed.destroy_process_group()
     results.send(rows)

@@ -1,7 +1,7 @@
 """RankProcesses: the processes of tensor parallelism, which the engine takes for one worker.
 
-Every rank gets every step. All have the same logits, so all sample the same tokens: those of rank 0 count, and digests of
-the others' are compared with them. A rank that ends, hangs or drifts apart ends the whole; the error names it.
+Every rank gets every step. All have the same logits, so all sample the same tokens: those of rank 0 count, and digests
+of the others' are compared with them. A rank that ends, hangs or drifts apart ends the whole; the error names it.
 """
 
 import contextlib

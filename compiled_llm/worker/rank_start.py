@@ -53,7 +53,7 @@ class Alike(NamedTuple):
 
 
 def map_memory(descriptor: int) -> Tensor:
-    """The memory behind a descriptor, ``[bytes]`` uint8; it lives as long as the tensor, and the descriptor is closed."""
+    """The memory behind a descriptor, which is closed: ``[bytes]`` uint8, that live as long as the tensor."""
     try:
         return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
     finally:

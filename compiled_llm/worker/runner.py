@@ -30,8 +30,8 @@ from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.adapted import Adaptable, change_bytes
 from compiled_llm.models.linears.published import rounds_activations
-from compiled_llm.models.quantized.described import described
 from compiled_llm.models.linears.sharded import Sharding
+from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.sharding import Shard, rank_config
 from compiled_llm.models.weights import tensors
@@ -402,7 +402,8 @@ class ModelRunner(Worker):
             mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started
         self.adapter_bytes = change_bytes(weights)
-        self.weight_bytes = num_bytes(weights) - self.adapter_bytes
+        shared = 0 if self.shard is None else num_bytes(self.group)  # which layers hold
+        self.weight_bytes = num_bytes(weights) - self.adapter_bytes - shared
         return weights
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
@@ -476,7 +477,7 @@ class ModelRunner(Worker):
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks)
         self.memory_ledger = memory.ledger(
             self.weight_bytes,
-            self.steps.nbytes,
+            self.steps.nbytes + self.group.memory.nbytes // self.num_ranks,
             self.kv_cache_bytes,
             self.swap_space.nbytes,
             of_drafter,

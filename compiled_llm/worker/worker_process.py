@@ -365,7 +365,7 @@ def _send_results(
     """
     while (step := launched.get()) is not None:
         try:
-            message = step if isinstance(step, Failure | Answer) else runner.collect(step)
+            message: Any = step if isinstance(step, Failure | Answer) else runner.collect(step)
             if isinstance(message, StepResult) and not in_full:
                 message = digest_of(message)
         except Exception as error:

@@ -8,9 +8,9 @@ The memory is all zeros at the start:
     from byte 16,384    buffers of one size: of pieces with even numbers, a rank after the other; then of odd ones
 
 Ranks call the same ops in the same order. A rank writes a piece into its buffer, counts that it comes to the meeting,
-waits until all ranks have counted theirs, and reads what they wrote. It comes back to a buffer two pieces later: by then
-the others have come to the meeting between, so they have read this one. One wait a piece is enough; of a large sum each
-rank adds up a section, and a second one follows before all copy the sections of the others.
+waits until all ranks have counted theirs, and reads what they wrote. It comes back to a buffer two pieces later: by
+then the others have come to the meeting between, so they have read this one. One wait a piece is enough; of a large sum
+each rank adds up a section, and a second one follows before all copy the sections of the others.
 """
 
 import time
