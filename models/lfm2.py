@@ -88,7 +88,7 @@ def take(config: Any, source: Source, take_layer: Callable[[Any, Source, str], L
 def layers(config: Lfm2Config) -> MixedLayers:
     """Each layer's attention or state."""
     attention = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5)
-    state = StateSpec((config.conv_L_cache - 1, config.hidden_size))
+    state = StateSpec((config.conv_L_cache - 1, config.hidden_size // config.num_ranks))
     return tuple(state if kind == CONVOLUTION else attention for kind in config.layer_types)
 
 

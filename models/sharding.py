@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_llm.models.layers.state import StateSpec
-
 
 class Section(NamedTuple):
     """Neighbouring outputs or inputs of a layer.
@@ -151,7 +149,7 @@ C = TypeVar("C")
 
 
 def rank_config(config: C, shard: Shard) -> C:
-    """``config`` with the heads that a rank has: for ``Family.forward`` and ``Family.head``.
+    """``config`` with the heads that a rank has: for ``Family.layers``, ``forward`` and ``head``.
 
     ``Family.take`` gets the whole config: names and shapes are the checkpoint's.
 
@@ -163,17 +161,4 @@ def rank_config(config: C, shard: Shard) -> C:
         for field, named in _COUNTS.items()
         if hasattr(config, field)
     }
-    return dataclasses.replace(config, **own)  # type: ignore[type-var]
-
-
-def rank_layers(family: Any, config: Any, shard: Shard) -> tuple[Any, ...]:
-    """``Family.layers`` of a rank, for its forward and its caches."""
-
-    def own(spec: Any) -> Any:
-        # Channels of a convolution alone are those of the residual stream, which no field counts for a rank.
-        if not isinstance(spec, StateSpec) or spec.recurrent is not None:
-            return spec
-        width, channels = spec.convolution
-        return dataclasses.replace(spec, convolution=(width, shard.units(of_elements(channels, "hidden_size"))[1]))
-
-    return tuple(map(own, family.layers(rank_config(config, shard))))
+    return dataclasses.replace(config, **own, num_ranks=shard.size)  # type: ignore[type-var]

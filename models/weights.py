@@ -364,7 +364,8 @@ class _PartsTake:
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         part = self._parts[name]
         transposed = part.transposed and len(shape) == 2
-        tensor = self._source.tensor(name, shape[::-1] if transposed else shape, dtype=self.dtype)
+        stored = shape[::-1] if transposed else shape
+        tensor = self._source.tensor(name, stored, dtype=self.dtype, cut=REPLICATED)  # the kind of layer cuts it
         if tensor.is_meta:
             return tensor.new_empty(shape)
         tensor = tensor.t().contiguous() if transposed else tensor

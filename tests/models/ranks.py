@@ -1,7 +1,6 @@
 """Ranks of a model as threads of one process, for tests: their weights, and the logits of steps."""
 
 import copy
-import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,8 +18,7 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.sharded import Sharding
-from compiled_llm.models.registry import family_of
-from compiled_llm.models.sharding import Shard, rank_config, rank_layers
+from compiled_llm.models.sharding import Shard, rank_config
 from compiled_llm.ops.parallel.rank_group import RankGroup, abort, bytes_for
 from tests.families import EVERY_CONFIG
 from tests.models.steps import empty_cache, step_logits
@@ -33,7 +31,8 @@ SHARED: dict[str, dict[str, Any]] = {name: dict(_HEADS) for name in EVERY_CONFIG
     "llama-biases": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16},
     "gemma4-moe": {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
     "gpt2": {"n_head": 8},
-    **{name: {"num_attention_heads": 8} for name in ("gpt-neox", "gpt-neox-in-turn")},
+    "phi3": {**_HEADS, "hidden_size": 128},
+    **{name: {"num_attention_heads": 8, "hidden_size": 128} for name in ("gpt-neox", "gpt-neox-in-turn")},
     **{
         name: {"num_attention_heads": 8, "num_key_value_heads": 8}
         for name in ("deepseek-v3", "deepseek-v3-halves", "deepseek-v2", "mistral4")
@@ -85,9 +84,9 @@ def rank_logits(
     config: ModelConfig, weights: Any, shard: Shard, steps: Sequence[StepInput], dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The logits of all tokens of ``steps``, one after the other."""
-    layers, own = rank_layers(family_of(config), config, shard), rank_config(config, shard)
-    cache = empty_cache(own, dtype, layers=layers)
-    return torch.cat([step_logits(own, weights, step, cache, layers) for step in steps])
+    own = rank_config(config, shard)
+    cache = empty_cache(own, dtype)
+    return torch.cat([step_logits(own, weights, step, cache) for step in steps])
 
 
 def logits_of_ranks(
@@ -107,7 +106,3 @@ def logits_of_ranks(
         return rank_logits(config, weights, shard, steps, dtype)
 
     return of_ranks(size, run)
-
-
-def sharded_config(config: ModelConfig, **changes: Any) -> ModelConfig:
-    return dataclasses.replace(config, **changes)

@@ -18,11 +18,9 @@ BLOCKS = 64
 SLOTS = 8
 
 
-def empty_cache(
-    config: ModelConfig, dtype: torch.dtype = torch.float32, num_blocks: int = BLOCKS, layers: Any = None
-) -> KVCache:
+def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32, num_blocks: int = BLOCKS) -> KVCache:
     caches: list[LayerCache | StateCache] = []
-    for spec in layers or family_of(config).layers(config):
+    for spec in family_of(config).layers(config):
         # Poison: what was never written must never be read.
         if isinstance(spec, StateSpec):
             states = spec.state_tensors(SLOTS, dtype)
@@ -70,19 +68,12 @@ def step_input(
     return StepInput(*flat, torch.tensor(tables, dtype=torch.int32), states=StateRows(*states))
 
 
-def step_logits(
-    config: ModelConfig, weights: Any, step: StepInput, cache: KVCache | None = None, layers: Any = None
-) -> Tensor:
-    """The logits of all tokens of a step, ``[T, V]``.
-
-    Args:
-        cache: by default an empty one in float32.
-        layers: by default those of ``config``.
-    """
+def step_logits(config: ModelConfig, weights: Any, step: StepInput, cache: KVCache | None = None) -> Tensor:
+    """The logits of all tokens of a step, ``[T, V]``. ``cache``: by default an empty one in float32."""
     model, longest = family_of(config), int(step.query_start_loc.diff().max())
     cache = empty_cache(config) if cache is None else cache
     with torch.no_grad():
-        hidden = model.forward(weights, step, cache, config, for_queries(layers or model.layers(config), longest))
+        hidden = model.forward(weights, step, cache, config, for_queries(model.layers(config), longest))
         return model.head(weights, hidden, config)
 
 
