@@ -144,6 +144,8 @@ class EngineConfig:
             Sizes in bytes and ``num_threads`` are those of a rank. See docs/parallel.md.
         tensor_parallel_exact: add the parts of a layer's sums in one order whatever ``tensor_parallel_size`` is, so
             that 1, 2, 4 and 8 ranks give the same bits.
+        enable_expert_parallel: with ``tensor_parallel_size`` above 1: a rank has some experts of a mixture whole, and
+            not a part of each.
         enforce_eager: run the same functions without compiling, for debugging.
         progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
             stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
@@ -207,6 +209,7 @@ class EngineConfig:
     model_process: bool = False
     tensor_parallel_size: int = 1
     tensor_parallel_exact: bool = False
+    enable_expert_parallel: bool = False
     enforce_eager: bool = False
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     seed: int = 0
@@ -316,6 +319,8 @@ class EngineConfig:
             )
 
     def _check_ranks(self) -> None:
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("enable_expert_parallel must be False with tensor_parallel_size=1, given True")
         if self.tensor_parallel_size == 1 and not self.tensor_parallel_exact:
             return
         name = "tensor_parallel_size above 1" if self.tensor_parallel_size > 1 else "tensor_parallel_exact=True"

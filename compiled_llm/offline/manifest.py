@@ -30,7 +30,7 @@ FORMAT = 1
 DECIDING = (
     *("dtype", "device", "load_format", "model_impl", "max_model_len", "kv_cache_dtype", "kv_cache_skip_layers"),
     *("quantization", "quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding"),
-    *("quantization_activations", "tensor_parallel_size", "tensor_parallel_exact"),
+    *("quantization_activations", "tensor_parallel_size", "tensor_parallel_exact", "enable_expert_parallel"),
     *("sliding_window", "attention_sink_tokens", "logits_transforms", "exact", "seed", "split_special_tokens"),
 )
 _KEYS = {"format", "inputs", "engine", "sampling"}  # of a manifest, of whatever format

@@ -75,7 +75,7 @@ class RankProcesses(Worker):
             os.ftruncate(descriptor, bytes_for(size, PIECE_BYTES))
             self._memory = map_memory(os.dup(descriptor))
             for rank, own in enumerate(cores):
-                shard = Shard(rank, size, exact=config.tensor_parallel_exact)
+                shard = Shard(rank, size, config.tensor_parallel_exact, config.enable_expert_parallel)
                 start = RankStart(shard, Inherited(descriptor), tuple(own))
                 of_all = quiet if rank else config, model_config, directory, num_draft_tokens, None, start
                 self.ranks.append(WorkerProcess(*of_all))

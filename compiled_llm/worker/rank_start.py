@@ -1,5 +1,7 @@
 """What a process is told that runs one rank of a model, and what it says of itself before it loads anything."""
 
+import hashlib
+import json
 import mmap
 import os
 import platform
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.version import __version__
+from compiled_llm.compiling.keys import source_digests
 from compiled_llm.models.sharding import Shard
 from compiled_llm.ops import RankGroup, native
 
@@ -46,6 +49,7 @@ class Alike(NamedTuple):
     """What must be the same in all ranks: otherwise they would compute different things, or wait for each other."""
 
     package: str
+    source_files: str
     torch: str
     python: str
     instructions: str
@@ -79,4 +83,5 @@ def _end_with_parent() -> None:
 def alike(model_files: str) -> Alike:
     """Of this process. ``model_files``: their digest."""
     isa = native.best_isa() or "none, without a C++ compiler"
-    return Alike(__version__, torch.__version__, platform.python_version(), isa, model_files)
+    sources = hashlib.sha256(json.dumps(source_digests()).encode()).hexdigest()
+    return Alike(__version__, sources, torch.__version__, platform.python_version(), isa, model_files)

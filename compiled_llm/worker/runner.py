@@ -34,7 +34,7 @@ from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.sharding import Shard, rank_config
-from compiled_llm.models.weights import tensors
+from compiled_llm.models.weights import experts, tensors
 from compiled_llm.ops import RankGroup, native
 from compiled_llm.ops.parallel.reductions import least
 from compiled_llm.ops.torch_private import mark_static_address
@@ -121,21 +121,16 @@ class ModelRunner(Worker):
         group: RankGroup | None = None,
     ) -> None:
         started = time.perf_counter()
-        if shard is None and config.tensor_parallel_exact:
-            shard = Shard(0, 1, exact=True)
-        self.shard, self.group = shard, RankGroup.alone() if group is None else group
         self.device = resolve_device(config.device)
-        self._check_ranks()
+        self._set_rank(config, model_config, shard, group)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
         pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager)
-        self.model_config = model_config
-        own = self._own_config = model_config if shard is None else rank_config(model_config, shard)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes, model_config)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
-        limits = with_state_slots(limits, config, own, self.dtype)
+        limits = with_state_slots(limits, config, self._own_config, self.dtype)
         self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
@@ -150,23 +145,12 @@ class ModelRunner(Worker):
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
         self._taken, self.adapters = adaptable(self.linears, config)
-        if shard is not None:
-            self._taken = Sharding(self._taken, shard, self.group)
+        if self.shard is not None:
+            self._taken = Sharding(self._taken, self.shard, self.group)
         builds = None if self._waits_for_first else self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
-        drafted = 0 if draft is None else draft.token_bytes
-        self.pool_sizes = PoolSizes.of(own, self.cache_dtypes, self.limits, self.dtype, drafted)
-        activations = estimated_activations(model_config, self.limits, self.dtype, self._taken)
-        memory = StartMemory(
-            config,
-            self.limits,
-            self.device,
-            self.pool_sizes,
-            num_tensors(own, self.cache_dtypes) + (0 if draft is None else draft.num_cache_tensors),
-            activations if draft is None else max(activations, draft.activations(self.limits)),
-            self.num_ranks,
-        )
+        memory = self._start_memory(config, draft)
         weights = self._load_weights(config, directory, progress)
         network = None if draft is None else draft.load(progress, weights)
         memory.check()
@@ -176,7 +160,7 @@ class ModelRunner(Worker):
         kv_cache = self._allocate(TRIAL_BLOCKS - 1, TRIAL_BLOCKS - 1)
         self.steps = CompiledSteps(
             config,
-            own,
+            self._own_config,
             self.limits,
             self.device,
             self.dtype,
@@ -365,7 +349,14 @@ class ModelRunner(Worker):
 
     # -- Starting
 
-    def _check_ranks(self) -> None:
+    def _set_rank(
+        self, config: EngineConfig, model_config: ModelConfig, shard: Shard | None, group: RankGroup | None
+    ) -> None:
+        if shard is None and config.tensor_parallel_exact:
+            shard = Shard(0, 1, exact=True)
+        self.shard, self.group = shard, RankGroup.alone() if group is None else group
+        self.model_config = model_config
+        self._own_config = model_config if shard is None else rank_config(model_config, shard)
         if self.shard is not None and self.device.type != "cpu":
             raise ValueError(
                 "device must be 'cpu' with tensor_parallel_size above 1 or tensor_parallel_exact=True (ranks share the "
@@ -377,6 +368,22 @@ class ModelRunner(Worker):
         draft_ops = [] if self._draft is None or self.device.type != "cpu" else self._draft.cpu_ops()
         return start_builds(config, self.device, self.model_config, *sizes, self._taken, progress, target, draft_ops)
 
+    def _start_memory(self, config: EngineConfig, draft: DraftPlan | None) -> StartMemory:
+        """Sets ``pool_sizes``, too."""
+        drafted = 0 if draft is None else draft.token_bytes
+        self.pool_sizes = PoolSizes.of(self._own_config, self.cache_dtypes, self.limits, self.dtype, drafted)
+        kind = self.linears if self.shard is None else self._taken
+        activations = estimated_activations(self.model_config, self.limits, self.dtype, kind)
+        return StartMemory(
+            config,
+            self.limits,
+            self.device,
+            self.pool_sizes,
+            num_tensors(self._own_config, self.cache_dtypes) + (0 if draft is None else draft.num_cache_tensors),
+            activations if draft is None else max(activations, draft.activations(self.limits)),
+            self.num_ranks,
+        )
+
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
         started = time.perf_counter()
@@ -385,6 +392,10 @@ class ModelRunner(Worker):
         description = family_of(c).describe(c, self.dtype, self._taken)
         if isinstance(self._taken, Adaptable):
             self._taken.check_targets()
+        if config.enable_expert_parallel and not experts(description.weights):
+            raise ValueError(
+                f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
+            )
         of_place = self.device, self.dtype, self.num_ranks
         check_room_for_weights(description.weights, self._taken, config, c, directory, *of_place)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}

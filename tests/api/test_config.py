@@ -48,6 +48,7 @@ REFUSED: dict[str, list[object]] = {
     "model_process": ["yes"],
     "tensor_parallel_size": [0, 65, 1.5, True],
     "tensor_parallel_exact": [1],
+    "enable_expert_parallel": [1, True],  # with one rank
     "async_scheduling": [1, "yes"],
     "max_logprobs": [1001],
     "max_queued_requests": [0],
@@ -106,7 +107,7 @@ def test_ranks() -> None:
     for name in ({"tensor_parallel_size": 2}, {"tensor_parallel_exact": True}):
         with pytest.raises(ValueError, match="enable_lora must be False with tensor_parallel"):
             EngineConfig(enable_lora=True, **name)
-        with pytest.raises(ValueError, match="must have a method that drafts from tokens.*given 'layer_skip'"):
+        with pytest.raises(ValueError, match=r"must have a method that drafts from tokens.*given 'layer_skip'"):
             EngineConfig(speculative_config={"method": "layer_skip", "num_speculative_tokens": 3}, **name)
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True"):
         EngineConfig(tensor_parallel_size=3, tensor_parallel_exact=True)

@@ -135,9 +135,13 @@ def outcomes(engine: CompiledEngine) -> list[str]:
     for number in range(3):
         engine.add_request(str(number), "abc", SamplingParams(max_tokens=20, ignore_eos=True))
     outputs: list[RequestOutput] = []
-    with pytest.raises(WorkerFailedError):
+
+    def serve() -> None:
         while engine.has_unfinished_requests():
-            outputs += engine.step()
+            outputs.extend(engine.step())
+
+    with pytest.raises(WorkerFailedError):
+        serve()
     while engine.has_unfinished_requests():
         outputs += engine.step()
     ended = [output.outputs[0] for output in outputs if output.finished]
@@ -193,9 +197,9 @@ def test_a_rank_that_fails_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ranks_that_are_not_alike_are_refused_with_both_values() -> None:
-    one = Alike("0.1", "2.13", "3.11", "avx2", "abc")
+    one = Alike("0.1", "abc", "2.13", "3.11", "avx2", "abc")
     check_alike([one, one])
-    for name, value in {"package": "0.2", "torch": "2.11", "model_files": "abd"}.items():
+    for name, value in {"package": "0.2", "source_files": "abd", "torch": "2.11", "model_files": "abd"}.items():
         other: Any = one._replace(**{name: value})
         with pytest.raises(ValueError, match=f"rank 0 has {getattr(one, name)}, rank 1 has {value}"):
             check_alike([one, other])
