@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
             connections.append(own)
             theirs.close()
         os.close(descriptor)
-        rows = [connection.recv() for connection in connections][0]
+        rows = connections[0].recv()
         for process in processes:
             process.join()
     return rows
