@@ -79,7 +79,7 @@ def test_ranks_have_the_weights_of_the_model_between_them(name: str) -> None:
     assert whole <= sum(shares) < 1.02 * whole  # routers and the biases of sums twice
 
 
-@pytest.mark.parametrize("size", marked([2, 4], [4]))
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.battery), 4])
 @pytest.mark.parametrize("name", marked(SHARED, SAMPLE))
 def test_logits_are_those_of_one_rank(name: str, size: int) -> None:
     config = config_of(name)
@@ -101,6 +101,16 @@ def test_exact_sums_have_the_same_bits_for_any_number_of_ranks(name: str, dtype:
 def test_exact_sums_of_quantised_layers(scheme: str) -> None:
     own = SCHEMES[scheme]
     check_exact(config_of("llama", *_WIDE), Quantizing(Packed, HALF, own, own, own), HALF)
+
+
+@pytest.mark.parametrize("scheme", marked(["int8", "fp8", "int4"], ["int8"]))
+def test_quantised_layers_have_the_codes_of_one_rank(scheme: str) -> None:
+    own = SCHEMES[scheme]
+    config = config_of("llama", *_WIDE)
+    kind, steps = Quantizing(Packed, FLOAT, own, own, own), steps_of(config)
+    whole = real(rank_logits(config, random_weights(config, kind), Shard(0, 1), steps))
+    for logits in logits_of_ranks(config, 4, kind, steps):
+        torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
 
 
 def check_exact(config: ModelConfig, kind: LinearKind, dtype: torch.dtype, **how: Any) -> None:
@@ -142,6 +152,8 @@ def test_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
         taken("llama", 2, ("intermediate_size", 161))
     with pytest.raises(ValueError, match="tensor_parallel_size must divide num_experts=5, given 2"):
         taken("mixtral", 2, whole_experts=True)
+    with pytest.raises(ValueError, match=r"o_proj has groups of 32, and shares are 80 of 160 inputs"):
+        taken("llama", 2, ("head_dim", 20), kind=Quantizing(Dense, FLOAT, SCHEMES["int4"]))
 
 
 def test_exact_sums_need_eight_parts() -> None:
@@ -154,9 +166,9 @@ def test_exact_sums_need_eight_parts() -> None:
 def test_a_layer_without_a_rule_is_refused_by_name() -> None:
     config = config_of("llama")
     family = family_of(config)
+    more = with_tensor(family, lambda source: source.tensor("model.extra.weight", (4,)))
     with pytest.raises(ValueError, match=r"nothing says how ranks share model\.extra\.weight, given 2"):
-        sharded = Sharding(Dense, Shard(0, 2), RankGroup.alone())
-        with_tensor(family, lambda source: source.tensor("model.extra.weight", (4,))).describe(config, linears=sharded)
+        more.describe(config, linears=Sharding(Dense, Shard(0, 2), RankGroup.alone()))
 
 
 def with_tensor(family: Any, take: Any) -> Any:
