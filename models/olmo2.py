@@ -18,7 +18,6 @@ from compiled_llm.models.layers.mlp import MlpWeights, mlp
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.llama import Weights
-from compiled_llm.models.sharding import of_heads, of_kv_heads
 from compiled_llm.models.weights import Source
 
 
@@ -41,13 +40,10 @@ def _norm(source: Source, name: str, size: int) -> Tensor:
 
 
 def _take_layer(config: Olmo2Config, source: Source, name: str) -> LayerWeights:
-    d, h = config.hidden_size, config.head_dim
-    q, kv = of_heads(config, config.num_heads * h), of_kv_heads(config, config.num_kv_heads * h)
+    d = config.hidden_size
+    attention = source.attention(f"{name}.self_attn", config, bias=config.attention_bias)
     return LayerWeights(
-        attention=source.attention(f"{name}.self_attn", config, bias=config.attention_bias)._replace(
-            q_norm=source.norm_over_ranks(f"{name}.self_attn.q_norm", q, in_float32=True),
-            k_norm=source.norm_over_ranks(f"{name}.self_attn.k_norm", kv, in_float32=True),
-        ),
+        attention=attention._replace(**source.norms_of_all_heads(f"{name}.self_attn", config)),
         attention_norm=_norm(source, f"{name}.post_attention_layernorm", d),
         mlp=source.mlp(f"{name}.mlp", config),
         output_norm=_norm(source, f"{name}.post_feedforward_layernorm", d),

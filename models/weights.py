@@ -129,10 +129,17 @@ class Source:
         weight = self.tensor(f"{name}.weight", (size,), mean=1.0, cut=REPLICATED)
         return weight.float() if in_float32 else weight
 
-    def norm_over_ranks(self, name: str, section: Section, *, in_float32: bool = False) -> Tensor | NormOverRanks:
-        """The weight of an RMS norm over all of ``section``, of which a rank has a part."""
-        weight = self.norm(name, section.size, in_float32=in_float32)
-        return self._linears.norm_over_ranks(weight, section) if isinstance(self._linears, Sharding) else weight
+    def norms_of_all_heads(self, name: str, config: ModelConfig) -> dict[str, Any]:
+        """Fields of ``AttentionWeights``: norms of all heads together, of queries and of keys, in float32."""
+        sizes = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+        sections = [own(config, size) for own, size in zip((of_heads, of_kv_heads), sizes, strict=True)]
+        weights = [
+            self.norm(f"{name}.{x}_norm", section.size, in_float32=True)
+            for x, section in zip("qk", sections, strict=True)
+        ]
+        if isinstance(self._linears, Sharding):
+            return {"over_ranks": tuple(map(self._linears.norm_over_ranks, weights, sections))}
+        return dict(zip(("q_norm", "k_norm"), weights, strict=True))
 
     def norm_of_groups(self, name: str, section: Section, groups: int) -> Tensor | NormOverRanks:
         """That of an RMS norm of each of ``groups`` of ``section`` by itself: a rank's own, where it has whole ones."""
@@ -236,7 +243,7 @@ class Source:
         in_turn: int = 1,
         transposed: bool = True,
         bias: bool = True,
-        cut: Cut,
+        cut: Cut | None = None,
     ) -> GroupedLinear:
         """The layers of experts that lie in one tensor, ``name``.
 

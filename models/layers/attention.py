@@ -175,10 +175,12 @@ class AttentionWeights(NamedTuple):
     qkv: Linear  # [(N + 2 * K) * H, D]; without values where keys are values, and queries alone where those are shared
     o: Linear  # [D, N * H]
     # For families that normalise queries and keys: [H], of each head; or [N * H] and [K * H], of all heads together.
-    q_norm: Tensor | NormOverRanks | None = None
-    k_norm: Tensor | NormOverRanks | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     sinks: Tensor | None = None  # [N] float32: for each query head the score of one more key, whose value is zero
     v_norm: Tensor | None = None  # [H] float32, of each head
+    # Of queries and of keys, of all heads together, where ranks have some each.
+    over_ranks: tuple[NormOverRanks, NormOverRanks] | None = None
 
 
 def attention(
@@ -214,11 +216,8 @@ def attended(
     ``eps`` is that of the norms of queries and keys; the others are the arguments of ``attention``.
     """
     q_norm, k_norm = w.q_norm, w.k_norm
-    if isinstance(q_norm, NormOverRanks):
-        assert isinstance(k_norm, NormOverRanks)
-        qkv = _normed_over_ranks(qkv, q_norm, k_norm, spec, eps)
-        q_norm = k_norm = None
-    assert not isinstance(k_norm, NormOverRanks)
+    if w.over_ranks is not None:
+        qkv = _normed_over_ranks(qkv, w.over_ranks, spec, eps)
     if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
         qkv = qk_norm(qkv, q_norm, k_norm, eps)
         q_norm = k_norm = None
@@ -239,11 +238,11 @@ def attended(
 
 
 def _normed_over_ranks(
-    qkv: Tensor, q_norm: NormOverRanks, k_norm: NormOverRanks, spec: AttentionSpec, eps: float
+    qkv: Tensor, norms: tuple[NormOverRanks, NormOverRanks], spec: AttentionSpec, eps: float
 ) -> Tensor:
     """``qk_norm`` of all ranks' heads together: the rank's own of it."""
     q, k, v = qkv.split([heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)], 1)
-    normed = [norm.own(rms_norm(norm.gathered(x), norm.weight, eps)) for x, norm in ((q, q_norm), (k, k_norm))]
+    normed = [norm.own(rms_norm(norm.gathered(x), norm.weight, eps)) for x, norm in zip((q, k), norms, strict=True)]
     return torch.cat([*normed, v], 1)
 
 

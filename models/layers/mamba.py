@@ -84,8 +84,8 @@ def mamba(x: Normed, w: MambaWeights, spec: StateSpec, cache: StateCache, step: 
     )  # fmt: skip
     out = out.flatten(1)
     if isinstance(w.norm, NormOverRanks):  # a group has heads of several ranks
-        norm, whole = w.norm, (w.norm.gathered(part) for part in (out, gate))
-        normed = gated_rms_norm(*whole, norm.weight, x.eps, norm.group_size, norm_first=False)
+        norm, out, gate = w.norm, w.norm.gathered(out), w.norm.gathered(gate)
+        normed = gated_rms_norm(out, gate, norm.weight, x.eps, norm.group_size, norm_first=False)
         return BlockOutput(norm.own(normed), w.o)
     group_size = inner * state_size // grouped
     return BlockOutput(gated_rms_norm(out, gate, w.norm, x.eps, group_size, norm_first=False), w.o)

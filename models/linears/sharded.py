@@ -271,7 +271,7 @@ class Sharding:
             return self._vocabulary(take, parts[0], self.plain.take)
         pieces = [self._piece(part) for part in parts]
         if not _cut_by_inputs(parts):
-            return self.plain.take(_CutTake(take, pieces), [piece.layer for piece in pieces])
+            return self.plain.take(CutTake(take, pieces), [piece.layer for piece in pieces])
         bias = take_bias(take, parts)
         pieces = [piece._replace(part=piece.part._replace(bias=False)) for piece in pieces]
         return Summed(tuple(self.plain.take(*each) for each in self._parted(take, pieces)), bias, self.ranks)
@@ -286,7 +286,7 @@ class Sharding:
         pieces = [self._piece(part) for parts in experts for part in parts]
         count = len(experts[0])
         if not by_inputs:
-            return self.plain.take_experts(_CutTake(take, pieces), _by_expert(pieces, count), top_k)
+            return self.plain.take_experts(CutTake(take, pieces), _by_expert(pieces, count), top_k)
         layers = []
         for number, (own, parts) in enumerate(self._parted(take, pieces)):
             # An expert's bias is that of the first part of the first rank; the first parts of the others have zeros.
@@ -301,7 +301,7 @@ class Sharding:
     ) -> tuple[HeadLinear, HeadLinear]:
         pieces = [self._piece(part) for part in parts]
         own = num_heads // self.shard.size
-        return self.plain.take_heads(_CutTake(take, pieces), [piece.layer for piece in pieces], own, first)
+        return self.plain.take_heads(CutTake(take, pieces), [piece.layer for piece in pieces], own, first)
 
     def _piece(self, part: StoredLinear) -> Piece:
         cut = part.cut
@@ -325,14 +325,17 @@ class Sharding:
             )
         return Piece(part, rows, first, end)
 
-    def _parted(self, take: Take, pieces: Sequence[Piece]) -> list[tuple["_CutTake", list[StoredLinear]]]:
+    def _parted(self, take: Take, pieces: Sequence[Piece]) -> list[tuple["CutTake", list[StoredLinear]]]:
         """What takes each part of the rank's sum, and the layers that it is: one, or the rank's share of ``PARTS``."""
-        own = _CutTake(take, pieces)
+        own = CutTake(take, pieces)
         if not self.shard.exact:
             return [(own, [piece.layer for piece in pieces])]
         once, count = _Once(own), PARTS // self.shard.size
         by_part = zip(*(piece.chunks(count) for piece in pieces), strict=True)
-        return [(_CutTake(once, chunks), [chunk.layer for chunk in chunks]) for chunks in by_part]
+        takes = [(CutTake(once, chunks), [chunk.layer for chunk in chunks]) for chunks in by_part]
+        for own, _ in takes:
+            own.is_part = True
+        return takes
 
     def _vocabulary(
         self, take: Take, part: StoredLinear, kind: Callable[[Take, Sequence[StoredLinear]], Linear]
@@ -340,7 +343,7 @@ class Sharding:
         rows = self.shard.own_rows(part.out_features)
         piece = Piece(part, rows, 0, part.in_features)
         first = torch.full((1,), self.shard.rank * len(rows), dtype=torch.int64, device=take.device)
-        return VocabularyRows(kind(_CutTake(take, [piece]), [piece.layer]), first, self.ranks, part.out_features)
+        return VocabularyRows(kind(CutTake(take, [piece]), [piece.layer]), first, self.ranks, part.out_features)
 
     def _take_whole_experts(
         self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int, by_inputs: bool
@@ -355,7 +358,7 @@ class Sharding:
             for e, parts in enumerate(experts)
             for part in parts
         ]
-        plain = self.plain.take_experts(_CutTake(take, pieces, whole=True), experts[first : first + count], top_k)
+        plain = self.plain.take_experts(CutTake(take, pieces, whole=True), experts[first : first + count], top_k)
         own = torch.arange(first, first + count + 1, device=take.device)
         if not by_inputs:
             return OwnExperts(plain, own, total)
@@ -374,13 +377,14 @@ def _by_expert(pieces: Sequence[Piece], count: int) -> list[list[StoredLinear]]:
     return [[piece.layer for piece in pieces[i : i + count]] for i in range(0, len(pieces), count)]
 
 
-class _CutTake:
+class CutTake:
     """Of what ``take`` gives, the ``pieces``. Layers are asked for by their own sizes, and by the names of all.
 
     ``whole``: rows of all pieces are always asked for together. Without ``biases`` these are zeros.
     """
 
     biases = True
+    is_part = False  # of a sum: what it takes is one of several parts of a layer
 
     def __init__(self, take: Take, pieces: Sequence[Piece], *, whole: bool = False) -> None:
         self.dtype, self.device = take.dtype, take.device
@@ -399,7 +403,28 @@ class _CutTake:
             return rows if self.biases else torch.zeros_like(rows)
         return rows[:, piece.first : piece.end].contiguous()
 
+    def check_groups(self, size: int) -> None:
+        """``ValueError`` unless the inputs of all pieces are whole groups of ``size``; 0: a group is a row."""
+        for piece in self._pieces.values():
+            inputs = piece.part.in_features
+            if size and (piece.first % size or (piece.end % size and piece.end != inputs)):
+                raise ValueError(
+                    f"ranks must have whole groups of inputs of a quantised layer: {piece.part.name} has groups of "
+                    f"{size}, and shares are {piece.end - piece.first} of {inputs} inputs. Choose a smaller "
+                    "tensor_parallel_size, or smaller groups; exact sums have 8 shares"
+                )
+
+    @property
+    def has_rows_scales(self) -> bool:
+        """Whether codes with a scale for a whole row have that of all ranks' inputs."""
+        cut = [piece for piece in self._pieces.values() if piece.end - piece.first < piece.part.in_features]
+        return bool(cut) and not self.is_part
+
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        self.whole_rows(shapes, lambda start, rows, inputs: put(start, rows[:, inputs].contiguous()))
+
+    def whole_rows(self, shapes: Mapping[str, tuple[int, ...]], put: Callable[[int, Tensor, slice], None]) -> None:
+        """As ``rows``, with all inputs of the rows, and which of them are wanted."""
         names = [f"{layer}.weight" for layer in self._pieces] if self._whole else list(shapes)
         pieces = [self._pieces[name.removesuffix(".weight")] for name in names]
         begins = [0, *itertools.accumulate(piece.part.out_features for piece in pieces)]
@@ -412,8 +437,7 @@ class _CutTake:
             piece = pieces[number]
             begin, wanted = _wanted(piece, start - begins[number], len(rows), rows.device)
             if wanted is not None:
-                own = rows[wanted, piece.first : piece.end].contiguous()
-                put(own_begins[names[number]] + begin, own)
+                put(own_begins[names[number]] + begin, rows[wanted], slice(piece.first, piece.end))
 
         wholes = {
             name: (piece.part.out_features, piece.part.in_features) for name, piece in zip(names, pieces, strict=True)
@@ -427,12 +451,7 @@ class _CutTake:
         piece = self._pieces[part.name]
         size, all_inputs = scheme.form.group_size, piece.part.in_features
         is_cut = (piece.first, piece.end) != (0, all_inputs)
-        if is_cut and size and (piece.first % size or (piece.end % size and piece.end != all_inputs)):
-            raise ValueError(
-                f"ranks must have whole groups of inputs of a quantised layer: {part.name} has groups of {size}, and "
-                f"the ranks' shares are {piece.end - piece.first} of {all_inputs} inputs. Choose a smaller "
-                "tensor_parallel_size, or quantise the model with smaller groups"
-            )
+        self.check_groups(size)
         groups = slice(piece.first // size, -(-piece.end // size)) if size else slice(None)
 
         def put_own(first: int, rows: QuantizedRows) -> None:
