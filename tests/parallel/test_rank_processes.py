@@ -213,3 +213,27 @@ def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
         CompiledEngine(tensor_parallel_size=3, **SMALL)
     with pytest.raises(ValueError, match="must go to another process with model_process=True or tensor_parallel_size"):
         CompiledEngine(tensor_parallel_size=2, logits_transforms=[lambda logits: logits], **SMALL)
+
+
+@pytest.mark.battery
+def test_the_same_bits_of_1_2_and_4_ranks() -> None:
+    found = []
+    for size in (1, 2, 4):
+        # The bundled model has two KV heads: of four ranks two have the same one.
+        with CompiledEngine(tensor_parallel_size=size, tensor_parallel_exact=True, **ARGUMENTS) as engine:
+            outputs = engine.generate(PROMPTS, PARAMS, use_tqdm=False)
+        found.append([(out.prompt_logprobs, [(one.token_ids, one.logprobs) for one in out.outputs]) for out in outputs])
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+@pytest.mark.battery
+def test_each_rank_runs_one_graph_that_the_first_has_compiled() -> None:
+    sizes = {"dtype": "float32", "bucket_sizes": (1, 4), "token_bucket_sizes": (16,), "max_model_len": 96}
+    with CompiledEngine(tensor_parallel_size=2, **sizes) as engine:
+        theirs = CompiledEngine(enforce_eager=True, **sizes).generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert_alike(engine.generate(PROMPTS, PARAMS, use_tqdm=False), theirs)
+        report = engine.compile_report()
+    assert len(report.reports) == report.graphs == 10
+    assert report.graph_breaks == report.recompiles == 0
+    assert all(one.cache == "hit" for one in report.reports if one.name.endswith("(rank 1)"))
