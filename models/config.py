@@ -40,6 +40,7 @@ class ModelConfig:
     gguf_layout: str = dataclasses.field(
         default="", kw_only=True
     )  # GGUF's name of the architecture, where its files cut tensors in another way than the hub's
+    num_ranks: int = dataclasses.field(default=1, kw_only=True)  # that share all layers (``rank_config``); the engine's
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

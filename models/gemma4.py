@@ -20,6 +20,7 @@ from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.rope_config import Rope, check_without_scaling, read_ropes_by_layer_type
+from compiled_llm.models.sharding import REPLICATED, Section, of_heads, of_kv_heads
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rms_norm, scaled_sum, soft_cap, sum_of_norms
 from compiled_llm.ops.attention.heads import turned_heads
@@ -163,9 +164,13 @@ def _take_attention(config: Gemma4Config, source: Source, name: str, layer: int)
     spec, d = layers(config)[layer], config.hidden_size
     q_size, kv_size = (heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads))
     shares = spec.shares_cache_of is not None
-    sizes = {"q": q_size} if shares else {"q": q_size, "k": kv_size, "v": kv_size}
-    if config.attention_k_eq_v and config.layer_types[layer] == FULL:
-        sizes.pop("v", None)
+    is_full = config.layer_types[layer] == FULL
+    own, kv = of_heads(config, q_size), of_kv_heads(config, kv_size)
+    if is_full:
+        kv = Section(kv_size, config.num_global_kv_heads, "num_global_key_value_heads", repeats=True)
+    cuts = {"q": own} if shares else {"q": own, "k": kv, "v": kv}
+    if config.attention_k_eq_v and is_full:
+        cuts.pop("v", None)
     if shares:  # checkpoints have them all the same
         for unused in (
             "k_proj.weight",
@@ -178,8 +183,10 @@ def _take_attention(config: Gemma4Config, source: Source, name: str, layer: int)
             source.leave(f"{name}.{unused}", _UNUSED)
     bias = config.attention_bias
     return AttentionWeights(
-        qkv=source.linear(*(StoredLinear(f"{name}.{x}_proj", size, d, bias) for x, size in sizes.items())),
-        o=source.linear(StoredLinear(f"{name}.o_proj", d, q_size, bias)),
+        qkv=source.linear(
+            *(StoredLinear(f"{name}.{x}_proj", cut.size, d, bias, cut=cut.outputs) for x, cut in cuts.items())
+        ),
+        o=source.linear(StoredLinear(f"{name}.o_proj", d, q_size, bias, cut=own.inputs)),
         q_norm=_norm(source, f"{name}.q_norm", spec.head_dim),
         k_norm=None if shares else _norm(source, f"{name}.k_norm", spec.head_dim),
         v_norm=None if shares else source.ones(spec.head_dim),
@@ -189,20 +196,19 @@ def _take_attention(config: Gemma4Config, source: Source, name: str, layer: int)
 def _take_mlp(config: Gemma4Config, source: Source, name: str, layer: int) -> MlpWeights:
     is_wide = config.use_double_wide_mlp and config.cache_shared_by(layer) is not None
     d, inner = config.hidden_size, config.intermediate_size * (2 if is_wide else 1)
-    gate_up = source.linear(*(StoredLinear(f"{name}.{x}_proj", inner, d) for x in ("gate", "up")))
-    return MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.down_proj", d, inner)))
+    return source.gated_mlp(name, d, inner)
 
 
 def _take_moe(config: Gemma4Config, source: Source, name: str) -> MoeBesideMlp | None:
     if not config.enable_moe_block:
         return None
     d, num_experts = config.hidden_size, config.num_experts or 0
-    scale = source.tensor(f"{name}.router.per_expert_scale", (num_experts,), mean=1.0)
+    scale = source.tensor(f"{name}.router.per_expert_scale", (num_experts,), mean=1.0, cut=REPLICATED)
     routed = source.mixture(
         f"{name}.router.proj", f"{name}.experts", config, num_experts, config.top_k_experts or 0,
         config.moe_intermediate_size or 0,
     )  # fmt: skip
-    router_norm = source.tensor(f"{name}.router.scale", (d,), mean=1.0)
+    router_norm = source.tensor(f"{name}.router.scale", (d,), mean=1.0, cut=REPLICATED)
     experts = routed._replace(expert_scale=scale.float(), router_norm=router_norm)
     return MoeBesideMlp(
         norm=_norm(source, f"{name}.pre_feedforward_layernorm_2", d),
@@ -217,8 +223,8 @@ def _take_layer(config: Gemma4Config, source: Source, name: str, layer: int) -> 
     per_layer = None
     if p:
         per_layer = PerLayerWeights(
-            gate=source.linear(StoredLinear(f"{name}.per_layer_input_gate", p, d)),
-            projection=source.linear(StoredLinear(f"{name}.per_layer_projection", d, p)),
+            gate=source.linear(StoredLinear(f"{name}.per_layer_input_gate", p, d, cut=REPLICATED)),
+            projection=source.linear(StoredLinear(f"{name}.per_layer_projection", d, p, cut=REPLICATED)),
             norm=_norm(source, f"{name}.post_per_layer_input_norm", d),
         )
     return LayerWeights(
@@ -230,7 +236,7 @@ def _take_layer(config: Gemma4Config, source: Source, name: str, layer: int) -> 
         moe=_take_moe(config, source, name),
         output_norm=_norm(source, f"{name}.post_feedforward_layernorm", d),
         per_layer=per_layer,
-        scalar=source.tensor(f"{name}.layer_scalar", (1,), mean=1.0).float(),
+        scalar=source.tensor(f"{name}.layer_scalar", (1,), mean=1.0, cut=REPLICATED).float(),
     )
 
 
@@ -246,7 +252,7 @@ def take(config: Gemma4Config, source: Source) -> Weights:
         part = StoredLinear("model.embed_tokens_per_layer", config.vocab_size_per_layer_input, size)
         table = source.table(part)
         inputs = PerLayerInputs(
-            projection=source.linear(StoredLinear("model.per_layer_model_projection", size, d)),
+            projection=source.linear(StoredLinear("model.per_layer_model_projection", size, d, cut=REPLICATED)),
             norm=_norm(source, "model.per_layer_projection_norm", p),
             scale=source.ones(1) * 2.0**-0.5,
         )

@@ -13,6 +13,7 @@ from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
+from compiled_llm.models.sharding import by_outputs, of_elements
 from compiled_llm.models.weights import Source
 
 
@@ -24,8 +25,10 @@ def take_attention(source: Source, name: str, config: LlamaConfig) -> AttentionW
 def take_mlp(source: Source, name: str, config: ModelConfig) -> MlpWeights:
     """The MLP, whose gate and up are one tensor."""
     d, intermediate = config.hidden_size, config.intermediate_size
-    gate_up = source.linear(StoredLinear(f"{name}.gate_up_proj", 2 * intermediate, d))
-    return MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.down_proj", d, intermediate)))
+    own = of_elements(intermediate)
+    gate_up = StoredLinear(f"{name}.gate_up_proj", 2 * intermediate, d, cut=by_outputs(own, own))
+    down = StoredLinear(f"{name}.down_proj", d, intermediate, cut=own.inputs)
+    return MlpWeights(source.linear(gate_up), source.linear(down))
 
 
 def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:

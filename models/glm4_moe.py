@@ -21,8 +21,8 @@ from compiled_llm.models.layers.moe import (
     grouped_router,
 )
 from compiled_llm.models.layers.rope import head_arrangement
-from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
+from compiled_llm.models.sharding import REPLICATED
 from compiled_llm.models.weights import Source
 
 MTP_FIELD = "num_nextn_predict_layers"
@@ -72,7 +72,8 @@ def take_mlp(
         router_dtype=torch.float32,
     )
     if has_choice_bias:
-        bias = source.tensor(f"{name}.mlp.gate.e_score_correction_bias", (num_experts,), dtype=torch.float32)
+        choice_bias = f"{name}.mlp.gate.e_score_correction_bias"
+        bias = source.tensor(choice_bias, (num_experts,), dtype=torch.float32, cut=REPLICATED)
         routed = routed._replace(choice_bias=bias)
     return beside_shared(config, source, name, routed)
 
@@ -80,10 +81,8 @@ def take_mlp(
 def beside_shared(config: Glm4MoeConfig, source: Source, name: str, routed: MoeWeights) -> MoeWeights:
     """``routed`` and the MLP that all tokens use."""
     d, size = config.hidden_size, config.moe_intermediate_size * config.n_shared_experts
-    shared = f"{name}.mlp.shared_experts"
-    gate_up = source.linear(*(StoredLinear(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
-    down = source.linear(StoredLinear(f"{shared}.down_proj", d, size))
-    return routed._replace(shared=Shared(MlpWeights(gate_up, down), source.ones(1)))
+    shared = source.gated_mlp(f"{name}.mlp.shared_experts", d, size)
+    return routed._replace(shared=Shared(shared, source.ones(1)))
 
 
 def take_layer(config: Any, source: Source, name: str) -> LayerWeights:

@@ -11,11 +11,12 @@ from compiled_llm.models.config_values import check_size
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
-from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp
+from compiled_llm.models.layers.mlp import mlp
 from compiled_llm.models.layers.residual import LayerNorm, Residual
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights
 from compiled_llm.models.rope_config import Rope
+from compiled_llm.models.sharding import REPLICATED, by_outputs, of_heads
 from compiled_llm.models.weights import Source
 
 
@@ -38,16 +39,14 @@ class Weights(NamedTuple):
 def _take_layer(config: GPT2Config, source: Source, name: str) -> LayerWeights:
     d, intermediate, transposed = config.hidden_size, config.intermediate_size, not config.gguf_layout
 
-    def linear(part: str, out_features: int, in_features: int) -> Linear:
-        return source.linear(
-            StoredLinear(f"{name}.{part}", out_features, in_features, bias=True, transposed=transposed)
-        )
-
+    own = of_heads(config, d)
+    qkv = StoredLinear(f"{name}.attn.c_attn", 3 * d, d, True, transposed, cut=by_outputs(own, own, own))
+    o = StoredLinear(f"{name}.attn.c_proj", d, d, True, transposed, cut=own.inputs)
     return LayerWeights(
         input_norm=source.layer_norm(f"{name}.ln_1", d),
-        attention=AttentionWeights(linear("attn.c_attn", 3 * d, d), linear("attn.c_proj", d, d)),
+        attention=AttentionWeights(source.linear(qkv), source.linear(o)),
         mlp_norm=source.layer_norm(f"{name}.ln_2", d),
-        mlp=PlainMlpWeights(linear("mlp.c_fc", intermediate, d), linear("mlp.c_proj", d, intermediate)),
+        mlp=source.plain_mlp(f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", d, intermediate, True, transposed),
     )
 
 
@@ -59,7 +58,7 @@ def take(config: GPT2Config, source: Source) -> Weights:
     )
     return Weights(
         embedding=embedding,
-        positions=source.tensor("transformer.wpe.weight", (config.n_positions, d)),
+        positions=source.tensor("transformer.wpe.weight", (config.n_positions, d), cut=REPLICATED),
         layers=tuple(_take_layer(config, source, f"transformer.h.{i}") for i in range(config.num_layers)),
         final_norm=source.layer_norm("transformer.ln_f", d),
         head=head,

@@ -13,11 +13,12 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers, one_partial_rope
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
-from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp, plain_activation
+from compiled_llm.models.layers.mlp import mlp, plain_activation
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
+from compiled_llm.models.sharding import by_outputs, of_heads
 from compiled_llm.models.weights import Source
 
 
@@ -41,18 +42,20 @@ def _take_attention(config: GPTNeoXConfig, source: Source, name: str) -> Attenti
         q, k, v = (part.flatten(0, 1) for part in rows.unflatten(0, (n, 3, h)).unbind(1))
         return torch.cat([turn(q), turn(k), v])
 
-    qkv = source.linear(StoredLinear(f"{name}.query_key_value", 3 * d, d, bias, arrange=arrange))
-    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.dense", d, d, bias)))
+    own = of_heads(config, d)
+    cut = by_outputs(own, own, own)
+    qkv = source.linear(StoredLinear(f"{name}.query_key_value", 3 * d, d, bias, arrange=arrange, cut=cut))
+    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.dense", d, d, bias, cut=own.inputs)))
 
 
 def _take_layer(config: GPTNeoXConfig, source: Source, name: str) -> LayerWeights:
     d, intermediate = config.hidden_size, config.intermediate_size
-    up = source.linear(StoredLinear(f"{name}.mlp.dense_h_to_4h", intermediate, d, bias=True))
+    up, down = (f"{name}.mlp.dense_{x}" for x in ("h_to_4h", "4h_to_h"))
     return LayerWeights(
         input_norm=source.layer_norm(f"{name}.input_layernorm", d),
         attention=_take_attention(config, source, f"{name}.attention"),
         mlp_norm=source.layer_norm(f"{name}.post_attention_layernorm", d),
-        mlp=PlainMlpWeights(up, source.linear(StoredLinear(f"{name}.mlp.dense_4h_to_h", d, intermediate, bias=True))),
+        mlp=source.plain_mlp(up, down, d, intermediate, bias=True),
     )
 
 

@@ -19,6 +19,7 @@ from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
+from compiled_llm.models.sharding import REPLICATED, by_outputs, of_elements, of_heads
 from compiled_llm.models.weights import Source
 
 
@@ -43,23 +44,29 @@ def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
         config.num_local_experts,
         config.num_experts_per_tok,
     )
-    experts = f"{name}.mlp.experts"
+    experts, own = f"{name}.mlp.experts", of_elements(inner)
     if config.gguf_layout:
         each = [f"{experts}.{e}" for e in range(num_experts)]
-        gates = [[StoredLinear(f"{e}.{x}_proj", inner, d, bias=True) for x in ("gate", "up")] for e in each]
+        gates = [
+            [StoredLinear(f"{e}.{x}_proj", inner, d, bias=True, cut=own.outputs) for x in ("gate", "up")] for e in each
+        ]
         gate_up = source.experts(gates, top_k)
-        down = source.experts([[StoredLinear(f"{e}.down_proj", d, inner, bias=True)] for e in each], top_k)
+        downs = [[StoredLinear(f"{e}.down_proj", d, inner, bias=True, cut=own.inputs)] for e in each]
+        down = source.experts(downs, top_k)
     else:
-        gate_up = source.stacked_experts(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, top_k, in_turn=2)
-        down = source.stacked_experts(f"{experts}.down_proj", num_experts, d, inner, top_k)
-    router = source.linear(StoredLinear(f"{name}.mlp.router", num_experts, d, bias=True))
+        gate_up = source.stacked_experts(
+            f"{experts}.gate_up_proj", num_experts, 2 * inner, d, top_k, in_turn=2, cut=by_outputs(own, own)
+        )
+        down = source.stacked_experts(f"{experts}.down_proj", num_experts, d, inner, top_k, cut=own.inputs)
+    router = source.linear(StoredLinear(f"{name}.mlp.router", num_experts, d, bias=True, cut=REPLICATED))
     return MoeWeights(router, gate_up, down, source.used_experts())
 
 
 def take_layer(config: Any, source: Source, name: str) -> LayerWeights:
     """Llama's layer, with experts and sinks."""
     layer = llama.take_layer(config, source, name, take_mlp)
-    sinks = source.tensor(f"{name}.self_attn.sinks", (config.num_heads,), dtype=torch.float32)
+    own = of_heads(config, config.num_heads)
+    sinks = source.tensor(f"{name}.self_attn.sinks", (own.size,), dtype=torch.float32, cut=own.outputs)
     return layer._replace(attention=layer.attention._replace(sinks=sinks))
 
 

@@ -21,6 +21,7 @@ from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
+from compiled_llm.models.sharding import REPLICATED, by_outputs, of_elements
 from compiled_llm.models.weights import Source
 
 LINEAR = "linear_attention"
@@ -66,11 +67,14 @@ def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeigh
     if config.gguf_layout:
         return _take_separate_mlp(config, source, f"{name}.mlp", f"{name}.block_sparse_moe.router.layer")
     d, inner = config.hidden_size, config.shared_intermediate_size
-    gate_up = source.linear(StoredLinear(f"{name}.shared_mlp.input_linear", 2 * inner, d))
-    shared = MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.shared_mlp.output_linear", d, inner)))
+    own = of_elements(inner, "shared_intermediate_size")
+    gate_up = StoredLinear(f"{name}.shared_mlp.input_linear", 2 * inner, d, cut=by_outputs(own, own))
+    down = StoredLinear(f"{name}.shared_mlp.output_linear", d, inner, cut=own.inputs)
+    shared = MlpWeights(source.linear(gate_up), source.linear(down))
     if not config.num_local_experts:
         return shared
     inner, name = config.intermediate_size, f"{name}.block_sparse_moe"
+    own = of_elements(inner)
     stacked = functools.partial(
         source.stacked_experts, num_experts=config.num_local_experts, top_k=config.num_experts_per_tok,
         transposed=False, bias=False,
@@ -80,12 +84,12 @@ def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeigh
         "output_linear": "experts.down_proj",
         "router.layer": "router.weight",
     }
-    for own, other in others.items():
-        source.may_be_called(f"{name}.{own}.weight", f"{name}.{other}")
+    for stored, other in others.items():
+        source.may_be_called(f"{name}.{stored}.weight", f"{name}.{other}")
     return MoeWeights(
-        router=source.linear(StoredLinear(f"{name}.router.layer", config.num_local_experts, d)),
-        gate_up=stacked(f"{name}.input_linear.weight", out_features=2 * inner, in_features=d),
-        down=stacked(f"{name}.output_linear.weight", out_features=d, in_features=inner),
+        router=source.linear(StoredLinear(f"{name}.router.layer", config.num_local_experts, d, cut=REPLICATED)),
+        gate_up=stacked(f"{name}.input_linear.weight", out_features=2 * inner, in_features=d, cut=by_outputs(own, own)),
+        down=stacked(f"{name}.output_linear.weight", out_features=d, in_features=inner, cut=own.inputs),
         used=source.used_experts(),
         shared=Shared(shared, source.ones(1) * config.residual_multiplier),
     )
@@ -96,8 +100,7 @@ def _take_separate_mlp(config: GraniteHybridConfig, source: Source, name: str, r
     d, inner, shared = config.hidden_size, config.shared_intermediate_size, name
     if config.num_local_experts:
         shared = f"{name}.shared_expert"
-    gate_up = source.linear(*(StoredLinear(f"{shared}.{x}_proj", inner, d) for x in ("gate", "up")))
-    mlp = MlpWeights(gate_up, source.linear(StoredLinear(f"{shared}.down_proj", d, inner)))
+    mlp = source.gated_mlp(shared, d, inner)
     if not config.num_local_experts:
         return mlp
     count, top_k = config.num_local_experts, config.num_experts_per_tok

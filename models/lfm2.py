@@ -19,6 +19,7 @@ from compiled_llm.models.layers.short_convolution import ShortConvolutionWeights
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, TakeMlp, Weights
+from compiled_llm.models.sharding import by_outputs, of_elements
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
@@ -40,9 +41,8 @@ class Lfm2Config(ModelConfig):
 
 def take_mlp(config: Lfm2Config, source: Source, name: str) -> MlpWeights:
     """The MLP of the layer whose tensors' names begin with ``name``."""
-    d, inner, name = config.hidden_size, config.intermediate_size, f"{name}.feed_forward"
-    gate_up = source.linear(*(StoredLinear(f"{name}.{w}", inner, d) for w in ("w1", "w3")))
-    return MlpWeights(gate_up, source.linear(StoredLinear(f"{name}.w2", d, inner)))
+    d, inner = config.hidden_size, config.intermediate_size
+    return source.gated_mlp(f"{name}.feed_forward", d, inner, names=("w1", "w3", "w2"))
 
 
 def take_layer(config: Any, source: Source, name: str, take_mlp: TakeMlp = take_mlp) -> LayerWeights:
@@ -60,24 +60,20 @@ def take_layer(config: Any, source: Source, name: str, take_mlp: TakeMlp = take_
 def take_convolution(config: Lfm2Config, source: Source, name: str) -> ShortConvolutionWeights:
     """That of the layer whose tensors' names begin with ``name``."""
     d, width, bias = config.hidden_size, config.conv_L_cache, config.conv_bias
+    own = of_elements(d, "hidden_size")
     return ShortConvolutionWeights(
-        qkv=source.linear(StoredLinear(f"{name}.conv.in_proj", 3 * d, d, bias)),
-        o=source.linear(StoredLinear(f"{name}.conv.out_proj", d, d, bias)),
-        weight=source.tensor(f"{name}.conv.conv.weight", (d, 1, width)).view(d, width),
-        bias=source.tensor(f"{name}.conv.conv.bias", (d,)) if bias else None,
+        qkv=source.linear(StoredLinear(f"{name}.conv.in_proj", 3 * d, d, bias, cut=by_outputs(own, own, own))),
+        o=source.linear(StoredLinear(f"{name}.conv.out_proj", d, d, bias, cut=own.inputs)),
+        weight=source.tensor(f"{name}.conv.conv.weight", (d, 1, width), cut=own.outputs).flatten(1),
+        bias=source.tensor(f"{name}.conv.conv.bias", (d,), cut=own.outputs) if bias else None,
     )
 
 
 def take_attention(config: Lfm2Config, source: Source, name: str) -> AttentionWeights:
     """The same of a layer with attention."""
-    d, h, name = config.hidden_size, config.head_dim, f"{name}.self_attn"
-    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-    return AttentionWeights(
-        qkv=source.linear(*(StoredLinear(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
-        o=source.linear(StoredLinear(f"{name}.out_proj", d, config.num_heads * h)),
-        q_norm=source.norm(f"{name}.q_layernorm", h),
-        k_norm=source.norm(f"{name}.k_layernorm", h),
-    )
+    name = f"{name}.self_attn"
+    q_norm, k_norm = (source.norm(f"{name}.{x}_layernorm", config.head_dim) for x in "qk")
+    return source.attention(name, config, o_name="out_proj")._replace(q_norm=q_norm, k_norm=k_norm)
 
 
 def take(config: Any, source: Source, take_layer: Callable[[Any, Source, str], LayerWeights] = take_layer) -> Weights:
@@ -92,7 +88,7 @@ def take(config: Any, source: Source, take_layer: Callable[[Any, Source, str], L
 def layers(config: Lfm2Config) -> MixedLayers:
     """Each layer's attention or state."""
     attention = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5)
-    state = StateSpec((config.conv_L_cache - 1, config.hidden_size))
+    state = StateSpec((config.conv_L_cache - 1, config.hidden_size // config.num_ranks))
     return tuple(state if kind == CONVOLUTION else attention for kind in config.layer_types)
 
 

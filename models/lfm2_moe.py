@@ -18,6 +18,7 @@ from compiled_llm.models.layers.short_convolution import gated_convolution
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.lfm2 import Lfm2Config
 from compiled_llm.models.llama import LayerWeights, Weights
+from compiled_llm.models.sharding import REPLICATED
 from compiled_llm.models.weights import Source
 
 
@@ -52,7 +53,8 @@ def take_mlp(config: Lfm2MoeConfig, source: Source, name: str) -> MlpWeights | M
     )  # fmt: skip
     if not config.use_expert_bias:
         return routed
-    return routed._replace(choice_bias=source.tensor(f"{name}.expert_bias", (experts,), dtype=torch.float32))
+    bias = source.tensor(f"{name}.expert_bias", (experts,), dtype=torch.float32, cut=REPLICATED)
+    return routed._replace(choice_bias=bias)
 
 
 def take_layer(config: Lfm2MoeConfig, source: Source, name: str) -> LayerWeights:

@@ -32,6 +32,7 @@ from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.rope_config import Rope
+from compiled_llm.models.sharding import REPLICATED, of_elements
 from compiled_llm.models.weights import Source
 
 MAMBA, MLP, EXPERTS = "linear_attention", "mlp", "moe"
@@ -114,12 +115,7 @@ class LayerWeights(NamedTuple):
 
 def take_attention(config: NemotronHConfig, source: Source, name: str) -> AttentionWeights:
     """The attention whose tensors' names begin with ``name``."""
-    d, h = config.hidden_size, config.head_dim
-    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-    return AttentionWeights(
-        qkv=source.linear(*(StoredLinear(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
-        o=source.linear(StoredLinear(f"{name}.o_proj", d, config.num_heads * h)),
-    )
+    return source.attention(name, config)
 
 
 def take_state(config: NemotronHConfig, source: Source, name: str) -> MambaWeights:
@@ -130,11 +126,8 @@ def take_state(config: NemotronHConfig, source: Source, name: str) -> MambaWeigh
 
 def take_mlp(config: NemotronHConfig, source: Source, name: str, inner: int | None = None) -> PlainMlpWeights:
     """The same of an MLP of ``inner`` elements, by default ``intermediate_size``."""
-    d, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
-    return PlainMlpWeights(
-        up=source.linear(StoredLinear(f"{name}.up_proj", inner, d, bias)),
-        down=source.linear(StoredLinear(f"{name}.down_proj", d, inner, bias)),
-    )
+    d, inner = config.hidden_size, inner or config.intermediate_size
+    return source.plain_mlp(f"{name}.up_proj", f"{name}.down_proj", d, inner, config.mlp_bias)
 
 
 def take_experts(config: NemotronHConfig, source: Source, name: str) -> MoeWeights:
@@ -143,21 +136,20 @@ def take_experts(config: NemotronHConfig, source: Source, name: str) -> MoeWeigh
     size, latent = config.moe_latent_size or d, None
     if config.moe_latent_size is not None:
         latent = Latent(
-            source.linear(StoredLinear(f"{name}.fc1_latent_proj", size, d, config.mlp_bias)),
-            source.linear(StoredLinear(f"{name}.fc2_latent_proj", d, size, config.mlp_bias)),
+            source.linear(StoredLinear(f"{name}.fc1_latent_proj", size, d, config.mlp_bias, cut=REPLICATED)),
+            source.linear(StoredLinear(f"{name}.fc2_latent_proj", d, size, config.mlp_bias, cut=REPLICATED)),
         )
-    count = config.n_routed_experts
+    count, own = config.n_routed_experts, of_elements(inner, "moe_intermediate_size")
     each = [f"{name}.experts.{e}" for e in range(count)]
+    ups = [[StoredLinear(f"{e}.up_proj", inner, size, cut=own.outputs)] for e in each]
+    downs = [[StoredLinear(f"{e}.down_proj", size, inner, cut=own.inputs)] for e in each]
+    choice_bias = f"{name}.gate.e_score_correction_bias"
     routed = MoeWeights(
-        router=source.linear(StoredLinear(f"{name}.gate", count, d), dtype=torch.float32),
-        gate_up=source.experts(
-            [[StoredLinear(f"{e}.up_proj", inner, size)] for e in each], top_k, f"{name}.experts.up_proj"
-        ),
-        down=source.experts(
-            [[StoredLinear(f"{e}.down_proj", size, inner)] for e in each], top_k, f"{name}.experts.down_proj"
-        ),
+        router=source.linear(StoredLinear(f"{name}.gate", count, d, cut=REPLICATED), dtype=torch.float32),
+        gate_up=source.experts(ups, top_k, f"{name}.experts.up_proj"),
+        down=source.experts(downs, top_k, f"{name}.experts.down_proj"),
         used=source.used_experts(),
-        choice_bias=source.tensor(f"{name}.gate.e_score_correction_bias", (count,), dtype=torch.float32),
+        choice_bias=source.tensor(choice_bias, (count,), dtype=torch.float32, cut=REPLICATED),
         latent=latent,
     )
     shared = take_mlp(config, source, f"{name}.shared_experts", config.moe_shared_expert_intermediate_size)

@@ -40,12 +40,10 @@ def _norm(source: Source, name: str, size: int) -> Tensor:
 
 
 def _take_layer(config: Olmo2Config, source: Source, name: str) -> LayerWeights:
-    d, h = config.hidden_size, config.head_dim
+    d = config.hidden_size
+    attention = source.attention(f"{name}.self_attn", config, bias=config.attention_bias)
     return LayerWeights(
-        attention=source.attention(f"{name}.self_attn", config, bias=config.attention_bias)._replace(
-            q_norm=_norm(source, f"{name}.self_attn.q_norm", config.num_heads * h),
-            k_norm=_norm(source, f"{name}.self_attn.k_norm", config.num_kv_heads * h),
-        ),
+        attention=attention._replace(**source.norms_of_all_heads(f"{name}.self_attn", config)),
         attention_norm=_norm(source, f"{name}.post_attention_layernorm", d),
         mlp=source.mlp(f"{name}.mlp", config),
         output_norm=_norm(source, f"{name}.post_feedforward_layernorm", d),

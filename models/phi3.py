@@ -17,6 +17,7 @@ from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.mistral import MistralConfig
+from compiled_llm.models.sharding import by_outputs, of_heads, of_kv_heads
 from compiled_llm.models.weights import Source
 
 
@@ -29,9 +30,11 @@ def _arrangement(config: LlamaConfig) -> Callable[[Tensor], Tensor] | None:
 
 
 def _take_attention(source: Source, name: str, config: LlamaConfig) -> AttentionWeights:
-    d, h, heads = config.hidden_size, config.head_dim, config.num_heads + 2 * config.num_kv_heads
-    qkv = source.linear(StoredLinear(f"{name}.qkv_proj", heads * h, d, arrange=_arrangement(config)))
-    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.o_proj", d, config.num_heads * h)))
+    d, h, size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
+    q, kv = of_heads(config, size), of_kv_heads(config, config.num_kv_heads * h)
+    outputs, cut = size + 2 * kv.size, by_outputs(q, kv, kv)
+    qkv = source.linear(StoredLinear(f"{name}.qkv_proj", outputs, d, arrange=_arrangement(config), cut=cut))
+    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.o_proj", d, size, cut=q.inputs)))
 
 
 def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:

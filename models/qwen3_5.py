@@ -24,6 +24,7 @@ from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, TakeMlp, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
+from compiled_llm.models.sharding import Cut, Section
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
@@ -67,6 +68,16 @@ class Qwen35Config(LlamaConfig, MtpConfig):
     def convolved_size(self) -> int:
         return 2 * self.key_size + self.value_size
 
+    def of_value_heads(self, size: int) -> Section:
+        """``size`` elements of value heads, for ranks to share."""
+        return Section(size, self.linear_num_value_heads, "linear_num_value_heads")
+
+    @property
+    def convolved_sections(self) -> tuple[Section, ...]:
+        """Those of queries, keys and values."""
+        keys = Section(self.key_size, self.linear_num_key_heads, "linear_num_key_heads", repeats=True)
+        return keys, keys, self.of_value_heads(self.value_size)
+
 
 TakeProjections = Callable[[Any, Source, str], Linear]
 
@@ -76,8 +87,10 @@ def take_projections(config: Qwen35Config, source: Source, name: str) -> Linear:
     heads, d = config.linear_num_value_heads, config.hidden_size
     sizes = {"qkv": config.convolved_size, "z": config.value_size, "b": heads, "a": heads}
     orders = {x: by_key_head(config, 2 * config.key_size if x == "qkv" else 0) for x in sizes}
+    cuts = {x: config.of_value_heads(size).outputs for x, size in sizes.items() if x != "qkv"}
+    cuts["qkv"] = Cut(config.convolved_sections)
     return source.linear(
-        *(StoredLinear(f"{name}.in_proj_{x}", size, d, arrange=orders[x]) for x, size in sizes.items())
+        *(StoredLinear(f"{name}.in_proj_{x}", size, d, arrange=orders[x], cut=cuts[x]) for x, size in sizes.items())
     )
 
 
@@ -103,23 +116,22 @@ def take_delta_net(
 ) -> DeltaNetWeights:
     """The weights of Gated DeltaNet whose tensors' names begin with ``name``."""
     heads, channels, width = config.linear_num_value_heads, config.convolved_size, config.linear_conv_kernel_dim
-    in_order = by_key_head(config)
-    convolution = source.tensor(f"{name}.conv1d.weight", (channels, 1, width)).view(channels, width)
-    A_log, dt_bias = (source.tensor(f"{name}.{x}", (heads,), dtype=torch.float32) for x in ("A_log", "dt_bias"))
-    if in_order is not None:
-        of_channels = by_key_head(config, 2 * config.key_size)
-        assert of_channels is not None
-        convolution, A_log, dt_bias = of_channels(convolution), in_order(A_log), in_order(dt_bias)
+    in_order, of_values = by_key_head(config), config.of_value_heads(config.value_size)
+    of_heads = config.of_value_heads(heads).outputs
+    o = StoredLinear(f"{name}.out_proj", config.hidden_size, of_values.size, arrange_inputs=in_order)
     return DeltaNetWeights(
         qkv=take_projections(config, source, name),
-        o=source.linear(
-            StoredLinear(f"{name}.out_proj", config.hidden_size, config.value_size, arrange_inputs=in_order)
-        ),
-        convolution=convolution,
+        o=source.linear(o._replace(cut=of_values.inputs)),
+        convolution=source.tensor(
+            f"{name}.conv1d.weight", (channels, 1, width), arrange=by_key_head(config, 2 * config.key_size),
+            cut=Cut(config.convolved_sections),
+        ).flatten(1),
         norm=source.norm(f"{name}.norm", config.linear_value_head_dim),
-        A_log=A_log,
-        dt_bias=dt_bias,
-    )
+        **{
+            x: source.tensor(f"{name}.{x}", (heads,), dtype=torch.float32, arrange=in_order, cut=of_heads)
+            for x in ("A_log", "dt_bias")
+        },
+    )  # fmt: skip
 
 
 def take_layer(

@@ -25,6 +25,7 @@ from compiled_llm.models.linears.protocol import Linear, StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.qwen3_5 import Qwen35Config
 from compiled_llm.models.qwen3_moe import Qwen3MoeConfig
+from compiled_llm.models.sharding import REPLICATED, Cut, by_outputs
 from compiled_llm.models.weights import Source
 
 MTP_FIELD = "num_nextn_predict_layers"
@@ -50,24 +51,27 @@ def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Line
         parts = rows.unflatten(0, (key_heads, -1)).split(sizes, dim=1)
         return torch.cat([part.flatten(0, 1) for part in parts])
 
-    def together(part: str, *sizes: int) -> StoredLinear:
+    def together(part: str, cut: Cut, *sizes: int) -> StoredLinear:
         outputs, arrange = key_heads * sum(sizes), functools.partial(apart, sizes=sizes)
-        return StoredLinear(f"{name}.in_proj_{part}", outputs, config.hidden_size, arrange=arrange)
+        return StoredLinear(f"{name}.in_proj_{part}", outputs, config.hidden_size, arrange=arrange, cut=cut)
 
-    first = [together("qkvz", dk, dk, values, values)]
+    own, heads = config.convolved_sections, config.of_value_heads(config.linear_num_value_heads)
+    of_values = own[-1]
+    first = [together("qkvz", by_outputs(*own, of_values), dk, dk, values, values)]
     if config.gguf_layout:
-        of_parts = {"qkv": config.convolved_size, "z": config.value_size}
-        first = [StoredLinear(f"{name}.in_proj_{x}", size, config.hidden_size) for x, size in of_parts.items()]
-    return source.linear(*first, together("ba", group, group))
+        first = [
+            StoredLinear(f"{name}.in_proj_{x}", sum(s.size for s in sections), config.hidden_size, cut=Cut(sections))
+            for x, sections in {"qkv": own, "z": (of_values,)}.items()
+        ]
+    return source.linear(*first, together("ba", by_outputs(heads, heads), group, group))
 
 
 def take_shared(config: Qwen3NextConfig, source: Source, name: str) -> Shared:
     """The MLP that all tokens use, and its gate; names begin with ``name``."""
     d, inner = config.hidden_size, config.shared_expert_intermediate_size
-    gate_up = source.linear(*(StoredLinear(f"{name}.shared_expert.{x}_proj", inner, d) for x in ("gate", "up")))
-    down = source.linear(StoredLinear(f"{name}.shared_expert.down_proj", d, inner))
-    gate = source.linear(StoredLinear(f"{name}.shared_expert_gate", 1, d))
-    return Shared(MlpWeights(gate_up, down), source.ones(1), gate)
+    shared = source.gated_mlp(f"{name}.shared_expert", d, inner)
+    gate = source.linear(StoredLinear(f"{name}.shared_expert_gate", 1, d, cut=REPLICATED))
+    return Shared(shared, source.ones(1), gate)
 
 
 def take_mlp(config: Qwen3NextConfig, source: Source, name: str) -> MlpWeights | MoeWeights:

@@ -10,10 +10,9 @@ from compiled_llm.models.config import ModelConfig, check_window
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, attention
-from compiled_llm.models.layers.mlp import PlainMlpWeights, mlp, plain_activation
+from compiled_llm.models.layers.mlp import mlp, plain_activation
 from compiled_llm.models.layers.residual import Residual
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.llama import LayerWeights, Weights
 from compiled_llm.models.weights import Source
 
@@ -37,10 +36,7 @@ def _take_layer(config: Starcoder2Config, source: Source, name: str) -> LayerWei
         input_norm=source.layer_norm(f"{name}.input_layernorm", d),
         attention=source.attention(f"{name}.self_attn", config, bias=bias),
         mlp_norm=source.layer_norm(f"{name}.post_attention_layernorm", d),
-        mlp=PlainMlpWeights(
-            up=source.linear(StoredLinear(f"{name}.mlp.c_fc", intermediate, d, bias)),
-            down=source.linear(StoredLinear(f"{name}.mlp.c_proj", d, intermediate, bias)),
-        ),
+        mlp=source.plain_mlp(f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", d, intermediate, bias),
     )
 
 

@@ -1,7 +1,7 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
-from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.mlp import MlpWeights, PlainMlpWeights
 from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.layers.residual import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
@@ -17,10 +17,12 @@ from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, Put, PutQuantized, StoredLinear
 from compiled_llm.models.linears.published import in_columns, in_order_of
+from compiled_llm.models.linears.sharded import NormOverRanks, Sharding
 from compiled_llm.models.quantized.mxfp4 import StackedMxfp4
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Stack, Wanted, WantedCodes
 from compiled_llm.models.rope_config import Rope
+from compiled_llm.models.sharding import REPLICATED, Cut, Section, of_elements, of_heads, of_kv_heads
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
 _COLUMNS = 64  # of a matrix that are transposed at a time, in the caches
@@ -69,6 +71,7 @@ class Source:
         self.other_names: dict[str, str] = {}
         self.stacks: dict[str, Sequence[Sequence[StoredLinear]]] = {}
         self._used_experts: UsedExperts | None = None
+        self._shard = linears.shard if isinstance(linears, Sharding) else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,13 +91,26 @@ class Source:
         mean: float = 0.0,
         std: float | None = None,
         dtype: torch.dtype | None = None,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+        cut: Cut | None = None,
     ) -> Tensor:
         """The checkpoint's tensor ``name``, in the model's dtype or in ``dtype``.
 
         Args:
             mean, std: of random weights; by default such that activations keep their size.
+            arrange, cut: of its rows, as those of ``StoredLinear``.
         """
-        return self._reader.tensor(_wanted(name, shape, mean, std, dtype))
+        tensor = self._reader.tensor(_wanted(name, shape, mean, std, dtype))
+        if arrange is not None and not tensor.is_meta:
+            tensor = arrange(tensor)
+        if self._shard is None:
+            return tensor
+        if cut is None:
+            raise ValueError(
+                f"tensor_parallel_size must be 1 for this model, since nothing says how ranks share {name}, given "
+                f"{self._shard.size}"
+            )
+        return tensor[self._shard.own(cut.outputs).to(tensor.device)] if cut.outputs else tensor
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put, dtype: torch.dtype | None = None) -> None:
         """The rows of the matrices of these names, one below the other; see ``Take.rows``."""
@@ -110,8 +126,29 @@ class Source:
 
     def norm(self, name: str, size: int, *, in_float32: bool = False) -> Tensor:
         """The weight ``[size]`` of an RMS norm; in float32 where it multiplies before the result is rounded."""
-        weight = self.tensor(f"{name}.weight", (size,), mean=1.0)
+        weight = self.tensor(f"{name}.weight", (size,), mean=1.0, cut=REPLICATED)
         return weight.float() if in_float32 else weight
+
+    def norms_of_all_heads(self, name: str, config: ModelConfig) -> dict[str, Any]:
+        """Fields of ``AttentionWeights``: norms of all heads together, of queries and of keys, in float32."""
+        sizes = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+        sections = [own(config, size) for own, size in zip((of_heads, of_kv_heads), sizes, strict=True)]
+        weights = [
+            self.norm(f"{name}.{x}_norm", section.size, in_float32=True)
+            for x, section in zip("qk", sections, strict=True)
+        ]
+        if isinstance(self._linears, Sharding):
+            return {"over_ranks": tuple(map(self._linears.norm_over_ranks, weights, sections))}
+        return dict(zip(("q_norm", "k_norm"), weights, strict=True))
+
+    def norm_of_groups(self, name: str, section: Section, groups: int) -> Tensor | NormOverRanks:
+        """That of an RMS norm of each of ``groups`` of ``section`` by itself: a rank's own, where it has whole ones."""
+        weight, linears = self.norm(name, section.size), self._linears
+        if not isinstance(linears, Sharding):
+            return weight
+        if groups % linears.shard.size:
+            return linears.norm_over_ranks(weight, section, section.size // groups)
+        return weight[linears.shard.own((section,)).to(weight.device)]
 
     def ones(self, size: int) -> Tensor:
         """The weight ``[size]`` float32 of an RMS norm that has none in a checkpoint."""
@@ -135,11 +172,11 @@ class Source:
 
     def layer_norm(self, name: str, size: int) -> LayerNorm:
         """Weight and bias, ``[size]`` each, of a layer norm."""
-        return LayerNorm(self.norm(name, size), self.tensor(f"{name}.bias", (size,)))
+        return LayerNorm(self.norm(name, size), self.tensor(f"{name}.bias", (size,), cut=REPLICATED))
 
     def norm_plus_one(self, name: str, size: int) -> Tensor:
         """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
-        return 1 + self.tensor(f"{name}.weight", (size,)).float()
+        return 1 + self.tensor(f"{name}.weight", (size,), cut=REPLICATED).float()
 
     def linear(self, *parts: StoredLinear, dtype: torch.dtype | None = None) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input; in ``dtype``, or the model's."""
@@ -185,11 +222,13 @@ class Source:
         """
         d, each, stacked = config.hidden_size, [f"{experts}.{e}" for e in range(num_experts)], stacked or experts
         gate, up, down = names
-        gate_up = [[StoredLinear(f"{e}.{x}", inner, d) for x in (gate, up)] for e in each]
+        own = of_elements(inner, "the size of experts")
+        gate_up = [[StoredLinear(f"{e}.{x}", inner, d, cut=own.outputs) for x in (gate, up)] for e in each]
+        downs = [[StoredLinear(f"{e}.{down}", d, inner, cut=own.inputs)] for e in each]
         return MoeWeights(
-            router=self.linear(StoredLinear(router, num_experts, d), dtype=router_dtype),
+            router=self.linear(StoredLinear(router, num_experts, d, cut=REPLICATED), dtype=router_dtype),
             gate_up=self.experts(gate_up, top_k, f"{stacked}.gate_up_proj"),
-            down=self.experts([[StoredLinear(f"{e}.{down}", d, inner)] for e in each], top_k, f"{stacked}.down_proj"),
+            down=self.experts(downs, top_k, f"{stacked}.down_proj"),
             used=self.used_experts(),
         )
 
@@ -204,6 +243,7 @@ class Source:
         in_turn: int = 1,
         transposed: bool = True,
         bias: bool = True,
+        cut: Cut | None = None,
     ) -> GroupedLinear:
         """The layers of experts that lie in one tensor, ``name``.
 
@@ -213,11 +253,12 @@ class Source:
         Args:
             in_turn: so many parts of the outputs follow one another in the model, of which the checkpoint has the first
                 output each, then the second each, and so on.
+            cut: as that of ``StoredLinear``, of each expert.
         """
         sizes = (in_features, out_features) if transposed else (out_features, in_features)
         wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, whole=transposed)
-        biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
-        part = StoredLinear(name, out_features, in_features, bias, transposed, stacked=name)
+        biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1, cut=REPLICATED) if bias else None
+        part = StoredLinear(name, out_features, in_features, bias, transposed, stacked=name, cut=cut)
         if in_turn > 1:
             part = part._replace(arrange=lambda rows: rows.unflatten(0, (-1, in_turn)).transpose(0, 1).flatten(0, 1))
         parts = [[part._replace(name=f"{name}.{e}")] for e in range(num_experts)]
@@ -235,29 +276,73 @@ class Source:
         return self._used_experts
 
     def attention(
-        self, name: str, config: ModelConfig, *, bias: bool = False, o_bias: bool | None = None
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        bias: bool = False,
+        o_bias: bool | None = None,
+        o_name: str = "o_proj",
     ) -> AttentionWeights:
         """A layer's projections as most checkpoints name them: queries, keys and values in one, and the output.
 
         Args:
             bias: whether they have biases.
             o_bias: the same of the output's; by default as ``bias``.
+            o_name: of the output's.
         """
-        d, h, q_size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
-        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-        parts = {x: StoredLinear(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()}
-        for x in "qk":
-            parts[x] = parts[x]._replace(arrange=head_arrangement(config.ropes[0], h))
+        parts = self.query_key_value(name, config, bias)
+        for x in "qk" if config.ropes else "":
+            parts[x] = parts[x]._replace(arrange=head_arrangement(config.ropes[0], config.head_dim))
         qkv = self.linear(*parts.values())
-        return AttentionWeights(
-            qkv, self.linear(StoredLinear(f"{name}.o_proj", d, q_size, bias if o_bias is None else o_bias))
-        )
+        d, size, bias = config.hidden_size, parts["q"].out_features, bias if o_bias is None else o_bias
+        o = StoredLinear(f"{name}.{o_name}", d, size, bias, cut=of_heads(config, size).inputs)
+        return AttentionWeights(qkv, self.linear(o))
+
+    @staticmethod
+    def query_key_value(name: str, config: ModelConfig, bias: bool = False) -> dict[str, StoredLinear]:
+        """The projections of a layer's queries, keys and values as most checkpoints name them, by their first letters.
+
+        Args:
+            name: the beginning of the tensors' names.
+            bias: whether they have biases.
+        """
+        q, kv = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
+        owned = {"q": of_heads(config, q), "k": of_kv_heads(config, kv), "v": of_kv_heads(config, kv)}
+        return {
+            x: StoredLinear(f"{name}.{x}_proj", own.size, config.hidden_size, bias, cut=own.outputs)
+            for x, own in owned.items()
+        }
 
     def mlp(self, name: str, config: ModelConfig, *, bias: bool = False) -> MlpWeights:
         """A layer's gated MLP as most checkpoints name it: gate and up in one, and down."""
-        d, intermediate = config.hidden_size, config.intermediate_size
-        gate_up = self.linear(*(StoredLinear(f"{name}.{x}_proj", intermediate, d, bias) for x in ("gate", "up")))
-        return MlpWeights(gate_up, self.linear(StoredLinear(f"{name}.down_proj", d, intermediate, bias)))
+        return self.gated_mlp(name, config.hidden_size, config.intermediate_size, bias=bias)
+
+    def gated_mlp(
+        self,
+        name: str,
+        size: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> MlpWeights:
+        """A gated MLP of ``inner`` elements; ``names``: what follows ``name`` in those of its tensors."""
+        (gate, up, down), own = names, of_elements(inner)
+        firsts = [StoredLinear(f"{name}.{x}", inner, size, bias, cut=own.outputs) for x in (gate, up)]
+        return MlpWeights(
+            self.linear(*firsts), self.linear(StoredLinear(f"{name}.{down}", size, inner, bias, cut=own.inputs))
+        )
+
+    def plain_mlp(
+        self, up: str, down: str, size: int, inner: int, bias: bool, transposed: bool = False
+    ) -> PlainMlpWeights:
+        """An MLP of ``inner`` elements without a gate, whose layers have these names."""
+        own = of_elements(inner)
+        return PlainMlpWeights(
+            self.linear(StoredLinear(up, inner, size, bias, transposed, cut=own.outputs)),
+            self.linear(StoredLinear(down, size, inner, bias, transposed, cut=own.inputs)),
+        )
 
     def embedding_and_head(
         self, embedding: str, head: str, vocab_size: int, hidden_size: int, *, tied: bool
@@ -286,7 +371,8 @@ class _PartsTake:
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         part = self._parts[name]
         transposed = part.transposed and len(shape) == 2
-        tensor = self._source.tensor(name, shape[::-1] if transposed else shape, dtype=self.dtype)
+        stored = shape[::-1] if transposed else shape
+        tensor = self._source.tensor(name, stored, dtype=self.dtype, cut=REPLICATED)  # the kind of layer cuts it
         if tensor.is_meta:
             return tensor.new_empty(shape)
         tensor = tensor.t().contiguous() if transposed else tensor

@@ -35,6 +35,8 @@ from compiled_llm.ops.moe.grouped_linear import (
 )
 from compiled_llm.ops.moe.routed_linear import routed_linear
 from compiled_llm.ops.moe.routing import expert_rows, route, routed_rows, weighted_sum, weighted_sum_added
+from compiled_llm.ops.parallel.rank_group import RankGroup
+from compiled_llm.ops.parallel.reductions import all_gather, all_reduce, join_parts
 from compiled_llm.ops.recurrent.gated_delta_rule import gated_delta_rule
 from compiled_llm.ops.recurrent.mamba2_scan import mamba2_scan
 from compiled_llm.ops.recurrent.short_convolution import short_convolution
@@ -67,12 +69,15 @@ __all__ = [
     "DecodePlan",
     "Keys",
     "LoraWeights",
+    "RankGroup",
     "StateRows",
     "Turn",
     "activation",
     "add_layer_norm",
     "add_lora",
     "add_rms_norm",
+    "all_gather",
+    "all_reduce",
     "clamped_swiglu",
     "decode_attention",
     "decode_plan",
@@ -93,6 +98,7 @@ __all__ = [
     "grouped_quantized_linear",
     "grouped_quantized_linear_a8",
     "head_linear",
+    "join_parts",
     "keep_greedy_tokens",
     "keep_rows",
     "latent_attention",

@@ -36,7 +36,7 @@ _BASES = {
 }
 # The ops with kernels for products of bytes, which a CPU has where it has products of bfloat16.
 _BYTES = ("quantized_linear_a8_cpu",)
-OPS = (*_BASES, *_BYTES, "lora_cpu", "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
+OPS = (*_BASES, *_BYTES, "lora_cpu", "parallel_cpu", "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
 
 
 @dataclasses.dataclass(frozen=True)

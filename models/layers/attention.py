@@ -12,6 +12,7 @@ from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.models.linears.sharded import NormOverRanks
 from compiled_llm.ops import (
     DecodePlan,
     Keys,
@@ -20,6 +21,7 @@ from compiled_llm.ops import (
     decode_plan,
     paged_attention,
     qk_norm,
+    rms_norm,
     rotary_attention,
     rotary_decode_attention,
 )
@@ -177,6 +179,8 @@ class AttentionWeights(NamedTuple):
     k_norm: Tensor | None = None
     sinks: Tensor | None = None  # [N] float32: for each query head the score of one more key, whose value is zero
     v_norm: Tensor | None = None  # [H] float32, of each head
+    # Of queries and of keys, of all heads together, where ranks have some each.
+    over_ranks: tuple[NormOverRanks, NormOverRanks] | None = None
 
 
 def attention(
@@ -212,6 +216,8 @@ def attended(
     ``eps`` is that of the norms of queries and keys; the others are the arguments of ``attention``.
     """
     q_norm, k_norm = w.q_norm, w.k_norm
+    if w.over_ranks is not None:
+        qkv = _normed_over_ranks(qkv, w.over_ranks, spec, eps)
     if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
         qkv = qk_norm(qkv, q_norm, k_norm, eps)
         q_norm = k_norm = None
@@ -229,6 +235,15 @@ def attended(
     if spec.plan is not None:
         return rotary_decode_attention(qkv, turn, cache, step.plans[spec.plan], spec, w.sinks).flatten(1)
     return rotary_attention(qkv, turn, keys_of(spec, cache, step), spec, w.sinks, step.ancestors).flatten(1)
+
+
+def _normed_over_ranks(
+    qkv: Tensor, norms: tuple[NormOverRanks, NormOverRanks], spec: AttentionSpec, eps: float
+) -> Tensor:
+    """``qk_norm`` of all ranks' heads together: the rank's own of it."""
+    q, k, v = qkv.split([heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)], 1)
+    normed = [norm.own(rms_norm(norm.gathered(x), norm.weight, eps)) for x, norm in zip((q, k), norms, strict=True)]
+    return torch.cat([*normed, v], 1)
 
 
 def attend(

@@ -9,6 +9,7 @@ from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
 from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.models.sharding import by_outputs, of_heads
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import sigmoid_gated
 
@@ -25,16 +26,13 @@ def take_gated_attention(config: ModelConfig, source: Source, name: str, *, bias
         queries, gates = (part.flatten(0, 1) for part in rows.unflatten(0, (-1, 2 * h)).split(h, dim=1))
         return torch.cat([gates, queries if arrange is None else arrange(queries)])
 
-    kv_size = config.num_kv_heads * h
-    qkv = source.linear(
-        StoredLinear(f"{name}.q_proj", 2 * size, d, bias, arrange=gates_first),
-        StoredLinear(f"{name}.k_proj", kv_size, d, bias, arrange=arrange),
-        StoredLinear(f"{name}.v_proj", kv_size, d, bias),
-    )
+    own, parts = of_heads(config, size), source.query_key_value(name, config, bias)
+    gates_queries = StoredLinear(f"{name}.q_proj", 2 * size, d, bias, arrange=gates_first, cut=by_outputs(own, own))
+    qkv = source.linear(gates_queries, parts["k"]._replace(arrange=arrange), parts["v"])
     norms = [source.norm_plus_one(f"{name}.{x}_norm", h) for x in "qk"]
     if arrange is not None:  # a norm's elements are in the order of the heads'
         norms = [norm if norm.is_meta else arrange(norm) for norm in norms]
-    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.o_proj", d, size, bias)), *norms)
+    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.o_proj", d, size, bias, cut=own.inputs)), *norms)
 
 
 def gated_attention(

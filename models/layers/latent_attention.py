@@ -20,6 +20,7 @@ from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.heads import HeadLinear, HeadRows
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
+from compiled_llm.models.sharding import REPLICATED, of_all, of_heads
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rotary_latent_attention, rotary_latent_decode_attention
 
@@ -76,20 +77,28 @@ def take_latent_attention(
     key, turned, value = sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim
     arrange = head_arrangement(config.ropes[0], turned)
     of_queries, of_latents = (_behind(arrange, first, turned) for first in (key, latent))
-    down = StoredLinear(f"{name}.kv_a_proj_with_mqa", latent + turned, d, bias, arrange=of_latents)
+    down = StoredLinear(
+        f"{name}.kv_a_proj_with_mqa", latent + turned, d, bias, arrange=of_latents, cut=of_all(latent + turned).outputs
+    )
+    of_q = of_heads(config, n * (key + turned))
     if sizes.q_lora_rank is None:
-        qkv = source.linear(StoredLinear(f"{name}.q_proj", n * (key + turned), d, arrange=of_queries), down)
+        q = StoredLinear(f"{name}.q_proj", of_q.size, d, arrange=of_queries, cut=of_q.outputs)
+        qkv = source.linear(q, down)
         q_norm = q_up = None
     else:
-        qkv = source.linear(StoredLinear(f"{name}.q_a_proj", sizes.q_lora_rank, d, bias), down)
+        qkv = source.linear(StoredLinear(f"{name}.q_a_proj", sizes.q_lora_rank, d, bias, cut=REPLICATED), down)
         q_norm = source.norm(f"{name}.q_a_layernorm", sizes.q_lora_rank)
         q_up = source.linear(
-            StoredLinear(f"{name}.q_b_proj", n * (key + turned), sizes.q_lora_rank, arrange=of_queries)
+            StoredLinear(f"{name}.q_b_proj", of_q.size, sizes.q_lora_rank, arrange=of_queries, cut=of_q.outputs)
         )
-    up = [StoredLinear(f"{name}.kv_b_proj", n * (key + value), latent)]
+    up = {"kv_b_proj": (n * (key + value), latent)}
     if config.gguf_layout:
-        up = [StoredLinear(f"{name}.k_b_proj", n * latent, key), StoredLinear(f"{name}.v_b_proj", n * value, latent)]
-    up_k, up_v = source.heads(up, n, key)
+        up = {"k_b_proj": (n * latent, key), "v_b_proj": (n * value, latent)}
+    ups = [
+        StoredLinear(f"{name}.{x}", outputs, inputs, cut=of_heads(config, outputs).outputs)
+        for x, (outputs, inputs) in up.items()
+    ]
+    up_k, up_v = source.heads(ups, n, key)
     return LatentAttentionWeights(
         qkv=qkv,
         q_norm=q_norm,
@@ -97,7 +106,7 @@ def take_latent_attention(
         norm=source.norm(f"{name}.kv_a_layernorm", latent),
         q_to_latent=up_k,
         latent_to_value=up_v,
-        o=source.linear(StoredLinear(f"{name}.o_proj", d, n * value, bias)),
+        o=source.linear(StoredLinear(f"{name}.o_proj", d, n * value, bias, cut=of_heads(config, n * value).inputs)),
     )
 
 

@@ -11,6 +11,8 @@ from compiled_llm.models.inputs import StateCache, StepInput
 from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
+from compiled_llm.models.linears.sharded import NormOverRanks
+from compiled_llm.models.sharding import Cut, Section, by_outputs
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import gated_rms_norm, mamba2_scan, short_convolution
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
@@ -56,7 +58,7 @@ class MambaWeights(NamedTuple):
     o: Linear  # [D, H * P]
     convolution: Tensor  # [C, width]
     convolution_bias: Tensor | None  # [C]
-    norm: Tensor  # [H * P], of a group at a time
+    norm: Tensor | NormOverRanks  # [H * P], of a group at a time
     A_log: Tensor  # [H] float32
     D: Tensor  # [H] float32
     dt_bias: Tensor  # [H] float32
@@ -80,8 +82,13 @@ def mamba(x: Normed, w: MambaWeights, spec: StateSpec, cache: StateCache, step: 
         w.A_log, w.D, w.dt_bias, cache.recurrent, *rows, max_query_len=spec.max_query_len, dt_min=dt_min,
         dt_max=dt_max, exact=spec.exact,
     )  # fmt: skip
+    out = out.flatten(1)
+    if isinstance(w.norm, NormOverRanks):  # a group has heads of several ranks
+        norm, out, gate = w.norm, w.norm.gathered(out), w.norm.gathered(gate)
+        normed = gated_rms_norm(out, gate, norm.weight, x.eps, norm.group_size, norm_first=False)
+        return BlockOutput(norm.own(normed), w.o)
     group_size = inner * state_size // grouped
-    return BlockOutput(gated_rms_norm(out.flatten(1), gate, w.norm, x.eps, group_size, norm_first=False), w.o)
+    return BlockOutput(gated_rms_norm(out, gate, w.norm, x.eps, group_size, norm_first=False), w.o)
 
 
 def take_mamba(
@@ -89,11 +96,22 @@ def take_mamba(
 ) -> MambaWeights:
     """The weights of Mamba-2 whose tensors' names begin with ``name``; ``bias``: of both projections."""
     d, heads, inner, channels = hidden_size, sizes.heads, sizes.inner, sizes.convolved
+    of_inner, of_heads = (Section(size, heads, "the number of Mamba's heads") for size in (inner, heads))
+    of_groups = Section(sizes.groups * sizes.state_size, sizes.groups, "the number of Mamba's groups", repeats=True)
+    convolved = of_inner, of_groups, of_groups
+    qkv = StoredLinear(f"{name}.in_proj", inner + channels + heads, d, bias)
+    convolution = source.tensor(f"{name}.conv1d.weight", (channels, 1, sizes.width), cut=Cut(convolved))
+    convolution_bias_of = (
+        source.tensor(f"{name}.conv1d.bias", (channels,), cut=Cut(convolved)) if convolution_bias else None
+    )
     return MambaWeights(
-        qkv=source.linear(StoredLinear(f"{name}.in_proj", inner + channels + heads, d, bias)),
-        o=source.linear(StoredLinear(f"{name}.out_proj", d, inner, bias)),
-        convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, sizes.width)).view(channels, sizes.width),
-        convolution_bias=source.tensor(f"{name}.conv1d.bias", (channels,)) if convolution_bias else None,
-        norm=source.norm(f"{name}.norm", inner),
-        **{x: source.tensor(f"{name}.{x}", (heads,), dtype=torch.float32) for x in ("A_log", "D", "dt_bias")},
+        qkv=source.linear(qkv._replace(cut=by_outputs(of_inner, *convolved, of_heads))),
+        o=source.linear(StoredLinear(f"{name}.out_proj", d, inner, bias, cut=of_inner.inputs)),
+        convolution=convolution.flatten(1),
+        convolution_bias=convolution_bias_of,
+        norm=source.norm_of_groups(f"{name}.norm", of_inner, sizes.groups),
+        **{
+            x: source.tensor(f"{name}.{x}", (heads,), dtype=torch.float32, cut=of_heads.outputs)
+            for x in ("A_log", "D", "dt_bias")
+        },
     )

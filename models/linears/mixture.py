@@ -17,6 +17,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.models.linears.quantized import QuantizedExperts
+from compiled_llm.models.linears.sharded import SummedExperts
 from compiled_llm.ops import (
     clamped_swiglu,
     gated_activation,
@@ -159,6 +160,10 @@ def summed_experts(
 
     Elsewhere nothing is given but the experts.
     """
+    if isinstance(experts, SummedExperts):
+        mixed = experts.sum_of(hidden, lambda own, part: summed_experts(own, part, chosen, used))
+        mixed = mixed if beside is None else mixed + beside
+        return mixed if residual is None else residual + mixed
     if _sums_at_once(experts, hidden, chosen):
         return grouped_linear_sum(
             hidden, experts.weight, experts.bias, chosen.tokens, chosen.starts, chosen.places, chosen.weights,

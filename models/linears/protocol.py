@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.models.sharding import Cut
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
 
@@ -22,6 +23,7 @@ class StoredLinear(NamedTuple):
             the layer's outputs in. None: they are in it.
         arrange_inputs: the same of the weight's columns, given as rows.
         stacked: of an expert's layer: the name of transformers' parameter that has the weights of all experts.
+        cut: how ranks share it; its outputs in the order that ``arrange`` gives. None: nothing says.
     """
 
     name: str
@@ -34,6 +36,7 @@ class StoredLinear(NamedTuple):
     also: str = ""
     arrange_inputs: Callable[[Tensor], Tensor] | None = None
     stacked: str = ""
+    cut: Cut | None = None
 
 
 PutQuantized = Callable[[int, QuantizedRows], None]

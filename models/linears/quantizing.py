@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,8 +16,10 @@ from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
 from compiled_llm.models.linears.rounding import RowErrors, row_errors
-from compiled_llm.ops.linear.quantized_layouts import empty_quantized, quantize_into
-from compiled_llm.ops.linear.quantized_weight import WeightFormat
+from compiled_llm.models.linears.sharded import CutTake
+from compiled_llm.ops.linear.quantized_layouts import empty_quantized, pack_quantized_rows, quantize_into
+from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat
+from compiled_llm.ops.linear.searched_scales import quantize_searched
 
 _INT4 = WeightFormat("int4", 32, zeros=True, scale_dtype="bfloat16", zero_dtype="bfloat16")
 SCHEMES = {
@@ -118,13 +120,40 @@ class Quantizing:
         form = scheme.form
         weight = empty_quantized(form, out_features, in_features, take.device)
 
-        def put(start: int, rows: Tensor) -> None:
-            quantize_into(weight, start, rows, form)
-            if parts[0].role == "layer":
-                self.errors.append(row_errors(parts[0].name, weight, start, rows, form))
+        def place(start: int) -> tuple[QuantizedWeight, int, str]:
+            return weight, start, parts[0].name if parts[0].role == "layer" else ""
 
-        take.rows(weight_shapes(parts), put)
+        self._round(take, weight_shapes(parts), form, place)
         return Quantized(weight, take_bias(take, parts), scheme, out_features, in_features, str(take.dtype)[6:])
+
+    def _round(
+        self,
+        take: Take,
+        shapes: Mapping[str, tuple[int, ...]],
+        form: WeightFormat,
+        place: Callable[[int], tuple[QuantizedWeight, int, str]],
+    ) -> None:
+        """Take the matrices of ``shapes``; ``place``: first row -> where it goes, and whose errors are noted."""
+
+        def put(start: int, rows: Tensor) -> None:
+            weight, row, name = place(start)
+            quantize_into(weight, row, rows, form)
+            if name:
+                self.errors.append(row_errors(name, weight, row, rows, form))
+
+        def put_part(start: int, rows: Tensor, inputs: slice) -> None:
+            weight, row, name = place(start)
+            of_all = quantize_searched(rows, form)
+            pack_quantized_rows(weight, row, of_all._replace(codes=of_all.codes[:, inputs].contiguous()), form)
+            if name:
+                self.errors.append(row_errors(name, weight, row, rows[:, inputs], form))
+
+        if isinstance(take, CutTake):
+            take.check_groups(form.group_size)
+        if isinstance(take, CutTake) and take.has_rows_scales and not form.group_size:
+            take.whole_rows(shapes, put_part)
+        else:
+            take.rows(shapes, put)
 
     def take_table(self, take: Take, part: StoredLinear) -> Linear:
         return Dense.take(take, [part]) if self.scheme(part) is None else self.take(take, [part])
@@ -143,12 +172,13 @@ class Quantizing:
         form = scheme.form
         weight = empty_quantized(form, out_features, in_features, take.device, len(experts))
 
-        def put(start: int, rows: Tensor) -> None:
+        def place(start: int) -> tuple[QuantizedWeight, int, str]:
             expert, row = divmod(start, out_features)
-            quantize_into(weight.expert(expert), row, rows, form)
-            self.errors.append(row_errors(experts[expert][0].name, weight.expert(expert), row, rows, form))
+            return weight.expert(expert), row, experts[expert][0].name
 
-        take.rows({name: shape for parts in experts for name, shape in weight_shapes(parts).items()}, put)
+        self._round(
+            take, {name: shape for parts in experts for name, shape in weight_shapes(parts).items()}, form, place
+        )
         biases = take_biases(take, experts)
         return QuantizedExperts(weight, biases, scheme, len(experts), out_features, in_features, top_k)
 

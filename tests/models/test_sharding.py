@@ -1,0 +1,182 @@
+"""Ranks that share a model against the model in one piece: threads of one process, through the KV cache."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import StepInput
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
+from compiled_llm.models.linears.sharded import Sharding
+from compiled_llm.models.registry import family_of
+from compiled_llm.models.sharding import Section, Shard, of_elements, rank_config
+from compiled_llm.models.weights import linear_layers
+from compiled_llm.ops.parallel.rank_group import RankGroup
+from tests.drawn import marked
+from tests.models.ranks import SHARED, config_of, logits_of_ranks, random_weights, rank_logits
+from tests.models.steps import step_input
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+# A family of each kind: biases and packed tensors, norms over all heads, latents, experts in one tensor, states.
+SAMPLE = ["llama-biases", "phi3", "olmo2", "deepseek-v3", "gpt-oss", "granite-hybrid", "lfm2", "qwen3.5"]
+EXPERTS = {  # whose experts four ranks can have as wholes
+    "mixtral": ("num_local_experts", 8),
+    "gpt-oss": ("num_local_experts", 8),
+    "glm4-moe": ("n_routed_experts", 12),
+    "qwen3-next": ("num_experts", 8),
+    "granite-hybrid-moe": ("num_local_experts", 8),
+    "nemotron-h-moe": ("n_routed_experts", 12),
+    "gemma4-moe": ("num_experts", 8),
+}
+_WIDE = (("hidden_size", 256), ("intermediate_size", 1024), ("head_dim", 128))  # groups of 128 inputs in each eighth
+
+
+def steps_of(config: ModelConfig) -> list[StepInput]:
+    """A prefill of two requests with padding, a decode beside a chunk, and decodes."""
+    torch.manual_seed(0)
+    first, second = torch.randint(0, config.vocab_size, (2, 12)).tolist()
+    tables = [[1, 2, 3], [4, 5, 6]]
+    return [
+        step_input([(first[:9], 0), (second[:5], 0)], tables, padding=2),
+        step_input([(first[9:10], 9), (second[5:11], 5)], tables),
+        step_input([(first[10:11], 10), (second[11:], 11)], tables),
+    ]
+
+
+def real(logits: Tensor) -> Tensor:
+    """Without those of padding, the last two of the first step."""
+    return torch.cat([logits[:14], logits[16:]])
+
+
+def test_every_weight_of_every_family_is_cut_or_said_to_be_replicated() -> None:
+    for name in SHARED:
+        config = config_of(name)
+        whole, shared = (
+            family_of(config).describe(config, linears=kind)
+            for kind in (Dense, Sharding(Dense, Shard(1, 2), RankGroup.alone()))
+        )
+        assert shared.taken == whole.taken, f"{name}: names and shapes are the checkpoint's"
+        assert shared.stored == whole.stored, name
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma3", "starcoder2", "nemotron-h"])
+def test_ranks_have_the_weights_of_the_model_between_them(name: str) -> None:
+    config = config_of(name, ("vocab_size", 308))
+
+    def nbytes(kind: LinearKind) -> int:
+        layers = linear_layers(family_of(config).describe(config, linears=kind).weights)
+        return sum(layer.nbytes for layer in layers)
+
+    whole = nbytes(Dense)
+    shares = [nbytes(Sharding(Dense, Shard(rank, 2), RankGroup.alone())) for rank in range(2)]
+    assert max(shares) == min(shares)
+    assert whole <= sum(shares) < 1.02 * whole  # routers and the biases of sums twice
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.battery), 4])
+@pytest.mark.parametrize("name", marked(SHARED, SAMPLE))
+def test_logits_are_those_of_one_rank(name: str, size: int) -> None:
+    config = config_of(name)
+    steps = steps_of(config)
+    whole = real(rank_logits(config, random_weights(config, Dense), Shard(0, 1), steps))
+    assert whole.std() > 0.3
+    for logits in logits_of_ranks(config, size, Packed if size == 4 else Dense, steps):
+        torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.parametrize("name", marked([name for name in SHARED if name != "lfm2"], ["llama", "olmo2", "glm4-moe"]))
+def test_exact_sums_have_the_same_bits_for_any_number_of_ranks(name: str, dtype: torch.dtype) -> None:
+    config = config_of(name)
+    check_exact(config, Packed, dtype)
+
+
+@pytest.mark.parametrize("scheme", marked(SCHEMES, ["int4"]))
+def test_exact_sums_of_quantised_layers(scheme: str) -> None:
+    own = SCHEMES[scheme]
+    check_exact(config_of("llama", *_WIDE), Quantizing(Packed, HALF, own, own, own), HALF)
+
+
+@pytest.mark.parametrize("scheme", marked(["int8", "fp8", "int4"], ["int8"]))
+def test_quantised_layers_have_the_codes_of_one_rank(scheme: str) -> None:
+    own = SCHEMES[scheme]
+    config = config_of("llama", *_WIDE)
+    kind, steps = Quantizing(Packed, FLOAT, own, own, own), steps_of(config)
+    whole = real(rank_logits(config, random_weights(config, kind), Shard(0, 1), steps))
+    for logits in logits_of_ranks(config, 4, kind, steps):
+        torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
+
+
+def check_exact(config: ModelConfig, kind: LinearKind, dtype: torch.dtype, **how: Any) -> None:
+    steps = steps_of(config)
+    (one,) = logits_of_ranks(config, 1, kind, steps, dtype, exact=True, **how)
+    near = rank_logits(config, random_weights(config, kind, dtype), Shard(0, 1), steps, dtype)
+    assert real(one - near).abs().median() < (1e-5 if dtype == FLOAT else 0.05) * near.std()
+    for size in (2, 4):
+        for logits in logits_of_ranks(config, size, kind, steps, dtype, exact=True, **how):
+            assert torch.equal(real(logits), real(one)), f"{size} ranks"
+
+
+@pytest.mark.parametrize("name", marked(EXPERTS, ["mixtral"]))
+def test_whole_experts(name: str) -> None:
+    config = config_of(name, EXPERTS[name])
+    steps = steps_of(config)
+    whole = real(rank_logits(config, random_weights(config, Dense), Shard(0, 1), steps))
+    for kind in (Dense, Packed):
+        for logits in logits_of_ranks(config, 4, kind, steps, whole_experts=True):
+            torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
+    check_exact(config, Packed, HALF, whole_experts=True)
+
+
+# -- What is refused
+
+
+def taken(name: str, size: int, *changes: tuple[str, Any], kind: LinearKind = Dense, **how: Any) -> Any:
+    config = config_of(name, *changes)
+    rank_config(config, Shard(0, size))
+    return family_of(config).describe(config, linears=Sharding(kind, Shard(0, size, **how), RankGroup.alone()))
+
+
+def test_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size must divide num_attention_heads=8, given 3"):
+        taken("llama", 3)
+    with pytest.raises(ValueError, match="divide, or be a multiple of, num_key_value_heads=3, given 2"):
+        taken("llama", 2, ("hidden_size", 96), ("num_attention_heads", 6), ("num_key_value_heads", 3))
+    with pytest.raises(ValueError, match="tensor_parallel_size must divide intermediate_size=161, given 2"):
+        taken("llama", 2, ("intermediate_size", 161))
+    with pytest.raises(ValueError, match="tensor_parallel_size must divide num_experts=5, given 2"):
+        taken("mixtral", 2, whole_experts=True)
+    with pytest.raises(ValueError, match=r"o_proj has groups of 32, and shares are 80 of 160 inputs"):
+        taken("llama", 2, ("head_dim", 20), kind=Quantizing(Dense, FLOAT, SCHEMES["int4"]))
+
+
+def test_exact_sums_need_eight_parts() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with exact sums"):
+        Shard(0, 16, exact=True)
+    with pytest.raises(ValueError, match=r"multiple of 8: model\.layers.0.conv\.out_proj has 84"):
+        taken("lfm2", 2, exact=True)
+
+
+def test_a_layer_without_a_rule_is_refused_by_name() -> None:
+    config = config_of("llama")
+    family = family_of(config)
+    more = with_tensor(family, lambda source: source.tensor("model.extra.weight", (4,)))
+    with pytest.raises(ValueError, match=r"nothing says how ranks share model\.extra\.weight, given 2"):
+        more.describe(config, linears=Sharding(Dense, Shard(0, 2), RankGroup.alone()))
+
+
+def with_tensor(family: Any, take: Any) -> Any:
+    return dataclasses.replace(family, take=lambda config, source: (take(source), family.take(config, source))[1])
+
+
+def test_units() -> None:
+    kv = Section(8, 2, "num_key_value_heads", repeats=True)
+    assert [Shard(rank, 4).own((kv,)).tolist() for rank in range(4)] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+    assert Shard(1, 2).own((kv, of_elements(4))).tolist() == [4, 5, 6, 7, 10, 11]
+    assert [Shard(rank, 4).own_rows(9).tolist() for rank in (2, 3)] == [[6, 7, 8], [8, 8, 8]]
