@@ -108,7 +108,7 @@ class EngineConfig:
         wait_for_compile: compile before anything is served. False, on a CPU: serve uncompiled at once, compile
             meanwhile, and change over as graphs are ready, with no other token. A GPU waits all the same, and so does
             an engine with ``logits_transforms``, with ``compile_workers=0`` or with torch's caches turned off, which
-            would have to compile in its own process, and one that measures its steps at the start: with
+            would have to compile in its own process, one with ranks, and one that measures its steps at the start: with
             ``target_itl_ms``, ``speculative_config`` that is adaptive, or ``swap_space_bytes`` and
             preemption_mode="auto".
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
@@ -139,6 +139,13 @@ class EngineConfig:
         model_process: run the model in a process of its own, so that the scheduler and detokenising have the engine's
             process to themselves. It is started by "spawn": a script that makes such an engine needs
             ``if __name__ == "__main__":``.
+        tensor_parallel_size: processes, called ranks, that run the model together on a CPU: each has a part of every
+            layer's weights and of the KV cache, and cores of its own. They are started as that of ``model_process``.
+            Sizes in bytes and ``num_threads`` are those of a rank. See docs/parallel.md.
+        tensor_parallel_exact: add the parts of a layer's sums in one order whatever ``tensor_parallel_size`` is, so
+            that 1, 2, 4 and 8 ranks give the same bits.
+        enable_expert_parallel: with ``tensor_parallel_size`` above 1: a rank has some experts of a mixture whole, and
+            not a part of each.
         enforce_eager: run the same functions without compiling, for debugging.
         progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
             stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
@@ -200,6 +207,9 @@ class EngineConfig:
     logits_transforms: tuple[Any, ...] = ()
     exact: bool = False
     model_process: bool = False
+    tensor_parallel_size: int = 1
+    tensor_parallel_exact: bool = False
+    enable_expert_parallel: bool = False
     enforce_eager: bool = False
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     seed: int = 0
@@ -284,6 +294,7 @@ class EngineConfig:
         if self.attention_sink_tokens:
             self._check_sinks()
         self._check_lora()
+        self._check_ranks()
         if self.target_itl_ms is not None and not self.enable_chunked_prefill:
             raise ValueError(
                 "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
@@ -305,6 +316,25 @@ class EngineConfig:
             raise ValueError(
                 "model_process must be False with enable_lora=True (adapters are read in the engine's process), given "
                 "True"
+            )
+
+    def _check_ranks(self) -> None:
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("enable_expert_parallel must be False with tensor_parallel_size=1, given True")
+        if self.tensor_parallel_size == 1 and not self.tensor_parallel_exact:
+            return
+        name = "tensor_parallel_size above 1" if self.tensor_parallel_size > 1 else "tensor_parallel_exact=True"
+        if self.enable_lora:
+            raise ValueError(f"enable_lora must be False with {name} (adapters are not shared out yet), given True")
+        if self.speculation is not None and self.speculation.method in NETWORK_METHODS:
+            raise ValueError(
+                f"speculative_config must have a method that drafts from tokens, as 'suffix' and 'ngram', with {name} "
+                f"(networks that draft are not shared out yet), given {self.speculation.method!r}"
+            )
+        if self.tensor_parallel_exact and self.tensor_parallel_size not in (1, 2, 4, 8):
+            raise ValueError(
+                "tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True, given "
+                f"{self.tensor_parallel_size}"
             )
 
     def _check_sinks(self) -> None:
@@ -349,7 +379,8 @@ class EngineConfig:
     def waits_for_compile(self) -> bool:
         """As ``wait_for_compile`` says, or because the start measures steps, which must be the compiled ones."""
         measures_steps = self.target_itl_ms is not None or (self.swap_space_bytes and self.preemption_mode == "auto")
-        return self.wait_for_compile or bool(measures_steps) or self.adapts_drafts
+        is_shared = self.tensor_parallel_size > 1
+        return self.wait_for_compile or bool(measures_steps) or self.adapts_drafts or is_shared
 
     @property
     def adapts_drafts(self) -> bool:
@@ -373,6 +404,7 @@ _INTEGERS = {
     "attention_sink_tokens": (0, 2**20),
     "compile_workers": (0, 1024),
     "num_threads": (1, 1024),
+    "tensor_parallel_size": (1, 64),
     "max_logprobs": (0, 1000),
     "max_loras": (1, 1024),
     "max_lora_rank": (1, 512),

@@ -24,6 +24,7 @@ BENCHES = {
     "kernels": "every kernel of a decode step on a GPU, and the gaps",
     "attention": "paged attention, beside SDPA, FlexAttention and the machine's limits",
     "products": "linear layers and experts, beside other ways to compute them",
+    "all-reduce": "the sum over ranks, beside gloo",
     "gpt-fast": "a token of gpt-fast, to compare a GPU's decode with",
 }
 

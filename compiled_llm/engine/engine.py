@@ -379,8 +379,8 @@ class CompiledEngine(StepEngine):
             self.runner.profiler = profiler
         elif profile_steps:
             raise ValueError(
-                f"profile_steps must be 0 with model_process=True (the profiler has to be in the process that runs the "
-                f"steps), given {profile_steps}"
+                f"profile_steps must be 0 with model_process=True or ranks (the profiler has to be in the process that "
+                f"runs the steps), given {profile_steps}"
             )
         with self._interrupts:
             pauses, windows = profiler.pauses if profiler else None, windows_of(self.model_config)

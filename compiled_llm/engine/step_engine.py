@@ -31,6 +31,7 @@ from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
+from compiled_llm.parallel.rank_processes import RankProcesses
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource, draft_length
 from compiled_llm.scheduling.request import Status
 from compiled_llm.scheduling.scheduler import Scheduler
@@ -77,11 +78,14 @@ class StepEngine:
             for line in (*self.tokenizer.notes, *note):
                 progress.line(line)
         network = draft_checkpoint(config, self.model_config, self.tokenizer)
-        self.runner: ModelRunner | WorkerProcess
-        if config.model_process:
-            self.runner = WorkerProcess(config, self.model_config, directory, num_draft_tokens, network)
+        self.runner: ModelRunner | WorkerProcess | RankProcesses
+        of_all = config, self.model_config, directory
+        if config.tensor_parallel_size > 1:
+            self.runner = RankProcesses(*of_all, progress, num_draft_tokens)
+        elif config.model_process:
+            self.runner = WorkerProcess(*of_all, num_draft_tokens, network)
         else:
-            self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens, network)
+            self.runner = ModelRunner(*of_all, progress, num_draft_tokens, network)
         self._draft_source = self._source(drafter)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, self._draft_source)
         self._closed = False
@@ -120,7 +124,10 @@ class StepEngine:
     def own_runner(self) -> ModelRunner:
         """The model runner, for what reads its tensors or code. Raises ``ValueError`` if another process has it."""
         if not isinstance(self.runner, ModelRunner):
-            raise ValueError("model_process must be False here, given True: this reads what the runner holds")
+            raise ValueError(
+                "model_process must be False and tensor_parallel_size 1 here, given "
+                f"{self.config.model_process} and {self.config.tensor_parallel_size}: this reads what the runner holds"
+            )
         return self.runner
 
     @property

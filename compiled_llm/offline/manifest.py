@@ -7,7 +7,6 @@ chunks and pools, since a request's tokens do not depend on the requests beside 
 import dataclasses
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -19,9 +18,9 @@ from compiled_llm.adapters.peft import TENSORS_FILE, stamp
 from compiled_llm.adapters.peft_config import CONFIG_FILE
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRAModule
-from compiled_llm.checkpoint.loader import located
+from compiled_llm.checkpoint.digests import add_files, model_digest
 from compiled_llm.checkpoint.model_files import checkpoint_directory, model_directory
-from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, read_json
+from compiled_llm.models.files import MAX_JSON_BYTES, open_file, read_json
 from compiled_llm.offline.files import naming, replacing, sync_directory
 from compiled_llm.offline.reading import STDIN, InputFile
 from compiled_llm.text.tokenizer_files import files_of
@@ -31,14 +30,12 @@ FORMAT = 1
 DECIDING = (
     *("dtype", "device", "load_format", "model_impl", "max_model_len", "kv_cache_dtype", "kv_cache_skip_layers"),
     *("quantization", "quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding"),
-    "quantization_activations",
+    *("quantization_activations", "tensor_parallel_size", "tensor_parallel_exact", "enable_expert_parallel"),
     *("sliding_window", "attention_sink_tokens", "logits_transforms", "exact", "seed", "split_special_tokens"),
 )
 _KEYS = {"format", "inputs", "engine", "sampling"}  # of a manifest, of whatever format
 _PACKAGES = ("compiled-llm", "torch", "transformers")
 _NAMED_INPUTS = 3  # of the inputs that differ
-_CONFIGS = ("config.json", "generation_config.json")
-_SAMPLE_BYTES = 4096  # of each tensor, for the digest of a model
 
 
 def make_manifest(
@@ -239,31 +236,6 @@ def digests_of(config: EngineConfig, adapters: Mapping[str, LoRAModule]) -> dict
     }
 
 
-def model_digest(directory: Path, load_format: str) -> str:
-    """SHA-256, in hex, of the configs; and of each tensor its name, dtype, shape and 4 KiB in the middle of its data.
-
-    So it tells checkpoints apart that differ in the training of any tensor, and not those that differ in a few values
-    of one. To read all the data would take as long as to load it.
-
-    Raises:
-        ValueError: there is no checkpoint, or it is damaged.
-        OSError: it cannot be read.
-    """
-    stored_tensors = [] if load_format == "dummy" else located(directory).values()
-    tensors = sorted(stored_tensors, key=lambda tensor: (tensor.path, tensor.offset))
-    digest = hashlib.sha256()
-    for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
-        stored = list(group)
-        with open_file(path) as file:
-            ends = [tensor.offset for tensor in stored[1:]] + [file.seek(0, 2)]
-            for tensor, end in zip(stored, ends, strict=True):
-                digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
-                file.seek(tensor.offset + max(0, end - tensor.offset - _SAMPLE_BYTES) // 2)
-                digest.update(file.read(min(_SAMPLE_BYTES, end - tensor.offset)))
-    _add_files(digest, [path for name in _CONFIGS if (path := directory / name).is_file()])
-    return digest.hexdigest()
-
-
 def tokenizer_digest(config: EngineConfig, directory: Path) -> str:
     """SHA-256, in hex, of all files of the tokenizer.
 
@@ -277,7 +249,7 @@ def tokenizer_digest(config: EngineConfig, directory: Path) -> str:
     if config.tokenizer is not None:
         directory = model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer")
     digest = hashlib.sha256()
-    _add_files(digest, sorted(path for path in files_of(directory) if path.is_file()))
+    add_files(digest, sorted(path for path in files_of(directory) if path.is_file()))
     return digest.hexdigest()
 
 
@@ -288,11 +260,3 @@ def _adapter_digest(directory: Path) -> str:
         with open_file(directory / name) as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
     return digest.hexdigest()
-
-
-def _add_files(digest: "hashlib._Hash", paths: Sequence[Path]) -> None:
-    for path in paths:
-        with open_file(path, MAX_TOKENIZER_BYTES) as file:
-            content = file.read()
-        digest.update(f"{path.name} {len(content)}\n".encode())
-        digest.update(content)

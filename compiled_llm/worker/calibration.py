@@ -40,12 +40,14 @@ def worker_facts(
     swap_space: SwapSpace,
     contents: tuple[str, ...],
     progress: StartProgress,
+    agreed: Callable[[float], float] = lambda seconds: seconds,
 ) -> WorkerFacts:
     """What the scheduler has to know. Nothing is measured that it has no use for.
 
     Args:
         num_blocks: of the KV pool.
         contents: what keys and values depend on besides tokens.
+        agreed: of what each rank measured, what all take: they run the same steps.
     """
     limits, places = steps.limits, steps.pool_sizes.places(num_blocks)
     facts = WorkerFacts(
@@ -59,7 +61,7 @@ def worker_facts(
         num_swap_slots=swap_space.num_slots,
     )
     if config.adapts_drafts and limits.num_draft_tokens:
-        decodes = measure_decodes(steps, limits, facts, progress)
+        decodes = measure_decodes(steps, limits, facts, progress, agreed)
         facts = dataclasses.replace(
             facts,
             decode_seconds=tuple((sizes, seconds) for sizes, (seconds, _) in decodes.items()),
@@ -101,7 +103,11 @@ def measure_buckets(
 
 
 def measure_decodes(
-    steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts, progress: StartProgress
+    steps: CompiledSteps,
+    limits: EngineLimits,
+    facts: WorkerFacts,
+    progress: StartProgress,
+    agreed: Callable[[float], float] = lambda seconds: seconds,
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Seconds of a greedy step in each decode bucket, by the bucket's requests and tokens, and of sampling after it.
 
@@ -113,13 +119,13 @@ def measure_decodes(
         stage.next("decode buckets")
         for size in limits.decode_bucket_sizes:
             buckets = [bucket for bucket in steps.buckets if bucket.kind == "decode" and bucket.num_requests == size]
-            first = last = _seconds_of_decode(buckets[0], steps, limits, facts)
+            first = last = _seconds_of_decode(buckets[0], steps, limits, facts, agreed)
             found[size, buckets[0].num_tokens] = first
             pays, tokens = True, buckets[0].num_tokens
             for bucket in buckets[1:]:
                 longer = bucket.num_tokens / tokens
                 if pays:
-                    last = _seconds_of_decode(bucket, steps, limits, facts)
+                    last = _seconds_of_decode(bucket, steps, limits, facts, agreed)
                 else:
                     last = last[0] * longer, last[1] * longer
                 tokens = bucket.num_tokens
@@ -130,7 +136,11 @@ def measure_decodes(
 
 
 def _seconds_of_decode(
-    bucket: Bucket, steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts
+    bucket: Bucket,
+    steps: CompiledSteps,
+    limits: EngineLimits,
+    facts: WorkerFacts,
+    agreed: Callable[[float], float],
 ) -> tuple[float, float]:
     """Seconds of a greedy step that fills ``bucket``, and of sampling a token in each of its rows."""
     rows = RequestRows(limits, steps.model_config.vocab_size, num_windows=len(facts.window_places))
@@ -145,7 +155,7 @@ def _seconds_of_decode(
         sample = functools.partial(steps.sampling.run, bucket, sampling_input, logits.pop(), needs)
         found.append((seconds, _timed(sample, steps.device)))
     steps.buffers[bucket].clear()
-    return min(seconds for seconds, _ in found), min(seconds for _, seconds in found)
+    return agreed(min(seconds for seconds, _ in found)), agreed(min(seconds for _, seconds in found))
 
 
 def measure_swap(groups: Sequence[Caches], swap_space: SwapSpace, facts: WorkerFacts, device: torch.device) -> float:

@@ -6,7 +6,7 @@ blocks, and what all that holds is measured. The pool then gets a share of what 
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from compiled_llm.worker.pool_sizes import PoolSizes
 TRIAL_BLOCKS = 3
 
 _MARGIN = 1.5  # of what a step is estimated to take: uncompiled ones were seen to take 1.1 times as much
+_OTHERS = "other programs and everything else"
 _CUDA_ROUNDING = 2 << 20  # torch's allocator rounds each large tensor up to this
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -82,6 +83,16 @@ class MemoryLedger:
             rows.append(row)
         return dataclasses.replace(self, rows=tuple(rows))
 
+    @classmethod
+    def of_ranks(cls, ledgers: "Sequence[MemoryLedger]") -> "MemoryLedger":
+        """Of processes that share the memory of one machine, each of which counts a part of what is free as its own."""
+        first, total = ledgers[0], ledgers[0].total
+        names = [row.name for row in first.rows if row.name != _OTHERS]
+        own = {name: sum(ledger.bytes_of(name) for ledger in ledgers) for name in names}
+        own[_OTHERS] = total - sum(own.values())
+        rows = tuple(dataclasses.replace(row, bytes=own[row.name]) for row in first.rows)
+        return cls(rows, first.where, sum(ledger.start_peak_bytes for ledger in ledgers))
+
     def bytes_of(self, name: str) -> int:
         """Bytes of the row ``name``."""
         return next(row.bytes for row in self.rows if row.name == name)
@@ -109,6 +120,8 @@ class StartMemory:
     The size of the KV pool follows from the first that is given of ``num_kv_blocks``, ``kv_cache_memory_bytes`` and
     ``gpu_memory_utilization``. The share counts, on a GPU, of all its memory; on a CPU, of half the memory free, and
     nothing goes to a pool that ``max_num_seqs`` requests of ``max_model_len`` could not use.
+
+    ``ranks``: processes that start together in the same memory; each has its part of what is free.
     """
 
     def __init__(
@@ -119,7 +132,9 @@ class StartMemory:
         pool_sizes: PoolSizes,
         num_cache_tensors: int,
         activation_estimate: int,
+        ranks: int = 1,
     ) -> None:
+        self._ranks = ranks
         self._config, self._limits, self._device = config, limits, device
         self._on_gpu = device.type == "cuda"
         self._pool = pool_sizes
@@ -142,7 +157,7 @@ class StartMemory:
         Raises:
             ValueError: with the largest ``max_model_len`` that would fit, by an estimate of what a step takes.
         """
-        config, free, block_bytes = self._config, free_memory(), self._pool.block_bytes
+        config, free, block_bytes = self._config, free_memory() // self._ranks, self._pool.block_bytes
         free -= 0 if self._on_gpu else to_load
         if config.swap_space_bytes and not block_bytes <= config.swap_space_bytes <= free:
             raise ValueError(
@@ -151,7 +166,7 @@ class StartMemory:
             )
         if self._on_gpu:
             torch.cuda.empty_cache()  # what loading left in torch's allocator
-        self._free_for_pool = free_bytes(self._device) - to_load - self._host_reserve()
+        self._free_for_pool = free_bytes(self._device) // self._ranks - to_load - self._host_reserve()
         self.num_blocks(unmeasured=self._estimate)
 
     def longest_request(self) -> int:
@@ -189,7 +204,8 @@ class StartMemory:
             self._activations_are_measured = measured is not None
             estimate = int(_MARGIN * self._estimate) if run_largest is None else self._estimate
             self._activations = estimate if measured is None else measured
-        self._free_for_pool = free_bytes(self._device) - self._set_aside - self._activations - self._host_reserve()
+        free = free_bytes(self._device) // self._ranks
+        self._free_for_pool = free - self._set_aside - self._activations - self._host_reserve()
 
     def num_blocks(self, unmeasured: int = 0) -> int:
         """Blocks that the KV pool gets, the sink left out.
@@ -288,7 +304,7 @@ class StartMemory:
             MemoryRow("KV pool", pool_bytes, where, "exact"),
             *drafted,
             MemoryRow("swap space", swap_bytes, "host", "exact"),
-            MemoryRow("other programs and everything else", everything_else, where, "measured"),
+            MemoryRow(_OTHERS, everything_else, where, "measured"),
             MemoryRow("free afterwards", free, where, "measured"),
         )
         return MemoryLedger(rows, where, self._start_peak)
@@ -365,17 +381,19 @@ def check_room_for_weights(
     directory: Path,
     device: torch.device,
     dtype: torch.dtype,
+    ranks: int = 1,
 ) -> None:
     """``ValueError`` where the weights of ``directory`` cannot be loaded into the memory that is free.
 
     Args:
         weights: a description of them, on the device "meta"; ``kind``: of their linear layers.
+        ranks: processes that load as much each.
     """
     of_experts = [layer.nbytes // layer.num_experts for layer in experts(weights)]
     largest = max(*of_experts, *(linear.nbytes for linear in linears(weights)))
     needed = num_bytes(weights) + kind.bytes_while_taking(largest)
     needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole
-    if needed > (free := free_bytes(device)):
+    if needed > (free := free_bytes(device) // ranks):
         raise ValueError(
             f"{directory / 'config.json'}: the weights need {needed >> 20} MiB in {str(dtype)[6:]}, "
             f"{num_bytes(weights.ropes) >> 20} of them for max_model_len={model_config.max_position_embeddings}, and "

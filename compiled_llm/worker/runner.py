@@ -30,10 +30,13 @@ from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.adapted import Adaptable, change_bytes
 from compiled_llm.models.linears.published import rounds_activations
+from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
-from compiled_llm.models.weights import tensors
-from compiled_llm.ops import native
+from compiled_llm.models.sharding import Shard, rank_config
+from compiled_llm.models.weights import experts, tensors
+from compiled_llm.ops import RankGroup, native
+from compiled_llm.ops.parallel.reductions import least
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
@@ -49,6 +52,7 @@ from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.build_ahead import Builds, start_builds
 from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
+from compiled_llm.worker.cpu_kernels import KernelBuild
 from compiled_llm.worker.device import (
     STEP_DEFAULTS,
     choose_threads,
@@ -86,9 +90,11 @@ class ModelRunner(Worker):
     Args:
         num_draft_tokens: most tokens that a drafter proposes for a request and step.
         drafter: a network that does so behind each step; None: the host drafts, or nobody.
+        shard: what this process has of a model that several ranks share; None: all of it.
+        group: of all ranks.
 
     Attributes:
-        dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
+        model_config: the whole model's. dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
         linears: the kind of linear layer that the weights are kept in.
         adapters: those in host memory; None: the engine serves none.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
@@ -111,18 +117,20 @@ class ModelRunner(Worker):
         progress: StartProgress,
         num_draft_tokens: int = 0,
         drafter: DraftCheckpoint | None = None,
+        shard: Shard | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         started = time.perf_counter()
         self.device = resolve_device(config.device)
+        self._set_rank(config, model_config, shard, group)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
         pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager)
-        self.model_config = model_config
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes, model_config)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
-        limits = with_state_slots(limits, config, model_config, self.dtype)
+        limits = with_state_slots(limits, config, self._own_config, self.dtype)
         self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
@@ -137,20 +145,12 @@ class ModelRunner(Worker):
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
         self._taken, self.adapters = adaptable(self.linears, config)
-        builds = self._start_builds(config, progress, gpu_target(pool))
+        if self.shard is not None:
+            self._taken = Sharding(self._taken, self.shard, self.group)
+        builds = None if self._waits_for_first else self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
-        drafted = 0 if draft is None else draft.token_bytes
-        self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype, drafted)
-        activations = estimated_activations(model_config, self.limits, self.dtype, self.linears)
-        memory = StartMemory(
-            config,
-            self.limits,
-            self.device,
-            self.pool_sizes,
-            num_tensors(model_config, self.cache_dtypes) + (0 if draft is None else draft.num_cache_tensors),
-            activations if draft is None else max(activations, draft.activations(self.limits)),
-        )
+        memory = self._start_memory(config, draft)
         weights = self._load_weights(config, directory, progress)
         network = None if draft is None else draft.load(progress, weights)
         memory.check()
@@ -160,7 +160,7 @@ class ModelRunner(Worker):
         kv_cache = self._allocate(TRIAL_BLOCKS - 1, TRIAL_BLOCKS - 1)
         self.steps = CompiledSteps(
             config,
-            model_config,
+            self._own_config,
             self.limits,
             self.device,
             self.dtype,
@@ -179,6 +179,9 @@ class ModelRunner(Worker):
         self._host_slots = HostSlot.in_turns(self.steps.last_tokens, drafts, self.device)
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
+        if self._waits_for_first:
+            least(0, self.group)  # until the first rank has compiled: what it made is on disk
+            builds = self._start_builds(config, progress, gpu_target(pool))
         self._compile(config, builds, progress)
         compiled = time.perf_counter()
         self.facts = self._make_pool(config, memory, progress)
@@ -334,12 +337,52 @@ class ModelRunner(Worker):
     def kv_cache_bytes(self) -> int:
         return num_bytes(self.steps.kv_cache)
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the model."""
+        return 1 if self.shard is None else self.shard.size
+
+    @property
+    def _waits_for_first(self) -> bool:
+        """Whether another rank compiles for this one."""
+        return self.shard is not None and self.shard.rank > 0
+
     # -- Starting
+
+    def _set_rank(
+        self, config: EngineConfig, model_config: ModelConfig, shard: Shard | None, group: RankGroup | None
+    ) -> None:
+        if shard is None and config.tensor_parallel_exact:
+            shard = Shard(0, 1, exact=True)
+        self.shard, self.group = shard, RankGroup.alone() if group is None else group
+        self.model_config = model_config
+        self._own_config = model_config if shard is None else rank_config(model_config, shard)
+        if self.shard is not None and self.device.type != "cpu":
+            raise ValueError(
+                "device must be 'cpu' with tensor_parallel_size above 1 or tensor_parallel_exact=True (ranks share the "
+                f"memory of a host), given {str(self.device)!r}"
+            )
 
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
         draft_ops = [] if self._draft is None or self.device.type != "cpu" else self._draft.cpu_ops()
         return start_builds(config, self.device, self.model_config, *sizes, self._taken, progress, target, draft_ops)
+
+    def _start_memory(self, config: EngineConfig, draft: DraftPlan | None) -> StartMemory:
+        """Sets ``pool_sizes``, too."""
+        drafted = 0 if draft is None else draft.token_bytes
+        self.pool_sizes = PoolSizes.of(self._own_config, self.cache_dtypes, self.limits, self.dtype, drafted)
+        kind = self.linears if self.shard is None else self._taken
+        activations = estimated_activations(self.model_config, self.limits, self.dtype, kind)
+        return StartMemory(
+            config,
+            self.limits,
+            self.device,
+            self.pool_sizes,
+            num_tensors(self._own_config, self.cache_dtypes) + (0 if draft is None else draft.num_cache_tensors),
+            activations if draft is None else max(activations, draft.activations(self.limits)),
+            self.num_ranks,
+        )
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
@@ -349,7 +392,12 @@ class ModelRunner(Worker):
         description = family_of(c).describe(c, self.dtype, self._taken)
         if isinstance(self._taken, Adaptable):
             self._taken.check_targets()
-        check_room_for_weights(description.weights, self._taken, config, c, directory, self.device, self.dtype)
+        if config.enable_expert_parallel and not experts(description.weights):
+            raise ValueError(
+                f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
+            )
+        of_place = self.device, self.dtype, self.num_ranks
+        check_room_for_weights(description.weights, self._taken, config, c, directory, *of_place)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":
@@ -365,14 +413,15 @@ class ModelRunner(Worker):
             mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started
         self.adapter_bytes = change_bytes(weights)
-        self.weight_bytes = num_bytes(weights) - self.adapter_bytes
+        shared = 0 if self.shard is None else num_bytes(self.group)  # which layers hold
+        self.weight_bytes = num_bytes(weights) - self.adapter_bytes - shared
         return weights
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
         """A KV cache of so many blocks and slots, and the sinks."""
         sizes, size = self.pool_sizes, self.limits.block_size
         places = {window: count + 1 for window, count in sizes.places(num_blocks).items()}
-        return allocate(self.model_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, num_slots + 1)
+        return allocate(self._own_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, num_slots + 1)
 
     def _allocate_for_drafter(self, num_blocks: int) -> KVCache:
         """The same for a network that drafts; nothing if there is none."""
@@ -394,15 +443,26 @@ class ModelRunner(Worker):
         self.steps.compile(
             self.cache_dtypes,
             enforce_eager=enforce_eager,
-            num_workers=config.compile_workers,
+            num_workers=self._num_workers(config),
             progress=progress,
             processes=None if builds is None else builds.processes,
-            before_first_step=(lambda: None) if kernels is None else kernels.finish,
+            before_first_step=functools.partial(self._before_first_step, kernels),
         )
         times = self.start_times
         times.kernels = 0.0 if kernels is None else kernels.seconds_waited
         times.build = self.steps.build_seconds
         times.load = time.perf_counter() - started - times.kernels - times.build
+
+    def _num_workers(self, config: EngineConfig) -> int | None:
+        """Processes that compile. What the first rank compiles itself, the others would not find."""
+        return 1 if self.shard is not None and config.compile_workers is None else config.compile_workers
+
+    def _before_first_step(self, kernels: KernelBuild | None) -> None:
+        """Everything that other processes can compile is compiled."""
+        if kernels is not None:
+            kernels.finish()
+        if not self._waits_for_first:
+            least(0, self.group)
 
     def _record_on(self, num_blocks: int) -> None:
         """Exchange the KV pool; on a GPU, what the graphs and the pool before held is free before the new one comes."""
@@ -416,8 +476,9 @@ class ModelRunner(Worker):
         with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
             self.swap_space.rehearse(self.steps.cache_groups())
             run_largest = None if self.steps.serves_before else self.steps.run_largest
+            least(0, self.group)  # all have loaded what they will, and none has a pool yet
             memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees)
-            self._record_on(asked := memory.num_blocks())
+            self._record_on(asked := least(memory.num_blocks(), self.group))
             if (num_blocks := memory.blocks_after_recording(asked)) < asked:
                 self._record_on(num_blocks)
             self.swap_space.rehearse(self.steps.cache_groups())
@@ -427,11 +488,15 @@ class ModelRunner(Worker):
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks)
         self.memory_ledger = memory.ledger(
             self.weight_bytes,
-            self.steps.nbytes,
+            self.steps.nbytes + self.group.memory.nbytes // self.num_ranks,
             self.kv_cache_bytes,
             self.swap_space.nbytes,
             of_drafter,
             self.adapter_bytes,
         )
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
-        return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress)
+
+        def agreed(seconds: float) -> float:
+            return least(int(seconds * 1e9), self.group) / 1e9
+
+        return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
+from compiled_llm.checkpoint.digests import model_digest
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
@@ -25,13 +26,14 @@ from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, Work
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.memory import MemoryLedger
+from compiled_llm.worker.rank_start import Alike, RankStart, alike, begin_rank
 from compiled_llm.worker.runner import ModelRunner
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 _SECONDS_TO_END = 30.0
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """An error of the worker: an error itself may not survive pickling."""
 
     kind: str
@@ -39,7 +41,7 @@ class _Failure(NamedTuple):
     trace: str
 
     @classmethod
-    def of(cls, error: BaseException) -> "_Failure":
+    def of(cls, error: BaseException) -> "Failure":
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def error(self) -> Exception:
@@ -84,8 +86,9 @@ def _state_of(runner: ModelRunner) -> _State:
     return _State(dataclasses.replace(runner.times), runner.compile_report())
 
 
-# What is asked of a worker besides steps.
-_ASK, _UNCOMPILE, _COMPILED_AGAIN = "its state", "uncompiled steps", "compiled steps"
+# What is told to a rank once all are alike, and what is asked of a worker besides steps.
+_GO = "start"
+_ASK, UNCOMPILE, COMPILED_AGAIN = "its state", "uncompiled steps", "compiled steps"
 
 
 class WorkerProcess(Worker):
@@ -93,6 +96,10 @@ class WorkerProcess(Worker):
 
     Steps run in the order of their launch, and ``launch`` does not wait for them. The process ends with ``close``, and
     when the process that started it ends.
+
+    Args:
+        rank: the process is one of several that run the model together. Who makes it then asks ``alike``, and calls
+            ``start``; results of other ranks than the first are digests of their tokens.
 
     Attributes:
         facts, limits, device and so on: those of the ``ModelRunner``.
@@ -113,58 +120,92 @@ class WorkerProcess(Worker):
         directory: Path,
         num_draft_tokens: int = 0,
         drafter: DraftCheckpoint | None = None,
+        rank: RankStart | None = None,
     ) -> None:
+        self._name = "the worker process" if rank is None else f"the process of rank {rank.shard.rank}"
         try:
             pickle.dumps((config, model_config))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                "engine arguments must go to another process with model_process=True: give logits_transforms that a "
-                f"module has by name ({error})"
+                "engine arguments must go to another process with model_process=True or tensor_parallel_size above 1: "
+                f"give logits_transforms that a module has by name ({error})"
             ) from error
         context = multiprocessing.get_context("spawn")
-        self._connection, other_end = context.Pipe()
+        self.connection, other_end = context.Pipe()
+        self.receive = self.connection.recv  # the next message; ranks have another, which looks after all of them
         drafts = num_draft_tokens, drafter
-        arguments = other_end, config, model_config, directory, *drafts, torch.get_num_threads()
+        arguments = other_end, config, model_config, directory, *drafts, torch.get_num_threads(), rank
         self._process = context.Process(target=_serve, args=arguments, name="compiled-llm-worker", daemon=True)
         self._process.start()
         other_end.close()
         self._num_launched = self._num_received = 0
         self._early: deque[Any] = deque()  # results that came before an answer
-        try:
-            start = self._answer()
-            self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, torch.device("cpu"))
-        except BaseException:
-            self._end()
-            raise
+        self._load_transforms = lambda: load_transforms(
+            config.logits_transforms, model_config.vocab_size, torch.device("cpu")
+        )
+        if rank is None:
+            try:
+                self.start()
+            except BaseException:
+                self.end()
+                raise
+
+    def alike(self) -> Alike:
+        """What the process of a rank says of itself. It goes on when ``go`` is called."""
+        return self.answer()
+
+    def go(self) -> None:
+        self.send(_GO)
+
+    def start(self) -> None:
+        """Wait until it can serve. Raises what the class does."""
+        start = self.answer()
+        self.transforms = self._load_transforms()
         self.facts, self.limits, self.device, self.dtype = start.facts, start.limits, start.device, start.dtype
         self.cache_dtypes, self.exact, self.num_threads = start.cache_dtypes, start.exact, start.num_threads
         self.weight_bytes, self.kv_cache_bytes = start.weight_bytes, start.kv_cache_bytes
         self.start_times, self.memory_ledger = start.start_times, start.memory_ledger
         self._description, self._state = start.description, start.state
 
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is readable once the process has ended."""
+        return self._process.sentinel
+
     # -- Steps
 
     def launch(self, output: SchedulerOutput) -> int:
         """Send a step. Its number, from 0, is what ``collect`` takes."""
+        return self.launch_pickled(pickle.dumps(output))
+
+    def launch_pickled(self, output: bytes) -> int:
+        """The same of what ``pickle`` made of an output."""
         self._send(output)
         self._num_launched += 1
         return self._num_launched - 1
 
     def collect(self, step: int) -> StepResult:
         """Wait for a step. The results of earlier ones that were not collected are dropped; errors in them too."""
+        return _value(self.result(step))
+
+    def result(self, step: int) -> "StepResult | int | Failure":
+        """As ``collect``, with an error as it was sent; of other ranks than the first a digest of the tokens."""
         while True:
             result = self._early.popleft() if self._early else self._message()
             self._num_received += 1
             if self._num_received > step:
-                return _value(result)
+                return result
 
     def close(self) -> None:
         """End the process. What it last said of itself stays."""
         self._update_state()
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
-        self._connection.close()
+    def end(self, *, kill: bool = False) -> None:
+        """End the process, and ask it nothing."""
+        self.connection.close()
+        if kill:
+            self._process.kill()
         self._process.join(_SECONDS_TO_END)
         if self._process.is_alive():
             self._process.kill()
@@ -173,11 +214,11 @@ class WorkerProcess(Worker):
     @contextlib.contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Steps run uncompiled meanwhile, as ``ModelRunner.uncompiled`` says."""
-        self._ask(_UNCOMPILE)
+        self._ask(UNCOMPILE)
         try:
             yield
         finally:
-            self._ask(_COMPILED_AGAIN)
+            self._ask(COMPILED_AGAIN)
 
     # -- What it is and did
 
@@ -203,41 +244,46 @@ class WorkerProcess(Worker):
 
     def _ask(self, what: str) -> Any:
         """The answer to one of the questions above. It comes after the results of the steps that were launched."""
-        self._send(what)
-        return self._answer()
+        self.send(what)
+        return self.answer()
 
-    def _answer(self) -> Any:
-        while not isinstance(message := self._message(), _Answer):
+    def send(self, what: str) -> None:
+        """Ask one of the questions above, for ``answer``."""
+        self._send(pickle.dumps(what))
+
+    def answer(self) -> Any:
+        while not isinstance(message := self._message(), Answer):
             self._early.append(message)
         return _value(message.value)
 
-    def _send(self, message: SchedulerOutput | str) -> None:
+    def _send(self, message: bytes) -> None:
         try:
-            self._connection.send(message)
+            self.connection.send_bytes(message)
         except OSError as error:
-            raise self._ended() from error
+            raise self.ended() from error
 
     def _message(self) -> Any:
         try:
-            return self._connection.recv()
+            return self.receive()
         except (EOFError, OSError) as error:
-            raise self._ended() from error
+            raise self.ended() from error
 
-    def _ended(self) -> RuntimeError:
-        if self._connection.closed:
-            return RuntimeError("the worker process is closed")
+    def ended(self) -> RuntimeError:
+        """An error that says how the process ended."""
+        if self.connection.closed:
+            return RuntimeError(f"{self._name} is closed")
         self._process.join(_SECONDS_TO_END)
-        return RuntimeError(f"the worker process ended with exit code {self._process.exitcode}")
+        return RuntimeError(f"{self._name} ended with exit code {self._process.exitcode}")
 
 
-class _Answer(NamedTuple):
-    """An answer, or the ``_Failure`` to give one."""
+class Answer(NamedTuple):
+    """An answer, or the ``Failure`` to give one."""
 
     value: Any
 
 
 def _value(message: Any) -> Any:
-    if isinstance(message, _Failure):
+    if isinstance(message, Failure):
         raise message.error()
     return message
 
@@ -250,20 +296,25 @@ def _serve(
     num_draft_tokens: int,
     drafter: DraftCheckpoint | None,
     num_threads: int,
+    rank: RankStart | None,
 ) -> None:
     """What the other process runs: its start goes out first, and then a result for each step, an answer if asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; the engine decides what it ends
     torch.set_num_threads(num_threads)
     try:
+        shard, group = (None, None) if rank is None else (rank.shard, begin_rank(rank))
+        if rank is not None and not _may_start(connection, config, directory):
+            return
         progress = StartProgress(config.progress)
-        runner = ModelRunner(config, model_config, directory, progress, num_draft_tokens, drafter)
+        runner = ModelRunner(config, model_config, directory, progress, num_draft_tokens, drafter, shard, group)
     except Exception as error:
-        connection.send(_Answer(_Failure.of(error)))
+        connection.send(Answer(Failure.of(error)))
         return
-    connection.send(_Answer(_Start.of(runner)))
+    connection.send(Answer(_Start.of(runner)))
     launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # Another thread waits for the device, so that this one prepares the next step.
-    thread = threading.Thread(target=_send_results, args=(connection, runner, launched), daemon=True)
+    is_first = rank is None or rank.shard.rank == 0
+    thread = threading.Thread(target=_send_results, args=(connection, runner, launched, is_first), daemon=True)
     thread.start()
     uncompiled = contextlib.ExitStack()
     try:
@@ -272,32 +323,53 @@ def _serve(
             try:
                 launched.put(_do(message, runner, uncompiled))
             except Exception as error:
-                failure = _Failure.of(error)
-                launched.put(failure if isinstance(message, SchedulerOutput) else _Answer(failure))
+                failure = Failure.of(error)
+                launched.put(failure if isinstance(message, SchedulerOutput) else Answer(failure))
     except EOFError:  # the engine has closed its end, or is gone
         launched.put(None)
         thread.join()
         runner.close()
 
 
+def _may_start(connection: Connection, config: EngineConfig, directory: Path) -> bool:
+    """Of a rank: whether the engine finds that all are alike."""
+    connection.send(Answer(alike(model_digest(directory, config.load_format))))
+    try:
+        return connection.recv() == _GO
+    except EOFError:
+        return False
+
+
 def _do(message: Any, runner: ModelRunner, uncompiled: contextlib.ExitStack) -> Any:
     """Launch a step, or answer a question."""
     if isinstance(message, SchedulerOutput):
         return runner.launch(message)
-    if message == _UNCOMPILE:
+    if message == UNCOMPILE:
         uncompiled.enter_context(runner.uncompiled())
-    elif message == _COMPILED_AGAIN:
+    elif message == COMPILED_AGAIN:
         uncompiled.close()
-    return _Answer(_state_of(runner))
+    return Answer(_state_of(runner))
 
 
-def _send_results(connection: Connection, runner: ModelRunner, launched: "queue.SimpleQueue[Any]") -> None:
-    """Send the result of each launched step and each answer, in their order, until a None comes."""
+def digest_of(result: StepResult) -> int:
+    """Of what ranks must have in common after a step. The same in all processes, as numbers hash."""
+    return hash(result.sampled_token_ids)
+
+
+def _send_results(
+    connection: Connection, runner: ModelRunner, launched: "queue.SimpleQueue[Any]", in_full: bool
+) -> None:
+    """Send the result of each launched step and each answer, in their order, until a None comes.
+
+    Not ``in_full``: digests of the results.
+    """
     while (step := launched.get()) is not None:
         try:
-            message = step if isinstance(step, _Failure | _Answer) else runner.collect(step)
+            message: Any = step if isinstance(step, Failure | Answer) else runner.collect(step)
+            if isinstance(message, StepResult) and not in_full:
+                message = digest_of(message)
         except Exception as error:
-            message = _Failure.of(error)
+            message = Failure.of(error)
         try:
             connection.send(message)
         except OSError:  # the engine has closed its end

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 15;  // elements that are worth another thread
 constexpr int64_t kTreeLeaves = 8;
+constexpr int64_t kShared = 1 << 13;  // elements from which on ranks share the work of a sum
 
 using Sources = std::array<const void*, kMostSummed>;
 
@@ -54,12 +55,25 @@ Tensor all_reduce(const Tensor& x, const Tensor& place, const Tensor& memory) {
   const int64_t most = ranks.capacity / bytes;
   for (int64_t begin = 0; begin < size; begin += most) {
     const int64_t count = std::min(most, size - begin);
-    copy(ranks.own(), from + begin * bytes, count * bytes);
+    const char* const piece = from + begin * bytes;
+    // Each rank sums a section, or all of it. The bits are the same.
+    const int64_t sections = count < kShared ? 1 : ranks.size, own = sections == 1 ? 0 : ranks.rank;
+    const auto section = [&](int64_t number) { return count * number / sections / kLanes * kLanes; };
+    const auto end_of = [&](int64_t number) { return number + 1 == sections ? count : section(number + 1); };
+    ranks.begin();
+    for (int64_t n = 0; n < sections; ++n)
+      if (sections == 1 || n != own)
+        copy(ranks.own() + section(n) * bytes, piece + section(n) * bytes, (end_of(n) - section(n)) * bytes);
     ranks.meet();
     Sources sources;
-    for (int64_t rank = 0; rank < ranks.size; ++rank) sources[rank] = ranks.of(rank);
-    sources[ranks.rank] = from + begin * bytes;
-    by_parts(kernels.sum, sources, ranks.size, bytes, to + begin * bytes, bytes, count);
+    for (int64_t rank = 0; rank < ranks.size; ++rank)
+      sources[rank] = (rank == ranks.rank ? piece : ranks.of(rank)) + section(own) * bytes;
+    char* const summed = sections == 1 ? to + begin * bytes : ranks.own() + section(own) * bytes;
+    by_parts(kernels.sum, sources, ranks.size, bytes, summed, bytes, end_of(own) - section(own));
+    if (sections == 1) continue;
+    ranks.meet();
+    for (int64_t n = 0; n < sections; ++n)
+      copy(to + (begin + section(n)) * bytes, ranks.of(n) + section(n) * bytes, (end_of(n) - section(n)) * bytes);
   }
   return out;
 }
@@ -76,6 +90,7 @@ Tensor all_gather(const Tensor& x, const Tensor& place, const Tensor& memory, in
   if (size == 1) return copy(to, from, bytes), std::move(out);
   for (int64_t begin = 0; begin < bytes; begin += ranks.capacity) {
     const int64_t end = std::min(bytes, begin + ranks.capacity), rows = (end + width - 1) / width;
+    ranks.begin();
     copy(ranks.own(), from + begin, end - begin);
     ranks.meet();
     parallel_for(begin / width, rows, 1 + kGrain / width, [&](int64_t first, int64_t last) {
@@ -111,6 +126,7 @@ Tensor join_parts(const Tensor& parts, const Tensor& place, const Tensor& memory
       by_parts(kernels.join, own, count, 4, to, bytes, all);
       break;
     }
+    ranks.begin();
     by_parts(chosen().float32.join, own, count, 4, ranks.own(), 4, elements);
     ranks.meet();
     for (int64_t rank = 0; rank < size; ++rank) sources[rank] = ranks.of(rank);

@@ -3,12 +3,14 @@
 The memory is all zeros at the start:
 
     bytes 0 to 8        0; or 1 + the rank that has failed (``abort``), which ends every wait with an error
-    bytes 128 * (1 + r) how many pieces rank r has written, an int64 on a cache line of its own
+    bytes 128 * (1 + r) how often rank r has met the others, an int64 on a cache line of its own; 64 bytes further how
+                        many pieces it has begun
     from byte 16,384    buffers of one size: of pieces with even numbers, a rank after the other; then of odd ones
 
-Ranks call the same ops in the same order. A rank writes a piece into its buffer, counts it, waits until all ranks have
-counted theirs, and reads what they wrote. It comes back to a buffer two pieces later: by then the others have counted
-the piece between, so they have read this one. One wait a piece is enough.
+Ranks call the same ops in the same order. A rank writes a piece into its buffer, counts that it comes to the meeting,
+waits until all ranks have counted theirs, and reads what they wrote. It comes back to a buffer two pieces later: by
+then the others have come to the meeting between, so they have read this one. One wait a piece is enough; of a large sum
+each rank adds up a section, and a second one follows before all copy the sections of the others.
 """
 
 import time
@@ -48,8 +50,8 @@ def abort(memory: Tensor, rank: int) -> None:
     memory[:8].view(torch.int64).fill_(1 + rank)
 
 
-def pieces_written(memory: Tensor, size: int) -> list[int]:
-    """By each rank so far: who is behind the others keeps them waiting."""
+def meetings(memory: Tensor, size: int) -> list[int]:
+    """To how many each rank has come so far: who is behind the others keeps them waiting."""
     return [int(memory[_LINE * (1 + rank) :][:8].view(torch.int64)) for rank in range(size)]
 
 

@@ -59,6 +59,12 @@ def join_parts(parts: Tensor, group: RankGroup, size: int, dtype: torch.dtype) -
     return torch.ops.compiled_llm.join_parts(parts, *group, size, str(dtype).removeprefix("torch."))
 
 
+def least(value: int, group: RankGroup) -> int:
+    """The least of all ranks' values. Each rank waits here for the others."""
+    size = int(group.place[1])
+    return int(all_gather(torch.tensor([[value]]), group, size).min())
+
+
 def all_reduce_reference(x: Tensor, place: Tensor, memory: Tensor) -> Tensor:
     """The op in plain torch."""
     if int(place[1]) == 1:

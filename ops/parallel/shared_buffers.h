@@ -12,8 +12,9 @@ constexpr int64_t kLine = 128, kMostRanks = 64, kHeader = 16384;
 constexpr std::chrono::microseconds kSpin(100), kYield(2000);
 constexpr timespec kSleep = {0, 50'000};
 
-// A call of one rank. Each piece that ranks exchange is: write to own(), meet(), read of(rank). Buffers are taken in turns: who
-// writes to one again has met the others since they read it.
+// A call of one rank. For each piece that ranks exchange: begin(), write to own(), meet(), read of(rank); what is written to
+// own() then may be read after another meet(). Buffers are taken in turns: who writes to one again has met the others since
+// they read it.
 class Exchange {
  public:
   Exchange(const Tensor& place, const Tensor& memory, const char* op) : op_(op) {
@@ -32,21 +33,19 @@ class Exchange {
                 " bytes, got ", memory.size(0));
     base_ = memory.data<char>();
     epoch_ = flag(rank).load(std::memory_order_relaxed);
-    begin();
   }
 
-  // The buffer of the next piece, for this rank to write.
-  char* own() const { return buffer(epoch_, rank); }
-  // Afterwards what any rank wrote may be read, until this rank meets the others again.
+  // The next piece. Turns are counted beside the flag: a rank's own, and the same in all.
+  void begin() { turn_ = ++*reinterpret_cast<uint64_t*>(base_ + kLine * (1 + rank) + kLine / 2) & 1; }
+  // This rank's buffer for it.
+  char* own() const { return buffer(rank); }
+  // Afterwards what any rank wrote before may be read.
   void meet() {
-    flag(rank).store(epoch_, std::memory_order_release);
+    flag(rank).store(++epoch_, std::memory_order_release);
     for (int64_t other = 0; other < size; ++other)
       if (other != rank) wait_for(flag(other));
-    met_ = epoch_;
-    begin();
   }
-  // What a rank wrote to the piece that was last met for.
-  const char* of(int64_t other) const { return buffer(met_, other); }
+  const char* of(int64_t other) const { return buffer(other); }
 
   int64_t rank, size, capacity = 0;  // bytes of a piece
 
@@ -54,11 +53,8 @@ class Exchange {
   using Flag = std::atomic<uint64_t>;
   static_assert(Flag::is_always_lock_free);
 
-  void begin() { ++epoch_; }
   Flag& flag(int64_t of_rank) const { return *reinterpret_cast<Flag*>(base_ + kLine * (1 + of_rank)); }
-  char* buffer(uint64_t epoch, int64_t of_rank) const {
-    return base_ + kHeader + (static_cast<int64_t>(epoch & 1) * size + of_rank) * capacity;
-  }
+  char* buffer(int64_t of_rank) const { return base_ + kHeader + (turn_ * size + of_rank) * capacity; }
   void check_aborted() const {
     const uint64_t failed = reinterpret_cast<Flag*>(base_)->load(std::memory_order_relaxed);
     if (failed != 0) throw std::runtime_error(text_of(op_, ": rank ", failed - 1, " has failed"));
@@ -78,7 +74,8 @@ class Exchange {
 
   const char* op_;
   char* base_ = nullptr;
-  uint64_t epoch_ = 0, met_ = 0;
+  uint64_t epoch_ = 0;
+  int64_t turn_ = 0;
 };
 
 }  // namespace

@@ -46,6 +46,9 @@ REFUSED: dict[str, list[object]] = {
     "enable_chunked_prefill": ["no"],
     "check_invariants": [None],
     "model_process": ["yes"],
+    "tensor_parallel_size": [0, 65, 1.5, True],
+    "tensor_parallel_exact": [1],
+    "enable_expert_parallel": [1, True],  # with one rank
     "async_scheduling": [1, "yes"],
     "max_logprobs": [1001],
     "max_queued_requests": [0],
@@ -95,6 +98,19 @@ def test_adapters() -> None:
     assert (config.lora_slots, config.lora_rank, config.host_loras) == (2, 64, 100)
     with pytest.raises(ValueError, match="model_process must be False with enable_lora=True"):
         EngineConfig(enable_lora=True, model_process=True)
+
+
+def test_ranks() -> None:
+    assert EngineConfig(wait_for_compile=False, tensor_parallel_size=2).waits_for_compile
+    assert not EngineConfig(wait_for_compile=False, tensor_parallel_exact=True).waits_for_compile
+    EngineConfig(tensor_parallel_size=2, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    for name in ({"tensor_parallel_size": 2}, {"tensor_parallel_exact": True}):
+        with pytest.raises(ValueError, match="enable_lora must be False with tensor_parallel"):
+            EngineConfig(enable_lora=True, **name)
+        with pytest.raises(ValueError, match=r"must have a method that drafts from tokens.*given 'layer_skip'"):
+            EngineConfig(speculative_config={"method": "layer_skip", "num_speculative_tokens": 3}, **name)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True"):
+        EngineConfig(tensor_parallel_size=3, tensor_parallel_exact=True)
 
 
 @pytest.mark.parametrize("layers", [(-1,), (1, 1), (0.5,), (True,), "0", 0, ("0",), (1024,), None])

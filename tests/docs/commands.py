@@ -141,6 +141,9 @@ NOT_RUN = (
         "needs adapters; tests/adapters, tests/offline and tests/exact run it",
         parse_command,
     ),
+    NotRun(
+        _COMMAND + r" \S.* --tensor-parallel-size \d.*", "tests/parallel runs engines with several ranks", parse_command
+    ),
     NotRun(_COMMAND + r" chat \S+\.gguf", "needs that file; tests/e2e/test_gguf.py reads smaller ones", parse_command),
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from compiled_llm.ops import RankGroup, all_gather, all_reduce, join_parts, native
 from compiled_llm.ops.parallel import reductions
-from compiled_llm.ops.parallel.rank_group import abort, bytes_for, pieces_written
+from compiled_llm.ops.parallel.rank_group import abort, bytes_for, meetings
 from tests.ops.instruction_sets import by_set, skip_without
 from tests.ops.parallel.ranks import run_ranks
 
 OP = "parallel_cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (3, 37), (5, 64), (0, 8)]
+LARGE = (9, 1001)  # of whose sum each rank adds up a section
 PIECES = [128, 1 << 16]  # bytes at once: many pieces, which begin within rows, and one
 
 
@@ -32,7 +33,7 @@ def assert_all_equal(results: list[Tensor], expected: Tensor) -> None:
 def test_sums_are_in_the_order_of_ranks(isa: str, size: int, dtype: torch.dtype) -> None:
     if isa != "reference":
         skip_without(native.load(OP), isa)
-    for shape in SHAPES:
+    for shape in [*SHAPES, LARGE]:
         xs = inputs(size, shape, dtype)
         total = xs[0].float()
         for x in xs[1:]:
@@ -43,7 +44,7 @@ def test_sums_are_in_the_order_of_ranks(isa: str, size: int, dtype: torch.dtype)
                 return reductions.all_reduce_reference(xs[rank], *group)
             return native.load(OP).run("all_reduce", xs[rank], *group, isa=isa)
 
-        for piece in PIECES:
+        for piece in PIECES if shape != LARGE else PIECES[1:]:
             assert_all_equal(run_ranks(size, run, piece), total.to(dtype))
 
 
@@ -89,10 +90,12 @@ def test_ops_follow_each_other_in_the_same_memory() -> None:
             if rank == i % 2:
                 torch.randn(200, 200) @ torch.randn(200, 200)
             results += [all_reduce(x, group), all_gather(x[:1], group, 2)]
+            if i % 5 == 0:
+                all_reduce(torch.ones(9, 1001), group)
             results.append(join_parts(x.expand(4, -1, -1).contiguous(), group, 2, torch.float32))
         return results
 
-    first, second = run_ranks(2, run, 256)
+    first, second = run_ranks(2, run, 1 << 16)
     assert all(map(torch.equal, first, second))
     for i in range(50):
         assert first[3 * i].eq(2 * i + 1).all()
@@ -106,9 +109,9 @@ def test_who_waits_for_a_failed_rank_gets_an_error(function: object) -> None:
 
     def run(rank: int, group: RankGroup) -> list[int]:
         if rank == 1:
-            while pieces_written(group.memory, 2) == [0, 0]:
+            while meetings(group.memory, 2) == [0, 0]:
                 pass
-            behind = pieces_written(group.memory, 2)
+            behind = meetings(group.memory, 2)
             abort(group.memory, 1)
             return behind
         with pytest.raises(RuntimeError, match="rank 1 has failed"):
@@ -137,7 +140,7 @@ def test_refusals() -> None:
         all_reduce(x, RankGroup.of(2, 2, two.memory))
     with pytest.raises(ValueError, match="memory for 2 ranks must have more than 16896 bytes, got 16384"):
         all_reduce(x, RankGroup.of(0, 2, two.memory[:16384]))
-    assert pieces_written(two.memory, 2) == [0, 0]
+    assert meetings(two.memory, 2) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""The sum over ranks: the op through shared memory, beside torch.distributed's gloo, between processes of this machine.
+
+    compiled-llm bench all-reduce
+    compiled-llm bench all-reduce --kib 4,64,1024 --json docs/results/cpu/all-reduce.json
+
+Each rank is a process with one thread on a core of its own. All call the op again and again, so that a call waits for
+the slowest rank, as in a step; the figures are of rank 0: the median of the rounds' means in microseconds, and the
+least. In each round the two ways run one after the other. Times on a machine that others use, or with fewer cores than
+ranks, are mostly of waiting.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from compiled_llm.api import tables
+from compiled_llm.api.command_line import FlagParser, integers
+from compiled_llm.bench.harness import TORCH_DTYPES, Row, finish, in_turns, seconds_of
+from compiled_llm.models.sharding import Shard
+from compiled_llm.ops import all_reduce, native
+from compiled_llm.ops.parallel.rank_group import bytes_for
+from compiled_llm.parallel.rank_processes import PIECE_BYTES
+from compiled_llm.system.numa import cores_of_ranks
+from compiled_llm.worker.rank_start import Inherited, RankStart, begin_rank
+
+COLUMNS = 1024
+CALLS = 100  # of a round's mean
+
+
+def parser(program: str) -> FlagParser:
+    made = FlagParser(prog=program, description="The sum over ranks, beside gloo.")
+    made.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    made.add_argument("--kib", type=integers, default=(4, 16, 64, 256, 1024), help="KiB of a rank (default: 4 to 1024)")
+    made.add_argument("--dtype", default="bfloat16", choices=TORCH_DTYPES, help="(default: bfloat16)")
+    made.add_argument("--rounds", type=int, default=20, help="(default: 20)")
+    tables.add_json_flag(made)
+    return made
+
+
+def repeat(call: Callable[[], object]) -> None:
+    for _ in range(CALLS):
+        call()  # its result is freed at once: fresh memory would cost more than the sum
+
+
+def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: Connection) -> None:
+    """In a process of its own: measure, and send the rows."""
+    group = begin_rank(start)
+    torch.set_num_threads(1)
+    rank, size = start.shard.rank, start.shard.size
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    rows = []
+    for kib in args.kib:
+        dtype = TORCH_DTYPES[args.dtype]
+        x = torch.full((max(1, kib * 1024 // dtype.itemsize // COLUMNS), COLUMNS), 1.0 + rank).to(dtype)
+        assert all_reduce(x, group).eq(size * (size + 1) / 2).all()
+        y = x.clone()  # gloo sums in place
+        ways = {"op": lambda x=x: all_reduce(x, group), "gloo": lambda y=y: torch.distributed.all_reduce(y)}
+        runs = {name: lambda way=way: seconds_of(lambda: repeat(way)) for name, way in ways.items()}
+        times = in_turns(runs, rounds=args.rounds)
+        row: Row = {"KiB": kib}
+        for name, seconds in times.items():
+            row |= {
+                f"{name}_us": statistics.median(seconds) / CALLS * 1e6,
+                f"{name}_least_us": min(seconds) / CALLS * 1e6,
+            }
+        rows.append(row)
+    torch.distributed.destroy_process_group()
+    results.send(rows)
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """The rows of rank 0."""
+    context = multiprocessing.get_context("spawn")
+    descriptor = os.memfd_create("compiled-llm-bench")
+    os.ftruncate(descriptor, bytes_for(args.ranks, PIECE_BYTES))
+    native.load("parallel_cpu")
+    processes, connections = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        for rank, cores in enumerate(cores_of_ranks(args.ranks)):
+            start = RankStart(Shard(rank, args.ranks), Inherited(descriptor), tuple(cores[:1]))
+            own, theirs = context.Pipe()
+            arguments: Any = start, args, os.path.join(directory, "meeting"), theirs
+            processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
+            processes[-1].start()
+            connections.append(own)
+            theirs.close()
+        os.close(descriptor)
+        rows = connections[0].recv()
+        for process in processes:
+            process.join()
+    return rows
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    args = parser(program).parse_checked(None, arguments, ranks=1, rounds=1)
+    rows = measure(args)
+    print(tables.text_table(rows))
+    facts = {"ranks": args.ranks, "dtype": args.dtype, "cores": len(os.sched_getaffinity(0)), "results": rows}
+    finish("all-reduce", facts, args.json)
+    return 0

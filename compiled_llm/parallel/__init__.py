@@ -1,0 +1,1 @@
+"""A model that several processes run together: they are started, told each step, and watched."""

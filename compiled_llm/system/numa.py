@@ -1,0 +1,38 @@
+"""Which cores the processes of one model get, so that each has its own, near its memory."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_NODES = Path("/sys/devices/system/node")
+
+
+def cores_of_ranks(size: int, nodes: Path = _NODES) -> list[list[int]]:
+    """For each of ``size`` processes, the cores that it is to keep to, of those that this process may use.
+
+    Where there are several NUMA nodes, a process stays within one, if as many processes can have each. What a process
+    first writes then lies in its node's memory. With more processes than cores, several have the same core.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    groups = [cores for node in _cores_of_nodes(nodes) if (cores := [core for core in allowed if core in node])]
+    known = {core for cores in groups for core in cores}
+    if not groups or known != set(allowed) or size % len(groups):
+        groups = [allowed]
+    each = size // len(groups)
+    return [_part(cores, number, each) for cores in groups for number in range(each)]
+
+
+def _part(cores: Sequence[int], number: int, number_of: int) -> list[int]:
+    if number_of > len(cores):
+        return [cores[number % len(cores)]]
+    return list(cores[len(cores) * number // number_of : len(cores) * (number + 1) // number_of])
+
+
+def _cores_of_nodes(nodes: Path) -> list[set[int]]:
+    """As Linux lists them: 0-3,8-11."""
+    found = []
+    for path in sorted(nodes.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
+        spans = re.findall(r"(\d+)(?:-(\d+))?", path.read_text())
+        found.append({core for first, last in spans for core in range(int(first), int(last or first) + 1)})
+    return found

@@ -1,0 +1,87 @@
+"""What a process is told that runs one rank of a model, and what it says of itself before it loads anything."""
+
+import hashlib
+import json
+import mmap
+import os
+import platform
+import threading
+from multiprocessing import connection, parent_process, reduction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.api.version import __version__
+from compiled_llm.compiling.keys import source_digests
+from compiled_llm.models.sharding import Shard
+from compiled_llm.ops import RankGroup, native
+
+
+class Inherited:
+    """A descriptor that a process gets as it is spawned: there it is a number."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detached, (reduction.DupFd(self._descriptor),)
+
+
+def _detached(duplicate: Any) -> int:
+    return duplicate.detach()
+
+
+class RankStart(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        memory: the descriptor of the ranks' memory.
+        cores: that the process keeps to.
+    """
+
+    shard: Shard
+    memory: Inherited | int
+    cores: tuple[int, ...]
+
+
+class Alike(NamedTuple):
+    """What must be the same in all ranks: otherwise they would compute different things, or wait for each other."""
+
+    package: str
+    source_files: str
+    torch: str
+    python: str
+    instructions: str
+    model_files: str
+
+
+def map_memory(descriptor: int) -> Tensor:
+    """The memory behind a descriptor, which is closed: ``[bytes]`` uint8, that live as long as the tensor."""
+    try:
+        return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def begin_rank(start: RankStart) -> RankGroup:
+    """In the rank's process, first of all: it keeps to its cores, and ends when the engine's process does."""
+    os.sched_setaffinity(0, start.cores)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    assert isinstance(start.memory, int)
+    return RankGroup.of(start.shard.rank, start.shard.size, map_memory(start.memory))
+
+
+def _end_with_parent() -> None:
+    """Ranks may be waiting for each other, and then read nothing from the engine."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def alike(model_files: str) -> Alike:
+    """Of this process. ``model_files``: their digest."""
+    isa = native.best_isa() or "none, without a C++ compiler"
+    sources = hashlib.sha256(json.dumps(source_digests()).encode()).hexdigest()
+    return Alike(__version__, sources, torch.__version__, platform.python_version(), isa, model_files)

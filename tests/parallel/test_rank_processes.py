@@ -1,0 +1,239 @@
+"""Ranks as real processes, two of them: the outputs of one process, what they say of themselves, and faults."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.parallel import rank_processes
+from compiled_llm.parallel.rank_processes import RankProcesses, check_alike
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.worker import WorkerFailedError
+from compiled_llm.worker.rank_start import Alike
+from compiled_llm.worker.worker_process import Failure
+
+ARGUMENTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "check_invariants": True,
+    "bucket_sizes": (1, 4),
+    "token_bucket_sizes": (16,),
+    "max_model_len": 96,
+    "block_size": 4,
+    "num_kv_blocks": 24,
+    "swap_space_bytes": 2**20,
+    "preemption_mode": "swap",
+    "async_scheduling": True,
+}
+LONG = {"max_tokens": 24, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0, logprobs=3, **LONG),
+    SamplingParams(temperature=1.0, seed=3, logprobs=2, **LONG),
+    SamplingParams(temperature=0.8, top_k=20, seed=4, presence_penalty=1.0, prompt_logprobs=1, **LONG),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=24, structured_outputs={"regex": "[a-c]{12}"}),
+    SamplingParams(temperature=1.0, top_p=0.9, n=2, seed=6, **LONG),
+]
+PROMPTS = ["The ship", "A long list of words " * 4, "She said that " * 6, "abc", "Once upon a time"]
+SMALL = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 32, "num_kv_blocks": 4, "progress": "off"}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[CompiledEngine]:
+    with CompiledEngine(tensor_parallel_size=2, **ARGUMENTS) as engine:
+        yield engine
+    assert [process._process.exitcode for process in engine.runner.ranks] == [0, 0]
+    assert engine.compile_report().graphs == 0, "what was known of them stays"
+    with pytest.raises(WorkerFailedError, match="the processes of all ranks are closed"):
+        engine.runner.launch(SchedulerOutput())
+
+
+def runner_of(engine: CompiledEngine) -> RankProcesses:
+    assert isinstance(engine.runner, RankProcesses)
+    return engine.runner
+
+
+def brief(engine: CompiledEngine) -> tuple[int, ...]:
+    (out,) = engine.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    return tuple(out.outputs[0].token_ids)
+
+
+def assert_alike(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    """The same tokens, and log-probabilities within 1e-4."""
+    for one, other in zip(ours, theirs, strict=True):
+        pairs = [(one.prompt_logprobs, other.prompt_logprobs)]
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+            pairs.append((a.logprobs, b.logprobs))
+        for a, b in pairs:
+            assert (a is None) == (b is None)
+            for row, other_row in zip(a or [], b or [], strict=True):
+                values = [{token: entry.logprob for token, entry in (part or {}).items()} for part in (row, other_row)]
+                assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def test_the_same_outputs_as_of_one_process(ranks: CompiledEngine) -> None:
+    """With prompts in chunks, preemption by swap, prefix hits, sampling, penalties, a grammar, two steps in flight."""
+    with CompiledEngine(**ARGUMENTS) as engine:
+        theirs = engine.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False)
+    assert_alike(ranks.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False), theirs)
+    stats = ranks.stats()
+    assert stats.num_swap_preemptions > 0
+    assert stats.num_swapped_in_tokens > 0
+    ranks.generate(PROMPTS[1], PARAMS[1], use_tqdm=False)
+    before = ranks.stats().prefix_hit_tokens
+    found = ranks.generate(PROMPTS[1], PARAMS[1], use_tqdm=False)
+    assert ranks.stats().prefix_hit_tokens > before
+    assert_alike(found, theirs[1:2])
+
+
+def test_reports_are_of_all_ranks(ranks: CompiledEngine) -> None:
+    runner = runner_of(ranks)
+    names = [report.name for report in ranks.compile_report().reports]
+    assert {"step (rank 0)", "step (rank 1)"} <= set(names)
+    ledger = ranks.memory_report()
+    own = [process.memory_ledger for process in runner.ranks]
+    for name in ("weights", "KV pool", "swap space"):
+        assert ledger.bytes_of(name) == sum(each.bytes_of(name) for each in own)
+    assert own[0].bytes_of("KV pool") * 2 == ledger.bytes_of("KV pool") == runner.kv_cache_bytes
+    assert ledger.total == own[0].total
+    expected = brief(ranks)
+    with runner.uncompiled():
+        assert brief(ranks) == expected
+    assert ranks.stats().execute_seconds > 0
+    assert "steps" in str(ranks.report(measure_limits=False))
+    with pytest.raises(ValueError, match="profile_steps must be 0 with model_process=True or ranks"):
+        ranks.reset_report(profile_steps=1)
+    with pytest.raises(ValueError, match="model_process must be False and tensor_parallel_size 1 here"):
+        _ = ranks.own_runner
+
+
+def test_a_step_that_fails_in_all_ranks_is_an_error_and_they_go_on(ranks: CompiledEngine) -> None:
+    expected, runner = brief(ranks), runner_of(ranks)
+    step = runner.launch(SchedulerOutput(request_ids=("nobody",), num_scheduled_tokens=(1,), token_ids=(5,)))
+    with pytest.raises(RuntimeError, match="KeyError: 'nobody'"):
+        runner.collect(step)
+    assert brief(ranks) == expected
+
+
+def test_ranks_have_no_file_and_cores_of_their_own(ranks: CompiledEngine) -> None:
+    processes = [psutil.Process(process._process.pid) for process in runner_of(ranks).ranks]
+    for process in processes:
+        maps = [each.path for each in process.memory_maps() if "compiled-llm-ranks" in each.path]
+        assert [path.removesuffix(" (deleted)") for path in maps] == ["/memfd:compiled-llm-ranks"]
+    cores = [set(process.cpu_affinity()) for process in processes]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert cores[0].isdisjoint(cores[1])
+
+
+def outcomes(engine: CompiledEngine) -> list[str]:
+    """Serve some requests; the reasons with which they end, and how the engine then answers another."""
+    for number in range(3):
+        engine.add_request(str(number), "abc", SamplingParams(max_tokens=20, ignore_eos=True))
+    outputs: list[RequestOutput] = []
+
+    def serve() -> None:
+        while engine.has_unfinished_requests():
+            outputs.extend(engine.step())
+
+    with pytest.raises(WorkerFailedError):
+        serve()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    ended = [output.outputs[0] for output in outputs if output.finished]
+    assert len(ended) == 3
+    assert all(one.finish_reason == "error" for one in ended)
+    with pytest.raises(WorkerFailedError, match="The engine serves nothing any more"):
+        engine.generate("abc", use_tqdm=False)
+    assert not any(psutil.pid_exists(process._process.pid) for process in runner_of(engine).ranks)
+    return [str(one.stop_reason) for one in ended]
+
+
+def test_requests_of_a_killed_rank_end_with_its_name_and_exit_code() -> None:
+    before = set(os.listdir("/dev/shm"))
+    engine = CompiledEngine(tensor_parallel_size=2, **SMALL)
+    os.kill(runner_of(engine).ranks[1]._process.pid, signal.SIGKILL)
+    (reason,) = set(outcomes(engine))
+    assert "the process of rank 1 ended with exit code -9" in reason
+    engine.close()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "HANG_SECONDS", 5.0)
+    engine = CompiledEngine(tensor_parallel_size=2, **SMALL)
+    os.kill(runner_of(engine).ranks[rank]._process.pid, signal.SIGSTOP)
+    (reason,) = set(outcomes(engine))
+    assert f"rank {rank} hangs" in reason
+    engine.close()
+
+
+@pytest.mark.battery
+def test_a_rank_that_drifts_apart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CompiledEngine(tensor_parallel_size=2, **SMALL)
+    result = engine.runner.ranks[1].result
+    monkeypatch.setattr(engine.runner.ranks[1], "result", lambda step: result(step) ^ (step == 4))
+    assert set(outcomes(engine)) == {
+        "WorkerFailedError: rank 1 sampled other tokens than rank 0. The engine serves nothing any more"
+    }
+    engine.close()
+
+
+@pytest.mark.battery
+def test_a_rank_that_fails_alone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CompiledEngine(tensor_parallel_size=2, **SMALL)
+    result, failure = engine.runner.ranks[1].result, Failure("MemoryError", "no room", "")
+    monkeypatch.setattr(engine.runner.ranks[1], "result", lambda step: failure if step == 4 else result(step))
+    assert set(outcomes(engine)) == {
+        "WorkerFailedError: rank 1 failed: MemoryError: no room. The engine serves nothing any more"
+    }
+    engine.close()
+
+
+def test_ranks_that_are_not_alike_are_refused_with_both_values() -> None:
+    one = Alike("0.1", "abc", "2.13", "3.11", "avx2", "abc")
+    check_alike([one, one])
+    for name, value in {"package": "0.2", "source_files": "abd", "torch": "2.11", "model_files": "abd"}.items():
+        other: Any = one._replace(**{name: value})
+        with pytest.raises(ValueError, match=f"rank 0 has {getattr(one, name)}, rank 1 has {value}"):
+            check_alike([one, other])
+
+
+@pytest.mark.battery
+def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes must be from"):
+        CompiledEngine(tensor_parallel_size=2, enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
+    with pytest.raises(ValueError, match="tensor_parallel_size must divide"):
+        CompiledEngine(tensor_parallel_size=3, **SMALL)
+    with pytest.raises(ValueError, match="must go to another process with model_process=True or tensor_parallel_size"):
+        CompiledEngine(tensor_parallel_size=2, logits_transforms=[lambda logits: logits], **SMALL)
+
+
+@pytest.mark.battery
+def test_the_same_bits_of_1_2_and_4_ranks() -> None:
+    found = []
+    for size in (1, 2, 4):
+        # The bundled model has two KV heads: of four ranks two have the same one.
+        with CompiledEngine(tensor_parallel_size=size, tensor_parallel_exact=True, **ARGUMENTS) as engine:
+            outputs = engine.generate(PROMPTS, PARAMS, use_tqdm=False)
+        found.append([(out.prompt_logprobs, [(one.token_ids, one.logprobs) for one in out.outputs]) for out in outputs])
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+@pytest.mark.battery
+def test_each_rank_runs_one_graph_that_the_first_has_compiled() -> None:
+    sizes = {"dtype": "float32", "bucket_sizes": (1, 4), "token_bucket_sizes": (16,), "max_model_len": 96}
+    with CompiledEngine(tensor_parallel_size=2, **sizes) as engine:
+        theirs = CompiledEngine(enforce_eager=True, **sizes).generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert_alike(engine.generate(PROMPTS, PARAMS, use_tqdm=False), theirs)
+        report = engine.compile_report()
+    assert len(report.reports) == report.graphs == 10
+    assert report.graph_breaks == report.recompiles == 0
+    assert all(one.cache == "hit" for one in report.reports if one.name.endswith("(rank 1)"))
