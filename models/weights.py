@@ -24,6 +24,7 @@ from compiled_llm.models.reader import Reader, Stack, Wanted, WantedCodes
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.sharding import REPLICATED, Cut, Section, of_elements, of_heads, of_kv_heads
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
+from compiled_llm.ops.parallel.rank_group import RankGroup
 
 _COLUMNS = 64  # of a matrix that are transposed at a time, in the caches
 
@@ -501,6 +502,8 @@ def tensors(weights: Any) -> list[Tensor]:
     """All tensors of a weights tuple, each storage once (tied weights are one tensor)."""
     if isinstance(weights, Tensor):
         return [weights]
+    if isinstance(weights, RankGroup):  # what ranks share
+        return []
     found = [t for item in weights for t in tensors(item)] if isinstance(weights, tuple) else []
     return list({(t.data_ptr() or id(t), t.shape): t for t in found}.values())  # on "meta" there are no addresses
 

@@ -228,6 +228,10 @@ class Piece(NamedTuple):
         """A layer of that size, by the same name."""
         return self.part._replace(out_features=len(self.rows), in_features=self.end - self.first)
 
+    def within(self, chunk: "Piece") -> "Piece":
+        """One of ``chunks``, as a piece of ``part``."""
+        return self._replace(first=self.first + chunk.first, end=self.first + chunk.end)
+
     def chunks(self, count: int) -> list["Piece"]:
         """Equal runs of the inputs of ``layer``."""
         width, rows = (self.end - self.first) // count, torch.arange(len(self.rows))
@@ -332,9 +336,12 @@ class Sharding:
             return [(own, [piece.layer for piece in pieces])]
         once, count = _Once(own), PARTS // self.shard.size
         by_part = zip(*(piece.chunks(count) for piece in pieces), strict=True)
-        takes = [(CutTake(once, chunks), [chunk.layer for chunk in chunks]) for chunks in by_part]
-        for own, _ in takes:
-            own.is_part = True
+        takes = []
+        for chunks in by_part:
+            part = CutTake(once, chunks)
+            part.is_part = True
+            part.pieces = tuple(piece.within(chunk) for piece, chunk in zip(pieces, chunks, strict=True))
+            takes.append((part, [chunk.layer for chunk in chunks]))
         return takes
 
     def _vocabulary(
@@ -388,8 +395,9 @@ class CutTake:
 
     def __init__(self, take: Take, pieces: Sequence[Piece], *, whole: bool = False) -> None:
         self.dtype, self.device = take.dtype, take.device
-        self._take, self._whole = take, whole
+        self._take, self.is_of_whole_experts = take, whole
         self._pieces = {piece.part.name: piece for piece in pieces}
+        self.pieces = tuple(pieces)  # of the layer as all ranks have it
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         layer, _, which = name.rpartition(".")
@@ -425,7 +433,7 @@ class CutTake:
 
     def whole_rows(self, shapes: Mapping[str, tuple[int, ...]], put: Callable[[int, Tensor, slice], None]) -> None:
         """As ``rows``, with all inputs of the rows, and which of them are wanted."""
-        names = [f"{layer}.weight" for layer in self._pieces] if self._whole else list(shapes)
+        names = [f"{layer}.weight" for layer in self._pieces] if self.is_of_whole_experts else list(shapes)
         pieces = [self._pieces[name.removesuffix(".weight")] for name in names]
         begins = [0, *itertools.accumulate(piece.part.out_features for piece in pieces)]
         own_begins = dict(
