@@ -44,6 +44,8 @@ from compiled_llm.worker.worker_process import WorkerProcess
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_MOVING_SECONDS = 60.0  # that the end of an engine waits for blocks on their way to the disk
+
 
 class StepEngine:
     """An engine without the methods that serve lists of prompts, and without reports; see ``CompiledEngine``."""
@@ -158,6 +160,7 @@ class StepEngine:
             try:
                 self.abort(list(self._core.entries))
                 self._core.drain()
+                self._core.finish_moving(_MOVING_SECONDS)
             finally:
                 self._chat_encoder.close()
                 self._admission.close()
@@ -306,10 +309,16 @@ class StepEngine:
         return waiting
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached KV blocks. ``RuntimeError`` while requests are unfinished: theirs are in use."""
+        """Forget all cached KV blocks, in host memory too. Files of blocks stay.
+
+        Raises:
+            RuntimeError: requests are unfinished: their blocks are in use.
+        """
         if self.scheduler.has_unfinished_requests():
             raise RuntimeError("reset_prefix_cache() while requests are unfinished: finish or abort them first")
         self.scheduler.pool.clear_cache()
+        if self.scheduler.tiers is not None:
+            self.scheduler.tiers.forget_host()
 
     def stream(
         self,

@@ -57,6 +57,7 @@ def worker_facts(
         window_places=tuple(places.items()),
         num_state_slots=limits.num_state_slots,
         num_swap_slots=swap_space.num_slots,
+        num_tier_blocks=swap_space.num_tier_blocks,
     )
     if config.adapts_drafts and limits.num_draft_tokens:
         decodes = measure_decodes(steps, limits, facts, progress)
