@@ -130,6 +130,8 @@ class RunningSet:
                 # It may lack room for a copy of one of its own blocks: without them it computes all its tokens.
                 return self.take_back() and self.admit(request, output)
         self.waiting.remove(request)
+        if self.tiers is not None:
+            self.tiers.fetch(request, below)  # pins them, before blocks that are evicted take rows
         if holds:
             del self.forks.holders[request]
         else:
@@ -148,8 +150,8 @@ class RunningSet:
             found = (len(shared) + len(below)) * self.limits.block_size
             request.num_computed_tokens = max(request.num_computed_tokens, found)
         self.places.enter(request, len(shared))
-        if self.tiers is not None:
-            self._fetch(request, len(shared), below, output)
+        if below:
+            self._load(request, len(shared), [held.row for held in below], output)
         if request.host_block_ids:
             self._swap_in(request, len(shared), output)
         self.prefix_cache.add_pending(request)
@@ -198,11 +200,8 @@ class RunningSet:
             for index in range(window.first_seen(end), len(shared) + len(below))
         )
 
-    def _fetch(self, request: Request, first: int, below: list[HostBlock], output: SchedulerOutputBuilder) -> None:
-        """Copy blocks to the device as the step begins: from index ``first`` of its table on."""
-        assert self.tiers is not None
-        self.tiers.fetch(request, below)
-        rows = [held.row for held in below]
+    def _load(self, request: Request, first: int, rows: list[int], output: SchedulerOutputBuilder) -> None:
+        """Copy rows of host memory to the device as the step begins: to the blocks from index ``first`` on."""
         output.swapped_in.extend(zip(request.block_ids[first : first + len(rows)], rows, strict=True))
         self.places.swap_in(request, first, [0] * first + rows, output)
 

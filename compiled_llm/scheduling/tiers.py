@@ -22,7 +22,7 @@ from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutputBuilder
 from compiled_llm.scheduling.worker import FileResult
 
-_LATE, _LEAST_WAIT = 4.0, 0.25  # a file is late after so many times its estimate, and after so many seconds at least
+_LATE = 4.0  # a file is late after so many times its estimate
 _MOST_IDLE_WAIT = 0.02  # seconds that a step without requests waits for a file: new requests wait as long
 
 
@@ -93,8 +93,11 @@ class KVTiers:
 
     Attributes:
         counts: what was moved, and why not.
+        least_wait: seconds after which a file may be late.
         on_disk: digests of the blocks that are known to have a file.
     """
+
+    least_wait = 0.25
 
     def __init__(
         self, pool: BlockPool, rows: Sequence[int], block_size: int, costs: StepCosts, on_disk: Iterable[bytes] | None
@@ -287,8 +290,8 @@ class KVTiers:
                 self._unpin(held)
             return False
         now, own = time.monotonic(), self._token_seconds * self.block_size * away
-        wait = max(_LEAST_WAIT, _LATE * self._read_seconds * len(self._reading))
-        self._waits[request] = _Wait(taken, now, now + (min(wait, max(own, _LEAST_WAIT)) if own else wait))
+        wait = max(self.least_wait, _LATE * self._read_seconds * len(self._reading))
+        self._waits[request] = _Wait(taken, now, now + (min(wait, max(own, self.least_wait)) if own else wait))
         return True
 
     def _read(self, digest: bytes) -> HostBlock | None:
