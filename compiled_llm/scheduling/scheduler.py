@@ -235,7 +235,8 @@ class Scheduler:
         if self.tiers is not None:
             is_full = result.bucket.kind == "tokens" and 2 * output.num_tokens >= result.bucket.num_tokens
             copied = len(output.swapped_out) + len(output.swapped_in)
-            self.tiers.end_step(result.files, is_full * output.num_tokens, result.seconds, copied)
+            idle = 0.0 if requests else result.seconds
+            self.tiers.end_step(result.files, is_full * output.num_tokens, result.seconds, copied, idle)
         if not requests:  # a step of ``move_files``
             return []
         num_accepted = self.counts.num_accepted_draft_tokens

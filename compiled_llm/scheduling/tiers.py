@@ -43,8 +43,9 @@ class TierCounts:
     num_fetches_dearer: int = 0
     num_fetches_late: int = 0
     tier_copy_seconds: float = 0.0
-    tier_wait_seconds: float = 0.0
     tier_file_seconds: float = 0.0
+    tier_idle_seconds: float = 0.0
+    tier_wait_seconds: float = 0.0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -102,7 +103,7 @@ class KVTiers:
     def __init__(
         self, pool: BlockPool, rows: Sequence[int], block_size: int, costs: StepCosts, on_disk: Iterable[bytes] | None
     ) -> None:
-        self.pool, self.block_size, self.costs = pool, block_size, costs
+        self.pool, self.block_size = pool, block_size
         self.num_rows, self.has_disk = len(rows), on_disk is not None
         self.on_disk = set(on_disk or ())
         self.counts = TierCounts()
@@ -121,7 +122,8 @@ class KVTiers:
         self._to_read: list[HostBlock] = []
         self._waits: dict[Request, _Wait] = {}
         self._fetched: dict[Request, _Wait] = {}  # those that need not wait any more, until they are admitted
-        self._read_seconds = self._copy_seconds = self._token_seconds = 0.0  # moving averages; 0: not measured
+        self._copy_seconds = costs.swap_seconds  # of a block, a moving average, as these; 0: not measured
+        self._read_seconds = self._token_seconds = 0.0
         self._resets_files = False
         if self.num_rows:
             pool.on_evict = self.store
@@ -374,14 +376,18 @@ class KVTiers:
             or any(step.stored for step in (*self._steps, self._step))
         )
 
-    def end_step(self, result: FileResult | None, num_tokens: int, seconds: float, copied: int) -> None:
+    def end_step(
+        self, result: FileResult | None, num_tokens: int, seconds: float, copied: int, idle_seconds: float = 0.0
+    ) -> None:
         """The oldest step that was sent has ended.
 
         Args:
             num_tokens, seconds: that it computed, where it was one of prompts, and how long it took; 0: it was not.
             copied: blocks that it swapped.
+            idle_seconds: that a step without requests waited.
         """
         step = self._steps.popleft()
+        self.counts.tier_idle_seconds += idle_seconds
         for held in step.pinned:
             self._unpin(held)
         if self.has_disk:

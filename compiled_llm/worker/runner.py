@@ -326,6 +326,8 @@ class ModelRunner(Worker):
         if not self.swap_space.num_tier_blocks:
             return step.result()
         files = FileResult() if self.files is None else self.files.take_result(step.wait_seconds)
+        if step.bucket is FILES:
+            step.seconds = time.perf_counter() - waiting
         return dataclasses.replace(step.result(), files=files._replace(copy_seconds=step.copy_seconds))
 
     def close(self) -> None:
