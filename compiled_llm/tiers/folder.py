@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiled_llm.ops.trusted_paths import check_trusted_directory, make_directory
-from compiled_llm.tiers.block_file import BadFileError, digest_of, name_of, read_file, remove_partial, write_file
+from compiled_llm.tiers.block_file import HEADER_BYTES, BadFileError, digest_of, name_of, read_file, remove_partial, write_file
 
 _FREED = 0.95  # of the most bytes are left when files have to make room, so that they need not at each file
 _TOUCHED_SECONDS = 60.0  # a file that was used within so many seconds need not be marked as used again
@@ -88,7 +88,7 @@ class BlockFolder:
 
     def write(self, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int]) -> tuple[bool, list[bytes]]:
         """Write a block, and make room for it. Returns whether it is there, and the digests of files that made room."""
-        gone = self._make_room(sum(map(len, parts)))
+        gone = self._make_room(HEADER_BYTES + sum(map(len, parts)))
         try:
             size = write_file(self._folder, self.key, digest, parts, windows)
         except OSError:  # the disk is full, or not there any more

@@ -205,8 +205,8 @@ def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _store_nothing(self: KVTiers, block: int, digest: bytes, *, makes_room: bool) -> bool:
-    row = self._take_row(makes_room=makes_room)
-    if row is not None and digest not in self._blocks:
+    row = None if digest in self._blocks else self._take_row(makes_room=makes_room)
+    if row is not None:
         self._blocks[digest] = HostBlock(digest, row)
     return True
 
