@@ -155,5 +155,6 @@ class _Check:
 
     def _refuse(self, reason: str) -> None:
         raise ValueError(
-            f"{self._what} is not loaded from {self._path}: {reason}, or set {self._variable} to a directory of your own"
+            f"{self._what} is not loaded from {self._path}: {reason}, or set {self._variable} to a directory of your "
+            "own"
         )

@@ -88,8 +88,8 @@ class EngineConfig:
             rounded up to whole blocks (StreamingLLM). Positions are those in the cache, and an eighth of the window
             leaves it at once. Needs ``enable_prefix_caching=False`` and no swap space.
         swap_space_bytes: host memory for the KV blocks of preempted requests; 0: they are computed again.
-        kv_host_bytes: host memory for KV blocks that leave the prefix cache; a request that starts with their tokens gets
-            them copied back instead of computing these. 0: such blocks are dropped. See docs/kv_tiers.md.
+        kv_host_bytes: host memory for KV blocks that leave the prefix cache; a request that starts with their tokens
+            gets them copied back instead of computing these. 0: such blocks are dropped. See docs/kv_tiers.md.
         kv_disk_path: with ``kv_host_bytes``: a directory of your own for files of KV blocks. Every block that can be
             found gets there by way of host memory, and a restarted engine finds it. Engines may share it.
         kv_disk_bytes: most bytes of these files, for each model; the least recently used are removed. None: 16 GiB.

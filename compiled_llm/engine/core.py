@@ -26,7 +26,7 @@ from compiled_llm.scheduling.worker import Worker, WorkerFacts, WorkerFailedErro
 from compiled_llm.text.tokenizer import Tokenizer
 
 _NONE: tuple[None, None] = None, None
-_MOVING_SECONDS = 0.1  # that a step without requests waits for files
+_MOVING_SECONDS = 0.02  # that a step without requests waits for files
 
 
 class EngineCore:
@@ -133,12 +133,24 @@ class EngineCore:
         while self.launched:
             self.worker.collect(self.launched.popleft()[1])
 
-    def finish_moving(self, most_seconds: float) -> None:
-        """Let blocks reach the disk that are on their way there. No request may be unfinished."""
-        tiers, end = self.scheduler.tiers, time.monotonic() + most_seconds
-        while tiers is not None and tiers.is_moving and time.monotonic() < end:
-            output = self.scheduler.move_files(_MOVING_SECONDS)
-            self.scheduler.update(output, self.worker.collect(self.worker.launch(output)))
+    def move_blocks(self) -> bool:
+        """Run a step without requests, if blocks are still on their way to the disk. Returns whether some are then.
+
+        No request may be unfinished.
+        """
+        tiers = self.scheduler.tiers
+        if tiers is None or not tiers.is_moving or self.launched:
+            return False
+        output = self.scheduler.move_files(_MOVING_SECONDS)
+        try:
+            result = self.worker.collect(self.worker.launch(output))
+        except WorkerFailedError:
+            raise
+        except Exception as error:
+            self._fail_steps(error)
+            return False
+        self.scheduler.update(output, result)
+        return tiers.is_moving
 
     # -- Beams
 

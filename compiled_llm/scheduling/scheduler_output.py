@@ -221,7 +221,9 @@ class SchedulerOutputBuilder:
         windows = tuple([WindowOutput._make(map(tuple, _columns_of_window(window))) for window in self.windows])
         states = StateOutput._make(map(tuple, _columns_of_states(self.states)))
         columns = map(tuple, _columns_of_step(self))
-        return SchedulerOutput._make((*columns, windows, states, self.files, self.drafts_next, self.uses_adapters, resets))
+        return SchedulerOutput._make(
+            (*columns, windows, states, self.files, self.drafts_next, self.uses_adapters, resets)
+        )
 
 
 # Those that are lists in a builder, in their order.

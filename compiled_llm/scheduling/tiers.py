@@ -229,7 +229,7 @@ class KVTiers:
         for digest in digests:
             held = self._blocks.get(digest)
             is_there = held is not None and held.is_there
-            if held is None and digest not in self.on_disk or not is_there and known:
+            if (held is None and digest not in self.on_disk) or (known and not is_there):
                 break
             away += not is_there
             chain.append(held or digest)
@@ -240,10 +240,10 @@ class KVTiers:
         elif away:
             self.counts.num_fetches_dearer += away
         found: list[HostBlock] = []
-        for held in chain:
-            if isinstance(held, bytes) or not held.is_there:
+        for one in chain:
+            if isinstance(one, bytes) or not one.is_there:
                 break
-            found.append(held)
+            found.append(one)
         if found and not self._pays(self._copy_seconds * len(found), len(found)):
             self.counts.num_fetches_dearer += len(found)
             return []
@@ -277,12 +277,12 @@ class KVTiers:
             held.pins += 1  # before rows are taken
         taken, away = list[HostBlock](), 0
         for one in chain:
-            held = self._read(one) if isinstance(one, bytes) else one
-            if held is None:
+            read = self._read(one) if isinstance(one, bytes) else one
+            if read is None:
                 break
-            held.pins += isinstance(one, bytes)
-            away += not held.is_there
-            taken.append(held)
+            read.pins += isinstance(one, bytes)
+            away += not read.is_there
+            taken.append(read)
         kept = set(taken)
         for held in blocks:
             if held not in kept:

@@ -39,9 +39,7 @@ class BadFileError(Exception):
         self.is_own = is_own
 
 
-def write_file(
-    folder: int, key: bytes, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int] = ()
-) -> int:
+def write_file(folder: int, key: bytes, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int] = ()) -> int:
     """Write a block's ``parts``, one after the other. Returns the file's bytes.
 
     Args:
@@ -52,16 +50,16 @@ def write_file(
         OSError: it cannot be written. No file is left then, or one that ``remove_partial`` removes.
     """
     content = hashlib.sha256()
-    for part in parts:
-        content.update(part)
+    for piece in parts:
+        content.update(piece)
     size = sum(map(len, parts))
     fields = _FIELDS.pack(_MAGIC, key, digest, sum(1 << number for number in windows), size, content.digest())
     partial = f".{digest.hex()}.{secrets.token_hex(8)}{_PARTIAL}"
     descriptor = os.open(partial, _WRITE, 0o600, dir_fd=folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who could lock it would take its writer for dead
-        for part in (fields + hashlib.sha256(fields).digest(), *parts):
-            _write_all(descriptor, memoryview(part))
+        for part in (memoryview(fields + hashlib.sha256(fields).digest()), *parts):
+            _write_all(descriptor, part)
         os.fsync(descriptor)
         os.rename(partial, name_of(digest), src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:

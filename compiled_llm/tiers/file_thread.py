@@ -20,9 +20,7 @@ class FileThread:
         rows: gives of a host block its memory: that of layers without a window, and of those with each.
     """
 
-    def __init__(
-        self, folder: BlockFolder, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]
-    ) -> None:
+    def __init__(self, folder: BlockFolder, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]) -> None:
         self.folder, self._rows = folder, rows
         self._reads: deque[tuple[bytes, int, Callable[[], object]]] = deque()
         self._writes: deque[tuple[bytes, int, tuple[int, ...], Callable[[], object]]] = deque()

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiled_llm.ops.trusted_paths import check_trusted_directory, make_directory
-from compiled_llm.tiers.block_file import HEADER_BYTES, BadFileError, digest_of, name_of, read_file, remove_partial, write_file
+from compiled_llm.tiers.block_file import (
+    HEADER_BYTES,
+    BadFileError,
+    digest_of,
+    name_of,
+    read_file,
+    remove_partial,
+    write_file,
+)
 
 _FREED = 0.95  # of the most bytes are left when files have to make room, so that they need not at each file
 _TOUCHED_SECONDS = 60.0  # a file that was used within so many seconds need not be marked as used again

@@ -25,9 +25,7 @@ class SwapSpace:
             is that of the slots.
     """
 
-    def __init__(
-        self, groups: Sequence[Caches], num_blocks: int, num_slots: int = 0, num_tier_blocks: int = 0
-    ) -> None:
+    def __init__(self, groups: Sequence[Caches], num_blocks: int, num_slots: int = 0, num_tier_blocks: int = 0) -> None:
         """``groups``: of layers without a window, of those with each window, and of those with a state."""
         self.num_blocks, self.num_slots, self.num_tier_blocks = num_blocks, num_slots, num_tier_blocks
         counts = [num_blocks + num_tier_blocks] * (len(groups) - 1) + [num_slots]

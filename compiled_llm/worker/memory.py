@@ -148,7 +148,8 @@ class StartMemory:
         for name in ("swap_space_bytes", "kv_host_bytes"):
             if (given := getattr(config, name)) and not block_bytes <= given <= free:
                 raise ValueError(
-                    f"{name} must be 0 or from {block_bytes} (one block) to {free} (the host memory free), given {given}"
+                    f"{name} must be 0 or from {block_bytes} (one block) to {free} (the host memory free), "
+                    f"given {given}"
                 )
             free -= given
         if self._on_gpu:

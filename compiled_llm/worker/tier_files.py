@@ -18,14 +18,51 @@ _PACKAGE = Path(__file__).parents[1]
 _SAMPLED, _SAMPLE = 1 << 20, 4096  # of each so many bytes of a file of weights so many are hashed, and its first piece
 # Engine arguments that say nothing about what keys and values are.
 _OF_NO_MATTER = frozenset(
-    ("model", "revision", "tokenizer", "tokenizer_revision", "split_special_tokens", "speculative_config")
-    + ("max_model_len", "bucket_sizes", "token_bucket_sizes", "max_num_seqs", "max_num_batched_tokens")
-    + ("num_kv_blocks", "kv_cache_memory_bytes", "num_state_slots", "gpu_memory_utilization", "swap_space_bytes")
-    + ("kv_host_bytes", "kv_disk_path", "kv_disk_bytes", "preemption_mode", "scheduling_policy", "target_itl_ms")
-    + ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling", "cuda_graphs", "compile_workers")
-    + ("wait_for_compile", "num_threads", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules")
-    + ("max_logprobs", "max_queued_requests", "max_request_id_length", "max_grammar_seconds", "max_grammar_bytes")
-    + ("logits_transforms", "model_process", "progress", "check_invariants", "device")
+    [
+        "model",
+        "revision",
+        "tokenizer",
+        "tokenizer_revision",
+        "split_special_tokens",
+        "speculative_config",
+        "max_model_len",
+        "bucket_sizes",
+        "token_bucket_sizes",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "num_kv_blocks",
+        "kv_cache_memory_bytes",
+        "num_state_slots",
+        "gpu_memory_utilization",
+        "swap_space_bytes",
+        "kv_host_bytes",
+        "kv_disk_path",
+        "kv_disk_bytes",
+        "preemption_mode",
+        "scheduling_policy",
+        "target_itl_ms",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "async_scheduling",
+        "cuda_graphs",
+        "compile_workers",
+        "wait_for_compile",
+        "num_threads",
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
+        "lora_target_modules",
+        "max_logprobs",
+        "max_queued_requests",
+        "max_request_id_length",
+        "max_grammar_seconds",
+        "max_grammar_bytes",
+        "logits_transforms",
+        "model_process",
+        "progress",
+        "check_invariants",
+        "device",
+    ]
 )
 
 

@@ -39,7 +39,9 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def host_bytes(model: str, arguments: dict[str, Any], blocks: int) -> int:
     """Memory for so many blocks."""
-    with CompiledEngine(str(checkpoint(model)), **SMALL | arguments | {"kv_host_bytes": HOST, "model_process": False}) as e:
+    with CompiledEngine(
+        str(checkpoint(model)), **SMALL | arguments | {"kv_host_bytes": HOST, "model_process": False}
+    ) as e:
         return e.runner.facts.host_block_bytes * blocks
 
 
@@ -60,9 +62,7 @@ def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput],
         *(pytest.param(name, 200, id=f"full-{name}", marks=pytest.mark.battery) for name in ENGINES),
     ],
 )
-def test_outputs_are_those_without_and_a_restarted_engine_finds_blocks(
-    name: str, count: int, tmp_path: Path
-) -> None:
+def test_outputs_are_those_without_and_a_restarted_engine_finds_blocks(name: str, count: int, tmp_path: Path) -> None:
     """Random requests on pools of a few blocks, so that all moves all the time; some are aborted."""
     (model, arguments), rng = ENGINES[name], random.Random(name)
     work = [
@@ -182,7 +182,7 @@ def test_an_adapter_has_blocks_of_its_own(tiny: dict[str, Any], tmp_path: Path) 
 
 @pytest.mark.parametrize("drafts", [pytest.param("draft_model", marks=pytest.mark.battery)])
 def test_with_a_network_that_drafts(drafts: str, tiny: dict[str, Any], tmp_path: Path) -> None:
-    """What it keeps of a block from a file is computed again: acceptance does not suffer for good, and no token does."""
+    """What it keeps of a block from a file is computed again: neither acceptance nor a token suffers."""
     config = {"method": drafts, "model": inexact_copy("llama", tmp_path / "draft"), "num_speculative_tokens": 3}
     prompts, disk = prompts_of(3), {"kv_disk_path": str(tmp_path / "kv")}
     with CompiledEngine(str(checkpoint("llama")), **tiny) as engine:
@@ -301,7 +301,7 @@ def test_a_late_file_is_computed(tiny: dict[str, Any], tmp_path: Path, monkeypat
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="kv_host_bytes must be 0 for .*keep a state"):
+    with pytest.raises(ValueError, match=r"kv_host_bytes must be 0 for .*keep a state"):
         CompiledEngine(str(checkpoint("lfm2")), **SMALL, kv_host_bytes=2**20)
     for arguments, message in (
         ({"kv_host_bytes": 2**20, "enable_prefix_caching": False}, "kv_host_bytes must be 0 with"),
