@@ -269,8 +269,9 @@ class EngineStats:
             rows["KV tiers"] = (
                 f"{self.host_hit_tokens:,} tokens from host memory, {self.disk_hit_tokens:,} from files; "
                 f"{self.used_tier_blocks:,} of {self.num_tier_blocks:,} blocks in host memory, "
-                f"{self.num_disk_blocks:,} on disk; {self.num_stores_without_room:,} dropped for want of room, {self.num_disk_failures:,} files "
-                f"failed, {self.num_fetches_dearer:,} blocks dearer to fetch, {self.num_fetches_late:,} requests late; "
+                f"{self.num_disk_blocks:,} on disk; {self.num_stores_without_room:,} dropped for want of room, "
+                f"{self.num_disk_failures:,} files failed, {self.num_fetches_dearer:,} blocks dearer to fetch, "
+                f"{self.num_fetches_late:,} requests late; "
                 f"{self.tier_copy_seconds:.2f} s copying, {self.tier_file_seconds:.2f} s on files, "
                 f"{self.tier_idle_seconds:.2f} s of it not hidden"
             )

@@ -176,9 +176,7 @@ class ModelRunner(Worker):
             graph_pool=pool,
             drafter=None if network is None else (network, self._allocate_for_drafter(TRIAL_BLOCKS - 1)),
         )
-        swapped = self.pool_sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
-        num_tier_blocks = config.kv_host_bytes // self.pool_sizes.block_bytes
-        self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped, num_tier_blocks)
+        self.swap_space = self._make_swap_space(config)
         self.files: FileThread | None = None
         drafting = self.steps.drafting
         drafts = None if drafting is None else drafting.token_ids
@@ -412,6 +410,11 @@ class ModelRunner(Worker):
         self.adapter_bytes = change_bytes(weights)
         self.weight_bytes = num_bytes(weights) - self.adapter_bytes
         return weights
+
+    def _make_swap_space(self, config: EngineConfig) -> SwapSpace:
+        sizes = self.pool_sizes
+        swapped = sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
+        return SwapSpace(self.steps.cache_groups(), *swapped, config.kv_host_bytes // sizes.block_bytes)
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
         """A KV cache of so many blocks and slots, and the sinks."""

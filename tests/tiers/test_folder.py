@@ -86,26 +86,31 @@ def test_a_writer_killed_at_any_moment_leaves_no_bad_file(num_kills: int, tmp_pa
     rng = random.Random(num_kills)
     seen: set[int] = set()
     for kill in range(num_kills):
+        begun, begins = os.pipe()
         child = os.fork()
         if not child:
             try:
-                folder = BlockFolder(tmp_path, KEY, 2 * 10**6)
+                folder = BlockFolder(tmp_path, KEY, 5 * 10**5)
                 folder.scan()
+                os.write(begins, b"x")
                 while True:
                     number = rng.randrange(50) + kill
-                    folder.write(digest(number), [content(number, 100_000)], ())
+                    folder.write(digest(number), [content(number, 20_000)], ())
             finally:
                 os._exit(1)
-        time.sleep(rng.uniform(0.002, 0.03))
+        os.read(begun, 1)
+        time.sleep(rng.uniform(0.0, 0.03))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        folder = BlockFolder(tmp_path, KEY, 2 * 10**6)
+        folder = BlockFolder(tmp_path, KEY, 5 * 10**5)
         folder.scan()
         assert not [path for path in folder.path.iterdir() if path.suffix != ".kv"], "what was begun stays"
         found = {int.from_bytes(one, "big") for one in folder.known}
         for number in found - seen if kill % 5 else found:
-            assert read(folder, number, 100_000) == content(number, 100_000)
-        assert sum(path.stat().st_size for path in folder.path.iterdir()) <= 2 * 10**6
+            assert read(folder, number, 20_000) == content(number, 20_000)
+        assert sum(path.stat().st_size for path in folder.path.iterdir()) <= 5 * 10**5
         seen = found
         folder.close()
+        os.close(begun)
+        os.close(begins)
     assert seen
