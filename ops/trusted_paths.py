@@ -42,15 +42,36 @@ def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE") -> None:
     _Check(path, variable).run()
 
 
+def check_trusted_directory(path: Path, what: str, name: str) -> None:
+    """``check_trusted`` of a directory and all above it, whatever is in it, which only this user may own.
+
+    Args:
+        what: is read from there; ``name``: the argument that names another place: both for the message.
+    """
+    _Check(path, name, what).run_alone()
+
+
 class _Check:
-    def __init__(self, path: Path, variable: str) -> None:
-        self._path = path
+    def __init__(self, path: Path, variable: str, what: str = "code") -> None:
+        self._path, self._what = path, what
         self._variable = variable
         self._owners = {os.geteuid(), 0, os.stat("/").st_uid}  # in a user namespace root's number is another one
         self._seen: set[tuple[int, int]] = set()
 
     def run(self) -> None:
         self._check(Path.cwd() / self._path)
+
+    def run_alone(self) -> None:
+        descriptor, place = self._open(Path.cwd() / self._path)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISDIR(status.st_mode):
+                self._refuse(f"{place} is no directory")
+            if status.st_uid != os.geteuid():
+                self._refuse(f"{place} belongs to user {status.st_uid}, not to you (user {os.geteuid()})")
+            self._check_mode(status, place, f"chmod go-w {place}")
+        finally:
+            os.close(descriptor)
 
     def _check(self, path: Path) -> None:
         """``path``: absolute."""
@@ -134,5 +155,6 @@ class _Check:
 
     def _refuse(self, reason: str) -> None:
         raise ValueError(
-            f"code is not loaded from {self._path}: {reason}, or set {self._variable} to a directory of your own"
+            f"{self._what} is not loaded from {self._path}: {reason}, or set {self._variable} to a directory of your "
+            "own"
         )

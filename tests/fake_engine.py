@@ -29,7 +29,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutp
 from compiled_llm.scheduling.state_pool import StatePool, StateSlots
 from compiled_llm.scheduling.window_places import WindowPlaces
 from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
-from compiled_llm.scheduling.worker import LogprobColumns, StepResult
+from compiled_llm.scheduling.worker import FileResult, LogprobColumns, StepResult
 
 VOCABULARY = 1000
 LIMITS = EngineLimits(
@@ -108,6 +108,8 @@ def make_scheduler(
     windows: Sequence[tuple[int, int | None]] = (),
     num_state_slots: int = 0,
     num_swap_slots: int = 0,
+    num_tier_blocks: int = 0,
+    disk: "dict[bytes, Any] | None" = None,
     drafter: Drafter | None = None,
     source: DraftSource | None = None,
     one_graph: bool = True,
@@ -116,6 +118,7 @@ def make_scheduler(
     """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler.
 
     ``windows``: the keys that layers of a kind see, and their places; None: what an engine gives; else at least this.
+    ``num_tier_blocks``, ``disk``: of host memory below the prefix cache, and the ``FakeFiles.disk`` below that.
     ``num_state_slots``: of layers with a state; 0: there are none. ``source``: in the place of a ``drafter``.
     """
     limits = dataclasses.replace(LIMITS, num_state_slots=num_state_slots, **sizes)
@@ -136,6 +139,8 @@ def make_scheduler(
         pool,
         prefix_caching=prefix_caching,
         swap_pool=BlockPool(num_swap_blocks, states=StatePool(num_swap_slots)),
+        tier_rows=range(num_swap_blocks + 1, num_swap_blocks + num_tier_blocks + 1),
+        on_disk=disk,
         drafter=source,
         **(arguments or {}),
     )
@@ -299,11 +304,13 @@ class FakeWindow:
         for position in seen:
             assert self.slots.get(self._slot(request_id, position)) == contexts[position], "a foreign key is seen"
 
-    def forget(self) -> None:
+    def forget(self, rows: set[int]) -> None:
+        """``rows``: of the host, of which nobody knows what stands there."""
         for slot in set().union(*self.written):
             self.slots.pop(slot, None)
         self.written.clear()
-        self.host.clear()
+        for row in rows:
+            self.host.pop(row, None)
 
     def _slot(self, request_id: RequestId, position: int) -> tuple[int, int]:
         return self.tables[request_id][position // self.size], position % self.size
@@ -374,11 +381,16 @@ class FakeRunner:
         self.adapters: dict[int, str] = {0: ""}  # by slot
         self.slot_of: dict[RequestId, int] = {}
         self.written: deque[set[tuple[int, int]]] = deque()  # slots, by each step whose results are not in
+        self.rows_written: deque[set[int]] = deque()  # on the host, as those
+        self.num_swap_blocks = 0
+        self.files = FakeFiles(self, {}, 0)
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         output = pickle.loads(pickle.dumps(output))  # as to a worker in another process
         limits, size = self.limits, self.limits.block_size
-        assert 0 < output.num_tokens <= limits.max_num_batched_tokens
+        assert 0 < output.num_tokens <= limits.max_num_batched_tokens or output.files.wait_seconds
+        self.rows_written.append({row for _, row in output.swapped_out})
+        assert len(self.rows_written[-1]) == len(output.swapped_out), "two blocks are copied to one row"
         assert output.num_tokens == sum(output.num_scheduled_tokens)
         assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
         moved: set[tuple[int, int]] = set()
@@ -451,17 +463,21 @@ class FakeRunner:
             found += [token if num_samples else -1 for token in sampled[-len(rows) :]]
         self.sampled = sampled
         num_targets = sum(len(token_ids) for _, _, token_ids in output.prompt_targets)
-        return pickle.loads(pickle.dumps(result_of(found, num_targets)))
+        result = dataclasses.replace(result_of(found, num_targets), files=self.files.work(output))
+        return pickle.loads(pickle.dumps(result))
 
     def forget(self) -> None:
         """The steps in flight are lost: nobody knows what stands in the slots that they wrote to, or on the host."""
         for slot in set().union(*self.written):
             self.slots.pop(slot, None)
         self.written.clear()
-        self.host.clear()
+        lost = {row for row in self.host if row <= self.num_swap_blocks}.union(*self.rows_written)
+        self.rows_written.clear()
+        for row in lost:
+            self.host.pop(row, None)
         self.adapters = {0: ""}
         for window in self.windows:
-            window.forget()
+            window.forget(lost)
         if self.states is not None:
             self.states.forget()
 
@@ -541,6 +557,60 @@ def result_of(sampled_token_ids: Iterable[int], num_targets: int = 0) -> StepRes
     return StepResult(Bucket("decode", 1, 1), tuple(sampled_token_ids), prompt_logprobs=scores)
 
 
+class FakeFiles:
+    """Files of blocks, and a thread that takes its time: what it reads and writes is known when a job ends.
+
+    Attributes:
+        disk: digest -> the file: what the block holds, and by window; None: it is damaged.
+    """
+
+    def __init__(self, runner: "FakeRunner", disk: dict[bytes, Any], seed: int) -> None:
+        self.runner, self.disk, self._rng = runner, disk, random.Random(seed)
+        self._reads: list[tuple[bytes, int]] = []
+        self._writes: list[tuple[bytes, int, tuple[int, ...]]] = []
+
+    def work(self, output: SchedulerOutput) -> FileResult:
+        """Take on what a step asks for, and end some of it: one job at least where the step waits for that."""
+        if output.files.resets:
+            self._reads, self._writes = [], []
+        self._reads += output.files.reads
+        self._writes += output.files.writes
+        host, windows = self.runner.host, self.runner.windows
+        read, written, lost = [], [], []
+        for digest, row in self._some(self._reads, bool(output.files.wait_seconds)):
+            file = self.disk.get(digest)
+            assert row > self.runner.num_swap_blocks
+            host.pop(row, None)
+            for window in windows:
+                window.host.pop(row, None)
+            if file is not None:
+                host[row], of_windows = dict(file[0]), file[1]
+                for number, content in of_windows.items():
+                    windows[number].host[row] = dict(content)
+            else:
+                self.disk.pop(digest, None)
+            read.append((digest, None if file is None else tuple(file[1]), 1e-4))
+        for digest, row, numbers in self._some(self._writes, False):
+            is_written = self._rng.random() < 0.9
+            if is_written:
+                self.disk[digest] = dict(host[row]), {number: dict(windows[number].host[row]) for number in numbers}
+            written.append((digest, is_written))
+        if self.disk and self._rng.random() < 0.1:  # another engine removes a file, or one is damaged
+            digest = self._rng.choice(list(self.disk))
+            if self._rng.random() < 0.5:
+                del self.disk[digest]
+                lost.append(digest)
+            else:
+                self.disk[digest] = None
+        return FileResult(tuple(read), tuple(written), (), tuple(lost))
+
+    def _some(self, jobs: list, at_least_one: bool) -> list:
+        count = max(self._rng.randint(0, len(jobs)), at_least_one)
+        done = jobs[:count]
+        del jobs[:count]
+        return done
+
+
 class FakeEngine:
     """The engine's loop around a fake runner, with every invariant checked after every step.
 
@@ -549,12 +619,20 @@ class FakeEngine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, *, overlap: bool = False, breaks: Callable[[SchedulerOutput], bool] | None = None
+        self,
+        scheduler: Scheduler,
+        *,
+        overlap: bool = False,
+        breaks: Callable[[SchedulerOutput], bool] | None = None,
+        disk: dict[bytes, Any] | None = None,
+        seed: int = 0,
     ) -> None:
         self.scheduler = scheduler
         self.breaks = breaks
         self.broken: list[SchedulerOutput] = []  # steps in which the device broke
         self.runner = FakeRunner(scheduler.limits, scheduler.pool.windows, scheduler.pool.states)
+        self.runner.files = FakeFiles(self.runner, {} if disk is None else disk, seed)
+        self.runner.num_swap_blocks = scheduler.swap_pool.num_blocks
         self.outputs: list[SchedulerOutput] = []  # of all steps
         self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._most_launched = 2 if overlap else 1
@@ -571,7 +649,7 @@ class FakeEngine:
         """The first half of a step; its results wait in line."""
         output = self.scheduler.schedule()
         check_step(self.scheduler, output)
-        if not output.request_ids:
+        if not output.request_ids and not output.files.wait_seconds:
             return None
         self.outputs.append(output)
         self._launched.append((output, self.runner.execute(output)))
@@ -584,6 +662,7 @@ class FakeEngine:
         """The second half: the results of the step that was launched first."""
         self.scheduler.update(*self._launched.popleft())
         self.runner.written.popleft()
+        self.runner.rows_written.popleft()
         for window in self.runner.windows:
             window.written.popleft()
         if self.runner.states is not None:

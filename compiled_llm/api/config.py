@@ -88,6 +88,11 @@ class EngineConfig:
             rounded up to whole blocks (StreamingLLM). Positions are those in the cache, and an eighth of the window
             leaves it at once. Needs ``enable_prefix_caching=False`` and no swap space.
         swap_space_bytes: host memory for the KV blocks of preempted requests; 0: they are computed again.
+        kv_host_bytes: host memory for KV blocks that leave the prefix cache; a request that starts with their tokens
+            gets them copied back instead of computing these. 0: such blocks are dropped. See docs/kv_tiers.md.
+        kv_disk_path: with ``kv_host_bytes``: a directory of your own for files of KV blocks. Every block that can be
+            found gets there by way of host memory, and a restarted engine finds it. Engines may share it.
+        kv_disk_bytes: most bytes of these files, for each model; the least recently used are removed. None: 16 GiB.
         preemption_mode: "recompute", "swap" (recompute where that space is full), or "auto": what was faster at start.
         scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
             waiting request may preempt running ones of a higher number.
@@ -183,6 +188,9 @@ class EngineConfig:
     sliding_window: int | None = None
     attention_sink_tokens: int = 0
     swap_space_bytes: int = 0
+    kv_host_bytes: int = 0
+    kv_disk_path: str | None = None
+    kv_disk_bytes: int | None = None
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     target_itl_ms: float | None = None
@@ -279,6 +287,7 @@ class EngineConfig:
             raise ValueError(f"cuda_graphs must be 'auto', the default, with enforce_eager=True {given}")
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
+        self._check_tiers()
         if self.kv_cache_skip_layers and self.kv_cache_dtype not in QUANTISED_DTYPES:
             raise ValueError(
                 "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
@@ -300,6 +309,20 @@ class EngineConfig:
                 "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
                 f"given {self.target_itl_ms!r}"
             )
+
+    def _check_tiers(self) -> None:
+        path = self.kv_disk_path
+        if self.kv_host_bytes and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_host_bytes must be 0 with enable_prefix_caching=False (no block leaves a prefix cache), given "
+                f"{self.kv_host_bytes}"
+            )
+        if path is not None and (not isinstance(path, str) or not path):
+            raise ValueError(f"kv_disk_path must be a directory as a non-empty str, or None, given {path!r}")
+        if path is not None and not self.kv_host_bytes:
+            raise ValueError("kv_host_bytes must be above 0 with kv_disk_path (files are read into it), given 0")
+        if path is None and self.kv_disk_bytes is not None:
+            raise ValueError(f"kv_disk_bytes must be None without kv_disk_path, given {self.kv_disk_bytes}")
 
     def _check_lora(self) -> None:
         for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
@@ -331,6 +354,10 @@ class EngineConfig:
                 f"speculative_config must have a method that drafts from tokens, as 'suffix' and 'ngram', with {name} "
                 f"(networks that draft are not shared out yet), given {self.speculation.method!r}"
             )
+        if self.kv_disk_path is not None:
+            raise ValueError(
+                f"kv_disk_path must be None with {name} (files have blocks of a whole model), given {self.kv_disk_path!r}"
+            )
         if self.tensor_parallel_exact and self.tensor_parallel_size not in (1, 2, 4, 8):
             raise ValueError(
                 "tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True, given "
@@ -359,6 +386,11 @@ class EngineConfig:
         """``speculative_config``, once it is no dict any more."""
         assert not isinstance(self.speculative_config, dict)
         return self.speculative_config
+
+    @property
+    def disk_bytes(self) -> int:
+        """Most bytes of files of KV blocks."""
+        return self.kv_disk_bytes or 16 << 30
 
     @property
     def lora_rank(self) -> int:
@@ -400,6 +432,8 @@ _INTEGERS = {
     "num_state_slots": (2, 2**20),
     "max_num_batched_tokens": (1, 2**20),
     "swap_space_bytes": (0, 2**48),
+    "kv_host_bytes": (0, 2**48),
+    "kv_disk_bytes": (1, 2**60),
     "sliding_window": (1, 2**31 - 1),
     "attention_sink_tokens": (0, 2**20),
     "compile_workers": (0, 1024),

@@ -163,6 +163,20 @@ class EngineStats:
         used_swap_blocks: of ``num_swap_blocks`` in host memory.
         used_slots, cached_slots: of ``num_state_slots``, slots in use, and slots that hold snapshots alone.
         num_snapshot_evictions: snapshots whose slot was needed.
+        host_hit_tokens, disk_hit_tokens: tokens that were copied back from host memory (``kv_host_bytes``) and read
+            from files (``kv_disk_path``) instead of being computed; the prefix cache's hits count them.
+        host_stored_bytes, host_loaded_bytes: copied to host memory and back.
+        disk_written_bytes, disk_read_bytes: of blocks in files.
+        num_host_evictions, num_disk_evictions: blocks in host memory, and files, that made room for others.
+        num_stores_without_room: blocks that were dropped because each row of host memory was in use.
+        num_disk_failures: files that could not be written or used: gone, damaged, of others.
+        num_fetches_dearer, num_fetches_late: blocks that were computed because fetching them was estimated to take
+            longer, and requests that waited too long for files.
+        tier_copy_seconds: time of steps in copying blocks between host and device, on a CPU.
+        tier_file_seconds: time of the thread that reads and writes files, beside steps.
+        tier_idle_seconds: time in which nothing ran because all requests waited for files: the part that is not hidden.
+        tier_wait_seconds: time that requests waited for files, most of it while others ran.
+        used_tier_blocks: of ``num_tier_blocks`` in host memory; num_disk_blocks: blocks that are known to have a file.
         schedule_seconds, prepare_seconds, output_seconds: host time in the scheduler (waiting for the masks of grammars
             included), in filling the steps' buffers, and in detokenising. With ``async_scheduling`` the device works
             meanwhile.
@@ -208,6 +222,25 @@ class EngineStats:
     used_slots: int
     cached_slots: int
     num_snapshot_evictions: int
+    host_hit_tokens: int
+    disk_hit_tokens: int
+    host_stored_bytes: int
+    host_loaded_bytes: int
+    disk_written_bytes: int
+    disk_read_bytes: int
+    num_host_evictions: int
+    num_disk_evictions: int
+    num_stores_without_room: int
+    num_disk_failures: int
+    num_fetches_dearer: int
+    num_fetches_late: int
+    tier_copy_seconds: float
+    tier_file_seconds: float
+    tier_idle_seconds: float
+    tier_wait_seconds: float
+    num_tier_blocks: int
+    used_tier_blocks: int
+    num_disk_blocks: int
     schedule_seconds: float
     prepare_seconds: float
     launch_seconds: float
@@ -232,6 +265,16 @@ class EngineStats:
             f"far; {self.cached_blocks:,} free ones cached",
             "seconds": f"{self.execute_seconds:.2f} in steps, {self.host_seconds:.2f} on the host around them",
         }
+        if self.num_tier_blocks:
+            rows["KV tiers"] = (
+                f"{self.host_hit_tokens:,} tokens from host memory, {self.disk_hit_tokens:,} from files; "
+                f"{self.used_tier_blocks:,} of {self.num_tier_blocks:,} blocks in host memory, "
+                f"{self.num_disk_blocks:,} on disk; {self.num_stores_without_room:,} dropped for want of room, "
+                f"{self.num_disk_failures:,} files failed, {self.num_fetches_dearer:,} blocks dearer to fetch, "
+                f"{self.num_fetches_late:,} requests late; "
+                f"{self.tier_copy_seconds:.2f} s copying, {self.tier_file_seconds:.2f} s on files, "
+                f"{self.tier_idle_seconds:.2f} s of it not hidden"
+            )
         if self.num_preemptions:
             rows["preemptions"] = (
                 f"{self.num_preemptions:,}: {self.num_recomputed_tokens:,} tokens computed again, "

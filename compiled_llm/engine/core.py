@@ -26,6 +26,7 @@ from compiled_llm.scheduling.worker import Worker, WorkerFacts, WorkerFailedErro
 from compiled_llm.text.tokenizer import Tokenizer
 
 _NONE: tuple[None, None] = None, None
+_MOVING_SECONDS = 0.02  # that a step without requests waits for files
 
 
 class EngineCore:
@@ -132,6 +133,25 @@ class EngineCore:
         while self.launched:
             self.worker.collect(self.launched.popleft()[1])
 
+    def move_blocks(self) -> bool:
+        """Run a step without requests, if blocks are still on their way to the disk. Returns whether some are then.
+
+        No request may be unfinished.
+        """
+        tiers = self.scheduler.tiers
+        if tiers is None or not tiers.is_moving or self.launched:
+            return False
+        output = self.scheduler.move_files(_MOVING_SECONDS)
+        try:
+            result = self.worker.collect(self.worker.launch(output))
+        except WorkerFailedError:
+            raise
+        except Exception as error:
+            self._fail_steps(error)
+            return False
+        self.scheduler.update(output, result)
+        return tiers.is_moving
+
     # -- Beams
 
     def add_beams(self, group: BeamGroup) -> None:
@@ -171,7 +191,7 @@ class EngineCore:
         if self.config.check_invariants:
             check_step(self.scheduler, output)
         try:
-            if output.request_ids:
+            if output.request_ids or output.files.wait_seconds:
                 self.launched.append((output, self.worker.launch(output)))
                 if len(self.launched) < self._most_launched:
                     return
@@ -185,6 +205,8 @@ class EngineCore:
         started = time.perf_counter()
         requests = self.scheduler.in_flight[0]  # before ``update`` removes them there
         advanced = self.scheduler.update(output, result)
+        if not output.request_ids:
+            return
         if result.logprobs is not None:
             self._step_logprobs.of_tokens(requests, output, result.logprobs, advanced, self.scheduler.paths)
         if result.prompt_logprobs is not None:
@@ -304,6 +326,8 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSour
         prefix_caching=config.enable_prefix_caching,
         block_contents=facts.block_contents,
         swap_pool=BlockPool(facts.num_swap_blocks, states=StatePool(facts.num_swap_slots)),
+        tier_rows=range(facts.num_swap_blocks + 1, facts.num_swap_blocks + facts.num_tier_blocks + 1),
+        on_disk=facts.blocks_on_disk,
         preemption_mode=config.preemption_mode,
         policy=config.scheduling_policy,
         target_itl_ms=config.target_itl_ms,

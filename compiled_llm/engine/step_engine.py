@@ -45,6 +45,8 @@ from compiled_llm.worker.worker_process import WorkerProcess
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_MOVING_SECONDS = 60.0  # that the end of an engine waits for blocks on their way to the disk
+
 
 class StepEngine:
     """An engine without the methods that serve lists of prompts, and without reports; see ``CompiledEngine``."""
@@ -165,6 +167,9 @@ class StepEngine:
             try:
                 self.abort(list(self._core.entries))
                 self._core.drain()
+                end = time.monotonic() + _MOVING_SECONDS
+                while self._core.move_blocks() and time.monotonic() < end:
+                    pass
             finally:
                 self._chat_encoder.close()
                 self._admission.close()
@@ -313,10 +318,23 @@ class StepEngine:
         return waiting
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached KV blocks. ``RuntimeError`` while requests are unfinished: theirs are in use."""
+        """Forget all cached KV blocks, in host memory too. Files of blocks stay.
+
+        Raises:
+            RuntimeError: requests are unfinished: their blocks are in use.
+        """
         if self.scheduler.has_unfinished_requests():
             raise RuntimeError("reset_prefix_cache() while requests are unfinished: finish or abort them first")
         self.scheduler.pool.clear_cache()
+        if self.scheduler.tiers is not None:
+            self.scheduler.tiers.forget_host()
+
+    def move_blocks(self) -> bool:
+        """While nothing is unfinished: let KV blocks get on to the disk. Returns whether some are on their way then.
+
+        It takes 20 ms or little more; without ``kv_disk_path`` nothing. ``close`` does the same for a minute at most.
+        """
+        return not self.has_unfinished_requests() and self._core.move_blocks()
 
     def stream(
         self,

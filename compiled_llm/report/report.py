@@ -165,6 +165,7 @@ class RunReport:
             f"{stats.num_preemptions:,} preemptions",
             **self._adapter_rows(),
             "prefix cache": f"{stats.prefix_hit_tokens:,} of {stats.prefix_queried_tokens:,} prompt tokens found",
+            **({"KV tiers": stats.rows()["KV tiers"]} if stats.num_tier_blocks else {}),
             "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} breaks, {compiled.recompiles} recompiles",
             "exact": f"a request's results are the same to the bit in any batch: {self.exact}",
         }

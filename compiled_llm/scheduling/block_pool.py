@@ -10,7 +10,7 @@ published block that no table has stays findable until its memory is needed; the
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from compiled_llm.scheduling.state_pool import StatePool
 from compiled_llm.scheduling.window_pool import WindowPool
@@ -47,7 +47,10 @@ class BlockPool:
         states: the slots of layers that keep a state, with snapshots under the digests of blocks.
         num_evictions: cached blocks whose memory was given to another request.
         peak_used: most blocks in use at once.
+        on_evict: called with a cached block and its digest before it is given to another request.
     """
+
+    on_evict: Callable[[int, bytes], None] | None = None
 
     def __init__(self, num_blocks: int, windows: Sequence[WindowPool] = (), states: StatePool | None = None) -> None:
         assert num_blocks >= 0
@@ -168,8 +171,10 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        digest = self._digest_of.pop(block)
-        del self._block_of[digest]
+        digest = self._digest_of[block]
+        if self.on_evict is not None:
+            self.on_evict(block, digest)
+        del self._digest_of[block], self._block_of[digest]
         self.states.forget(digest)
         self.num_evictions += 1
         return block

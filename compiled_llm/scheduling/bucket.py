@@ -45,6 +45,9 @@ class Bucket:
         return self.num_tokens if self.kind == "decode" else self.num_requests
 
 
+FILES = Bucket("files", 0, 0)  # of a step without requests, which moves blocks alone
+
+
 def buckets_of(limits: EngineLimits) -> list[Bucket]:
     """All buckets of an engine, smallest first. Token buckets have rows for every request that may run.
 

@@ -28,6 +28,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.pool.check_invariants([*(request.block_ids for request in running), *scheduler.forks.tables()])
     scheduler.swap_pool.check_invariants([request.host_block_ids for request in requests])
     scheduler.prefix_cache.check_invariants(running)
+    if scheduler.tiers is not None:
+        scheduler.tiers.check_invariants()
     scheduler.suspects.check_invariants()
     scheduler.running_set.adapters.check_invariants(running)
     holders = [*running, *scheduler.forks.kept, *scheduler.forks.holders]

@@ -9,6 +9,7 @@ step fills yet is held back, instead of computing that block a second time.
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.state_pool import StateSlots
+from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 
@@ -16,6 +17,7 @@ class PrefixCache:
     """Finds and publishes blocks by their digests. Disabled, it finds nothing and keeps nothing.
 
     Attributes:
+        tiers: where blocks go from here; None: nowhere.
         num_queried_tokens, num_hit_tokens: tokens of requests when they were first admitted, and those found.
     """
 
@@ -33,6 +35,7 @@ class PrefixCache:
         self.pool, self.places, self.states = pool, places, states
         self.block_size, self.enabled = block_size, enabled
         self.num_queried_tokens = self.num_hit_tokens = 0
+        self.tiers: KVTiers | None = None
         self._facts = facts
         self._pending: dict[bytes, tuple[Request, int]] = {}  # digest -> the request that fills it, the index there
         self._held_back: dict[bytes, list[Request]] = {}  # by the digest that they wait for
@@ -46,9 +49,7 @@ class PrefixCache:
         """
         if not self.enabled:
             return [], None
-        most = (request.num_tokens - 1) // self.block_size
-        if request.most_cached_tokens is not None:
-            most = min(most, request.most_cached_tokens // self.block_size)
+        most = self._most_found(request)
         digests = self._digests(request, most)
         blocks: list[int] = []
         for index in range(most):
@@ -65,6 +66,16 @@ class PrefixCache:
                 block = other.block_ids[place]
             blocks.append(block)
         return self._usable(request, blocks), None
+
+    def digests_below(self, request: Request, num_found: int) -> list[bytes]:
+        """Of the blocks after the first ``num_found``, as far as ``find`` may find any: they may be in lower tiers."""
+        most = self._most_found(request)
+        return self._digests(request, most)[num_found:most]
+
+    def _most_found(self, request: Request) -> int:
+        most = (request.num_tokens - 1) // self.block_size
+        scored = request.most_cached_tokens
+        return most if scored is None else min(most, scored // self.block_size)
 
     def add_pending(self, request: Request) -> None:
         """``request`` has blocks for all its tokens: blocks that are neither published nor pending become pending.
@@ -109,6 +120,8 @@ class PrefixCache:
                 self.pool.free([block])
                 request.block_ids[index] = holder
                 request.num_sent_blocks, request.next_look = min(request.num_sent_blocks, index), 0
+            elif self.tiers is not None:
+                self.tiers.publish(block, digests[index])
             self._pending.pop(digests[index], None)
             resumed += self._take_held_back(digests[index])
         request.num_published_blocks = count

@@ -21,6 +21,7 @@ from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.request_queue import RequestQueue
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder, StartedRequest
 from compiled_llm.scheduling.state_pool import StateSlots
+from compiled_llm.scheduling.tiers import HostBlock, KVTiers
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
@@ -66,10 +67,11 @@ class RunningSet:
         forks: Forks,
         preemption_mode: PreemptionMode,
         costs: StepCosts,
+        tiers: KVTiers | None = None,
     ) -> None:
         self.limits, self.pool, self.swap_pool = limits, pool, swap_pool
         self.places, self.states, self.prefix_cache, self.forks = places, states, prefix_cache, forks
-        self.preemption_mode, self.costs = preemption_mode, costs
+        self.preemption_mode, self.costs, self.tiers = preemption_mode, costs, tiers
         self.adapters = AdapterSlots(limits.max_loras)
         self.counts = SchedulerCounts()
         self.waiting = RequestQueue()
@@ -103,8 +105,8 @@ class RunningSet:
     def admit(self, request: Request, output: SchedulerOutputBuilder) -> bool:
         """Move a waiting request to the running ones, with blocks for all its tokens.
 
-        False where there is no room, and where it is held back for a block that another request will fill, or for a
-        slot of its adapter.
+        False where there is no room, and where it is held back for a block that another request will fill, for files
+        of blocks, or for a slot of its adapter.
         """
         if not self.adapters.may_enter(request):
             self.waiting.remove(request)
@@ -116,7 +118,11 @@ class RunningSet:
             self.waiting.remove(request)
             self.prefix_cache.hold_back(request, awaited)
             return False
-        while not self._has_room(request, shared):
+        below = self._find_below(request, shared)
+        if below is None:
+            self.waiting.remove(request)
+            return False
+        while not self._has_room(request, shared, len(below)):
             # While others run, they will leave room.
             if self.running:
                 return False
@@ -124,6 +130,8 @@ class RunningSet:
                 # It may lack room for a copy of one of its own blocks: without them it computes all its tokens.
                 return self.take_back() and self.admit(request, output)
         self.waiting.remove(request)
+        if self.tiers is not None:
+            self.tiers.fetch(request, below)  # pins them, before blocks that are evicted take rows
         if holds:
             del self.forks.holders[request]
         else:
@@ -139,8 +147,11 @@ class RunningSet:
         pending = (index for index, block in enumerate(shared) if self.pool.digest(block) is None)
         request.num_published_blocks = next(pending, len(shared))
         if not holds:
-            request.num_computed_tokens = max(request.num_computed_tokens, len(shared) * self.limits.block_size)
+            found = (len(shared) + len(below)) * self.limits.block_size
+            request.num_computed_tokens = max(request.num_computed_tokens, found)
         self.places.enter(request, len(shared))
+        if below:
+            self._load(request, len(shared), [held.row for held in below], output)
         if request.host_block_ids:
             self._swap_in(request, len(shared), output)
         self.prefix_cache.add_pending(request)
@@ -171,8 +182,34 @@ class RunningSet:
         """Blocks that hold its first tokens, its own as a fork or cached, and the digest that it should wait for."""
         return (request.block_ids, None) if request in self.forks.holders else self.prefix_cache.find(request)
 
-    def _has_room(self, request: Request, shared: list[int]) -> bool:
-        """Whether all its tokens have blocks, with one more for each running request to grow into."""
+    def _find_below(self, request: Request, shared: list[int]) -> list[HostBlock] | None:
+        """Blocks in host memory to go on with after those ``shared``. None: ``request`` waits for files now."""
+        tiers, size = self.tiers, self.limits.block_size
+        if tiers is None or request in self.forks.holders or request.host_block_ids:
+            return []
+        below = tiers.find(request, self.prefix_cache.digests_below(request, len(shared)))
+        while below and not self._is_seen(shared, below, (len(shared) + len(below)) * size):
+            below.pop()
+        return below
+
+    def _is_seen(self, shared: list[int], below: list[HostBlock], end: int) -> bool:
+        """Whether all that a query at token ``end`` sees in layers with a window is there."""
+        return all(
+            window.has(shared[index]) if index < len(shared) else number in below[index - len(shared)].windows
+            for number, window in enumerate(self.pool.windows)
+            for index in range(window.first_seen(end), len(shared) + len(below))
+        )
+
+    def _load(self, request: Request, first: int, rows: list[int], output: SchedulerOutputBuilder) -> None:
+        """Copy rows of host memory to the device as the step begins: to the blocks from index ``first`` on."""
+        output.swapped_in.extend(zip(request.block_ids[first : first + len(rows)], rows, strict=True))
+        self.places.swap_in(request, first, [0] * first + rows, output)
+
+    def _has_room(self, request: Request, shared: list[int], num_below: int = 0) -> bool:
+        """Whether all its tokens have blocks, with one more for each running request to grow into.
+
+        ``num_below``: how many blocks it is to get from lower tiers.
+        """
         copies = self.forks.must_copy(request, request.num_computed_tokens)
         needed = self._blocks_for(request.num_tokens) - len(shared) + copies
         free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)
@@ -180,7 +217,7 @@ class RunningSet:
             return False
         if not self.states.has_room(self._last_digest(request, shared)):
             return False
-        lacking, windows = self._lacking_places(request, shared), self.pool.windows
+        lacking, windows = self._lacking_places(request, shared, num_below), self.pool.windows
         others = len(self.running) + copies
         return all(count + others <= window.num_free for count, window in zip(lacking, windows, strict=True))
 
@@ -188,11 +225,11 @@ class RunningSet:
         """Of the blocks found for a request, that of the last; None: there are none, or they are its own as a fork."""
         return request.block_digests[len(shared) - 1] if shared and request not in self.forks.holders else None
 
-    def _lacking_places(self, request: Request, shared: list[int]) -> list[int]:
+    def _lacking_places(self, request: Request, shared: list[int], num_below: int = 0) -> list[int]:
         """How many free places it takes in each window to admit ``request``."""
         holds, start = request in self.forks.holders, request.num_computed_tokens
         if not holds:
-            start = max(start, len(shared) * self.limits.block_size)
+            start = max(start, (len(shared) + num_below) * self.limits.block_size)
         return self.places.num_lacking(start, self._blocks_for(request.num_tokens), shared, holds)
 
     def _swap_in(self, request: Request, num_shared: int, output: SchedulerOutputBuilder) -> None:
@@ -376,9 +413,13 @@ class RunningSet:
         elif request in self.waiting:
             self.waiting.remove(request)
             self.forks.drop(request)
+            if self.tiers is not None:
+                self.tiers.forget(request)
         elif self.prefix_cache.holds_back(request):
             self.prefix_cache.forget(request)
-        elif self.adapters.forget(request):
+            if self.tiers is not None:
+                self.tiers.forget(request)
+        elif self.adapters.forget(request) or (self.tiers is not None and self.tiers.forget(request)):
             self.forks.drop(request)
         if request.host_block_ids:
             host = set(request.host_block_ids)
@@ -414,6 +455,8 @@ class RunningSet:
         while self.running:
             self.preempt(self.running.pop(), may_swap=False)
         self.wait_again(self.adapters.start_over())
+        if self.tiers is not None:
+            self.wait_again(self.tiers.start_over())
         for request in list(self.waiting):
             if request.host_block_ids:
                 self.swap_pool.free(request.host_block_ids)

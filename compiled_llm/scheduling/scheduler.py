@@ -24,6 +24,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput, SchedulerO
 from compiled_llm.scheduling.state_pool import StateSlots
 from compiled_llm.scheduling.step_planner import StepPlanner
 from compiled_llm.scheduling.suspects import Suspects
+from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.scheduling.window_places import WindowPlaces
 from compiled_llm.scheduling.worker import StepResult
 from compiled_llm.scheduling.worker_drafts import drafts_for
@@ -51,11 +52,14 @@ class Scheduler:
         policy: "fcfs" or "priority".
         target_itl_ms: while requests decode, a step is no larger than the largest token bucket that takes this long.
         costs: as measured at the start; the seconds of each step are recorded in them.
+        tier_rows: blocks in host memory for what leaves the prefix cache, numbered as those of ``swap_pool``.
+        on_disk: digests of the blocks that have a file; None: there is no disk.
         drafter: guesses tokens of requests, for steps to verify; None: no drafts.
         decode_seconds, sampling_seconds: as in ``DecodeCosts``, measured at the start.
 
     Attributes:
         running, waiting: those of the ``RunningSet``.
+        tiers: below the prefix cache; None: there are none.
         in_flight: the requests of each step whose results are not in, oldest step first.
         paths: of the requests with a tree of drafts in the last step that was entered: the rows, counted from the
             request's first, whose tokens count.
@@ -69,6 +73,8 @@ class Scheduler:
         prefix_caching: bool = False,
         block_contents: tuple[str, ...] = (),
         swap_pool: BlockPool | None = None,
+        tier_rows: Sequence[int] = (),
+        on_disk: Iterable[bytes] | None = None,
         preemption_mode: PreemptionMode = "auto",
         policy: Literal["fcfs", "priority"] = "fcfs",
         target_itl_ms: float | None = None,
@@ -86,6 +92,8 @@ class Scheduler:
         states = StateSlots(pool.states, size, prefix_caching, self.swap_pool.states)
         self.prefix_cache = PrefixCache(pool, places, states, size, enabled=prefix_caching, facts=block_contents)
         self.forks = Forks(pool, places, states, size)
+        self.tiers = KVTiers(pool, tier_rows, size, self.costs, on_disk) if tier_rows else None
+        self.prefix_cache.tiers = self.tiers
         self.running_set = RunningSet(
             limits,
             pool,
@@ -96,6 +104,7 @@ class Scheduler:
             self.forks,
             preemption_mode,
             self.costs,
+            self.tiers,
         )
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
         decode_costs = DecodeCosts(decode_seconds, sampling_seconds)
@@ -118,15 +127,17 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + self.prefix_cache.num_held_back + self.running_set.adapters.num_held_back
+        held_back = self.prefix_cache.num_held_back + self.running_set.adapters.num_held_back
+        return len(self.waiting) + held_back + (0 if self.tiers is None else len(self.tiers.held_back()))
 
     @property
     def num_preemptions(self) -> int:
         return self.counts.num_recompute_preemptions + self.counts.num_swap_preemptions
 
     def held_back(self) -> list[Request]:
-        """Requests that wait for a block of another one, or for a slot of their adapter."""
-        return [*self.prefix_cache.held_back(), *self.running_set.adapters.held_back()]
+        """Requests that wait for a block of another one, for files of blocks, or for a slot of their adapter."""
+        of_tiers = [] if self.tiers is None else self.tiers.held_back()
+        return [*self.prefix_cache.held_back(), *self.running_set.adapters.held_back(), *of_tiers]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.running or self.num_waiting)
@@ -173,6 +184,8 @@ class Scheduler:
                 return SchedulerOutput()
             self.suspects.try_next()
         output = SchedulerOutputBuilder(len(self.pool.windows))
+        if self.tiers is not None:
+            running_set.wait_again(self.tiers.take_ready())
         requests = self.planner.plan(output)
         if requests:
             self.in_flight.append(requests)
@@ -189,11 +202,24 @@ class Scheduler:
             reserve = len(self.running) + 1  # slots that snapshots leave free
             running_set.states.send(requests, awaited, reserve, output)
             output.states.swapped_out, self.pool.states.swapped_out = self.pool.states.swapped_out, []
+            if self.tiers is not None:
+                self.tiers.send(output)
             resets, self._resets = self._resets, False
             return output.build(resets=resets)
+        if not self.in_flight and self.tiers is not None and self.tiers.held_back():
+            return self.move_files(self.tiers.idle_seconds())
         if not self.in_flight and self.has_unfinished_requests():
             raise RuntimeError(f"no request can progress; this is a bug in the scheduler. State: {self._describe()}")
         return SchedulerOutput()
+
+    def move_files(self, wait_seconds: float) -> SchedulerOutput:
+        """A step without requests, which moves blocks between tiers and waits so long for a file that is read."""
+        assert self.tiers is not None
+        output = SchedulerOutputBuilder(len(self.pool.windows))
+        self.tiers.send(output)
+        output.files = output.files._replace(wait_seconds=wait_seconds)
+        self.in_flight.append([])
+        return output.build()
 
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Request]:
         """Enter the results of ``output``, the oldest step in flight.
@@ -206,6 +232,13 @@ class Scheduler:
         self.paths.clear()
         if result.bucket.kind == "tokens":
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
+        if self.tiers is not None:
+            is_full = result.bucket.kind == "tokens" and 2 * output.num_tokens >= result.bucket.num_tokens
+            copied = len(output.swapped_out) + len(output.swapped_in)
+            idle = 0.0 if requests else result.seconds
+            self.tiers.end_step(result.files, is_full * output.num_tokens, result.seconds, copied, idle)
+        if not requests:  # a step of ``move_files``
+            return []
         num_accepted = self.counts.num_accepted_draft_tokens
         drafts = drafts_for(requests, output, result)
         self.forks.end_copies()
@@ -400,6 +433,8 @@ class Scheduler:
         self.pool.num_evictions, self.pool.peak_used = other.pool.num_evictions, other.pool.peak_used
         self.prefix_cache.num_queried_tokens = other.prefix_cache.num_queried_tokens
         self.prefix_cache.num_hit_tokens = other.prefix_cache.num_hit_tokens
+        if self.tiers is not None and other.tiers is not None:
+            self.tiers.take_over(other.tiers)
 
     def _describe(self) -> str:
         requests = ", ".join(

@@ -64,6 +64,23 @@ class StateOutput(NamedTuple):
         return ()
 
 
+class FileOutput(NamedTuple):
+    """What a step is to do with files of blocks, behind its copies; rows are host blocks, as those of swaps.
+
+    Attributes:
+        reads: (digest, row): the file of a block is to be read into the row.
+        writes: (digest, row, windows): the row is to be written to a file, with the keys of the windows of these
+            numbers.
+        resets: whether all that is not done yet is to be dropped first, and waited for where that is not possible.
+        wait_seconds: how long a step without requests waits until a file is read.
+    """
+
+    reads: tuple[tuple[bytes, int], ...] = ()
+    writes: tuple[tuple[bytes, int, tuple[int, ...]], ...] = ()
+    resets: bool = False
+    wait_seconds: float = 0.0
+
+
 class SchedulerOutput(NamedTuple):
     """The work of a step, in columns: entry i of each of the first five belongs to request ``request_ids[i]``.
 
@@ -94,6 +111,7 @@ class SchedulerOutput(NamedTuple):
             to caches: drafts of the step before that were right, which a chain has elsewhere.
         windows: for each window of the pool.
         states: of layers that keep some.
+        files: of blocks that are to be read and written. A step without requests does nothing but this and copies.
         drafts_next: whether a network of the worker is to draft what follows this step, if there is one.
         resets: whether the worker is to forget all requests before this step.
     """
@@ -118,6 +136,7 @@ class SchedulerOutput(NamedTuple):
     moved_keys: tuple[tuple[int, int], ...] = ()
     windows: tuple[WindowOutput, ...] = ()
     states: StateOutput = StateOutput()
+    files: FileOutput = FileOutput()
     drafts_next: bool = False
     uses_adapters: bool = False
     resets: bool = False
@@ -187,6 +206,7 @@ class SchedulerOutputBuilder:
         self.copies: list[tuple[int, int]] = []
         self.windows = [WindowOutputBuilder() for _ in range(num_windows)]
         self.states = StateOutputBuilder()
+        self.files = FileOutput()
         self.moved_sinks: list[tuple[int, int]] = []
         self.masks: list[tuple[int, int, np.ndarray]] = []
         self.prompt_targets: list[tuple[int, int, tuple[int, ...]]] = []
@@ -201,7 +221,9 @@ class SchedulerOutputBuilder:
         windows = tuple([WindowOutput._make(map(tuple, _columns_of_window(window))) for window in self.windows])
         states = StateOutput._make(map(tuple, _columns_of_states(self.states)))
         columns = map(tuple, _columns_of_step(self))
-        return SchedulerOutput._make((*columns, windows, states, self.drafts_next, self.uses_adapters, resets))
+        return SchedulerOutput._make(
+            (*columns, windows, states, self.files, self.drafts_next, self.uses_adapters, resets)
+        )
 
 
 # Those that are lists in a builder, in their order.

@@ -9,7 +9,7 @@ prefix only as far as the blocks that its next query sees have their places: dro
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.streaming import Stream
@@ -52,7 +52,10 @@ class WindowPool:
         swapped_out: (place, host block) pairs that the next step copies.
         moved_keys: as ``SchedulerOutput.moved_keys``, for the next step, with slots of places.
         num_evictions: cached places that were given to another block.
+        on_evict: called with the block whose cached place is about to be given to another.
     """
+
+    on_evict: Callable[[int], None] | None = None
 
     def __init__(self, window: int, num_places: int, limits: EngineLimits) -> None:
         self.window, self.num_places, self.block_size = window, num_places, limits.block_size
@@ -98,6 +101,8 @@ class WindowPool:
         assert block not in self._place_of, f"block {block} has a place"
         if not self._empty:
             evicted, _ = self._cached.popitem(last=False)
+            if self.on_evict is not None:
+                self.on_evict(evicted)
             self._empty.append(self._place_of.pop(evicted))
             self.num_evictions += 1
         self._place_of[block] = self._empty.pop()

@@ -24,6 +24,9 @@ class WorkerFacts:
         num_blocks: blocks of the KV pool, numbered from 1.
         window_places: (window, places of its pool, numbered from 1) for layers that see a window of keys.
         num_swap_blocks: blocks in host memory, numbered from 1.
+        num_tier_blocks: further blocks in host memory, numbered on from these, for what leaves the prefix cache.
+        host_block_bytes: of one of them in host memory.
+        blocks_on_disk: digests of the blocks that have a file; None: there is no disk.
         num_state_slots: slots of layers with a state, numbered from 1; 0: there is no such layer.
         num_swap_slots: slots in host memory, numbered from 1.
         block_contents: what the content of a KV block depends on besides its tokens.
@@ -44,6 +47,9 @@ class WorkerFacts:
     window_places: tuple[tuple[int, int], ...] = ()
     num_state_slots: int = 0
     num_swap_slots: int = 0
+    num_tier_blocks: int = 0
+    host_block_bytes: int = 0
+    blocks_on_disk: tuple[bytes, ...] | None = None
     decode_seconds: tuple[tuple[tuple[int, int], float], ...] = ()
     sampling_seconds: tuple[tuple[tuple[int, int], float], ...] = ()
 
@@ -58,6 +64,28 @@ class LogprobColumns(NamedTuple):
 
     def row(self, index: int) -> LogprobRow:
         return self.logprobs[index], self.ranks[index], self.top_logprobs[index], self.top_ids[index]
+
+
+class FileResult(NamedTuple):
+    """What became of files of blocks since the result before, and how long a step's copies took.
+
+    Attributes:
+        read: (digest, windows, seconds): a file was read into its row, with the keys of these windows; None: there is
+            none that can be used.
+        written: (digest, whether there is a file of it now).
+        found, lost: digests of files that others have written, and of files that are gone.
+        num_evicted: of these, files that made room for others.
+        file_seconds: time in reading and writing, beside steps.
+        copy_seconds: of the step's copies between host and device; 0 on a GPU, where the host does not wait for them.
+    """
+
+    read: tuple[tuple[bytes, tuple[int, ...] | None, float], ...] = ()
+    written: tuple[tuple[bytes, bool], ...] = ()
+    found: tuple[bytes, ...] = ()
+    lost: tuple[bytes, ...] = ()
+    num_evicted: int = 0
+    file_seconds: float = 0.0
+    copy_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +103,7 @@ class StepResult:
         draft_token_ids: of each request, the tokens that a network guesses to follow those that it has then; None where
             none drafted.
         draft_seconds: of ``seconds``, those of that network.
+        files: of blocks; None where host memory keeps none.
     """
 
     bucket: Bucket
@@ -85,6 +114,7 @@ class StepResult:
     num_experts: int = 0
     draft_token_ids: tuple[tuple[int, ...], ...] | None = None
     draft_seconds: float = 0.0
+    files: FileResult | None = None
 
 
 class WorkerFailedError(RuntimeError):

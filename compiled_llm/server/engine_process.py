@@ -304,6 +304,8 @@ def _numbers(engine: CompiledEngine) -> dict[str, Any]:
     """What ``Answer`` says."""
     compiled = [report.cache for report in engine.compile_report().reports if report.cache != "eager"]
     numbers = dataclasses.asdict(engine.stats())
+    numbers["external_hit_tokens"] = found = numbers["host_hit_tokens"] + numbers["disk_hit_tokens"]
+    numbers["external_queried_tokens"] = numbers["prefix_queried_tokens"] - numbers["prefix_hit_tokens"] + found
     numbers |= {"num_graphs": len(compiled), "num_pending_graphs": compiled.count("pending")}
     if (seconds := engine.limit_seconds()) is not None:
         numbers["limit_seconds"], numbers["device_seconds"] = seconds

@@ -59,7 +59,12 @@ def worker_facts(
         window_places=tuple(places.items()),
         num_state_slots=limits.num_state_slots,
         num_swap_slots=swap_space.num_slots,
+        num_tier_blocks=swap_space.num_tier_blocks,
+        host_block_bytes=sum(pool[0].nbytes for pool in swap_space.pools[:-1] if len(pool)),
     )
+    if facts.num_tier_blocks:
+        swap_seconds = measure_swap(steps.cache_groups(), swap_space, facts, steps.device)
+        facts = dataclasses.replace(facts, swap_seconds=swap_seconds)
     if config.adapts_drafts and limits.num_draft_tokens:
         decodes = measure_decodes(steps, limits, facts, progress, agreed)
         facts = dataclasses.replace(
@@ -163,7 +168,8 @@ def measure_swap(groups: Sequence[Caches], swap_space: SwapSpace, facts: WorkerF
 
     On the first blocks of a pool, which no request uses yet.
     """
-    count = min(_SWAP_BLOCKS, facts.num_blocks, facts.num_swap_blocks, *(n for _, n in facts.window_places))
+    num_rows = facts.num_swap_blocks + facts.num_tier_blocks
+    count = min(_SWAP_BLOCKS, facts.num_blocks, num_rows, *(n for _, n in facts.window_places))
     if not count:
         return 0.0
     pairs = tuple((n, n) for n in range(1, count + 1))

@@ -49,11 +49,7 @@ class DraftCoverage:
         for admission in output.admissions:
             known = (*admission.prompt_token_ids, *admission.output_token_ids)
             self._token_ids[store.row_of(admission.request_id), : len(known)] = known
-        if self._lacks_some and output.moves_blocks:
-            device, host = self._first_lacking, self._first_lacking_on_host
-            move(output.swapped_out, device, host)
-            move([(block, own) for own, block in output.swapped_in], host, device)
-            move(output.copies, device, device)
+        self.move_blocks(output)
         counts = np.array(output.num_scheduled_tokens, dtype=np.int64)
         starts, ends = np.array(output.num_computed_tokens, dtype=np.int64), counts.cumsum()
         positions = np.arange(output.num_tokens) + np.repeat(starts - (ends - counts), counts)
@@ -63,6 +59,22 @@ class DraftCoverage:
         token_ids[ends[is_taken] - 1] = UNKNOWN
         self._token_ids[np.repeat(rows, counts), positions] = token_ids
         self._taken = (rows[is_taken], positions[ends[is_taken] - 1], feedback[is_taken]) if is_taken.any() else None
+
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        """Enter the blocks that a step swaps and copies."""
+        if self._lacks_some and output.moves_blocks:
+            self._move(output, self._first_lacking, self._first_lacking_on_host)
+
+    def _move(self, output: SchedulerOutput, device: np.ndarray, host: np.ndarray) -> None:
+        """What is known of blocks moves with them."""
+        move(output.swapped_out, device, host)
+        move([(block, own) for own, block in output.swapped_in], host, device)
+        move(output.copies, device, device)
+
+    def lack_on_host(self, blocks: Sequence[int]) -> None:
+        """Files are read into these host blocks: what the drafter has of them is not relied on."""
+        self._lacks_some = True
+        self._first_lacking_on_host[list(blocks)] = 0
 
     def learn(self, token_ids: Sequence[int]) -> None:
         """Before ``begin_step``: the step before the last one has sampled ``token_ids``; empty: it was given up."""

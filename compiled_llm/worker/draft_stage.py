@@ -200,6 +200,12 @@ class DraftStage:
         samples = np.array(output.num_samples) if output.drafts_next else np.zeros(0)
         return self._draft(np.flatnonzero(samples), output, rows, store)
 
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        """A step without requests is launched: enter the blocks that it moves."""
+
+    def lack_on_host(self, blocks: Sequence[int]) -> None:
+        """Files are read into these host blocks."""
+
     def learn(self, token_ids: Sequence[int]) -> None:
         """The step before the last one has sampled ``token_ids``; those that the last one took are known by now."""
 
@@ -314,6 +320,14 @@ class NetworkStage(DraftStage):
             drafts = self._draft(np.flatnonzero(is_covered & (samples > 0)), output, rows, store)
         coverage.end_step(rows, starts, starts + counts, is_covered, store)
         return drafts
+
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        if self.coverage is not None:
+            self.coverage.move_blocks(output)
+
+    def lack_on_host(self, blocks: Sequence[int]) -> None:
+        if self.coverage is not None:
+            self.coverage.lack_on_host(blocks)
 
     def learn(self, token_ids: Sequence[int]) -> None:
         if self.coverage is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.worker.draft_coverage import UNKNOWN, DraftCoverage, Tokens, move
+from compiled_llm.worker.draft_coverage import UNKNOWN, DraftCoverage, Tokens
 from compiled_llm.worker.request_rows import RequestRows
 
 
@@ -29,11 +29,7 @@ class HeadCoverage(DraftCoverage):
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
         super().begin_step(output, rows, store)
-        device, host = self._followers, self._followers_on_host
-        if output.moves_blocks:
-            move(output.swapped_out, device, host)
-            move([(block, own) for own, block in output.swapped_in], host, device)
-            move(output.copies, device, device)
+        device = self._followers
         admitted = {store.row_of(admission.request_id): admission for admission in output.admissions}
         for row, start, count in zip(
             rows.tolist(), output.num_computed_tokens, output.num_scheduled_tokens, strict=True
@@ -46,6 +42,15 @@ class HeadCoverage(DraftCoverage):
             self._num_known[row] = len(admission.prompt_token_ids) + len(admission.output_token_ids)
             ends, blocks = self._ends(row, 0, start, store)
             self._outdated[row] = ends[device[blocks] != self._token_ids[row, ends]]
+
+    def move_blocks(self, output: SchedulerOutput) -> None:
+        super().move_blocks(output)
+        if output.moves_blocks:
+            self._move(output, self._followers, self._followers_on_host)
+
+    def lack_on_host(self, blocks: Sequence[int]) -> None:
+        super().lack_on_host(blocks)
+        self._followers_on_host[list(blocks)] = UNKNOWN
 
     def tokens(self, row: int, start: int, end: int) -> np.ndarray | None:
         """Of the request in ``row``, the tokens that follow ``start..end - 1``; None: one of them is not known."""

@@ -54,6 +54,8 @@ class LaunchedStep:
         drafts: what a network drafted, on the host; complete when ``tokens`` are.
         draft_seconds: of ``seconds``, what that took.
         token_ids: ``tokens``, once the step is collected.
+        copy_seconds: that copies of blocks took, where the host waited for them.
+        wait_seconds: how long ``collect`` waits for files of blocks.
     """
 
     bucket: Bucket
@@ -68,6 +70,8 @@ class LaunchedStep:
     drafts: Drafts | None = None
     draft_seconds: float = 0.0
     token_ids: tuple[int, ...] = ()
+    copy_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
     def wait(self) -> None:
         """Until the device is done; ``token_ids`` are there then."""

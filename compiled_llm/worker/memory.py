@@ -55,6 +55,7 @@ class MemoryLedger:
 
     - weights, adapters' slots, step buffers, KV pool (the sink block included), swap space: the engine's tensors. Of a
       network that drafts, its weights and its KV pool have rows of their own; its buffers are among the others.
+    - KV tier: host memory for blocks that leave the prefix cache (``kv_host_bytes``).
     - drafter's text: what a method that drafts from tokens keeps of them, with the KV pool full of requests.
     - compiled code and CUDA graphs: what compiling, recording and loading kernels take for good.
     - activations: what the largest step needs besides. On a GPU the graphs hold it all the time, and what torch's
@@ -159,11 +160,13 @@ class StartMemory:
         """
         config, free, block_bytes = self._config, free_memory() // self._ranks, self._pool.block_bytes
         free -= 0 if self._on_gpu else to_load
-        if config.swap_space_bytes and not block_bytes <= config.swap_space_bytes <= free:
-            raise ValueError(
-                f"swap_space_bytes must be 0 or from {block_bytes} (one block) to {free} (the host memory free), "
-                f"given {config.swap_space_bytes}"
-            )
+        for name in ("swap_space_bytes", "kv_host_bytes"):
+            if (given := getattr(config, name)) and not block_bytes <= given <= free:
+                raise ValueError(
+                    f"{name} must be 0 or from {block_bytes} (one block) to {free} (the host memory free), "
+                    f"given {given}"
+                )
+            free -= given
         if self._on_gpu:
             torch.cuda.empty_cache()  # what loading left in torch's allocator
         self._free_for_pool = free_bytes(self._device) // self._ranks - to_load - self._host_reserve()
@@ -275,10 +278,12 @@ class StartMemory:
         swap_bytes: int,
         drafter: tuple[int, int] | None = None,
         adapter_bytes: int = 0,
+        tier_bytes: int = 0,
     ) -> MemoryLedger:
         """What everything came to, now that the pool is there (and on a GPU the graphs are recorded on it).
 
         ``drafter``: bytes of the weights and of the KV pool of a network that drafts. ``adapter_bytes``: of all slots.
+        ``tier_bytes``: of host memory for what leaves the prefix cache.
         """
         of_drafter = sum(drafter or ())
         total, held = total_bytes(self._device), weight_bytes + adapter_bytes + buffer_bytes + pool_bytes + of_drafter
@@ -289,7 +294,7 @@ class StartMemory:
             free = total - now.used
         else:
             # Pages of the pool and of the swap space become resident as they are first written.
-            compiled, activations, held = self._compiled, self._activations, held + swap_bytes
+            compiled, activations, held = self._compiled, self._activations, held + swap_bytes + tier_bytes
             free = self._free_for_pool - pool_bytes - (0 if drafter is None else drafter[1])
         everything_else = total - free - held - compiled - activations
         where = "device" if self._on_gpu else "host"
@@ -304,6 +309,7 @@ class StartMemory:
             MemoryRow("KV pool", pool_bytes, where, "exact"),
             *drafted,
             MemoryRow("swap space", swap_bytes, "host", "exact"),
+            *([MemoryRow("KV tier", tier_bytes, "host", "exact")] if tier_bytes else []),
             MemoryRow(_OTHERS, everything_else, where, "measured"),
             MemoryRow("free afterwards", free, where, "measured"),
         )
@@ -326,8 +332,8 @@ class StartMemory:
         return f". Lower max_model_len to {blocks * block_size} or less" if blocks else ". Free some memory"
 
     def _host_reserve(self) -> int:
-        """Swap space on a CPU comes out of the same memory as the pool."""
-        return 0 if self._on_gpu else self._config.swap_space_bytes
+        """Swap space and tier on a CPU come out of the same memory as the pool."""
+        return 0 if self._on_gpu else self._config.swap_space_bytes + self._config.kv_host_bytes
 
     def _now(self) -> "_Use":
         if not self._on_gpu:

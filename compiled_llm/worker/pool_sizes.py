@@ -116,6 +116,11 @@ def with_state_slots(
                 f"{config.num_state_slots}"
             )
         return limits
+    if config.kv_host_bytes:
+        raise ValueError(
+            f"kv_host_bytes must be 0 for {model_config.architecture}, whose layers keep a state (snapshots of states "
+            f"stay on the device), given {config.kv_host_bytes}"
+        )
     least = limits.max_num_seqs + 1
     slots = config.num_state_slots or 2 * limits.max_num_seqs + least
     if slots < least:

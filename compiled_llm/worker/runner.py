@@ -39,14 +39,16 @@ from compiled_llm.ops import RankGroup, native
 from compiled_llm.ops.parallel.reductions import least
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
-from compiled_llm.scheduling.bucket import Bucket, choose_bucket
+from compiled_llm.scheduling.bucket import FILES, Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts
+from compiled_llm.scheduling.worker import FileResult, StepResult, Worker, WorkerFacts
 from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.system.progress import StartProgress
+from compiled_llm.tiers.file_thread import FileThread
+from compiled_llm.tiers.folder import BlockFolder
 from compiled_llm.worker import exactness
 from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.build_ahead import Builds, start_builds
@@ -78,6 +80,7 @@ from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
+from compiled_llm.worker.tier_files import HostRows, folder_key
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
@@ -96,6 +99,7 @@ class ModelRunner(Worker):
     Attributes:
         model_config: the whole model's. dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
         linears: the kind of linear layer that the weights are kept in.
+        files: of blocks; None: there is no disk for them.
         adapters: those in host memory; None: the engine serves none.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         pool_sizes: what the KV pool takes; swap_space: host memory for its blocks.
@@ -141,6 +145,7 @@ class ModelRunner(Worker):
             use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
         num_draft_layers(config.speculation, model_config)  # refuses what cannot be, before weights are read
+        self._directory, self._drafter = directory, drafter
         self._draft = draft = (
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
@@ -171,8 +176,8 @@ class ModelRunner(Worker):
             graph_pool=pool,
             drafter=None if network is None else (network, self._allocate_for_drafter(TRIAL_BLOCKS - 1)),
         )
-        swapped = self.pool_sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
-        self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
+        self.swap_space = self._make_swap_space(config)
+        self.files: FileThread | None = None
         drafting = self.steps.drafting
         drafts = None if drafting is None else drafting.token_ids
         self._last_steps: deque[LaunchedStep] = deque(maxlen=MOST_IN_FLIGHT)
@@ -198,6 +203,8 @@ class ModelRunner(Worker):
             return self._launch(output)
 
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
+        if not output.request_ids:
+            return self._move_files(output)
         preparing = time.perf_counter()
         steps, bucket = self.steps, choose_bucket(self.steps.buckets, output)
         steps.change_over()
@@ -217,6 +224,7 @@ class ModelRunner(Worker):
         if output.moves_blocks:
             self.swap_space.copy(output, steps.cache_groups())
         copied = time.perf_counter()
+        self._submit_files(output)
         slot = None  # on a CPU
         if self._host_slots:
             self._host_slots.rotate()
@@ -253,9 +261,37 @@ class ModelRunner(Worker):
         read = tokens, logprobs, prompt_logprobs
         drafted = len(rows), drafts, 0.0 if steps.drafting is None else finished - sampled
         step = LaunchedStep(bucket, num_rows, *read, finished - copied, slot, num_experts, *drafted)
+        step.copy_seconds = copied - prepared if output.moves_blocks and slot is None else 0.0
         if steps.drafting is not None:
             self._last_steps.append(step)
         return step
+
+    def _move_files(self, output: SchedulerOutput) -> LaunchedStep:
+        """A step without requests: blocks go down, and files are read and written."""
+        began = time.perf_counter()
+        if output.moves_blocks:
+            self.swap_space.copy(output, self.steps.cache_groups())
+        if self.steps.drafting is not None:
+            self.steps.drafting.move_blocks(output)
+        copied = time.perf_counter() - began if self.device.type == "cpu" else 0.0
+        self._submit_files(output)
+        step = LaunchedStep(FILES, 0, torch.empty(0, dtype=torch.int64))
+        step.copy_seconds, step.wait_seconds = copied, output.files.wait_seconds
+        return step
+
+    def _submit_files(self, output: SchedulerOutput) -> None:
+        """Begin to read and write files, behind the copies of a step that were just launched."""
+        files = output.files
+        if self.files is None or not (files.reads or files.writes or files.resets):
+            return
+        if files.reads and (drafting := self.steps.drafting) is not None:
+            drafting.lack_on_host([row for _, row in files.reads])
+        wait: Callable[[], object] = int  # on a CPU copies are done
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            wait = event.synchronize
+        self.files.submit(files, wait)
 
     def _tokens_in(self, slot: HostSlot, bucket: Bucket) -> Tensor:
         """The tokens of the step that was just launched on a GPU, on their way to the host."""
@@ -288,10 +324,17 @@ class ModelRunner(Worker):
         waiting = time.perf_counter()
         step.wait()
         self.times.execute_seconds += time.perf_counter() - waiting
-        return step.result()
+        if not self.swap_space.num_tier_blocks:
+            return step.result()
+        files = FileResult() if self.files is None else self.files.take_result(step.wait_seconds)
+        if step.bucket is FILES:
+            step.seconds = time.perf_counter() - waiting
+        return dataclasses.replace(step.result(), files=files._replace(copy_seconds=step.copy_seconds))
 
     def close(self) -> None:
         """Free weights, KV cache and graphs; ``compile_report`` stays as it is then."""
+        if self.files is not None:
+            self.files.close()
         self.steps.close()
         del self.swap_space
         if self.device.type == "cuda":
@@ -417,6 +460,11 @@ class ModelRunner(Worker):
         self.weight_bytes = num_bytes(weights) - self.adapter_bytes - shared
         return weights
 
+    def _make_swap_space(self, config: EngineConfig) -> SwapSpace:
+        sizes = self.pool_sizes
+        swapped = sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
+        return SwapSpace(self.steps.cache_groups(), *swapped, config.kv_host_bytes // sizes.block_bytes)
+
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
         """A KV cache of so many blocks and slots, and the sinks."""
         sizes, size = self.pool_sizes, self.limits.block_size
@@ -485,18 +533,29 @@ class ModelRunner(Worker):
         of_drafter = None
         if isinstance(drafting := self.steps.drafting, NetworkStage):
             of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
-            drafting.make_coverage(num_blocks, self.swap_space.num_blocks)
+            drafting.make_coverage(num_blocks, self.swap_space.num_blocks + self.swap_space.num_tier_blocks)
         self.memory_ledger = memory.ledger(
             self.weight_bytes,
             self.steps.nbytes + self.group.memory.nbytes // self.num_ranks,
             self.kv_cache_bytes,
-            self.swap_space.nbytes,
+            self.swap_space.nbytes - self.swap_space.tier_nbytes,
             of_drafter,
             self.adapter_bytes,
+            self.swap_space.tier_nbytes,
         )
         contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
 
         def agreed(seconds: float) -> float:
             return least(int(seconds * 1e9), self.group) / 1e9
 
-        return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
+        if config.kv_disk_path is None:
+            return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
+        drafted = [] if self._drafter is None else [self._drafter]
+        facts = self.model_config, self.dtype, self.exact, drafted and drafted[0].model_config
+        directories = self._directory, *(one.directory for one in drafted)
+        key = folder_key(config, facts, directories, self.device, self.steps.cache_groups()[:-1])
+        folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes)
+        folder.scan()
+        self.files = FileThread(folder, HostRows(self.swap_space.pools[:-1]))
+        found = worker_facts(config, self.steps, num_blocks, self.swap_space, (key.hex(),), progress, agreed)
+        return dataclasses.replace(found, blocks_on_disk=tuple(folder.known))

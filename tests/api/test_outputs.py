@@ -16,6 +16,9 @@ STATES = {
     "num_state_slots",
     "used_slots",
     "cached_slots",
+    "num_tier_blocks",
+    "used_tier_blocks",
+    "num_disk_blocks",
 }
 
 

@@ -3,10 +3,12 @@
 Some requests are forked on the way, whatever they are doing, and some keep their blocks for that when they have ended.
 """
 
+import dataclasses
 import pickle
 import random
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -33,12 +35,20 @@ MAX_LEN = 24
 
 
 def random_scheduler(
-    rng: random.Random, *, drafts: bool = False, streams: bool = True, trees: bool = True, adapters: bool = True
+    rng: random.Random,
+    *,
+    drafts: bool = False,
+    streams: bool = True,
+    trees: bool = True,
+    adapters: bool = True,
+    tiers: random.Random | None = None,
+    disk: dict[bytes, Any] | None = None,
 ) -> Scheduler:
     """Any mode, policy and size; the pool has room for 1 to 4 of the longest requests.
 
     ``drafts``: some schedulers have a drafter; ``trees``: which may draft trees. ``streams``: some requests keep sink
-    tokens and a window. ``adapters``: some schedulers have slots for them.
+    tokens and a window. ``adapters``: some schedulers have slots for them. ``tiers``: there is a prefix cache and few
+    blocks of host memory below it, and the ``disk`` of a ``FakeFiles``.
     """
     block_size = rng.choice([1, 4, 16])
     max_num_seqs = rng.choice([1, 2, 8, 16])
@@ -55,10 +65,14 @@ def random_scheduler(
         batched = max(batched, stream.sink_tokens + max_num_seqs - 1)
         buckets = (*buckets[:-1], batched)
     num_state_slots = rng.choice([0, max_num_seqs + 1, 3 * max_num_seqs + 1]) if stream is None else 0
+    if tiers is not None:
+        prefix_caching, num_state_slots = True, 0
     drafter = random_drafter(rng) if drafts and stream is None and rng.random() < 0.5 else None
     has_trees = drafter is not None and not num_state_slots and rng.random() < 0.5 and trees
-    return make_scheduler(
+    scheduler = make_scheduler(
         num_blocks=num_blocks,
+        num_tier_blocks=0 if tiers is None else tiers.choice([1, 3, 10, 100]),
+        disk=disk,
         num_state_slots=num_state_slots,
         num_swap_slots=rng.choice([0, 2, 200]),
         prefix_caching=prefix_caching,
@@ -81,6 +95,9 @@ def random_scheduler(
         token_bucket_sizes=buckets,
         chunked_prefill=chunked_prefill,
     )
+    if scheduler.tiers is not None and tiers is not None and tiers.random() < 0.3:
+        scheduler.tiers.least_wait = 0.0  # files are late
+    return scheduler
 
 
 def random_windows(rng: random.Random) -> list[tuple[int, int | None]]:
@@ -300,11 +317,14 @@ class Causes:
         return num_failed
 
 
-def run_schedule(seed: int, counts: Counter[str]) -> None:
+def run_schedule(seed: int, counts: Counter[str], *, tiers: bool = False) -> None:
     rng = random.Random(seed)
     causes = Causes()
     overlap = rng.random() < 0.5
-    watch = Watch(FakeEngine(random_scheduler(rng, drafts=True), overlap=overlap, breaks=causes.break_step))
+    of_tiers = random.Random(-1 - seed) if tiers else None
+    disk: dict[bytes, Any] | None = {} if of_tiers is not None and of_tiers.random() < 0.6 else None
+    scheduler = random_scheduler(rng, drafts=True, streams=not tiers, tiers=of_tiers, disk=disk)
+    watch = Watch(FakeEngine(scheduler, overlap=overlap, breaks=causes.break_step, disk=disk, seed=seed))
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]
     queue = [random_request(rng, f"{seed}-{i}", prefixes) for i in range(rng.randint(1, 64))]
     for request in queue if watch.engine.scheduler.limits.max_loras else ():
@@ -336,6 +356,8 @@ def run_schedule(seed: int, counts: Counter[str]) -> None:
     assert not queue
     watch.check_ends()
     watch.count(counts)
+    if scheduler.tiers is not None:
+        counts.update(dataclasses.asdict(scheduler.tiers.counts))
     if causes.positions:
         counts["requests that broke steps"] += causes.check(watch.ends, watch.engine.scheduler.limits.num_draft_tokens)
         counts["broken steps"] += len(watch.engine.broken)
@@ -354,6 +376,23 @@ def test_random_schedules(num_schedules: int, battery_counts: Counter[str]) -> N
             raise
     for what, count in battery_counts.items():
         assert count > 0, what
+
+
+@pytest.mark.parametrize(
+    "num_schedules",
+    [pytest.param(60, id="small"), pytest.param(2_000, id="full", marks=pytest.mark.battery)],
+)
+def test_random_schedules_with_tiers(num_schedules: int, battery_counts: Counter[str]) -> None:
+    """Few blocks in each tier, files that take their time, vanish and are damaged: each slot holds what it should."""
+    for seed in range(num_schedules):
+        try:
+            run_schedule(seed, battery_counts, tiers=True)
+        except BaseException as error:
+            error.add_note(f"in schedule {seed}")
+            raise
+    rare = {"num_disk_evictions", "num_fetches_dearer", "tier_copy_seconds", "tier_file_seconds"}  # none in the fake
+    for what, count in battery_counts.items():
+        assert count > 0 or what in rare, what
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turns", "overlapping"])

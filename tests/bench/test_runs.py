@@ -31,6 +31,7 @@ from compiled_llm.bench import (
     speculation,
     start,
     throughput,
+    tiers,
 )
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.report import machine_limits
@@ -256,6 +257,15 @@ def test_lora(run: Run) -> None:
     assert list(runs) == ["base", "none", "1", "2"]
     assert runs["base"]["ratio"] == 1.0
     assert all(row["tokens_per_second"] > 0 for row in runs.values())
+
+
+def test_tiers(run: Run) -> None:
+    words = (*TINY, "--bucket-sizes", "4", "--input-len", "64", "--num-tokens", "2", "--rounds", "1")
+    result, out = run(tiers, *words)
+    assert [row["first token"] for row in result["runs"]] == ["computed", "host", "disk", "disk cached", "restarted"]
+    assert all(row["seconds"] > 0 for row in result["runs"])
+    assert result["restarted_computed"] == 16
+    assert "48 of 64 tokens from files, 16 computed" in out
 
 
 def test_kernels(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""tiers: files of KV blocks, and the thread that reads and writes them. No torch."""

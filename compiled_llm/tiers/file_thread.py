@@ -1,0 +1,119 @@
+"""FileThread: reads and writes files of blocks beside the steps; the rows of host memory are the worker's."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from compiled_llm.scheduling.scheduler_output import FileOutput
+from compiled_llm.scheduling.worker import FileResult
+from compiled_llm.tiers.folder import BlockFolder
+
+_SCAN_SECONDS = 30.0  # between two looks at what other engines have written
+
+
+class FileThread:
+    """A thread that does what steps ask for, reads before writes, each in their order.
+
+    Args:
+        rows: gives of a host block its memory: that of layers without a window, and of those with each.
+    """
+
+    def __init__(self, folder: BlockFolder, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]) -> None:
+        self.folder, self._rows = folder, rows
+        self._reads: deque[tuple[bytes, int, Callable[[], object]]] = deque()
+        self._writes: deque[tuple[bytes, int, tuple[int, ...], Callable[[], object]]] = deque()
+        self._changed = threading.Condition()
+        self._is_busy = self._is_closed = False
+        self._result = FileResult()
+        self._next_scan = time.monotonic() + _SCAN_SECONDS
+        self._thread = threading.Thread(target=self._run, name="compiled-llm files", daemon=True)
+        self._thread.start()
+
+    def submit(self, files: FileOutput, wait: Callable[[], object]) -> None:
+        """Begin what a step asks for; ``wait`` returns when the step's copies are done."""
+        with self._changed:
+            if files.resets:
+                self._reads.clear()
+                self._writes.clear()
+                self._changed.wait_for(lambda: not self._is_busy)
+                self._result = self._result._replace(read=(), written=())
+            self._reads += ((digest, row, wait) for digest, row in files.reads)
+            self._writes += ((digest, row, windows, wait) for digest, row, windows in files.writes)
+            self._changed.notify_all()
+
+    def take_result(self, wait_seconds: float = 0.0) -> FileResult:
+        """What has ended since the last call. Waits so long for something to end, if anything is to be done."""
+        with self._changed:
+            if wait_seconds:
+                self._changed.wait_for(lambda: self._has_news or not self._is_working, wait_seconds)
+            result, self._result = self._result, FileResult()
+            return result
+
+    def close(self) -> None:
+        """Drop what is not begun, and end the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self.folder.close()
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._result.read or self._result.written)
+
+    @property
+    def _is_working(self) -> bool:
+        return bool(self._reads or self._writes or self._is_busy)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                while not (self._reads or self._writes or self._is_closed):
+                    left = self._next_scan - time.monotonic()
+                    if left <= 0 or not self._changed.wait(left):
+                        break
+                if self._is_closed:
+                    return
+                self._is_busy = True
+                read = self._reads.popleft() if self._reads else None
+                write = self._writes.popleft() if self._writes and read is None else None
+            began = time.perf_counter()
+            if read is not None:
+                news = self._read(*read)
+            elif write is not None:
+                news = self._write(*write)
+            else:
+                news = self._scan()
+            with self._changed:
+                last = self._result
+                self._result = FileResult(
+                    last.read + news.read,
+                    last.written + news.written,
+                    last.found + news.found,
+                    last.lost + news.lost,
+                    last.num_evicted + news.num_evicted,
+                    last.file_seconds + time.perf_counter() - began,
+                )
+
+    def _read(self, digest: bytes, row: int, wait: Callable[[], object]) -> FileResult:
+        wait()
+        began = time.perf_counter()
+        windows = self.folder.read(digest, *self._rows(row))
+        return FileResult(read=((digest, windows, time.perf_counter() - began),))
+
+    def _write(self, digest: bytes, row: int, windows: tuple[int, ...], wait: Callable[[], object]) -> FileResult:
+        wait()
+        own, of_windows = self._rows(row)
+        is_written, gone = self.folder.write(digest, [own, *(of_windows[number] for number in windows)], windows)
+        return FileResult(written=((digest, is_written),), lost=tuple(gone), num_evicted=len(gone))
+
+    def _scan(self) -> FileResult:
+        self._next_scan = time.monotonic() + _SCAN_SECONDS
+        with contextlib.suppress(OSError):
+            found, lost = self.folder.scan()
+            return FileResult(found=tuple(found), lost=tuple(lost))
+        return FileResult()

@@ -1,0 +1,138 @@
+"""Files of KV blocks for a runner: the key of their folder, and the rows of host memory that are read and written."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.system.hardware import hardware
+from compiled_llm.worker.block_copies import Caches
+
+_PACKAGE = Path(__file__).parents[1]
+_SAMPLED, _SAMPLE = 1 << 20, 4096  # of each so many bytes of a file of weights so many are hashed, and its first piece
+# Engine arguments that say nothing about what keys and values are.
+_OF_NO_MATTER = frozenset(
+    [
+        "model",
+        "revision",
+        "tokenizer",
+        "tokenizer_revision",
+        "split_special_tokens",
+        "speculative_config",
+        "max_model_len",
+        "bucket_sizes",
+        "token_bucket_sizes",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "num_kv_blocks",
+        "kv_cache_memory_bytes",
+        "num_state_slots",
+        "gpu_memory_utilization",
+        "swap_space_bytes",
+        "kv_host_bytes",
+        "kv_disk_path",
+        "kv_disk_bytes",
+        "preemption_mode",
+        "scheduling_policy",
+        "target_itl_ms",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "async_scheduling",
+        "cuda_graphs",
+        "compile_workers",
+        "wait_for_compile",
+        "num_threads",
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
+        "lora_target_modules",
+        "max_logprobs",
+        "max_queued_requests",
+        "max_request_id_length",
+        "max_grammar_seconds",
+        "max_grammar_bytes",
+        "logits_transforms",
+        "model_process",
+        "progress",
+        "check_invariants",
+        "device",
+    ]
+)
+
+
+def folder_key(
+    config: EngineConfig,
+    facts: Sequence[Any],
+    directories: Sequence[Path],
+    device: torch.device,
+    groups: Sequence[Caches],
+) -> bytes:
+    """SHA-256 of all that the bytes of a block depend on, besides what its digest has: adapter, salt and tokens.
+
+    These are the engine's sources, torch, the processor, arguments that change numbers, the files of weights, and how a
+    block lies in memory. A file of weights is known by its name, size and time of change, and by a sample of its bytes:
+    4 KiB of each MiB.
+
+    Args:
+        facts: what else the engine knows of its model.
+        directories: of the model and of a network that drafts.
+        groups: all tensors of the KV cache.
+    """
+    arguments = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in _OF_NO_MATTER
+    }
+    machine = hardware(device)
+    machine.pop("cpus", None)
+    layout = [[(str(cache.dtype), tuple(cache.shape[1:])) for cache in group] for group in groups]
+    hashed = hashlib.sha256()
+    for fact in (arguments, machine, torch.__version__, torch.backends.cpu.get_cpu_capability(), layout, *facts):
+        _add(hashed, str(fact).encode())
+    sources = sorted(path for kind in ("py", "cpp", "h", "json") for path in _files(_PACKAGE, f".{kind}"))
+    for path in sources:
+        _add(hashed, str(path.relative_to(_PACKAGE)).encode())
+        _add(hashed, path.read_bytes())
+    for directory in directories:
+        for path in sorted(path for path in directory.iterdir() if path.suffix in (".safetensors", ".json", ".gguf")):
+            _add_weights(hashed, path)
+    return hashed.digest()
+
+
+def _files(directory: Path, suffix: str) -> Iterator[Path]:
+    for place, _, names in os.walk(directory, followlinks=True):
+        yield from (Path(place) / name for name in names if name.endswith(suffix))
+
+
+def _add(hashed: Any, data: bytes) -> None:
+    hashed.update(len(data).to_bytes(8, "little") + data)
+
+
+def _add_weights(hashed: Any, path: Path) -> None:
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        _add(hashed, f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+        _add(hashed, file.read(_SAMPLED))
+        for start in range(_SAMPLED, status.st_size, _SAMPLED):
+            hashed.update(os.pread(file.fileno(), _SAMPLE, start))
+
+
+class HostRows:
+    """Memory of host blocks, as ``FileThread`` reads and writes it.
+
+    Args:
+        pools: those of a ``SwapSpace`` that have blocks: of layers without a window, and of those with each.
+    """
+
+    def __init__(self, pools: Iterable[Tensor]) -> None:
+        self._pools = [pool.numpy() if pool.dim() == 2 else None for pool in pools]
+
+    def __call__(self, row: int) -> tuple[memoryview, Sequence[memoryview]]:
+        own, *of_windows = (memoryview(b"" if pool is None else pool[row - 1]) for pool in self._pools)
+        return own, of_windows

@@ -1,0 +1,116 @@
+"""Folders of blocks: bounded, shared, kept over kills; others' folders are refused."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.tiers.block_file import HEADER_BYTES, name_of
+from compiled_llm.tiers.folder import BlockFolder
+
+KEY = bytes(32)
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def content(number: int, size: int = 5000) -> memoryview:
+    return memoryview(random.Random(number).randbytes(size))
+
+
+def read(folder: BlockFolder, number: int, size: int = 5000) -> bytes | None:
+    own = bytearray(size)
+    return None if folder.read(digest(number), memoryview(own), ()) is None else bytes(own)
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    size = 1000 + HEADER_BYTES
+    folder = BlockFolder(tmp_path, KEY, 10 * size)
+    for number in range(10):
+        assert folder.write(digest(number), [content(number, 1000)], ()) == (True, [])
+        os.utime(folder.path / name_of(digest(number)), (number, number))
+    folder.scan()
+    assert read(folder, 0, 1000) == content(0, 1000)  # is used
+    is_written, gone = folder.write(digest(10), [content(10, 1000)], ())
+    assert is_written
+    assert sorted(gone) == [digest(1), digest(2)]
+    assert sum(path.stat().st_size for path in folder.path.iterdir()) <= 10 * size
+    assert [read(folder, number, 1000) is not None for number in range(11)] == [True, False, False, *[True] * 8]
+
+
+def test_engines_share_a_folder(tmp_path: Path) -> None:
+    one, other = (BlockFolder(tmp_path, KEY, 10**6) for _ in range(2))
+    one.write(digest(1), [content(1)], ())
+    assert read(other, 1) == content(1), "although it has not looked"
+    assert (other.scan(), one.scan()) == ((set(), set()), (set(), set()))
+    one.write(digest(2), [content(2)], ())
+    assert other.scan() == ({digest(2)}, set())
+    (other.path / name_of(digest(1))).unlink()
+    assert read(one, 1) is None
+    assert other.scan() == (set(), {digest(1)})
+
+
+def test_a_bad_file_is_removed_and_that_of_another_key_is_not_seen(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, KEY, 10**6)
+    folder.write(digest(1), [content(1)], ())
+    path = folder.path / name_of(digest(1))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read(folder, 1) is None
+    assert not path.exists()
+    folder.write(digest(1), [content(1)], ())
+    assert read(BlockFolder(tmp_path, bytes([1]) * 32, 10**6), 1) is None
+    assert path.exists()
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(ValueError, match=r"KV blocks is not loaded from .*others than its owner may write"):
+        BlockFolder(open_to_all, KEY, 10**6)
+    BlockFolder(tmp_path / "own", KEY, 10**6).close()
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ValueError, match="kv_disk_path"):
+        BlockFolder(tmp_path / "own", KEY, 10**6)
+
+
+@pytest.mark.parametrize(
+    "num_kills", [pytest.param(10, id="small"), pytest.param(300, id="full", marks=pytest.mark.battery)]
+)
+def test_a_writer_killed_at_any_moment_leaves_no_bad_file(num_kills: int, tmp_path: Path) -> None:
+    rng = random.Random(num_kills)
+    seen: set[int] = set()
+    for kill in range(num_kills):
+        begun, begins = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                folder = BlockFolder(tmp_path, KEY, 5 * 10**5)
+                folder.scan()
+                os.write(begins, b"x")
+                while True:
+                    number = rng.randrange(50) + kill
+                    folder.write(digest(number), [content(number, 20_000)], ())
+            finally:
+                os._exit(1)
+        os.read(begun, 1)
+        time.sleep(rng.uniform(0.0, 0.03))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        folder = BlockFolder(tmp_path, KEY, 5 * 10**5)
+        folder.scan()
+        assert not [path for path in folder.path.iterdir() if path.suffix != ".kv"], "what was begun stays"
+        found = {int.from_bytes(one, "big") for one in folder.known}
+        for number in found - seen if kill % 5 else found:
+            assert read(folder, number, 20_000) == content(number, 20_000)
+        assert sum(path.stat().st_size for path in folder.path.iterdir()) <= 5 * 10**5
+        seen = found
+        folder.close()
+        os.close(begun)
+        os.close(begins)
+    assert seen
