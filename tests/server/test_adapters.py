@@ -18,6 +18,7 @@ from compiled_llm import CompiledEngine, LoRARequest, SamplingParams
 from compiled_llm.adapters import host_adapters
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.server.adapters import check_lora_settings
+from compiled_llm.server.replicas import Replicas
 from compiled_llm.server.run import Server
 from compiled_llm.server.settings import DEMO_NAME, ServerSettings
 from tests.adapters.made import write_adapter
@@ -225,7 +226,8 @@ def test_settings_that_the_engine_does_not_allow() -> None:
 def test_a_start_with_a_bad_adapter_fails(engine: CompiledEngine, tmp_path: Path) -> None:
     settings = ServerSettings(lora_modules=(f"a={tmp_path / 'none'}",))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = Server("test", ThreadClient(engine), settings, listener, DEMO_NAME)
+        client = Replicas([ThreadClient(engine)], settings)
+        server = Server("test", client, settings, listener, DEMO_NAME)
         with pytest.raises(ValueError, match="must be a directory with"):
             asyncio.run(server.run())
 

@@ -323,7 +323,8 @@ def test_nothing_is_left_of_requests(engine: CompiledEngine) -> None:
         until(lambda: not engine.scheduler.has_unfinished_requests())
         assert engine.stats().used_blocks == 0
         until(lambda: len(asyncio.all_tasks(running._loop)) == num_tasks)
-        assert running.client.num_unfinished == running.server._service.num_admitted == 0
+        assert running.client.unfinished == []
+        assert running.server._service.num_admitted == 0
 
 
 def test_connections_leave_descriptors_for_the_rest(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
