@@ -180,7 +180,7 @@ def test_nobody_waits_for_the_reading_of_anothers(
         return read_adapter(name, path, *arguments)
 
     load(server, "slow", paths[2])
-    server.client._engine._admission.host_adapters._recent.clear()  # type: ignore[attr-defined]
+    server.client.clients[0]._engine._admission.host_adapters._recent.clear()  # type: ignore[attr-defined]
     monkeypatch.setattr(host_adapters, "read_adapter", reading)
     answers: list[str] = []
     threads = [threading.Thread(target=lambda: answers.append(text_of(server, "slow"))) for _ in range(40)]
