@@ -1,6 +1,7 @@
 """SamplingParams: how a request's tokens are chosen and when it stops. Validated once, frozen."""
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -193,6 +194,11 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether the logits are changed before a token is chosen."""
         return self.counts_tokens or self.masks_tokens or bool(self.logit_bias)
+
+
+def derived_seed(text: str) -> int:
+    """A seed that follows from a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:

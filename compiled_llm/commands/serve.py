@@ -1,11 +1,12 @@
 """Serve a model over HTTP, as OpenAI's interface has it.
 
     compiled-llm serve
+    compiled-llm serve DIR --data-parallel-size 2
     compiled-llm serve DIR --port 8000 --served-model-name my-model
     COMPILED_LLM_API_KEY=secret compiled-llm serve DIR --host 0.0.0.0
     compiled-llm serve DIR --enable-lora --lora-modules sql=adapters/sql chat=adapters/chat
 
-Clients of OpenAI find it at http://127.0.0.1:8000/v1. Without a model the bundled one answers. The engine runs in a
+Clients of OpenAI find it at http://127.0.0.1:8000/v1. Without a model the bundled one answers. An engine runs in a
 process of its own. The log, a line for each request, goes to stderr. See docs/serving.md.
 
 Exit status: 0 after SIGINT or SIGTERM, when all answers that were under way have ended; 1 when the engine failed or
@@ -28,7 +29,7 @@ from compiled_llm.system.program import run_program
 _PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 _SELDOM = (
     *("max_header_bytes", "max_stored_responses", "max_stored_bytes", "stored_seconds", "keep_alive_seconds", "dev"),
-    "stall_seconds",
+    *("stall_seconds", "max_load_difference"),
 )
 _KEY_VARIABLE = "COMPILED_LLM_API_KEY"
 

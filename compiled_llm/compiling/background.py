@@ -1,9 +1,11 @@
 """Compiling while the engine serves: what the cache holds is loaded, and other processes compile the rest.
 
-Threads wait for both. What is finished lies in a queue, from which the engine takes it between two steps: so a step
-waits for nothing, and asks with no lock.
+What another engine compiles at that time is waited for: replicas of one server need the same. Threads wait for all.
+What is finished lies in a queue, from which the engine takes it between two steps: so a step waits for nothing, and asks
+with no lock.
 """
 
+import contextlib
 import threading
 import time
 import weakref
@@ -111,14 +113,20 @@ def _compile(
             job, reason = missing.popleft()
         except IndexError:
             return
-        started = time.perf_counter()
-        built = processes.build(job, settings)
-        found = built.error or _load(cache, job, built)
+        started, outcome = time.perf_counter(), "hit"
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(Exception):  # of a recipe: the process that compiles it says what is wrong
+                key = cache.key_of(job.name, job.recipe(), job.args, job.depends)
+                stack.enter_context(cache.building(key, lambda: processes.closed))
+            found = _load(cache, job)  # another engine may have compiled it meanwhile
+            if isinstance(found, str):
+                outcome, built = "miss", processes.build(job, settings)
+                found = built.error or _load(cache, job, built)
         seconds = time.perf_counter() - started
         if isinstance(found, str):
             finished.append(Finished(job, None, {}, "miss", reason, seconds, found))
         else:
-            finished.append(Finished(job, *found, "miss", reason, seconds))
+            finished.append(Finished(job, *found, outcome, reason if outcome == "miss" else "", seconds))
 
 
 def _load(cache: CompileCache, job: Job, built: Built | None = None) -> tuple[Callable, Fields] | str:

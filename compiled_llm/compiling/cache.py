@@ -11,11 +11,12 @@ from elsewhere are those of a bundle that the user names (see bundle.py).
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -37,6 +38,7 @@ from compiled_llm.system.whole_files import write_whole
 
 _SUFFIX = ".graph"
 _UNUSED_SECONDS = 30 * 24 * 3600
+_LOCK_SECONDS = 0.1  # between two looks at a file that another process has locked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,27 @@ class CompileCache:
             warn(f"{key['function']} is not kept, the next start compiles it again: {error}")
             return
         self._note(path)
+
+    @contextlib.contextmanager
+    def building(self, key: Fields, is_given_up: Callable[[], bool]) -> Iterator[None]:
+        """No other process is in here with this key: who has waited may find what that has built.
+
+        A process that ends leaves it. Where files cannot be locked, nobody waits.
+
+        Args:
+            is_given_up: asked now and then, whether waiting is of no use any more.
+        """
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = stack.enter_context(self._path(key).with_suffix(".lock").open("a"))
+                while not is_given_up():
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        time.sleep(_LOCK_SECONDS)
+            yield
 
     def _drop_unused(self) -> None:
         """Delete files that no start used for a month, also those of a start that ended while it wrote."""

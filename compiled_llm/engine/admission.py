@@ -1,7 +1,6 @@
 """Admission: a prompt and its parameters are checked against the model, and become a request to be served."""
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ from compiled_llm.api.argument_checks import UnservableError
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.api.lora_request import LoRARequest, check_lora_request
 from compiled_llm.api.readable import shown
-from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams, derived_seed
 from compiled_llm.constraints.mask_maker import MaskMaker
 from compiled_llm.constraints.token_masks import TokenMask
 from compiled_llm.engine.completions import Completion, UserRequest
@@ -184,7 +183,7 @@ class Admission:
         params, (text, token_ids, cache_salt) = prepared.params, prepared.prompt
         first_scored = None if params.prompt_logprobs is None else prepared.score_start or 1
         computed = token_ids if prepared.score_start is None else token_ids[:-1]
-        seed = _derived(f"{self._config.seed}/{order}") if params.seed is None else params.seed
+        seed = derived_seed(f"{self._config.seed}/{order}") if params.seed is None else params.seed
         completions = []
         for index, (mask, output_text) in enumerate(zip(prepared.masks, prepared.texts, strict=True)):
             is_first = index == 0  # it computes the prompt for all
@@ -192,7 +191,7 @@ class Admission:
                 request_id=RequestId(request_id, index),
                 prompt_token_ids=computed,
                 sampling_params=params,
-                seed=seed if is_first else _derived(f"{seed}/{index}"),
+                seed=seed if is_first else derived_seed(f"{seed}/{index}"),
                 stop_token_ids=prepared.stop_token_ids,
                 max_num_tokens=prepared.max_num_tokens,
                 arrival_time=time.monotonic(),
@@ -254,8 +253,3 @@ class Admission:
         if self._tokenizer is None or not params.detokenize:
             return None
         return OutputText(self._tokenizer, token_ids, params)
-
-
-def _derived(text: str) -> int:
-    """A seed that follows from a text."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compiled_llm.system.child_process import Channel, described_end, with_package
+from compiled_llm.system.resources import core_parts, threads_of
 
 
 def local_settings(args: argparse.Namespace, num_gpus: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -24,23 +25,17 @@ def local_settings(args: argparse.Namespace, num_gpus: int, settings: Mapping[st
         ValueError: there are not as many GPUs or cores.
     """
     number_of = args.workers
-    cores = sorted(os.sched_getaffinity(0))
-    have, what = (num_gpus, "GPUs") if num_gpus else (len(cores), "cores")
+    have, what = (num_gpus, "GPUs") if num_gpus else (len(os.sched_getaffinity(0)), "cores")
     if number_of > have:
         raise ValueError(f"--workers must be at most {have}, the {what} that this process may use, given {number_of}")
     of_workers = []
-    for number in range(number_of):
+    for number, cores in enumerate(core_parts(number_of)):
         overrides: dict[str, Any] = {} if number == 0 else {"progress": "off"}
         if not num_gpus:
             overrides["gpu_memory_utilization"] = args.gpu_memory_utilization / number_of
-        cpus = None if num_gpus else part_of(cores, number, number_of)
+        cpus = None if num_gpus else cores
         of_workers.append({**settings, "number": number, "cpus": cpus, "overrides": overrides})
     return of_workers
-
-
-def part_of(items: Sequence[int], number: int, number_of: int) -> list[int]:
-    """Part ``number`` of ``number_of`` parts, neighbours together, none more than one larger than another."""
-    return list(items[len(items) * number // number_of : len(items) * (number + 1) // number_of])
 
 
 def visible_gpus(device: str) -> list[str]:
@@ -55,18 +50,6 @@ def visible_gpus(device: str) -> list[str]:
     if device.startswith("cuda:"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda' with --workers, each has its own, given {device!r}")
     return names
-
-
-def threads_of(given: str, most: int) -> int:
-    """Threads for a process that is to have ``most`` at most.
-
-    Args:
-        given: OMP_NUM_THREADS: a number, or a list with a number for each level of nested parallel regions. Anything
-            else is as if it were not set, as OpenMP takes it.
-    """
-    levels = given.split(",")
-    is_valid = all(level.strip().isascii() and level.strip().isdigit() and int(level) > 0 for level in levels)
-    return min(most, int(levels[0])) if is_valid else most
 
 
 class LocalProcesses:

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from compiled_llm.api.command_line import engine_config
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRAModule, read_lora_modules
 from compiled_llm.api.outputs import RequestOutput
-from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.api.sampling_params import SamplingParams, derived_seed
 from compiled_llm.checkpoint.generation_config import default_sampling_params, listed, suggested_sampling, with_room
 from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.engine.engine import CompiledEngine
@@ -129,8 +128,7 @@ class RowServer:
         if params.seed is not None or params.greedy:
             return params
         # From the row's index, not from how many rows came before it: a resumed run must not change a token.
-        digest = hashlib.sha256(f"{self._engine.config.seed}/{row.index}".encode()).digest()
-        return dataclasses.replace(params, seed=int.from_bytes(digest[:8], "little", signed=True))
+        return dataclasses.replace(params, seed=derived_seed(f"{self._engine.config.seed}/{row.index}"))
 
     def _result(self, row: Row, output: RequestOutput) -> RowResult:
         num_output = sum(len(completion.token_ids) for completion in output.outputs)

@@ -10,10 +10,10 @@ from compiled_llm.api.lora_request import LoRAModule, LoRARequest
 from compiled_llm.api.names import refuse_unknown_fields
 from compiled_llm.api.readable import shown
 from compiled_llm.server.answering import read_body
-from compiled_llm.server.engine_client import EngineEndedError
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.openapi import LOAD_FIELDS, UNLOAD_FIELDS, described
 from compiled_llm.server.service import Service
+from compiled_llm.server.unread import EngineEndedError
 
 
 def add_adapters(app: FastAPI, service: Service) -> None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRAModule
 from compiled_llm.api.readable import shown
-from compiled_llm.server.engine_client import EngineClient
 from compiled_llm.server.messages import AdapterRef
+from compiled_llm.server.replicas import Replicas
 from compiled_llm.server.settings import ServerSettings
 
 _MOST = 2**16
@@ -30,13 +30,13 @@ def check_lora_settings(settings: ServerSettings, config: EngineConfig) -> None:
 
 
 class ServedAdapters:
-    """The names and paths of adapters. The engine reads one when a request needs it, and keeps those used last.
+    """The names and paths of adapters. An engine reads one when a request needs it, and keeps those used last.
 
     Args:
         names: of the model, which no adapter may have.
     """
 
-    def __init__(self, client: EngineClient, names: Sequence[str]) -> None:
+    def __init__(self, client: Replicas, names: Sequence[str]) -> None:
         self._client, self._names = client, names
         self._adapters: dict[str, ServedAdapter] = {}
 
@@ -50,12 +50,12 @@ class ServedAdapters:
         return self._adapters.get(name)
 
     async def load(self, module: LoRAModule, in_place: bool = False) -> None:
-        """Serve an adapter once the engine has read it. ``in_place``: also in the place of one of the same name.
+        """Serve an adapter once the engines have read it. ``in_place``: also in the place of one of the same name.
 
         Raises:
             FileNotFoundError: it is not there.
             ValueError: it cannot be served, with the reason; or a name does not allow it.
-            EngineEndedError: the engine has ended.
+            EngineEndedError: none is left.
         """
         name, parent = module.lora_request.lora_name, module.base_model_name or self._names[0]
         if parent not in self._names:

@@ -12,6 +12,7 @@ from compiled_llm.openai.requests import OpenAIRequest
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import EventStream, JsonResponse, event, read_json, unless_gone
 from compiled_llm.server.messages import Output
+from compiled_llm.server.metrics import RequestObserver
 from compiled_llm.server.service import Served, Service
 
 FAULT = "the server failed: its log says how"
@@ -133,7 +134,7 @@ class _Answering:
         params, facts, traces = served.params, self._facts, self._service.traces
         num_prompt_tokens = {prompt.request_id: len(prompt.token_ids) for prompt in served.prompts}
         observers = {
-            request_id: self._service.metrics.observe(count, params.max_tokens, params.n)
+            request_id: RequestObserver(self._service.metrics, count, params.max_tokens, params.n)
             for request_id, count in num_prompt_tokens.items()
         }
         facts["prompt_tokens"] = sum(num_prompt_tokens.values())

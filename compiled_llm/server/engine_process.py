@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, ExitStack
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import torch
+
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -89,6 +91,9 @@ def run(channel: Channel, make_engine: Callable[[EngineConfig], AbstractContextM
         try:
             check_version(start.version)
             config = EngineConfig(**start.config)
+            if start.num_engines > 1 and (config.device == "cpu" or not torch.cuda.is_available()):
+                share = config.gpu_memory_utilization / start.num_engines
+                config = dataclasses.replace(config, gpu_memory_utilization=share)
             engine = stack.enter_context(make_engine(config))
         except Exception as error:
             channel.send(encode(Failed(type(error).__name__, str(error))))
@@ -285,6 +290,7 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         block_size=limits.block_size,
         num_kv_blocks=engine.stats().num_kv_blocks,
         max_loras=limits.max_loras,
+        device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
     )
 

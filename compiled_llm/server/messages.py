@@ -13,7 +13,7 @@ import msgspec
 
 from compiled_llm.text.tokenizer_parts import TokenizerParts
 
-VERSION = 3
+VERSION = 4
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -24,10 +24,16 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Start(Message, tag="start"):
-    """The first message. ``config``: arguments of ``EngineConfig``."""
+    """The first message.
+
+    Attributes:
+        config: arguments of ``EngineConfig``.
+        num_engines: that share this machine's memory, where they run on a CPU.
+    """
 
     version: int
     config: dict[str, Any]
+    num_engines: int = 1
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
@@ -95,6 +101,7 @@ class Started(Message, tag="started"):
         tokenizer: None: the model has none.
         capacity: most tokens that a request can ever have; ``limit`` names what sets that.
         max_loras: adapters that can run at once; 0: none are served.
+        device: torch's name of its kind.
         sampling: what the model's ``generation_config.json`` suggests, as arguments of ``SamplingParams``.
     """
 
@@ -108,6 +115,7 @@ class Started(Message, tag="started"):
     block_size: int
     num_kv_blocks: int
     max_loras: int
+    device: str
     sampling: dict[str, Any]
 
 
@@ -155,6 +163,7 @@ class Output(msgspec.Struct, array_like=True):
         prompt_logprobs: once, if they were asked for; None for tokens that follow nothing.
         times: when it has ended.
         error: why it could not be taken in; ``is_fault``: by no fault of its own.
+        engine: the number of the one that it comes from, as the server knows it.
     """
 
     request_id: str
@@ -164,6 +173,7 @@ class Output(msgspec.Struct, array_like=True):
     times: Times | None = None
     error: str | None = None
     is_fault: bool = False
+    engine: int = 0
 
     @property
     def has_ended(self) -> bool:

@@ -5,7 +5,7 @@ asked.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -20,6 +20,7 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 _NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _N = (1, 2, 5, 10, 20)
+_LABELS = ("model_name", "engine")
 # Name -> what it is, and the field of ``Answer.stats``.
 _GAUGES = {
     "vllm:num_requests_running": ("Requests in steps", "num_running"),
@@ -70,20 +71,21 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._labels = {"model_name": model, "engine": "0"}
-        names = [*self._labels]
+        self._model = model
+        labels = self._labels(0)
+        names = [*labels]
 
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(name, text, [*names, *more], registry=self._registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            return Histogram(name, text, names, registry=self._registry, buckets=buckets).labels(**self._labels)
+            return Histogram(name, text, names, registry=self._registry, buckets=buckets)
 
         self.rejections = counter("vllm:admission_rejections", "Requests refused", "reason").labels(
-            **self._labels, reason="queue_full"
+            **labels, reason="queue_full"
         )
         self._success = counter("vllm:request_success", "Continuations that ended", "finished_reason")
-        self._cached = counter("vllm:prompt_tokens_cached", "Tokens of prompts that were cached").labels(**self._labels)
+        self._cached = counter("vllm:prompt_tokens_cached", "Tokens of prompts that were cached")
         self._first = histogram("vllm:time_to_first_token_seconds", "Until the first token", _FIRST_TOKEN)
         self._next = histogram("vllm:inter_token_latency_seconds", "Between tokens", _NEXT_TOKEN)
         self._mean = histogram(
@@ -100,31 +102,45 @@ class Metrics:
             )
         }
         self._histogram = histogram
+        self.engines: list[_OfEngine] = []
 
-    def start(self, started: Started) -> None:
-        """The engine serves: sizes of requests are counted up to its longest."""
+    def _labels(self, engine: int) -> dict[str, str]:
+        return {"model_name": self._model, "engine": str(engine)}
+
+    def start(self, started: Started, number_of: int = 1) -> None:
+        """So many engines serve: sizes of requests are counted up to their longest."""
         sizes, histogram = tuple(_one_two_five(started.max_model_len)), self._histogram
         self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt", sizes)
         self._generated = histogram("vllm:request_generation_tokens", "Tokens of an answer", sizes)
         self._max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a request", sizes)
         self._n = histogram("vllm:request_params_n", "n of a request", _N)
+        self.engines = [_OfEngine(self, self._labels(engine)) for engine in range(number_of)]
 
-    def observe(self, num_prompt_tokens: int, max_tokens: int | None, n: int) -> "RequestObserver":
-        """A request has come."""
-        self._prompt.observe(num_prompt_tokens)
-        self._n.observe(n)
-        if max_tokens is not None:
-            self._max_tokens.observe(max_tokens)
-        return RequestObserver(self)
+    def text(
+        self, stats: Sequence[Mapping[str, Any] | None], started: Started | None, num_served_again: int = 0
+    ) -> bytes:
+        """All of it, as Prometheus reads it. ``stats``: of each engine; None: it does not answer."""
+        registry = CollectorRegistry()
+        of_engines = [(tuple(self._labels(engine).values()), one) for engine, one in enumerate(stats)]
+        registry.register(_EngineCounts(of_engines, started, num_served_again))
+        return generate_latest(self._registry) + generate_latest(registry)
 
-    def text(self, stats: Mapping[str, Any] | None, started: Started | None) -> bytes:
-        """All of it, as Prometheus reads it. ``stats`` None: the engine does not answer."""
-        parts = [generate_latest(self._registry)]
-        if stats is not None and started is not None:
-            registry = CollectorRegistry()
-            registry.register(_EngineCounts(stats, started, self._labels))
-            parts.append(generate_latest(registry))
-        return b"".join(parts)
+
+class _OfEngine:
+    """The metrics of requests that one engine serves."""
+
+    def __init__(self, metrics: Metrics, labels: Mapping[str, str]) -> None:
+        def own(family: Any) -> Any:
+            return family.labels(**labels)
+
+        self.cached, self.first, self.next = own(metrics._cached), own(metrics._first), own(metrics._next)
+        self.mean, self.whole, self.generated = own(metrics._mean), own(metrics._whole), own(metrics._generated)
+        self.prompt, self.max_tokens, self.n = own(metrics._prompt), own(metrics._max_tokens), own(metrics._n)
+        self.parts = {part: own(family) for part, family in metrics._parts.items()}
+        self._success, self._labels = metrics._success, labels
+
+    def succeed(self, finish_reason: str) -> None:
+        self._success.labels(**self._labels, finished_reason=finish_reason).inc()
 
 
 class RequestObserver:
@@ -134,8 +150,9 @@ class RequestObserver:
         num_tokens: that came.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, num_prompt_tokens: int, max_tokens: int | None, n: int) -> None:
         self._metrics, self._arrived = metrics, time.monotonic()
+        self._sizes = num_prompt_tokens, max_tokens, n
         self._last: dict[int, float] = {}  # of each continuation: when its last token came
         self.num_tokens = 0
 
@@ -146,77 +163,111 @@ class RequestObserver:
 
     def take(self, output: Output) -> None:
         """An output came. Of several tokens at once, each took its share of the time."""
-        metrics, now = self._metrics, time.monotonic()
+        metrics, now = self._metrics.engines[output.engine], time.monotonic()
         for piece in output.pieces:
             num_tokens = len(piece.token_ids)
             self.num_tokens += num_tokens
             for _ in range(num_tokens if piece.index in self._last else 0):
-                metrics._next.observe((now - self._last[piece.index]) / num_tokens)
+                metrics.next.observe((now - self._last[piece.index]) / num_tokens)
             self._last[piece.index] = now
             if piece.finish_reason is not None:
-                metrics._success.labels(**metrics._labels, finished_reason=piece.finish_reason).inc()
+                metrics.succeed(piece.finish_reason)
         if output.times is not None:
-            metrics._cached.inc(output.num_cached_tokens)
-            metrics._generated.observe(self.num_tokens)
-            metrics._whole.observe(now - self._arrived)
-            self._observe_parts(output.times)
+            num_prompt_tokens, max_tokens, n = self._sizes
+            metrics.prompt.observe(num_prompt_tokens)
+            metrics.n.observe(n)
+            if max_tokens is not None:
+                metrics.max_tokens.observe(max_tokens)
+            metrics.cached.inc(output.num_cached_tokens)
+            metrics.generated.observe(self.num_tokens)
+            metrics.whole.observe(now - self._arrived)
+            self._observe_parts(metrics, output.times)
 
-    def _observe_parts(self, times: Times) -> None:
+    def _observe_parts(self, metrics: _OfEngine, times: Times) -> None:
         """What the engine says: of an answer that comes at once, it alone knows when the first token was there."""
-        metrics = self._metrics
         parts = {"queue": times.queue, "prefill": times.prefill, "decode": times.decode}
         if times.first is not None:
-            metrics._first.observe(times.first)
+            metrics.first.observe(times.first)
         if times.prefill is not None and times.decode is not None:
             parts["inference"] = times.prefill + times.decode
             if self.num_tokens > 1:
-                metrics._mean.observe(times.decode / (self.num_tokens - 1))
+                metrics.mean.observe(times.decode / (self.num_tokens - 1))
         for part, seconds in parts.items():
             if seconds is not None:
-                metrics._parts[part].observe(seconds)
+                metrics.parts[part].observe(seconds)
 
 
 class _EngineCounts:
-    """What the engine counts, for one reading. The engine's counts never fall, so these are counters."""
+    """What the engines count, for one reading. An engine's counts never fall, so these are counters.
 
-    def __init__(self, stats: Mapping[str, Any], started: Started, labels: Mapping[str, str]) -> None:
-        self._stats, self._started, self._labels = stats, started, labels
+    Args:
+        stats: the values of each engine's labels, and its statistics, None where it does not answer.
+    """
+
+    def __init__(
+        self,
+        stats: Sequence[tuple[tuple[str, ...], Mapping[str, Any] | None]],
+        started: Started | None,
+        num_served_again: int,
+    ) -> None:
+        self._up = [(labels, float(one is not None)) for labels, one in stats]
+        self._stats = [(labels, one) for labels, one in stats if one is not None]
+        self._started, self._num_served_again = started, num_served_again
 
     def collect(self) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
+        up = GaugeMetricFamily("compiled_llm:engine_up", "1: the engine answers; 0: it does not", labels=_LABELS)
+        again = CounterMetricFamily(
+            "compiled_llm:requests_served_again",
+            "Requests that another engine served after theirs had ended",
+            labels=_LABELS[:1],
+        )
+        again.add_metric(self._up[0][0][:1], self._num_served_again)
+        for labels, value in self._up:
+            up.add_metric(labels, value)
+        yield from (up, again)
+        if self._started is None:
+            return
         for name, (text, field) in _GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=names)
-            gauge.add_metric(values, self._stats[field])
+            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+            for labels, stats in self._stats:
+                gauge.add_metric(labels, stats[field])
             yield gauge
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", labels=names)
-        usage.add_metric(values, self._stats["used_blocks"] / max(1, self._stats["num_kv_blocks"]))
-        yield usage
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1", labels=_LABELS)
         started = self._started
         config = {"block_size": str(started.block_size), "num_gpu_blocks": str(started.num_kv_blocks)}
-        info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV cache", labels=[*names, *config])
-        info.add_metric([*values, *config.values()], 1)
-        yield info
+        info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV cache", labels=[*_LABELS, *config])
+        for labels, stats in self._stats:
+            usage.add_metric(labels, stats["used_blocks"] / max(1, stats["num_kv_blocks"]))
+            info.add_metric([*labels, *config.values()], 1)
+        yield from (usage, info)
         if started.max_loras:
-            running, waiting = (",".join(self._stats[f"{state}_adapters"]) for state in ("running", "waiting"))
-            loras = {"max_lora": str(started.max_loras), "running_lora_adapters": running,
-                     "waiting_lora_adapters": waiting}  # fmt: skip
-            adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use, at this time", labels=[*loras])
-            adapters.add_metric([*loras.values()], time.time())
-            yield adapters
+            yield self._adapters(started.max_loras)
         for name, (text, field) in _COUNTERS.items():
-            if field not in self._stats:
-                continue
-            counter = CounterMetricFamily(name, text, labels=names)
-            counter.add_metric(values, self._stats[field])
-            yield counter
+            counter = CounterMetricFamily(name, text, labels=_LABELS)
+            for labels, stats in self._stats:
+                if field in stats:
+                    counter.add_metric(labels, stats[field])
+            if counter.samples:
+                yield counter
         positions = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens of a drafter that were the first draft of a request and step (position 0), the second...",
-            labels=[*names, "position"],
+            labels=[*_LABELS, "position"],
         )
-        for position, count in enumerate(self._stats.get("num_accepted_by_position", ())):
-            positions.add_metric([*values, str(position)], count)
+        for labels, stats in self._stats:
+            for position, count in enumerate(stats.get("num_accepted_by_position", ())):
+                positions.add_metric([*labels, str(position)], count)
         yield positions
+
+    def _adapters(self, max_loras: int) -> Metric:
+        """As vLLM has it, without the label of an engine: those of all together."""
+        found = [sorted({name for _, stats in self._stats for name in stats[f"{state}_adapters"]})
+                 for state in ("running", "waiting")]  # fmt: skip
+        loras = {"max_lora": str(max_loras)}
+        loras |= zip(("running_lora_adapters", "waiting_lora_adapters"), map(",".join, found), strict=True)
+        adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use, at this time", labels=[*loras])
+        adapters.add_metric([*loras.values()], time.time())
+        return adapters
 
 
 def _one_two_five(most: int) -> Iterator[int]:

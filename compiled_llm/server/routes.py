@@ -1,6 +1,7 @@
 """The routes: FastAPI gets a request's body to the service, and its outputs into an answer."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from compiled_llm.server import schemas
 from compiled_llm.server.adapter_routes import add_adapters
 from compiled_llm.server.answering import FAULT, answered, read_body
 from compiled_llm.server.answers import OpenAIAnswer
-from compiled_llm.server.engine_client import EngineEndedError
+from compiled_llm.server.engine_client import EngineClient
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import (
     GONE_STATUS,
@@ -36,6 +37,7 @@ from compiled_llm.server.scores import ScoreAnswer, read_score
 from compiled_llm.server.server_routes import add_server
 from compiled_llm.server.service import Served, Service
 from compiled_llm.server.tokens import text_of, tokens_of
+from compiled_llm.server.unread import EngineEndedError
 
 _STATS_SECONDS = 2.0  # a step may take so long; then /metrics is without the engine's own counts
 
@@ -172,11 +174,16 @@ def _add_states(app: FastAPI, service: Service) -> None:
     @app.get("/health", openapi_extra=described(schemas.State))
     @app.get("/ready", openapi_extra=described(schemas.State))
     async def health() -> Response:
-        """200 while requests are answered; 503 while the model loads, when the engine hangs, and before the end."""
+        """200 while an engine answers; 503 while the model loads, when all engines hang, and before the end.
+
+        Of several engines it says how each is.
+        """
         fault = service.fault
         if fault is not None:
             raise ApiError(503, fault)
-        return JsonResponse({"status": "ok"})
+        faults = service.client.faults()
+        engines = {"engines": [one or "ok" for one in faults]} if len(faults) > 1 else {}
+        return JsonResponse({"status": "ok", **engines})
 
     @app.get("/ping", openapi_extra=described(schemas.State))
     @app.post("/ping", openapi_extra=described(schemas.State))
@@ -191,7 +198,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
     @app.get("/load", openapi_extra=described(schemas.Load))
     async def load() -> Response:
-        """How many prompts are under way; of these the engine runs some, and others wait there."""
+        """How many prompts are under way; of these the engines run some, and others wait there."""
         client = service.client
         counts = {"running": client.num_running, "waiting": client.num_waiting}
         return JsonResponse({"server_load": service.num_admitted, **counts})
@@ -199,10 +206,15 @@ def _add_states(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
-        stats = None
-        if service.client.started is not None:
-            try:
-                stats = await asyncio.wait_for(service.client.stats(), _STATS_SECONDS)
-            except (EngineEndedError, TimeoutError):
-                stats = None
-        return Response(service.metrics.text(stats, service.client.started), headers={"Content-Type": CONTENT_TYPE})
+        client = service.client
+        found = await asyncio.gather(*map(_stats, client.clients))
+        text = service.metrics.text(found, client.started, client.num_served_again)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _stats(client: EngineClient) -> dict[str, Any] | None:
+    """None: the engine does not answer."""
+    if client.serves:
+        with contextlib.suppress(EngineEndedError, TimeoutError):
+            return await asyncio.wait_for(client.stats(), _STATS_SECONDS)
+    return None

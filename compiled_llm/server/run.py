@@ -1,4 +1,4 @@
-"""The server's process from its start to its exit status: the socket, the engine's process, signals, the end."""
+"""The server's process from its start to its exit status: the socket, the engines' processes, signals, the end."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,14 @@ import uvloop
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import read_lora_modules
 from compiled_llm.server.adapters import check_lora_settings
-from compiled_llm.server.engine_client import EngineClient, EngineEndedError
+from compiled_llm.server.engine_client import EngineClient
 from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.protocol import bounded_protocol
+from compiled_llm.server.replicas import Replicas, engine_clients
 from compiled_llm.server.routes import make_app
 from compiled_llm.server.service import Service
 from compiled_llm.server.settings import DEMO_NAME, ServerSettings
+from compiled_llm.server.unread import EngineEndedError
 
 _BACKLOG = 2048
 _OTHER_DESCRIPTORS = 64  # that the server needs besides those of connections
@@ -32,17 +34,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(program: str, config: EngineConfig, settings: ServerSettings) -> int:
-    """Serve until a signal comes, or the engine ends. Returns the exit status.
+    """Serve until a signal comes, or the last engine ends. Returns the exit status.
 
     Raises:
         ValueError: an argument does not allow it.
         OSError: the address cannot be listened to.
     """
     check_lora_settings(settings, config)
+    client = Replicas(engine_clients(config, settings), settings)
     with _listening(settings) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one
-        return runner.run(Server(program, EngineClient(config), settings, listener, config.model or DEMO_NAME).run())
+        return runner.run(Server(program, client, settings, listener, config.model or DEMO_NAME).run())
 
 
 def _listening(settings: ServerSettings) -> socket.socket:
@@ -63,7 +66,7 @@ class _HttpServer(uvicorn.Server):
 
 
 class Server:
-    """HTTP on a socket that listens, for an engine that ``client`` starts.
+    """HTTP on a socket that listens, for engines that ``client`` starts.
 
     Args:
         program: whose messages these are.
@@ -77,10 +80,9 @@ class Server:
     """
 
     def __init__(
-        self, program: str, client: EngineClient, settings: ServerSettings, listener: socket.socket, name: str
+        self, program: str, client: Replicas, settings: ServerSettings, listener: socket.socket, name: str
     ) -> None:
         self._program, self._client, self._settings, self._listener = program, client, settings, listener
-        self._restarts: list[float] = []  # moments of ``time.monotonic``
         names = settings.served_model_name or (name,)
         self._service = Service(settings, client, names, Metrics(names[0]))
         max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS
@@ -101,7 +103,7 @@ class Server:
         self._http = _HttpServer(config)
 
     async def run(self) -> int:
-        """Until a signal comes (of these there are none but in the main thread) or the engine ends."""
+        """Until a signal comes (of these there are none but in the main thread) or the last engine ends."""
         await self._client.start()
         loop = asyncio.get_running_loop()
         numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
@@ -124,14 +126,18 @@ class Server:
                 return 1
             self._service.start(started)
             self._say(str(self._service.formats))
+            if (count := len(self._client.clients)) > 1:
+                self._say(f"{count} engines, each with {self._client.config.num_threads} threads")
             adapters = [adapter.ref.name for adapter in self._service.adapters]
             self._say(f"serves {', '.join([*self._service.names, *adapters])} at {self.url}")
-            while await self._has_ended(http):
-                if not await self._restart():
-                    status = 1
-                    break
+            keeping = asyncio.gather(*map(self._keep, self._client.clients))
+            await asyncio.wait((http, keeping), return_when=asyncio.FIRST_COMPLETED)
+            status = int(keeping.done())
             self._http.should_exit = True
             await http
+            keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeping
         finally:
             self._http.should_exit = True
             await http
@@ -141,38 +147,35 @@ class Server:
                 loop.remove_signal_handler(number)
         return status
 
-    async def _has_ended(self, http: asyncio.Task[None]) -> bool:
-        """Wait until the engine's process ends, or HTTP does, in whose case it is False."""
-        ended = asyncio.create_task(self._client.wait_ended())
-        await asyncio.wait((http, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            ended.cancel()
-            return False
-        self._say(f"error: {self._client.ended}")
-        return True
+    async def _keep(self, client: EngineClient) -> None:
+        """Until an engine's process has ended for good."""
+        restarts: list[float] = []  # moments of ``time.monotonic``
+        while True:
+            await client.wait_ended()
+            self._say(f"error: {client.ended}")
+            now = time.monotonic()
+            restarts = [moment for moment in restarts if moment > now - _RESTARTS_SECONDS]
+            if self._service.is_draining or not self._settings.restart_engine:
+                return
+            if len(restarts) == _MOST_RESTARTS:
+                self._say(f"error: {self._name_of(client)} has ended {_MOST_RESTARTS + 1} times within "
+                          f"{_RESTARTS_SECONDS:g} s")  # fmt: skip
+                return
+            restarts.append(now)
+            self._say(f"starts {self._name_of(client)} again")
+            try:
+                await self._client.restart(client)
+            except (RuntimeError, ValueError) as error:
+                self._say(f"error: {error}")
+                return
+            self._say(f"{self._name_of(client)} serves again")
 
-    async def _restart(self) -> bool:
-        """Start the engine again, if that is asked for, and has not happened too often. Whether it serves."""
-        now = time.monotonic()
-        self._restarts = [moment for moment in self._restarts if moment > now - _RESTARTS_SECONDS]
-        if self._service.is_draining or not self._settings.restart_engine:
-            return False
-        if len(self._restarts) == _MOST_RESTARTS:
-            self._say(f"error: the engine has ended {_MOST_RESTARTS + 1} times within {_RESTARTS_SECONDS:g} s")
-            return False
-        self._restarts.append(now)
-        self._say("starts the engine again")
-        try:
-            self._service.restart(await self._client.restart())
-        except (RuntimeError, ValueError) as error:
-            self._say(f"error: {error}")
-            return False
-        self._say("serves again")
-        return True
+    def _name_of(self, client: EngineClient) -> str:
+        return "the engine" if len(self._client.clients) == 1 else f"engine {client.place.number}"
 
     def stop(self, number: int) -> None:
         """The first signal: answer what is under way, and end. A second one, or one while the model loads: end now."""
-        if self._service.is_draining or self._client.started is None:
+        if self._service.is_draining or not self._service.is_started:
             self._say(f"stopped by {signal.Signals(number).name}")
             self._client.kill()
             os._exit(128 + number)

@@ -187,6 +187,7 @@ class Models(Described):
 
 class State(Described):
     status: Literal["ok"]
+    engines: list[str] | UnsetType = UNSET
 
 
 class Version(Described):

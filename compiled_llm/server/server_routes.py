@@ -15,11 +15,11 @@ from compiled_llm.api.readable import shown
 from compiled_llm.api.version import __version__
 from compiled_llm.server import schemas
 from compiled_llm.server.answering import read_body
-from compiled_llm.server.engine_client import EngineEndedError
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import JsonResponse
 from compiled_llm.server.openapi import ABORT_FIELDS, described
 from compiled_llm.server.service import Service
+from compiled_llm.server.unread import EngineEndedError
 
 _SECRETS = ("api_key", "ssl_keyfile")
 _SIZES = ("capacity", "max_model_len", "max_num_seqs", "vocab_size", "block_size", "num_kv_blocks")

@@ -15,12 +15,13 @@ from compiled_llm.openai.answers import TokenTexts
 from compiled_llm.openai.requests import OpenAIRequest
 from compiled_llm.server.adapters import ServedAdapters
 from compiled_llm.server.answer_formats import AnswerFormats, AnswerPlan
-from compiled_llm.server.engine_client import EngineClient, EngineEndedError, RequestAbortedError
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.messages import AdapterRef, Generate, Output, Started
 from compiled_llm.server.metrics import Metrics
+from compiled_llm.server.replicas import Replicas
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.server.traces import Traces, otlp_exporter
+from compiled_llm.server.unread import EngineEndedError, RequestAbortedError
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Capacity, EncodedPrompt, check_token_ids, encode_prompt, encode_scored
 from compiled_llm.text.tokenizer import Tokenizer
@@ -65,17 +66,16 @@ class Service:
         adapters: those that clients may name as their model.
         tokenizer, texts: None, and without texts, for a model that has none. Set by ``start``.
         formats: of reasoning and tool calls; set by ``start``.
-        is_draining: no new requests are taken.
+        is_started: the engines have started; is_draining: no new requests are taken.
         traces: None unless they are asked for.
         num_admitted: prompts that are served or wait.
     """
 
-    def __init__(self, settings: ServerSettings, client: EngineClient, names: Sequence[str], metrics: Metrics) -> None:
+    def __init__(self, settings: ServerSettings, client: Replicas, names: Sequence[str], metrics: Metrics) -> None:
         self.settings, self.client, self.names, self.metrics = settings, client, tuple(names), metrics
         self.created = int(time.time())
-        self.is_draining = False
+        self.is_started = self.is_draining = False
         self.adapters = ServedAdapters(client, self.names)
-        self._started: Started | None = None
         self.tokenizer: Tokenizer | None = None
         self.num_admitted = 0
         endpoint = settings.otlp_traces_endpoint
@@ -84,22 +84,18 @@ class Service:
         self._pool = ThreadPoolExecutor(_THREADS, "compiled_llm text")
 
     def start(self, started: Started) -> None:
-        """The engine serves from now on."""
+        """The engines serve from now on."""
         if started.tokenizer is not None:
             self.tokenizer = Tokenizer(Path("the model's directory"), started.tokenizer)
         self.texts = TokenTexts(self.tokenizer)
         self._chats = ChatEncoder(self.tokenizer)
         parsers = self.settings.tool_call_parser, self.settings.reasoning_parser
         self.formats = AnswerFormats(*parsers, self.tokenizer)
-        self.metrics.start(started)
-        self.restart(started)
-
-    def restart(self, started: Started) -> None:
-        """Another process serves the same model from now on."""
-        self._started = started
+        self.metrics.start(started, len(self.client.clients))
+        self.is_started = True
 
     def close(self) -> None:
-        if self._started is not None:
+        if self.is_started:
             self._chats.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
@@ -107,14 +103,15 @@ class Service:
 
     @property
     def started(self) -> Started:
-        """What the engine said of itself. ``ApiError`` while it loads, and when the server ends."""
+        """What an engine said of itself. ``ApiError`` while none serves, and when the server ends."""
         if self.client.ended is not None:
             raise ApiError(503, self.client.ended)
         if self.is_draining:
             raise ApiError(503, "the server is about to end", {"Retry-After": "10"})
-        if self.client.started is None or self._started is None:
+        started = self.client.started
+        if started is None or not self.is_started:
             raise ApiError(503, "the model is being loaded", {"Retry-After": "1"})
-        return self._started
+        return started
 
     @property
     def fault(self) -> str | None:
@@ -123,8 +120,8 @@ class Service:
             _ = self.started
         except ApiError as error:
             return error.message
-        silent = self.client.silent_seconds
-        return f"no step of the engine for {silent:.0f} s" if silent > self.settings.stall_seconds else None
+        faults = self.client.faults()
+        return faults[0] if all(faults) else None
 
     def model_names(self) -> list[str]:
         """All that clients may give as their model."""
@@ -148,13 +145,14 @@ class Service:
     @contextlib.contextmanager
     def admitted(self, asked: OpenAIRequest) -> Iterator[None]:
         """A request has a place in the queue within this. ``ApiError`` if there is none."""
-        most, count = self.started.max_num_seqs + self.settings.max_waiting_requests, max(1, len(asked.prompts))
+        _, count = self.started, max(1, len(asked.prompts))
         completions = count * asked.sampling.get("n", 1)
         if completions > self.settings.max_completions:
             raise ApiError(
                 400,
                 f"n times the number of prompts must be at most {self.settings.max_completions}, given {completions}",
             )
+        most = self.client.max_num_seqs + self.settings.max_waiting_requests
         if self.num_admitted + count > most:
             self.metrics.rejections.inc()
             raise ApiError(429, f"{most} prompts are being served or wait already", {"Retry-After": "1"})

@@ -27,6 +27,10 @@ class ServerSettings:
             {"name": NAME, "path": PATH, "base_model_name": NAME of the model}. Needs --enable-lora.
         allow_lora_updates: there are also /v1/load_lora_adapter and /v1/unload_lora_adapter, with which a client names
             directories of this machine that are read. Needs --enable-lora.
+        data_parallel_size: engines that serve the model side by side, each in a process of its own, with its share of a
+            CPU's cores and memory or a GPU of its own. A prompt goes to the one that holds the longest part of it.
+        max_load_difference: tokens that an engine may have to compute still, above the least busy one's, and get a
+            prompt that it holds a part of. Of each output 256 count at most.
         api_key: a request needs one of these, as a bearer token or in the header x-api-key; none: all are answered.
             Other users of the machine see it on the command line: give --api-key-file, or COMPILED_LLM_API_KEY.
         ssl_certfile: a certificate in PEM form, and those that lead to it: clients then find the server at https.
@@ -47,8 +51,8 @@ class ServerSettings:
         drain_seconds: for answers that are under way when the server is told to end.
         dev: there are also /reset_prefix_cache and /abort, with which a client changes what others get.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
-        restart_engine: start the engine again when its process has ended, 5 times within 10 minutes at most; without
-            it, that ends the server.
+        restart_engine: start an engine again when its process has ended, 5 times within 10 minutes at most; without
+            it, the others serve on, and the end of the last one ends the server.
         otlp_traces_endpoint: a collector of OpenTelemetry, which gets a span for each prompt that was answered, such as
             http://localhost:4318/v1/traces; none: no traces.
     """
@@ -60,6 +64,8 @@ class ServerSettings:
     reasoning_parser: str = AUTO
     lora_modules: tuple[str, ...] = ()
     allow_lora_updates: bool = False
+    data_parallel_size: int = 1
+    max_load_difference: int = 4096
     api_key: tuple[str, ...] = ()
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
@@ -120,6 +126,8 @@ class ServerSettings:
 
 _INTEGERS = {
     "port": (0, 65535),
+    "data_parallel_size": (1, 1024),
+    "max_load_difference": (0, 2**31 - 1),
     "max_body_bytes": (1024, 2**31 - 1),
     "max_header_bytes": (1024, 2**24),
     "max_waiting_requests": (0, 2**20),

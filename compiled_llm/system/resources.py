@@ -5,11 +5,13 @@ process is in one group of each hierarchy, and the limits of all groups above it
 directory that stands for ``/``, for tests.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -20,6 +22,44 @@ _ROOT = Path("/")
 def granted_cores(root: Path = _ROOT) -> int:
     """Cores that this process may keep busy: as its affinity says, or its groups' quota of time, rounded up."""
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas(root))]))
+
+
+def core_parts(number_of: int, root: Path = _ROOT) -> list[list[int]]:
+    """The cores of this process's affinity in so many parts, none more than one larger than another.
+
+    Neighbours are together: threads of one core first, then cores of one package.
+    """
+
+    def place(core: int) -> tuple[int, ...]:
+        topology = root / f"sys/devices/system/cpu/cpu{core}/topology"
+        return *(int(_read(topology / name) or 0) for name in ("physical_package_id", "core_id")), core
+
+    cores = sorted(os.sched_getaffinity(0), key=place)
+    ends = [len(cores) * number // number_of for number in range(number_of + 1)]
+    return [cores[start:end] for start, end in itertools.pairwise(ends)]
+
+
+@contextlib.contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that this thread starts within it use these cores alone; any that it may use, if none are given."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def threads_of(given: str, most: int) -> int:
+    """Threads for a process that is to have ``most`` at most.
+
+    Args:
+        given: OMP_NUM_THREADS: a number, or a list with a number for each level of nested parallel regions. Anything
+            else is as if it were not set, as OpenMP takes it.
+    """
+    levels = given.split(",")
+    is_valid = all(level.strip().isascii() and level.strip().isdigit() and int(level) > 0 for level in levels)
+    return min(most, int(levels[0])) if is_valid else most
 
 
 def total_memory(root: Path = _ROOT) -> int:

@@ -103,7 +103,36 @@ def test_closing_ends_the_job_at_work_and_starts_no_other(tmp_path: Path, is_dro
     assert [(one.job.name, one.error) for one in queue] == [("long", "ended")]
     assert len(SameProcess.all) == 1
     assert SameProcess.all[0].has_ended
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.graph"))
+
+
+def test_of_two_engines_one_compiles_and_the_other_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, go_on, num_builds = SameProcess.build, threading.Event(), 0
+
+    def slowly(self: SameProcess, job: Job, settings: dict[str, Any]) -> Built:
+        nonlocal num_builds
+        num_builds += 1
+        go_on.wait(30)
+        return build(self, job, settings)
+
+    monkeypatch.setattr(SameProcess, "build", slowly)
+    jobs = [job("sine", torch.rand(2), torch.zeros(2))]
+    first, end = BackgroundBuilds(CompileCache(tmp_path, {}), jobs, 1, BuildProcesses()), time.monotonic() + 60
+    while num_builds < 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    second, third = (BackgroundBuilds(CompileCache(tmp_path, {}), jobs, 1, BuildProcesses()) for _ in range(2))
+    time.sleep(0.2)
+    third.close()  # which does not wait for what another one compiles
+    assert not go_on.is_set()
+    go_on.set()
+    while not (first.finished and second.finished) and time.monotonic() < end:
+        time.sleep(0.01)
+    found = sorted([*first.finished, *second.finished], key=lambda one: one.cache)
+    assert [(one.cache, one.reason, one.error) for one in found] == [
+        ("hit", "", ""),
+        ("miss", "nothing of that name is stored", ""),
+    ]
+    assert num_builds == 1
 
 
 def test_a_close_waits_for_a_thread_that_is_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

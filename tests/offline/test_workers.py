@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from compiled_llm.offline import local_workers, workers
-from compiled_llm.offline.local_workers import LocalProcesses, part_of, threads_of
+from compiled_llm.offline.local_workers import LocalProcesses
 from compiled_llm.offline.rows import Row, RowIterator, RowResult, RunProgress
 from compiled_llm.offline.worker import SocketRows, send_results
 from compiled_llm.offline.workers import WorkerEngines
@@ -263,21 +263,6 @@ def test_a_stop_drops_the_rows_that_wait() -> None:
         found += [] if result is None else [result.index]
     engines.close()
     assert 30 <= len(found) == len(set(found)) < 200
-
-
-def test_parts_are_neighbours_of_about_one_size() -> None:
-    assert [part_of(range(10), number, 3) for number in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
-
-
-@pytest.mark.parametrize(
-    ("given", "threads"),
-    [
-        *[("2", 2), (" 3 ", 3), ("8", 4), ("1,1", 1), ("2, 1", 2), ("8,2,1", 4)],
-        *[(other, 4) for other in ("", "0", "-1", "x", ",", "2,", "2,x", "2.5", "\u00b2")],
-    ],
-)
-def test_threads_of_a_worker_are_those_that_openmp_reads(given: str, threads: int) -> None:
-    assert threads_of(given, 4) == threads
 
 
 @pytest.mark.parametrize(("given", "threads"), [("1,1", "1"), ("", "2"), (None, "2")])

@@ -18,7 +18,8 @@ import uvloop
 
 from compiled_llm import CompiledEngine
 from compiled_llm.server import engine_process
-from compiled_llm.server.engine_client import EngineClient
+from compiled_llm.server.engine_client import EngineClient, Place
+from compiled_llm.server.replicas import Replicas
 from compiled_llm.server.run import Server
 from compiled_llm.server.settings import DEMO_NAME, ServerSettings
 from compiled_llm.system.child_process import Channel
@@ -35,8 +36,8 @@ class BrokenEngineError(Exception):
 class ThreadClient(EngineClient):
     """Speaks to an engine of this process as it would to one of another."""
 
-    def __init__(self, engine: CompiledEngine) -> None:
-        super().__init__(engine.config)
+    def __init__(self, engine: CompiledEngine, place: Place = Place()) -> None:  # noqa: B008
+        super().__init__(engine.config, place)
         self._engine = engine
 
     async def start(self) -> None:
@@ -56,6 +57,8 @@ class ThreadClient(EngineClient):
         return "the engine's thread has ended"
 
     async def close(self) -> None:
+        if self._writer is None:
+            return
         self._writer.close()
         await asyncio.to_thread(self._thread.join)
 
@@ -71,12 +74,14 @@ class Running:
     status: int | None = None
     _is_stopped = False
 
-    def __init__(self, engine: CompiledEngine, **settings: Any) -> None:
+    def __init__(self, *engines: CompiledEngine, **settings: Any) -> None:
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
         listener = socket.create_server(("127.0.0.1", 0))
 
         async def run() -> None:
-            self.client = ThreadClient(engine)
+            places = [Place(number, len(engines)) for number in range(len(engines))]
+            clients = list(map(ThreadClient, engines, places))
+            self.client = Replicas(clients, ServerSettings(**settings))
             self.server = Server("test", self.client, ServerSettings(**settings), listener, DEMO_NAME)
             made.put(asyncio.get_running_loop())
             self.status = await self.server.run()
@@ -132,9 +137,9 @@ def reference() -> Iterator[CompiledEngine]:
 
 
 @contextlib.contextmanager
-def running_with(engine: CompiledEngine, **settings: Any) -> Iterator[Running]:
-    """A server of its own. One at a time uses the engine."""
-    server = Running(engine, **settings)
+def running_with(*engines: CompiledEngine, **settings: Any) -> Iterator[Running]:
+    """A server of its own. One at a time uses an engine."""
+    server = Running(*engines, **settings)
     try:
         yield server
     finally:

@@ -18,6 +18,7 @@ from compiled_llm import CompiledEngine, LoRARequest, SamplingParams
 from compiled_llm.adapters import host_adapters
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.server.adapters import check_lora_settings
+from compiled_llm.server.replicas import Replicas
 from compiled_llm.server.run import Server
 from compiled_llm.server.settings import DEMO_NAME, ServerSettings
 from tests.adapters.made import write_adapter
@@ -179,7 +180,7 @@ def test_nobody_waits_for_the_reading_of_anothers(
         return read_adapter(name, path, *arguments)
 
     load(server, "slow", paths[2])
-    server.client._engine._admission.host_adapters._recent.clear()  # type: ignore[attr-defined]
+    server.client.clients[0]._engine._admission.host_adapters._recent.clear()  # type: ignore[attr-defined]
     monkeypatch.setattr(host_adapters, "read_adapter", reading)
     answers: list[str] = []
     threads = [threading.Thread(target=lambda: answers.append(text_of(server, "slow"))) for _ in range(40)]
@@ -225,7 +226,8 @@ def test_settings_that_the_engine_does_not_allow() -> None:
 def test_a_start_with_a_bad_adapter_fails(engine: CompiledEngine, tmp_path: Path) -> None:
     settings = ServerSettings(lora_modules=(f"a={tmp_path / 'none'}",))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = Server("test", ThreadClient(engine), settings, listener, DEMO_NAME)
+        client = Replicas([ThreadClient(engine)], settings)
+        server = Server("test", client, settings, listener, DEMO_NAME)
         with pytest.raises(ValueError, match="must be a directory with"):
             asyncio.run(server.run())
 

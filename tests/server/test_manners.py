@@ -257,7 +257,7 @@ def test_an_engine_that_ends_is_started_again_but_not_for_ever(
 def test_an_engine_that_is_sent_what_is_no_message_ends(engine: CompiledEngine) -> None:
     """It would hear of no request any more, and of no abort."""
     with running_with(engine) as running:
-        running._loop.call_soon_threadsafe(running.client._writer.write, framed(b"no message"))
+        running._loop.call_soon_threadsafe(running.client.clients[0]._writer.write, framed(b"no message"))
         assert running.ended() == 1
 
 
@@ -323,7 +323,8 @@ def test_nothing_is_left_of_requests(engine: CompiledEngine) -> None:
         until(lambda: not engine.scheduler.has_unfinished_requests())
         assert engine.stats().used_blocks == 0
         until(lambda: len(asyncio.all_tasks(running._loop)) == num_tasks)
-        assert running.client.num_unfinished == running.server._service.num_admitted == 0
+        assert running.client.unfinished == []
+        assert running.server._service.num_admitted == 0
 
 
 def test_connections_leave_descriptors_for_the_rest(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:

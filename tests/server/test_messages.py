@@ -37,7 +37,20 @@ TO_ENGINE = [
 ]
 PIECE = Piece(1, "text", [5], [[(5, -0.5, 1, "text"), (6, -1.5, 2, None)]], "stop", 5)
 TO_SERVER = [
-    Started(VERSION, TokenizerParts("{}", {"default": "t"}, {}, ("note",)), 9, "max_model_len", 9, 2, 50, 16, 4, 8, {}),
+    Started(
+        VERSION,
+        TokenizerParts("{}", {"default": "t"}, {}, ("note",)),
+        9,
+        "max_model_len",
+        9,
+        2,
+        50,
+        16,
+        4,
+        8,
+        "cpu",
+        {},
+    ),
     Failed("ValueError", "no"),
     Outputs([Output("a", [PIECE], 3, [None, [(1, -2.0, 4, "b")]], Times(0.1, None, None, 0))], 1, 0),
     Answer(7, {"num_steps": 3}),

@@ -46,7 +46,7 @@ def test_drafts_by_position() -> None:
     stats = {**dict.fromkeys(EngineStats.__dataclass_fields__, 0), "num_graphs": 0, "num_pending_graphs": 0}
     stats |= {"num_drafts": 9, "num_draft_tokens": 27, "num_accepted_draft_tokens": 12, "draft_seconds": 0.5}
     started: Any = SimpleNamespace(block_size=16, num_kv_blocks=4, max_loras=0)
-    text = Metrics("m").text({**stats, "num_accepted_by_position": [7, 5, 0]}, started).decode()
+    text = Metrics("m").text([{**stats, "num_accepted_by_position": [7, 5, 0]}], started).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     found = {sample.name.removeprefix("vllm:spec_decode_num_"): sample.value for sample in samples}
     assert (found["drafts_total"], found["draft_tokens_total"], found["accepted_tokens_total"]) == (9, 27, 12)

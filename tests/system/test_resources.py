@@ -1,12 +1,14 @@
 """Cores and memory as control groups grant them: trees of files as Linux shows them, of both versions."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from compiled_llm.system.resources import free_memory, granted_cores, total_memory
+from compiled_llm.system.resources import core_parts, free_memory, granted_cores, on_cores, threads_of, total_memory
 
 CORES = len(os.sched_getaffinity(0))
 V2 = ("cgroup2", "rw")
@@ -124,3 +126,38 @@ def test_a_file_that_says_nothing_limits_nothing(tmp_path: Path, text: str) -> N
     root = machine(tmp_path, ["0::/"], [("/", "/sys/fs/cgroup", *V2)])
     write(root / "sys/fs/cgroup/cpu.max", text)
     assert granted_cores(root) == 64
+
+
+def test_parts_of_the_cores_split_neither_a_core_nor_a_package_that_need_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert core_parts(3, tmp_path) == [[0, 1], [2, 3, 4], [5, 6, 7]], "nothing is known of them"
+    for core in range(8):  # two packages of two cores with two threads each, as Linux numbers them
+        topology = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        write(topology / "physical_package_id", str(core // 2 % 2))
+        write(topology / "core_id", str(core % 2))
+    assert core_parts(2, tmp_path) == [[0, 4, 1, 5], [2, 6, 3, 7]]
+    assert core_parts(4, tmp_path) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_processes_start_on_cores_and_this_one_keeps_its_own() -> None:
+    before = os.sched_getaffinity(0)
+    code = "import os; print(sorted(os.sched_getaffinity(0)))"
+    with on_cores([max(before)]):
+        found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == f"[{max(before)}]"
+    with on_cores([]):
+        assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"),
+    [
+        *[("2", 2), (" 3 ", 3), ("8", 4), ("1,1", 1), ("2, 1", 2), ("8,2,1", 4)],
+        *[(other, 4) for other in ("", "0", "-1", "x", ",", "2,", "2,x", "2.5", "\u00b2")],
+    ],
+)
+def test_threads_are_those_that_openmp_reads(given: str, threads: int) -> None:
+    assert threads_of(given, 4) == threads

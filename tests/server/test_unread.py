@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from compiled_llm.server.engine_client import EngineEndedError, _Unread
 from compiled_llm.server.messages import Output, Piece, Times
+from compiled_llm.server.unread import EngineEndedError, Unread
 
 
 def test_unread_deltas_grow_into_one() -> None:
     async def check() -> None:
-        unread = _Unread()
+        unread = Unread()
         unread.put(Output("a", [Piece(0, "x", [1], [[(1, -1.0, 1, "x")]])], 2, [None]))
         unread.put(Output("b", [Piece(0, "other", [9])]))
         unread.put(Output("a", [Piece(1, "z", [7])], 2))

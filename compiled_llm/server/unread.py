@@ -1,0 +1,76 @@
+"""Unread: what engines gave the requests of one client, until somebody reads it."""
+
+import asyncio
+
+from compiled_llm.server.messages import Output, Piece
+
+
+class EngineEndedError(Exception):
+    """The engine's process has ended, and serves nothing any more."""
+
+
+class RequestAbortedError(Exception):
+    """Somebody else than its client has ended a request."""
+
+
+class Unread:
+    """Outputs that were not read yet, one for each engine's request of a client: it grows."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[str, Output] = {}
+        self._error: EngineEndedError | RequestAbortedError | TimeoutError | None = None
+        self._news = asyncio.Event()
+
+    def put(self, output: Output) -> None:
+        earlier = self._outputs.get(output.request_id)
+        self._outputs[output.request_id] = output if earlier is None else _joined(earlier, output)
+        self._news.set()
+
+    def drop(self, request_id: str) -> None:
+        """Forget what came of a request: it is served again."""
+        self._outputs.pop(request_id, None)
+
+    def fail(self, error: EngineEndedError | RequestAbortedError | TimeoutError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def next(self) -> Output:
+        while not self._outputs and self._error is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._outputs and not isinstance(self._error, TimeoutError):
+            return self._outputs.pop(next(iter(self._outputs)))
+        assert self._error is not None
+        raise self._error
+
+
+def _joined(earlier: Output, later: Output) -> Output:
+    """Two deltas as one."""
+    pieces = {piece.index: piece for piece in earlier.pieces}
+    for piece in later.pieces:
+        first = pieces.get(piece.index)
+        pieces[piece.index] = piece if first is None else _joined_pieces(first, piece)
+    return Output(
+        later.request_id,
+        list(pieces.values()),
+        later.num_cached_tokens,
+        earlier.prompt_logprobs or later.prompt_logprobs,
+        later.times,
+        later.error,
+        later.is_fault,
+        later.engine,
+    )
+
+
+def _joined_pieces(first: Piece, second: Piece) -> Piece:
+    logprobs = None
+    if second.logprobs is not None:
+        logprobs = [*(first.logprobs or []), *second.logprobs]
+    return Piece(
+        first.index,
+        first.text + second.text,
+        [*first.token_ids, *second.token_ids],
+        logprobs,
+        second.finish_reason,
+        second.stop_reason,
+    )
