@@ -23,7 +23,7 @@ def make_directory(path: Path) -> None:
             directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE") -> None:
+def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE", refusal: str = "code is not loaded") -> None:
     """Refuse a file or directory if others could have put code there, which this process would run.
 
     Each directory on the way must belong to this user, to root or to the owner of ``/``, and nobody else may write to
@@ -33,19 +33,19 @@ def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE") -> None:
 
     Args:
         path: exists.
-        variable: the environment variable that names another place, for the message.
+        variable: the environment variable or argument that names another place, for the message.
+        refusal: how the message begins: what is not done with the place.
 
     Raises:
         ValueError: others could have. The message names the place, what is wrong, and the remedy.
         OSError: ``path`` cannot be looked at.
     """
-    _Check(path, variable).run()
+    _Check(path, variable, refusal).run()
 
 
 class _Check:
-    def __init__(self, path: Path, variable: str) -> None:
-        self._path = path
-        self._variable = variable
+    def __init__(self, path: Path, variable: str, refusal: str) -> None:
+        self._path, self._variable, self._refusal = path, variable, refusal
         self._owners = {os.geteuid(), 0, os.stat("/").st_uid}  # in a user namespace root's number is another one
         self._seen: set[tuple[int, int]] = set()
 
@@ -134,5 +134,5 @@ class _Check:
 
     def _refuse(self, reason: str) -> None:
         raise ValueError(
-            f"code is not loaded from {self._path}: {reason}, or set {self._variable} to a directory of your own"
+            f"{self._refusal} from {self._path}: {reason}, or set {self._variable} to a directory of your own"
         )
