@@ -37,7 +37,8 @@ from compiled_llm.ops.user_warnings import warn
 _MAGIC = b"compiled-llm-w1\n"
 _END = len(_MAGIC) + 32 + 8  # of a file: these, the JSON's SHA-256, its size
 _MAX_JSON_BYTES = 256 << 20
-_ALIGNMENT = max(4096, mmap.PAGESIZE)  # of layers; tensors of one lie 128 bytes aligned
+_HUGE_PAGE = 2 << 20
+_ALIGNMENT = max(4096, mmap.PAGESIZE)  # of layers smaller than a huge page; tensors of one lie 128 bytes aligned
 _SYNCED = 256 << 20  # bytes written between two syncs: what waits to be written takes memory
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("models/**/*.py", "ops/linear/*.py", "ops/linear/*pack*", "ops/native.py", "checkpoint/**/*.py")
@@ -111,7 +112,10 @@ class LayersWriter:
     def layer(self, name: str, role: str, tree: Any) -> Any:
         """Write a layer's tensors, and return the layer without them, on the device "meta"."""
         assert name not in self._layers, f"{name} is taken twice"
-        begin = self._end = _aligned(self._end, _ALIGNMENT)
+        sizes = list[int]()
+        with_tensors(tree, lambda tensor: sizes.append(tensor.nbytes) or tensor)
+        # In between is nothing, which takes no room on the disk.
+        begin = self._end = _aligned(self._end, _HUGE_PAGE if sum(sizes) >= _HUGE_PAGE else _ALIGNMENT)
         hashed, places = hashlib.sha256(), list[Place]()
 
         def write(tensor: Tensor) -> Tensor:
