@@ -23,7 +23,7 @@ def make_directory(path: Path) -> None:
             directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE") -> None:
+def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE", refusal: str = "code is not loaded") -> None:
     """Refuse a file or directory if others could have put code there, which this process would run.
 
     Each directory on the way must belong to this user, to root or to the owner of ``/``, and nobody else may write to
@@ -33,13 +33,14 @@ def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE") -> None:
 
     Args:
         path: exists.
-        variable: the environment variable that names another place, for the message.
+        variable: the environment variable or argument that names another place, for the message.
+        refusal: how the message begins: what is not done with the place.
 
     Raises:
         ValueError: others could have. The message names the place, what is wrong, and the remedy.
         OSError: ``path`` cannot be looked at.
     """
-    _Check(path, variable).run()
+    _Check(path, variable, refusal).run()
 
 
 def check_trusted_directory(path: Path, what: str, name: str) -> None:
@@ -48,13 +49,12 @@ def check_trusted_directory(path: Path, what: str, name: str) -> None:
     Args:
         what: is read from there; ``name``: the argument that names another place: both for the message.
     """
-    _Check(path, name, what).run_alone()
+    _Check(path, name, f"{what} is not loaded").run_alone()
 
 
 class _Check:
-    def __init__(self, path: Path, variable: str, what: str = "code") -> None:
-        self._path, self._what = path, what
-        self._variable = variable
+    def __init__(self, path: Path, variable: str, refusal: str) -> None:
+        self._path, self._variable, self._refusal = path, variable, refusal
         self._owners = {os.geteuid(), 0, os.stat("/").st_uid}  # in a user namespace root's number is another one
         self._seen: set[tuple[int, int]] = set()
 
@@ -155,6 +155,5 @@ class _Check:
 
     def _refuse(self, reason: str) -> None:
         raise ValueError(
-            f"{self._what} is not loaded from {self._path}: {reason}, or set {self._variable} to a directory of your "
-            "own"
+            f"{self._refusal} from {self._path}: {reason}, or set {self._variable} to a directory of your own"
         )

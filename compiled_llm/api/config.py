@@ -61,6 +61,11 @@ class EngineConfig:
         quantization_activations: of layers that the checkpoint has in groups of 4 or 8 bits: "int8" rounds a group of a
             token's activations at a time, which decodes faster; "model": they stay in the model's dtype; "auto":
             "int8" for a GGUF file on a CPU, as llama.cpp does, unless the model is in float32, else "model".
+        weights_path: on a CPU: a directory that keeps the weights of linear layers as the kernels read them, from which
+            they are mapped: later starts neither read nor pack them, engines share one copy, and a model may be larger
+            than the memory. None: they are packed at each start, into memory. See docs/offload.md.
+        weights_bytes: with ``weights_path``: most bytes of the files there; those that were not used for longest go
+            first. None: half of what the disk has free, and what is there.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``. None: on a CPU 1, 8
             and 32; on a GPU the powers of two from 1 to 256.
@@ -173,6 +178,8 @@ class EngineConfig:
     quantization_head: str = "auto"
     quantization_embedding: str = "none"
     quantization_activations: str = "auto"
+    weights_path: str | None = None
+    weights_bytes: int | None = None
     max_model_len: int | None = None
     bucket_sizes: tuple[int, ...] | None = None
     token_bucket_sizes: tuple[int, ...] | None = None
@@ -285,6 +292,15 @@ class EngineConfig:
         if self.cuda_graphs != "auto" and self.enforce_eager:
             given = f"(no graph is made), given {self.cuda_graphs!r}"
             raise ValueError(f"cuda_graphs must be 'auto', the default, with enforce_eager=True {given}")
+        if self.weights_path is not None and (not isinstance(self.weights_path, str) or not self.weights_path):
+            raise ValueError(f"weights_path must be a directory as a non-empty str, given {self.weights_path!r}")
+        if self.weights_path is not None and self.load_format == "dummy":
+            raise ValueError(
+                "weights_path must be None with load_format='dummy' (such weights are made, and lie in no file), given "
+                f"{self.weights_path!r}"
+            )
+        if self.weights_path is None and self.weights_bytes is not None:
+            raise ValueError(f"weights_bytes must be None without weights_path, given {self.weights_bytes}")
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
         self._check_tiers()
@@ -354,10 +370,9 @@ class EngineConfig:
                 f"speculative_config must have a method that drafts from tokens, as 'suffix' and 'ngram', with {name} "
                 f"(networks that draft are not shared out yet), given {self.speculation.method!r}"
             )
-        if self.kv_disk_path is not None:
-            raise ValueError(
-                f"kv_disk_path must be None with {name} (files have blocks of a whole model), given {self.kv_disk_path!r}"
-            )
+        for path in ("kv_disk_path", "weights_path"):
+            if (given := getattr(self, path)) is not None:
+                raise ValueError(f"{path} must be None with {name} (files there are of whole models), given {given!r}")
         if self.tensor_parallel_exact and self.tensor_parallel_size not in (1, 2, 4, 8):
             raise ValueError(
                 "tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True, given "
@@ -429,6 +444,7 @@ class EngineConfig:
 
 _INTEGERS = {
     **dict.fromkeys(("max_model_len", "max_num_seqs", "num_kv_blocks", "kv_cache_memory_bytes"), (1, 2**48)),
+    "weights_bytes": (1, 2**60),
     "num_state_slots": (2, 2**20),
     "max_num_batched_tokens": (1, 2**20),
     "swap_space_bytes": (0, 2**48),

@@ -182,6 +182,8 @@ class EngineStats:
             meanwhile.
         execute_seconds: launching steps and waiting for their tokens; ``launch_seconds`` of it is launching, which is 0
             on a CPU, where host and device are one.
+        disk_bytes: of mapped weights that do not fit into memory: read from disk for steps. disk_bytes_per_second: what
+            the disk gave one reader at the start; 0 where all weights fit, or where it is unknown.
     """
 
     num_steps: int
@@ -246,6 +248,8 @@ class EngineStats:
     launch_seconds: float
     execute_seconds: float
     output_seconds: float
+    disk_bytes: int
+    disk_bytes_per_second: float
 
     def __repr__(self) -> str:
         return table("EngineStats", self.rows())
@@ -290,6 +294,8 @@ class EngineStats:
             rows["state slots"] = (
                 f"{self.used_slots:,} of {self.num_state_slots:,} in use, {self.cached_slots:,} cached"
             )
+        if self.disk_bytes:
+            rows["from disk"] = self.from_disk
         if failed or self.num_unexplained_faults:
             rows["failures"] = f"{failed or 'none'}; {self.num_unexplained_faults} faults without a known cause"
         return rows
@@ -297,8 +303,20 @@ class EngineStats:
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """Counts and times since ``earlier``; what is a state, or a peak, stays that of now."""
         now, then = dataclasses.asdict(self), dataclasses.asdict(earlier)
-        states = {"num_waiting", "num_running", *(name for name in now if name.endswith(("_blocks", "_slots")))}
+        states = {
+            "num_waiting",
+            "num_running",
+            "disk_bytes_per_second",
+            *(name for name in now if name.endswith(("_blocks", "_slots"))),
+        }
         return EngineStats(**{name: now[name] if name in states else _less(now[name], then[name]) for name in now})
+
+    @property
+    def from_disk(self) -> str:
+        """How many weights were read from disk for steps, at which rate, and what the disk gives."""
+        rate = self.disk_bytes / max(self.execute_seconds, 1e-9)
+        share = f", {rate / self.disk_bytes_per_second:.0%} of what it gives" if self.disk_bytes_per_second else ""
+        return f"{self.disk_bytes / 1e9:.2f} GB of weights, {rate / 1e6:,.0f} MB/s{share}"
 
     @property
     def mean_accepted_length(self) -> float:

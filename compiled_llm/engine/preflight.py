@@ -26,6 +26,7 @@ from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of, with_stream
+from compiled_llm.models.weights import linear_layers
 from compiled_llm.step import kv_cache
 from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.text.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ from compiled_llm.worker import exactness
 from compiled_llm.worker.device import STEP_DEFAULTS, resolve_device, use_device
 from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_trees import with_drafts
+from compiled_llm.worker.mapped_weights import keeping
 from compiled_llm.worker.memory import (
     StartMemory,
     check_room_for_weights,
@@ -82,6 +84,7 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     yield from _of_sampling(directory, limits)
 
     linears = linears_of(config, made, device, dtype)
+    are_mapped = keeping(config, device, linears) is not linears
     network = draft_checkpoint(config, made, tokenizer, with_weights=False)
     drafter = None if network is None else DraftPlan.of(network, limits.max_model_len, device, dtype)
     within = "" if drafter is None else prefix_of(drafter.model_config)
@@ -124,9 +127,13 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
         "memory",
         f"{free_bytes(device) / 2**30:,.1f} GiB of the {where}'s {total_bytes(device) / 2**30:,.1f} are free",
     )
-    check_room_for_weights(description.weights, linears, config, served, directory, device, dtype)
+    how_much = description.weights, linears, config, served, directory, device, dtype
+    check_room_for_weights(*how_much, are_mapped=are_mapped)
     activations = estimated_activations(made, limits, dtype, linears)
     memory = StartMemory(config, limits, device, sizes, kv_cache.num_tensors(made, cache_dtypes), activations)
+    if are_mapped:
+        memory.share_with_mapped(num_bytes(tuple(linear_layers(description.weights))))
+        weight_bytes -= num_bytes(tuple(linear_layers(description.weights)))
     memory.check(weight_bytes + draft_bytes)
     yield "room", _room(memory, limits, made)
 

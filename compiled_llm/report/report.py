@@ -164,6 +164,7 @@ class RunReport:
             "KV cache": f"at most {stats.peak_used_blocks:,} of {stats.num_kv_blocks:,} blocks in use, "
             f"{stats.num_preemptions:,} preemptions",
             **self._adapter_rows(),
+            **({"from disk": stats.from_disk} if stats.disk_bytes else {}),
             "prefix cache": f"{stats.prefix_hit_tokens:,} of {stats.prefix_queried_tokens:,} prompt tokens found",
             **({"KV tiers": stats.rows()["KV tiers"]} if stats.num_tier_blocks else {}),
             "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} breaks, {compiled.recompiles} recompiles",

@@ -101,6 +101,11 @@ def _memory_limits(root: Path) -> Iterator[_MemoryLimit]:
                 yield _MemoryLimit(int(found[1]), int(found[2]) - droppable)
 
 
+def memory_groups(root: Path = _ROOT) -> list[Path]:
+    """Directories of the control groups that count this process's memory, from its own upwards."""
+    return list(_groups(root, "memory"))
+
+
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Directories of the groups that ``controller`` counts this process in, from its own upwards, of both versions."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():

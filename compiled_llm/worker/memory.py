@@ -35,7 +35,7 @@ class MemoryRow:
     """One use of memory.
 
     Attributes:
-        where: "device" (a GPU's memory) or "host".
+        where: "device" (a GPU's memory), "host" or "disk".
         how: "exact" (the sum of tensors), "measured" (at the start, as the system or the allocator tells it) or
             "estimated" (by arithmetic, where the system cannot be asked).
     """
@@ -53,6 +53,8 @@ class MemoryLedger:
     The rows add up to all the memory there is (on a host to what its container may use, if that is less), whoever uses
     it; the other programs' share is in one of them. ``str()`` of it is a table. The rows:
 
+    - mapped weights: those in a file (``weights_path``) that are to stay in memory, in the page cache, where other
+      engines have the same; the others are on the disk (``where``), and read for each step.
     - weights, adapters' slots, step buffers, KV pool (the sink block included), swap space: the engine's tensors. Of a
       network that drafts, its weights and its KV pool have rows of their own; its buffers are among the others.
     - KV tier: host memory for blocks that leave the prefix cache (``kv_host_bytes``).
@@ -143,11 +145,32 @@ class StartMemory:
         self._estimate = activation_estimate
         self._activations = self._compiled = self._set_aside = self._start_peak = 0
         self._activations_are_measured = True
+        self._mapped = self._on_disk = 0
+        self._before_mapped: tuple[int, int] | None = None  # bytes free, and used by this process
         if self._on_gpu:
             torch.cuda.synchronize(device)  # makes the context, if nothing did before
             torch.cuda.empty_cache()
         self._at_start = self._before_compiling = self._now()
         self._free_for_pool = 0
+
+    def share_with_mapped(self, size: int) -> int:
+        """Weights of ``size`` bytes are mapped from a file: how many of them are to stay in memory.
+
+        From now on what this process takes is counted without the pages of files, which come and go.
+        """
+        config, pool, limits = self._config, self._pool, self._limits
+        before = free_memory()
+        self._before_mapped = before, _Use.without_files().used
+        free = before - self._host_reserve() - self._estimate
+        if config.num_kv_blocks is not None:
+            left = free * 7 // 8 - pool.bytes_of(config.num_kv_blocks) - pool.block_bytes
+        elif config.kv_cache_memory_bytes is not None:
+            left = free * 7 // 8 - config.kv_cache_memory_bytes
+        else:  # a pool takes less than half of what it is left
+            left = max(free * 3 // 4, free - 3 * pool.bytes_of(limits.max_num_seqs * limits.blocks_per_request))
+        self._mapped = max(0, min(size, left))
+        self._on_disk = size - self._mapped
+        return self._mapped
 
     def check(self, to_load: int = 0) -> None:
         """Fail before compiling where there plainly is too little memory, even if compiling and running took none.
@@ -158,7 +181,7 @@ class StartMemory:
         Raises:
             ValueError: with the largest ``max_model_len`` that would fit, by an estimate of what a step takes.
         """
-        config, free, block_bytes = self._config, free_memory() // self._ranks, self._pool.block_bytes
+        config, free, block_bytes = self._config, self._free_on_host(), self._pool.block_bytes
         free -= 0 if self._on_gpu else to_load
         for name in ("swap_space_bytes", "kv_host_bytes"):
             if (given := getattr(config, name)) and not block_bytes <= given <= free:
@@ -169,7 +192,7 @@ class StartMemory:
             free -= given
         if self._on_gpu:
             torch.cuda.empty_cache()  # what loading left in torch's allocator
-        self._free_for_pool = free_bytes(self._device) // self._ranks - to_load - self._host_reserve()
+        self._free_for_pool = self._free() - to_load - self._host_reserve()
         self.num_blocks(unmeasured=self._estimate)
 
     def longest_request(self) -> int:
@@ -207,8 +230,7 @@ class StartMemory:
             self._activations_are_measured = measured is not None
             estimate = int(_MARGIN * self._estimate) if run_largest is None else self._estimate
             self._activations = estimate if measured is None else measured
-        free = free_bytes(self._device) // self._ranks
-        self._free_for_pool = free - self._set_aside - self._activations - self._host_reserve()
+        self._free_for_pool = self._free() - self._set_aside - self._activations - self._host_reserve()
 
     def num_blocks(self, unmeasured: int = 0) -> int:
         """Blocks that the KV pool gets, the sink left out.
@@ -296,12 +318,14 @@ class StartMemory:
             # Pages of the pool and of the swap space become resident as they are first written.
             compiled, activations, held = self._compiled, self._activations, held + swap_bytes + tier_bytes
             free = self._free_for_pool - pool_bytes - (0 if drafter is None else drafter[1])
-        everything_else = total - free - held - compiled - activations
+        everything_else = total - free - held - compiled - activations - self._mapped
         where = "device" if self._on_gpu else "host"
         names = ("drafter's weights", "drafter's KV pool")
         drafted = [MemoryRow(name, size, where, "exact") for name, size in zip(names, drafter or (), strict=False)]
         rows = (
             MemoryRow("weights", weight_bytes, where, "exact"),
+            *([MemoryRow("mapped weights", self._mapped, where, "exact")] if self._before_mapped else []),
+            *([MemoryRow("mapped weights", self._on_disk, "disk", "exact")] if self._on_disk else []),
             *([MemoryRow("adapters' slots", adapter_bytes, where, "exact")] if adapter_bytes else []),
             MemoryRow("step buffers", buffer_bytes, where, "exact"),
             MemoryRow("compiled code and CUDA graphs", compiled, where, "measured"),
@@ -335,7 +359,19 @@ class StartMemory:
         """Swap space and tier on a CPU come out of the same memory as the pool."""
         return 0 if self._on_gpu else self._config.swap_space_bytes + self._config.kv_host_bytes
 
+    def _free(self) -> int:
+        return free_bytes(self._device) // self._ranks if self._on_gpu else self._free_on_host()
+
+    def _free_on_host(self) -> int:
+        """Host memory free; of what mapped weights are to have of it, none."""
+        if self._before_mapped is None:
+            return free_memory() // self._ranks
+        free, used = self._before_mapped
+        return free - self._mapped - (_Use.without_files().used - used)
+
     def _now(self) -> "_Use":
+        if self._before_mapped is not None:
+            return _Use.without_files()
         if not self._on_gpu:
             return _Use(psutil.Process().memory_info().rss, 0)
         torch.cuda.synchronize(self._device)
@@ -349,6 +385,12 @@ class _Use:
 
     used: int
     reserved: int
+
+    @classmethod
+    def without_files(cls) -> "_Use":
+        """Of this process, the pages of files left out."""
+        memory = psutil.Process().memory_info()
+        return cls(memory.rss - memory.shared, 0)
 
     @property
     def outside_allocator(self) -> int:
@@ -388,16 +430,21 @@ def check_room_for_weights(
     device: torch.device,
     dtype: torch.dtype,
     ranks: int = 1,
+    *,
+    are_mapped: bool = False,
 ) -> None:
     """``ValueError`` where the weights of ``directory`` cannot be loaded into the memory that is free.
 
     Args:
         weights: a description of them, on the device "meta"; ``kind``: of their linear layers.
         ranks: processes that load as much each.
+        are_mapped: linear layers lie in a file, where each is put when it is made.
     """
     of_experts = [layer.nbytes // layer.num_experts for layer in experts(weights)]
     largest = max(*of_experts, *(linear.nbytes for linear in linears(weights)))
     needed = num_bytes(weights) + kind.bytes_while_taking(largest)
+    if are_mapped:
+        needed += max(layer.nbytes for layer in linear_layers(weights)) - num_bytes(tuple(linear_layers(weights)))
     needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole
     if needed > (free := free_bytes(device) // ranks):
         raise ValueError(

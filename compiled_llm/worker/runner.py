@@ -19,6 +19,8 @@ from compiled_llm.adapters.host_adapters import adaptable
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
+from compiled_llm.checkpoint.keeping import Keeping
+from compiled_llm.checkpoint.kept_weights import KeptWeights
 from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.compiling.cuda_graphs import gpu_target, graph_pool
@@ -69,6 +71,7 @@ from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_stage import Drafts, NetworkStage
 from compiled_llm.worker.draft_trees import with_drafts
 from compiled_llm.worker.launched_step import MOST_IN_FLIGHT, HostSlot, LaunchedStep
+from compiled_llm.worker.mapped_weights import keeping, map_weights
 from compiled_llm.worker.memory import (
     TRIAL_BLOCKS,
     StartMemory,
@@ -78,6 +81,7 @@ from compiled_llm.worker.memory import (
 )
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
+from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 from compiled_llm.worker.tier_files import HostRows, folder_key
@@ -106,6 +110,7 @@ class ModelRunner(Worker):
         rows: what is known of the running requests; num_threads: threads that compute on a CPU.
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
+        read_ahead: of weights that are mapped from a file; None: they are in memory.
         memory_ledger, weight_bytes, start_times, times: for reports. The drafter's weights are in the ledger alone.
 
     Raises:
@@ -137,6 +142,7 @@ class ModelRunner(Worker):
         limits = with_state_slots(limits, config, self._own_config, self.dtype)
         self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
         self.start_times, self.times = StartTimes(), RunnerTimes()
+        self.read_ahead: ReadAhead | None = None
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
         # Rows of the last step and which of them sample, and the needs that follow: most steps have the same.
@@ -149,14 +155,15 @@ class ModelRunner(Worker):
         self._draft = draft = (
             None if drafter is None else DraftPlan.of(drafter, limits.max_model_len, self.device, self.dtype)
         )
-        self._taken, self.adapters = adaptable(self.linears, config)
+        self._kept = keeping(config, self.device, self.linears)
+        self._taken, self.adapters = adaptable(self._kept, config)
         if self.shard is not None:
             self._taken = Sharding(self._taken, self.shard, self.group)
         builds = None if self._waits_for_first else self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         memory = self._start_memory(config, draft)
-        weights = self._load_weights(config, directory, progress)
+        weights = self._load_weights(config, directory, progress, memory)
         network = None if draft is None else draft.load(progress, weights)
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
@@ -200,7 +207,12 @@ class ModelRunner(Worker):
         One step may be launched while another is uncollected; its inputs may be tokens that the other samples.
         """
         with own_settings(self.num_threads), device_context(self.device):
-            return self._launch(output)
+            if self.read_ahead is None:
+                return self._launch(output)
+            with self.read_ahead.step():
+                step = self._launch(output)
+            self.times.disk_bytes = self.read_ahead.bytes_read
+            return step
 
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         if not output.request_ids:
@@ -336,6 +348,8 @@ class ModelRunner(Worker):
         if self.files is not None:
             self.files.close()
         self.steps.close()
+        if self.read_ahead is not None:
+            self.read_ahead.close()
         del self.swap_space
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -427,7 +441,7 @@ class ModelRunner(Worker):
             self.num_ranks,
         )
 
-    def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
+    def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress, memory: StartMemory) -> Any:
         say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
@@ -440,13 +454,19 @@ class ModelRunner(Worker):
                 f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
             )
         of_place = self.device, self.dtype, self.num_ranks
-        check_room_for_weights(description.weights, self._taken, config, c, directory, *of_place)
+        how_much = description.weights, self._taken, config, c, directory, *of_place
+        check_room_for_weights(*how_much, are_mapped=isinstance(self._kept, Keeping))
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":
                 weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self._taken, stage.advance)
             else:
                 others = "" if self._draft is None else prefix_of(self._draft.model_config)
+                if isinstance(self._kept, Keeping):
+                    size = num_bytes(description.weights)
+                    map_weights(
+                        self._kept, config, self.model_config, directory, self.dtype, size, stage.advance, others
+                    )
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
         if isinstance(self._taken, Adaptable):
@@ -458,6 +478,9 @@ class ModelRunner(Worker):
         self.adapter_bytes = change_bytes(weights)
         shared = 0 if self.shard is None else num_bytes(self.group)  # which layers hold
         self.weight_bytes = num_bytes(weights) - self.adapter_bytes - shared
+        if isinstance(self._kept, Keeping) and isinstance(mapped := self._kept.file, KeptWeights):
+            self.read_ahead = ReadAhead(mapped, memory.share_with_mapped(mapped.nbytes))
+            self.times.disk_bytes_per_second = self.read_ahead.disk_bytes_per_second
         return weights
 
     def _make_swap_space(self, config: EngineConfig) -> SwapSpace:
@@ -523,7 +546,9 @@ class ModelRunner(Worker):
         """Give the KV pool the memory that compiling and the largest steps have left. Measures what it does."""
         with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
             self.swap_space.rehearse(self.steps.cache_groups())
-            run_largest = None if self.steps.serves_before else self.steps.run_largest
+            # While it runs, mapped weights come into memory, which cannot be told from activations.
+            measures = not self.steps.serves_before and self.read_ahead is None
+            run_largest = self.steps.run_largest if measures else None
             least(0, self.group)  # all have loaded what they will, and none has a pool yet
             memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees)
             self._record_on(asked := least(memory.num_blocks(), self.group))
@@ -534,8 +559,9 @@ class ModelRunner(Worker):
         if isinstance(drafting := self.steps.drafting, NetworkStage):
             of_drafter = drafting.network.nbytes, num_bytes(drafting.kv_cache)
             drafting.make_coverage(num_blocks, self.swap_space.num_blocks + self.swap_space.num_tier_blocks)
+        mapped = 0 if self.read_ahead is None else self.read_ahead.weights.nbytes
         self.memory_ledger = memory.ledger(
-            self.weight_bytes,
+            max(0, self.weight_bytes - mapped),
             self.steps.nbytes + self.group.memory.nbytes // self.num_ranks,
             self.kv_cache_bytes,
             self.swap_space.nbytes - self.swap_space.tier_nbytes,

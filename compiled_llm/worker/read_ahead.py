@@ -1,0 +1,237 @@
+"""Mapped weights that do not fit into memory: a part stays, and a thread reads the rest from disk, ahead of the steps.
+
+A step reads the layers in turn. Left alone, the kernel guesses what to keep, and reads what is missing when a step
+already waits for it. Here blocks spread evenly over the model stay, as many as there is memory for; of the others a
+window is read ahead, and dropped behind. How far a step has come is asked of the page table, which has a page of this
+process from when it is first touched: so no layer and no graph knows of it, and a step that overtakes the thread reads
+for itself. Nothing but time depends on any of this.
+
+Blocks are read by mapping them (MADV_POPULATE_READ) as huge pages, where the file system has such, and forgotten by the
+page table at once: that took a seventh of the processor time that POSIX_FADV_WILLNEED takes, and a third of the time.
+"""
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from compiled_llm.checkpoint.kept_weights import KeptWeights, Layer
+
+BLOCK_BYTES = 2 << 20  # a huge page: it is in memory as a whole
+_PAGE = mmap.PAGESIZE
+_POPULATE_READ = 22  # of madvise, from Linux 5.14 on; Python has no name for it
+_MOST_AHEAD = 256 << 20  # bytes; more would not make a disk faster
+_POLL_SECONDS = 0.0005
+_LAYERS_SEEN = 4  # so many layers ahead it is looked whether a step has come to them
+_MEASURED = 0.5  # seconds, of the disk
+
+
+class Piece(NamedTuple):
+    """Bytes of a layer, a block at most.
+
+    Attributes:
+        layer: its number in the order in which a step reads them.
+        passes: it is read for each step, and dropped again; else it stays.
+    """
+
+    layer: int
+    offset: int
+    nbytes: int
+    passes: bool
+
+
+class Plan(NamedTuple):
+    """The pieces of all layers of which a step reads everything, in the order in which it does.
+
+    Tables and experts, of which a step reads some rows and some experts, are read when they are used, and the kernel
+    keeps those that are used most.
+    """
+
+    pieces: tuple[Piece, ...]
+    ahead_bytes: int  # of pieces that pass, most that are in memory; 0: none passes
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer], budget: int, block: int = BLOCK_BYTES) -> "Plan":
+        """For ``budget`` bytes of memory. What passes is whole blocks of the file: others share theirs."""
+        whole = [layer for role in ("layer", "head") for layer in layers if layer.role == role]
+        cuts = [
+            (number, start, min(start // block * block + block, layer.offset + layer.nbytes) - start)
+            for number, layer in enumerate(whole)
+            for start in (layer.offset, *range((layer.offset // block + 1) * block, layer.offset + layer.nbytes, block))
+        ]
+        size = sum(layer.nbytes for layer in whole)
+        in_part = sum(layer.nbytes for layer in layers) - size
+        room = budget if size + in_part <= budget else max(budget - in_part, budget // 2)
+        ahead = 0 if size <= room else min(_MOST_AHEAD, room // 4)
+        may_pass = sum(nbytes for *_, nbytes in cuts if nbytes == block)
+        share = min(1.0, (size - room + ahead) / max(1, may_pass)) if ahead else 0.0
+        pieces, owed = list[Piece](), 0.0
+        for number, start, nbytes in cuts:
+            owed += share if nbytes == block else 0
+            passes = nbytes == block and owed >= 0.5
+            owed -= passes
+            pieces.append(Piece(number, start, nbytes, passes))
+        return cls(tuple(pieces), ahead)
+
+    def bytes_of(self, passes: bool) -> int:
+        """Bytes of the pieces that pass, or of those that stay."""
+        return sum(piece.nbytes for piece in self.pieces if piece.passes == passes)
+
+
+class ReadAhead:
+    """Reads ``weights`` for steps, in a thread of its own, with ``budget`` bytes of memory; ``close`` ends it.
+
+    Attributes:
+        weights, plan: what it reads.
+        bytes_read: from disk, since the start.
+        disk_bytes_per_second: what the disk gives one reader that reads on and on past the page cache; 0 where all
+            weights stay, or where the system does not tell.
+    """
+
+    def __init__(self, weights: KeptWeights, budget: int, block: int = BLOCK_BYTES) -> None:
+        self.weights, self.plan = weights, Plan.of(weights.layers, budget, block)
+        self.bytes_read = 0
+        self.disk_bytes_per_second = _disk_rate(weights) if self.plan.ahead_bytes else 0.0
+        self._in_step, self._closed = threading.Event(), threading.Event()
+        self._in_step.set()  # until steps are told
+        self._scratch = bytearray(0)
+        # Pieces, counted on from one step to the next: the first that a step may still need, the next to be read.
+        self._first = self._next = self._held = 0
+        # Of each layer with pieces that pass: its number, and these.
+        passing: dict[int, list[int]] = {}
+        for place, piece in enumerate(self.plan.pieces):
+            if piece.passes:
+                passing.setdefault(piece.layer, []).append(place)
+        self._layers = list(passing.values())
+        self._at = 0  # of these layers, counted on likewise: where a step was last seen
+        with contextlib.suppress(OSError, ValueError):  # a kernel without huge pages
+            weights.memory.madvise(mmap.MADV_HUGEPAGE)
+        self._thread = threading.Thread(target=self._run, name="read-weights-ahead", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._in_step.set()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """While a step runs, the thread follows it."""
+        self._in_step.set()
+        try:
+            yield
+        finally:
+            self._in_step.clear()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the weights that are in memory now, whoever read them."""
+        return min(self.weights.nbytes, _resident(self.weights.address, len(self.weights.memory)))
+
+    def _run(self) -> None:
+        with open("/proc/self/pagemap", "rb", buffering=0) as page_table:
+            # If all stay, once round is enough.
+            while not self._closed.is_set() and (self._layers or self._next < len(self.plan.pieces)):
+                self._follow(page_table.fileno())
+                if not self._read_next():
+                    time.sleep(_POLL_SECONDS)
+                    self._in_step.wait()
+
+    def _read_next(self) -> bool:
+        """See to the next piece; False if there is no room for it."""
+        pieces, most = self.plan.pieces, self.plan.ahead_bytes
+        piece = pieces[self._next % len(pieces)]
+        if self._next - self._first == len(pieces):
+            return False
+        if piece.passes:
+            if self._held and self._held + piece.nbytes > most:
+                return False
+            self._held += piece.nbytes
+        if not _resident(self.weights.address + piece.offset, _PAGE):
+            self._read(piece)
+        self._next += 1
+        return True
+
+    def _read(self, piece: Piece) -> None:
+        """Bring it into the page cache. The page table forgets it, until a step touches it."""
+        if _madvise(self.weights.address + piece.offset, piece.nbytes, _POPULATE_READ) == 0:
+            self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, _whole_pages(piece.nbytes))
+        else:  # an older kernel
+            self._scratch = self._scratch if len(self._scratch) >= piece.nbytes else bytearray(piece.nbytes)
+            os.preadv(self.weights.descriptor, [memoryview(self._scratch)[: piece.nbytes]], piece.offset)
+        self.bytes_read += piece.nbytes
+
+    def _follow(self, page_table: int) -> None:
+        """Drop what a step has left behind."""
+        count, pieces = len(self._layers), self.plan.pieces
+        for ahead in range(min(_LAYERS_SEEN, count - 1), 0, -1):
+            turn, layer = divmod(self._at + ahead, count)
+            if not any(self._is_touched(page_table, pieces[place]) for place in self._layers[layer]):
+                continue
+            self._at += ahead
+            begin = turn * len(pieces) + self._layers[layer][0]
+            for number in range(self._first, begin):
+                piece = pieces[number % len(pieces)]
+                if piece.passes:
+                    self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, piece.nbytes)
+                    os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
+                    self._held -= piece.nbytes if number < self._next else 0
+            self._first, self._next = begin, max(self._next, begin)
+            return
+
+    def _is_touched(self, page_table: int, piece: Piece) -> bool:
+        address = self.weights.address + piece.offset + piece.nbytes // 2
+        entry = os.pread(page_table, 8, address // _PAGE * 8)
+        return bool(entry) and entry[-1] & 0x80 != 0  # present
+
+
+@functools.cache
+def _c_library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    library.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return library
+
+
+def _madvise(address: int, size: int, advice: int) -> int:
+    """As ``mmap.madvise``, which would keep the interpreter's lock while a disk is read. 0, or -1 if it fails."""
+    return _c_library().madvise(address, size, advice)
+
+
+def _resident(address: int, size: int) -> int:
+    """Bytes of mapped memory that are in the page cache, whole pages."""
+    pages = (ctypes.c_ubyte * -(-size // _PAGE))()
+    if _c_library().mincore(address // _PAGE * _PAGE, size, pages) != 0:
+        raise OSError(ctypes.get_errno(), "mincore")
+    return int((np.frombuffer(pages, np.uint8) & 1).sum()) * _PAGE
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+def _disk_rate(weights: KeptWeights) -> float:
+    """Bytes a second of a reader past the page cache; 0 where the file system has no such reading."""
+    buffer, size = mmap.mmap(-1, 4 * BLOCK_BYTES), os.fstat(weights.descriptor).st_size
+    try:
+        descriptor = os.open(weights.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return 0.0
+    try:
+        started, count, end = time.perf_counter(), 0, max(1, size // len(buffer)) * len(buffer)
+        while (taken := time.perf_counter() - started) < _MEASURED:
+            count += os.preadv(descriptor, [buffer], count % end)
+        return count / taken
+    except OSError:
+        return 0.0
+    finally:
+        os.close(descriptor)
+        buffer.close()
