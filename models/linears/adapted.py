@@ -302,13 +302,13 @@ class Adaptable:
         linear, (part, *_) = self.plain.take(take, parts), parts
         if part.role != "head":
             changes = self._changes(take, parts, linear) if self._may_change(parts) else None
-            return linear if changes is None else Adapted(linear, changes, flags=_flags_on(take.device))
+            return linear if changes is None else Adapted(linear, changes, flags=flags_on(take.device))
         # A tied embedding has two names: each may be changed without the other, as PEFT does it.
         head = part._replace(name=part.also or part.name, also="")
         changes = self._changes(take, [head], linear) if self._may_change([head]) else None
         of_rows = self._row_changes(take, part, linear) if part.also else None
         nothing = changes is None and of_rows is None
-        return linear if nothing else Adapted(linear, changes, of_rows, flags=_flags_on(take.device))
+        return linear if nothing else Adapted(linear, changes, of_rows, flags=flags_on(take.device))
 
     def take_table(self, take: Take, part: StoredLinear) -> Linear:
         linear = self.plain.take_table(take, part)
@@ -395,7 +395,8 @@ class Adaptable:
             self.places[place.part.name] = place
 
 
-def _flags_on(device: torch.device) -> Tensor | None:
+def flags_on(device: torch.device) -> Tensor | None:
+    """Those of ``Adapted``; None where it needs none."""
     return torch.zeros(2, dtype=torch.int32, device=device) if device.type == "cuda" else None
 
 

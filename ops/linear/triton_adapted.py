@@ -33,7 +33,7 @@ from compiled_llm.ops.triton_programmatic import prefetch_rows
 
 NUM_FLAGS = 2
 _ROWS = 16  # the least of a tile
-_MOST_ROWS = 32  # that programs look through for slots
+MOST_ROWS = 32  # that programs look through for slots; of a tile: more and registers would spill
 _TOGETHER = tl.constexpr(8)  # ranks whose loads are on their way at a time
 _AT_ONCE = tl.constexpr(128)  # tiles of B that are asked for at a time
 
@@ -100,9 +100,8 @@ def _ask_for_b(b, starts, slot, part, first, PARTS: tl.constexpr, RANK: tl.const
         total += tiles
     SIZE: tl.constexpr = 16 * 16 * b.dtype.element_ty.primitive_bitwidth // 8
     for tile in range(0, count, _AT_ONCE):
-        tiles = before + tl.minimum(tile + tl.arange(0, _AT_ONCE), count - 1)
-        rows = b + ((slot.to(tl.int64) * total + tiles) * RANK + first) * 16
-        prefetch_rows(rows, SIZE, _AT_ONCE, _AT_ONCE * SIZE)
+        own = before + tl.minimum(tile + tl.arange(0, _AT_ONCE), count - 1)
+        prefetch_rows(b + ((slot.to(tl.int64) * total + own) * RANK + first) * 16, SIZE, _AT_ONCE, _AT_ONCE * SIZE)
 
 
 @triton.jit
@@ -124,11 +123,12 @@ def expand(
         tile = tl.where(columns >= start, total, tile)
         total += (tl.load(starts + other + 1) - start + 15) // 16
     tile += (columns - first) // 16
-    known = (columns < WIDE)[:, None] & (slot >= 0)[None, :]
-    rank = tl.load(ranks + slot[None, :] * PARTS + part[:, None], mask=known, other=0)
-    of_b = b + (slot.to(tl.int64)[None, :] * total + tile[:, None]) * (RANK * 16) + ((columns - first) % 16)[:, None]
-    terms = shrunk + (rows[None, :] * PARTS + part[:, None]) * RANK
-    acc = tl.zeros([columns.shape[0], rows.shape[0]], tl.float32)
+    # Rows by outputs: so neighbouring threads load what lies side by side.
+    known = (slot >= 0)[:, None] & (columns < WIDE)[None, :]
+    rank = tl.load(ranks + slot[:, None] * PARTS + part[None, :], mask=known, other=0)
+    of_b = b + (slot.to(tl.int64)[:, None] * total + tile[None, :]) * (RANK * 16) + ((columns - first) % 16)[None, :]
+    terms = shrunk + (rows.to(tl.int32)[:, None] * PARTS + part[None, :]) * RANK
+    acc = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
     for r in range(0, tl.max(tl.max(rank, 1), 0), _TOGETHER):
         for i in tl.static_range(_TOGETHER):
             inside = r + i < rank
@@ -136,7 +136,7 @@ def expand(
             # From the L2 cache: that of this SM may have older bytes.
             term = tl.load(terms + r + i, mask=inside, other=0.0, cache_modifier=".cg")
             acc = tl.where(inside, tl.fma(weight, term, acc), acc)
-    return acc
+    return tl.trans(acc)
 
 
 @triton.jit
@@ -183,8 +183,8 @@ def adapters_of(op: str, x: Tensor, wide: int, lora: Sequence[Tensor]) -> Adapte
         return Adapters()
     slots, a, b, ranks, scales, starts, flags = lora
     rows, device = len(x), x.device
-    if rows > _MOST_ROWS:
-        raise ValueError(f"{op}: x must have at most {_MOST_ROWS} rows with adapters, got {rows}; see add_lora")
+    if rows > MOST_ROWS:
+        raise ValueError(f"{op}: x must have at most {MOST_ROWS} rows with adapters, got {rows}; see add_lora")
     if a.dim() != 4:
         refuse(op, "a", a, f"[S, P, R, {x.shape[1]}]")
     check_lora(op, x, slots, a, b, ranks, scales, starts)

@@ -35,7 +35,7 @@ from compiled_llm.ops.linear.product_choices import (
 )
 from compiled_llm.ops.linear.quantized_tiles import Tile
 from compiled_llm.ops.linear.surroundings import Surroundings
-from compiled_llm.ops.linear.triton_adapted import adapters_of, expand, note_expanded, shrink
+from compiled_llm.ops.linear.triton_adapted import MOST_ROWS, adapters_of, expand, note_expanded, shrink
 from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.linear.triton_surroundings import (
     columns_of,
@@ -249,6 +249,8 @@ def exact_linear(
     counters = counters if chains > 1 and rows <= MAX_ROWS else None
     parts = 1 if counters is None else chains
     tile = tile or _tile_of(x, weight, around, parts)
+    if around.lora:
+        tile = tile._replace(m=min(tile.m, MOST_ROWS))
     if rows > tile.m:
         counters, parts = None, 1
     tiles = triton.cdiv(rows, tile.m) * triton.cdiv(weight.shape[0], tile.n)

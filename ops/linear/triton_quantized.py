@@ -29,7 +29,7 @@ from compiled_llm.ops.linear.quantized_tiles import Choice, Layer
 from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES, ZERO_DTYPES
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.surroundings import Surroundings
-from compiled_llm.ops.linear.triton_adapted import adapters_of, expand, note_expanded, shrink
+from compiled_llm.ops.linear.triton_adapted import MOST_ROWS, adapters_of, expand, note_expanded, shrink
 from compiled_llm.ops.linear.triton_int8_scaling import load_columns
 from compiled_llm.ops.linear.triton_linear import inside_inputs
 from compiled_llm.ops.linear.triton_multiply import multiply_add
@@ -207,6 +207,8 @@ def quantized_linear(
         return out
     tile = (choice or choice_for(rows, x, zeros is not None, element, group_size, out_features)).tile
     assert tile is not None, "only int8 activations have another product than Triton's"
+    if around.lora:
+        tile = tile._replace(m=min(tile.m, MOST_ROWS))
     adapters = adapters_of("quantized_linear", x, out_features, around.lora)
     part = block_bytes(BITS[element], group_size)
     programs = adapters.before + triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n)

@@ -22,7 +22,7 @@ from compiled_llm.ops.linear.quantized_tiles import INT8, Choice
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.surroundings import Surroundings
-from compiled_llm.ops.linear.triton_adapted import adapters_of, expand, note_expanded, shrink
+from compiled_llm.ops.linear.triton_adapted import MOST_ROWS, adapters_of, expand, note_expanded, shrink
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns, scale_sums, scaled
 from compiled_llm.ops.linear.triton_multiply import INTERPRET
 from compiled_llm.ops.linear.triton_quantize_rows import (
@@ -260,6 +260,8 @@ def quantized_linear_a8(
         scale_sums(sums, x_scales, x_sums, scales, zeros, bias, out)
         return out
     tile = choice.tile or INT8[2]  # where int_mm cannot serve
+    if around.lora:
+        tile = tile._replace(m=min(tile.m, MOST_ROWS))
     part = block_bytes(BITS[element], group_size)
     programs = adapters.before + triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n)
     with torch.cuda.device_of(out):
