@@ -21,7 +21,7 @@ from compiled_llm.compiling.gpu_properties import GpuProperties
 from compiled_llm.gpu_step.gpus import Gpu
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import MixedLayers
-from compiled_llm.models.linears.adapted import Adaptable
+from compiled_llm.models.linears.adapted import Adaptable, Adapted, flags_on
 from compiled_llm.models.linears.dense import Dense, counters_on
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.registry import family_of, layers_of
@@ -199,6 +199,8 @@ class _Faked:
         if isinstance(value, Dense):  # only described, for any device
             counters = counters_on(DEVICE, value.out_features, value.in_features)
             return Dense(self.tree(value.weight), self.tree(value.bias), counters)
+        if isinstance(value, Adapted):
+            value = value._replace(flags=flags_on(DEVICE))
         if isinstance(value, tuple):
             items = map(self.tree, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.models.linears.fused import activated_linear
 from compiled_llm.models.linears.heads import AdaptedHeads, HeadLinear
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantizing import ROUTERS, names
@@ -39,6 +38,7 @@ class Adapted(NamedTuple):
     changes: LoraWeights | None  # None: of an embedding that is not the head as well
     of_rows: RowChanges | None = None  # of an embedding
     slots: Tensor | None = None  # [T] int32, of the step's tokens: ``with_slots`` puts them here
+    flags: Tensor | None = None  # of ``Surroundings.lora``, on a GPU
 
     @property
     def out_features(self) -> int:
@@ -56,8 +56,20 @@ class Adapted(NamedTuple):
     def cpu_ops(self) -> tuple[str, ...]:
         return (*self.plain.cpu_ops, "lora_cpu")
 
+    @property
+    def surroundings(self) -> tuple[Tensor, ...]:
+        """As ``Surroundings.lora``."""
+        if self.changes is None:
+            return ()
+        assert self.slots is not None, "see with_slots"
+        assert self.flags is not None, "a GPU"
+        return self.slots, *self.changes, self.flags
+
     def apply(self, x: Tensor) -> Tensor:
-        y = activated_linear(x, self.plain)
+        return self.change(self.plain.apply(x), x)
+
+    def change(self, y: Tensor, x: Tensor) -> Tensor:
+        """``y``, what the layer itself gives for ``x``, changed in place."""
         if self.changes is not None:
             assert self.slots is not None, "see with_slots"
             add_lora(y, x, self.slots, self.changes)
@@ -316,12 +328,14 @@ class Adaptable:
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         linear, (part, *_) = self.plain.take(take, parts), parts
         if part.role != "head":
-            return Adapted(linear, self._changes(take, parts, linear)) if self._may_change(parts) else linear
+            changes = self._changes(take, parts, linear) if self._may_change(parts) else None
+            return linear if changes is None else Adapted(linear, changes, flags=flags_on(take.device))
         # A tied embedding has two names: each may be changed without the other, as PEFT does it.
         head = part._replace(name=part.also or part.name, also="")
         changes = self._changes(take, [head], linear) if self._may_change([head]) else None
         of_rows = self._row_changes(take, part, linear) if part.also else None
-        return linear if changes is None and of_rows is None else Adapted(linear, changes, of_rows)
+        nothing = changes is None and of_rows is None
+        return linear if nothing else Adapted(linear, changes, of_rows, flags=flags_on(take.device))
 
     def take_table(self, take: Take, part: StoredLinear) -> Linear:
         linear = self.plain.take_table(take, part)
@@ -420,6 +434,11 @@ class Adaptable:
             if take.is_part and isinstance(place, Place) and isinstance(before, Place):
                 place = place._replace(others=(*before.others, before._replace(others=())))
         self.places[name] = place
+
+
+def flags_on(device: torch.device) -> Tensor | None:
+    """Those of ``Adapted``; None where it needs none."""
+    return torch.zeros(2, dtype=torch.int32, device=device) if device.type == "cuda" else None
 
 
 def of_any_expert(name: str) -> str:

@@ -1,6 +1,6 @@
 """Linear layers and what surrounds them in a model: a sum and a norm before, an activation or a sum behind.
 
-On a GPU a product of few rows takes in the activation, the multiplier and the residual behind it
+On a GPU a product of few rows takes in what adapters change, the activation, the multiplier and the residual behind it
 (``ops/linear/exact_linear.py``; unless a file that was measured on this GPU says otherwise, ``product_choices.py``). Of
 quantised weights it takes in an RMS norm before it too (``quantized_linear.py``). Elsewhere each is an op of its
 own, and a sum is left to the norm that follows, with which it is one op. Both round at the same places.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm import ops
+from compiled_llm.models.linears.adapted import Adapted
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.protocol import Linear
@@ -25,14 +26,18 @@ def _is_halved_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def takes_norm(linear: Linear, x: Tensor) -> TypeGuard[Quantized]:
+def takes_norm(linear: Linear, x: Tensor) -> TypeGuard[Quantized | Adapted]:
     """Whether the product with ``x`` takes in an RMS norm before it."""
+    if isinstance(linear, Adapted):
+        return takes_norm(linear.plain, x)
     in_order = isinstance(linear, Quantized) and linear.order is None
     return in_order and _is_halved_on_gpu(x) and x.shape[0] <= MAX_ROWS
 
 
-def takes_what_follows(linear: Linear, x: Tensor, around: str) -> TypeGuard[Dense | Exact | Quantized]:
+def takes_what_follows(linear: Linear, x: Tensor, around: str) -> TypeGuard[Dense | Exact | Quantized | Adapted]:
     """Whether the product with ``x`` takes in what follows it; ``around`` says what, as in ``Product``."""
+    if isinstance(linear, Adapted):
+        return x.shape[0] <= MAX_ROWS and takes_what_follows(linear.plain, x, around)
     if not _is_halved_on_gpu(x):
         return False
     if isinstance(linear, Dense):
@@ -40,11 +45,14 @@ def takes_what_follows(linear: Linear, x: Tensor, around: str) -> TypeGuard[Dens
     return takes_norm(linear, x) or (isinstance(linear, Exact) and x.shape[0] <= MAX_ROWS)
 
 
-def surrounded(x: Tensor, linear: Dense | Exact | Quantized, around: Surroundings) -> Tensor:
-    """``linear`` of ``x`` with what is ``around`` it: one op."""
+def surrounded(x: Tensor, linear: Linear, around: Surroundings) -> Tensor:
+    """``linear`` of ``x``, which ``takes_norm`` or ``takes_what_follows``, with what is ``around`` it: one op."""
+    if isinstance(linear, Adapted):
+        return surrounded(x, linear.plain, around._replace(lora=linear.surroundings))
     if isinstance(linear, (Dense, Exact)):
         dense = linear.dense if isinstance(linear, Exact) else linear
         return exact_linear(x, dense.weight, dense.bias, around, dense.counters)
+    assert isinstance(linear, Quantized)
     form = linear.scheme.form
     constants = form.element, form.group_size, linear.out_features
     if linear.scheme.int8_activations:
@@ -65,9 +73,9 @@ def activated_linear(
     if factor is not None:
         return activated_linear(x, linear, activation, gated=False) * factor
     around = "gate" if activation and gated else "residual"
-    if (activation or isinstance(linear, Dense)) and takes_what_follows(linear, x, around):
+    if (activation or isinstance(linear, (Dense, Adapted))) and takes_what_follows(linear, x, around):
         return surrounded(x, linear, Surroundings(activation=activation, gated=gated))
-    y = linear.apply(x)
+    y = linear.change(activated_linear(x, linear.plain), x) if isinstance(linear, Adapted) else linear.apply(x)
     if not activation:
         return y
     return gated_activation(y, activation) if gated else ops.activation(y, activation)

@@ -1,18 +1,20 @@
 """What surrounds a linear layer in a model, and may be in its launch on a GPU: as arguments, and in plain torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from compiled_llm.ops.linear.lora import add_lora_reference
 from compiled_llm.ops.rowwise.reference import activation_reference, gated_activation_reference, rms_norm_reference
 
-FOLLOWING = "str activation, Tensor? residual, bool gated, float multiplier, Tensor? beside"
+FOLLOWING = "str activation, Tensor? residual, bool gated, float multiplier, Tensor? beside, Tensor[] lora"
 SCHEMA = f"Tensor? norm, float eps, {FOLLOWING}"
 
 
 class Surroundings(NamedTuple):
-    """Of ``y = layer(rms_norm(x))``: its activation, ``* multiplier``, ``+ beside``, ``+ residual``, in this order.
+    """Of ``y = layer(rms_norm(x))``: what adapters change of it, its activation, ``* multiplier``, ``+ beside``,
+    ``+ residual``, in this order.
 
     What is not given is left out. All is rounded where the ops on their own round. The last arguments of the ops, in
     the order of ``SCHEMA``.
@@ -22,6 +24,8 @@ class Surroundings(NamedTuple):
         activation: one of ``gated_activation``, or "" for none.
         gated: the activation is that of the first half of the outputs, and multiplies the second.
         beside, residual: as the result, ``[T, N]``, with a gated activation ``[T, N / 2]``.
+        lora: slots ``[T]`` int32, the tensors of ``LoraWeights``, and int32 ``[2]``, zeros, and zeros again when the op
+            has run; two ops that run at the same time need their own. Of 32 rows at most.
     """
 
     norm: Tensor | None = None
@@ -31,6 +35,7 @@ class Surroundings(NamedTuple):
     gated: bool = True
     multiplier: float = 1.0
     beside: Tensor | None = None
+    lora: Sequence[Tensor] = ()
 
     @property
     def is_gated(self) -> bool:
@@ -39,7 +44,8 @@ class Surroundings(NamedTuple):
     @property
     def follow(self) -> bool:
         """Whether anything is behind the layer."""
-        return self.activation != "" or self.multiplier != 1.0 or self.beside is not None or self.residual is not None
+        added = self.beside is not None or self.residual is not None or len(self.lora) > 0
+        return self.activation != "" or self.multiplier != 1.0 or added
 
     @property
     def following(self) -> tuple[Any, ...]:
@@ -56,7 +62,11 @@ def surrounded(layer: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     """``layer(x, ...)`` by single ops; the last of ``args`` are its surroundings."""
     count = len(Surroundings._fields)
     around = Surroundings(*args[-count:])
-    y = layer(x if around.norm is None else rms_norm_reference(x, around.norm, around.eps), *args[:-count])
+    if around.norm is not None:
+        x = rms_norm_reference(x, around.norm, around.eps)
+    y = layer(x, *args[:-count])
+    if around.lora:
+        add_lora_reference(y, x, *around.lora[:-1])
     if around.activation:
         y = (gated_activation_reference if around.gated else activation_reference)(y, around.activation)
     if around.multiplier != 1.0:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
-from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.rowwise.triton_kernels import cast
 from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
 

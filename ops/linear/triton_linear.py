@@ -35,6 +35,8 @@ from compiled_llm.ops.linear.product_choices import (
 )
 from compiled_llm.ops.linear.quantized_tiles import Tile
 from compiled_llm.ops.linear.surroundings import Surroundings
+from compiled_llm.ops.linear.triton_adapted import MOST_ROWS, adapters_of, expand, note_expanded, shrink
+from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.linear.triton_surroundings import (
     columns_of,
     load_added,
@@ -46,7 +48,6 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_checks import check_contiguous, check_rows, refuse
 from compiled_llm.ops.triton_programmatic import let_next_start, prefetch_rows, wait_for_launches_before
 
-INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 EARLY_ROWS = tl.constexpr(16)  # of a tile: what is added to their outputs is loaded first; with 32 that costs a fourth
 
 
@@ -115,17 +116,6 @@ def gpu_name(device: torch.device) -> str:
 
 
 @triton.jit
-def multiply_add(a, b, acc):
-    """``acc`` and the products of rows ``a`` ``[M, K]`` and columns ``b`` ``[K, N]``."""
-    if INTERPRET:  # whose tl.dot has no order, and computes garbage in bfloat16
-        products = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
-        is_first = tl.arange(0, a.shape[1])[None, :, None] == 0
-        return tl.sum(products + tl.where(is_first, acc[:, None, :], 0.0), 1)  # one after the other, from acc on
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
 def inside_inputs(inner, k, end, WHOLE: tl.constexpr):
     """Which of ``k + inner`` are before ``end``. WHOLE: all of them; masks take instructions and registers."""
     if WHOLE:
@@ -150,22 +140,27 @@ def _sums(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "before"])
 def exact_linear_kernel(
     x, weight, bias, beside, residual, out, partial, counters,
     num_rows, x_stride, beside_stride, residual_stride,
+    slots, lora_a, lora_b, ranks, scales, starts, flags, shrunk, before,
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
     CHAINS: tl.constexpr, CHAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SHRINK_M: tl.constexpr, SHRINK_K: tl.constexpr,
     PROGRAMMATIC: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
     With ``counters`` it has one of the ``CHAINS`` parts of the inputs, of ``CHAIN`` each, and there is one tile of
-    rows. ``partial`` then has room for the sums of all.
+    rows. ``partial`` then has room for the sums of all. With ``slots`` there are ``before`` programs that shrink,
+    before the others.
     """
     num_m = tl.cdiv(num_rows, BLOCK_M)
     number, part = tl.program_id(0), 0
+    if slots is not None:
+        number = tl.maximum(number - before, 0)
     if counters is not None:
         part = number % CHAINS
         number = number // CHAINS
@@ -177,6 +172,12 @@ def exact_linear_kernel(
         ITEM: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         prefetch_rows(w_rows + part * CHAIN, (IN - (CHAINS - 1) * CHAIN) * ITEM, BLOCK_N)
         wait_for_launches_before(not LATE)
+    if slots is not None and tl.program_id(0) < before:
+        shrink(
+            x, x_stride, num_rows, None, 0.0, slots, lora_a, lora_b, ranks, scales, starts, flags, shrunk,
+            IN, PARTS, RANK, SHRINK_M, SHRINK_K, PROGRAMMATIC,
+        )  # fmt: skip
+        return
     inner = tl.arange(0, BLOCK_K)
     inside_rows = rows < num_rows
     x_tile = x + (rows * x_stride)[:, None] + inner[None, :]
@@ -209,10 +210,19 @@ def exact_linear_kernel(
             for chain in tl.static_range(1, CHAINS):
                 acc += tl.load(parts + chain * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
     if is_last:
+        changes = None
+        if slots is not None:
+            changes = expand(
+                slots, lora_b, ranks, starts, flags, shrunk, before, columns, rows, inside_rows,
+                2 * OUT if GATED else OUT, PARTS, RANK,
+            )  # fmt: skip
         store_outputs(
             acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
-            OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N, loaded=loaded,
+            OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N, loaded=loaded, changes=changes,
         )  # fmt: skip
+        if slots is not None:
+            readers = tl.num_programs(0) - before
+            note_expanded(flags, readers if counters is None else readers // CHAINS)
 
 
 def exact_linear(
@@ -234,10 +244,13 @@ def exact_linear(
     out, beside, residual, *strides = outputs_of("exact_linear", x, weight.shape[0], around)
     if not out.numel():
         return out
+    adapters = adapters_of("exact_linear", x, weight.shape[0], around.lora)
     chains = num_chains(*weight.shape)
     counters = counters if chains > 1 and rows <= MAX_ROWS else None
     parts = 1 if counters is None else chains
     tile = tile or _tile_of(x, weight, around, parts)
+    if around.lora:
+        tile = tile._replace(m=min(tile.m, MOST_ROWS))
     if rows > tile.m:
         counters, parts = None, 1
     tiles = triton.cdiv(rows, tile.m) * triton.cdiv(weight.shape[0], tile.n)
@@ -245,13 +258,14 @@ def exact_linear(
         partial = None
         if counters is not None:
             partial = torch.empty(tiles * parts * tile.n * tile.m, dtype=torch.float32, device=x.device)
-        exact_linear_kernel[(tiles * parts,)](
-            x, weight, bias, beside, residual, out, partial, counters, rows, x_stride, *strides,
+        exact_linear_kernel[(adapters.before + tiles * parts,)](
+            x, weight, bias, beside, residual, out, partial, counters, rows, x_stride, *strides, *adapters,
             OUT=out.shape[1], IN=in_features,
             CHAINS=chains, CHAIN=-(-in_features // (chains * CHAIN_GRAIN)) * CHAIN_GRAIN if chains > 1 else in_features,
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
             LATE=around.is_gated or residual is not None,  # else attention comes next, and reads keys before it waits
+            **adapters.constants(rows, (tile.m + tile.n) * tile.k * x.itemsize),
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4, **launch_options(rows),
         )  # fmt: skip
     return out

@@ -29,8 +29,10 @@ from compiled_llm.ops.linear.quantized_tiles import Choice, Layer
 from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES, ZERO_DTYPES
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.surroundings import Surroundings
+from compiled_llm.ops.linear.triton_adapted import MOST_ROWS, adapters_of, expand, note_expanded, shrink
 from compiled_llm.ops.linear.triton_int8_scaling import load_columns
-from compiled_llm.ops.linear.triton_linear import inside_inputs, multiply_add
+from compiled_llm.ops.linear.triton_linear import inside_inputs
+from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.linear.triton_surroundings import (
     columns_of,
     inverse_rms_of_rows,
@@ -130,22 +132,37 @@ def tile_sums(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "before"])
 def quantized_linear_kernel(
     x, codes, scales, zeros, bias, norm, beside, residual, out, num_rows, x_stride, beside_stride, residual_stride, eps,
+    slots, lora_a, lora_b, ranks, lora_scales, starts, flags, shrunk, before,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SHRINK_M: tl.constexpr, SHRINK_K: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
+    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
+
+    With ``slots`` there are ``before`` programs that shrink, before the others.
+    """
     WIDE: tl.constexpr = 2 * OUT if GATED else OUT
     num_m = tl.cdiv(num_rows, BLOCK_M)
-    rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    tile = tl.program_id(0) // num_m
+    number = tl.program_id(0)
+    if slots is not None:
+        number = tl.maximum(number - before, 0)
+    rows = (number % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    tile = number // num_m
     columns = columns_of(tile, OUT, GATED, BLOCK_N)
     if PROGRAMMATIC:
         prefetch_rows(codes + tl.minimum(columns, WIDE - 1).to(tl.int64) * ROW_BYTES, ROW_BYTES, BLOCK_N)
         wait_for_launches_before()
+    if slots is not None and tl.program_id(0) < before:
+        shrink(
+            x, x_stride, num_rows, norm, eps, slots, lora_a, lora_b, ranks, lora_scales, starts, flags, shrunk,
+            IN, PARTS, RANK, SHRINK_M, SHRINK_K, PROGRAMMATIC,
+        )  # fmt: skip
+        return
     x_rows, inside_rows = x + rows * x_stride, rows < num_rows
     inverse = None
     if norm is not None:
@@ -154,10 +171,17 @@ def quantized_linear_kernel(
         x_rows, inside_rows, codes, scales, zeros, columns, ELEMENT, GROUP, WIDE, IN, ROW_BYTES, PART, BLOCK_M,
         BLOCK_N, norm, inverse,
     )  # fmt: skip
+    changes = None
+    if slots is not None:
+        changes = expand(
+            slots, lora_b, ranks, starts, flags, shrunk, before, columns, rows, inside_rows, WIDE, PARTS, RANK
+        )  # fmt: skip
     store_outputs(
         acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
-        OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N,
+        OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N, changes=changes,
     )  # fmt: skip
+    if slots is not None:
+        note_expanded(flags, tl.num_programs(0) - before)
 
 
 def quantized_linear(
@@ -183,13 +207,19 @@ def quantized_linear(
         return out
     tile = (choice or choice_for(rows, x, zeros is not None, element, group_size, out_features)).tile
     assert tile is not None, "only int8 activations have another product than Triton's"
+    if around.lora:
+        tile = tile._replace(m=min(tile.m, MOST_ROWS))
+    adapters = adapters_of("quantized_linear", x, out_features, around.lora)
+    part = block_bytes(BITS[element], group_size)
+    programs = adapters.before + triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n)
     with torch.cuda.device_of(x):
-        quantized_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
+        quantized_linear_kernel[(programs,)](
             x, codes, scales, zeros, bias, around.norm, beside, residual, out, rows,
-            x.stride(0) if rows > 1 else in_features, *strides, around.eps,
+            x.stride(0) if rows > 1 else in_features, *strides, around.eps, *adapters,
             ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
-            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
+            PART=part, BLOCK_M=tile.m, BLOCK_N=tile.n,
+            **adapters.constants(rows, part * (tile.n + 8 // BITS[element] * tile.m * x.itemsize)),
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4, **launch_options(rows),
         )  # fmt: skip
     return out

@@ -22,8 +22,9 @@ from compiled_llm.ops.linear.quantized_tiles import INT8, Choice
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.surroundings import Surroundings
+from compiled_llm.ops.linear.triton_adapted import MOST_ROWS, adapters_of, expand, note_expanded, shrink
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns, scale_sums, scaled
-from compiled_llm.ops.linear.triton_linear import INTERPRET
+from compiled_llm.ops.linear.triton_multiply import INTERPRET
 from compiled_llm.ops.linear.triton_quantize_rows import (
     codes_of_rows,
     group_scales_of_rows,
@@ -156,27 +157,39 @@ def tile_sums(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "before"])
 def quantized_linear_a8_kernel(
     x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, norm, beside, residual, out, num_rows, x_stride,
-    beside_stride, residual_stride, eps,
+    beside_stride, residual_stride, eps, given, given_stride, given_norm,
+    slots, lora_a, lora_b, ranks, lora_scales, starts, flags, shrunk, before,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BY_GROUPS: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SHRINK_M: tl.constexpr, SHRINK_K: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
     ``x`` has codes and ``x_scales`` their scales; or x is quantised here, which ``x_scale`` and ``norm`` are for.
+    With ``slots`` there are ``before`` programs that shrink x as it was ``given``, before the others.
     """
     WIDE: tl.constexpr = 2 * OUT if GATED else OUT
     num_m = tl.cdiv(num_rows, BLOCK_M)
-    rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    tile = tl.program_id(0) // num_m
+    number = tl.program_id(0)
+    if slots is not None:
+        number = tl.maximum(number - before, 0)
+    rows = (number % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    tile = number // num_m
     columns = columns_of(tile, OUT, GATED, BLOCK_N)
     if PROGRAMMATIC:
         prefetch_rows(codes + tl.minimum(columns, WIDE - 1).to(tl.int64) * ROW_BYTES, ROW_BYTES, BLOCK_N)
         wait_for_launches_before()
+    if slots is not None and tl.program_id(0) < before:
+        shrink(
+            given, given_stride, num_rows, given_norm, eps, slots, lora_a, lora_b, ranks, lora_scales, starts,
+            flags, shrunk, IN, PARTS, RANK, SHRINK_M, SHRINK_K, PROGRAMMATIC,
+        )  # fmt: skip
+        return
     inside_rows = rows < num_rows
     of_rows = tl.full([BLOCK_M], 1.0, tl.float32)  # the scales of groups are multiplied with these
     if x_scales is not None:
@@ -198,10 +211,17 @@ def quantized_linear_a8_kernel(
             PART, BLOCK_M, BLOCK_N, of_rows, norm, inverse, BY_GROUPS=BY_GROUPS,
         )  # fmt: skip
     acc = finished(acc, of_rows, load_columns(bias, columns, columns < WIDE))
+    changes = None
+    if slots is not None:
+        changes = expand(
+            slots, lora_b, ranks, starts, flags, shrunk, before, columns, rows, inside_rows, WIDE, PARTS, RANK
+        )  # fmt: skip
     store_outputs(
         acc, None, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
-        OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N,
+        OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N, changes=changes,
     )  # fmt: skip
+    if slots is not None:
+        note_expanded(flags, tl.num_programs(0) - before)
 
 
 def quantized_linear_a8(
@@ -228,7 +248,9 @@ def quantized_linear_a8(
     if not out.numel():
         return out
     choice = choice or choice_for(rows, x, zeros is not None, element, group_size, out_features, int8_activations=True)
+    adapters = adapters_of(name, x, out_features, around.lora)
     x_scales, x_sums, x_stride = None, None, x.stride(0) if rows > 1 else in_features
+    given = (x, x_stride, norm) if around.lora else (None, 0, None)
     if rows > FEW_ROWS:
         x, x_scales, x_sums = quantize_rows(x, x_scale, group_size, zeros is not None, norm, eps, by_groups=by_groups)
         x_scale, norm, x_stride = None, None, x.shape[1]
@@ -238,13 +260,18 @@ def quantized_linear_a8(
         scale_sums(sums, x_scales, x_sums, scales, zeros, bias, out)
         return out
     tile = choice.tile or INT8[2]  # where int_mm cannot serve
+    if around.lora:
+        tile = tile._replace(m=min(tile.m, MOST_ROWS))
+    part = block_bytes(BITS[element], group_size)
+    programs = adapters.before + triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n)
     with torch.cuda.device_of(out):
-        quantized_linear_a8_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
+        quantized_linear_a8_kernel[(programs,)](
             x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, norm, beside, residual, out, rows, x_stride,
-            *strides, eps,
+            *strides, eps, *given, *adapters,
             ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
-            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n, BY_GROUPS=by_groups,
+            PART=part, BLOCK_M=tile.m, BLOCK_N=tile.n, BY_GROUPS=by_groups,
+            **adapters.constants(rows, part * (tile.n + 8 // BITS[element] * tile.m)),
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **launch_options(rows),
         )  # fmt: skip
     return out

@@ -89,15 +89,17 @@ def load_added(added, stride, rows, inside_rows, outputs, OUT: tl.constexpr):
 def store_outputs(
     acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
     OUT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, alpha=0.0, limit=0.0, loaded=None,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, alpha=0.0, limit=0.0, loaded=None, changes=None,
 ):  # fmt: skip
     """The sums ``acc`` ``[BLOCK_N, BLOCK_M]`` and their biases, what follows, and to ``out`` ``[T, OUT]``.
 
-    ``loaded``: of ``residual``, if it was loaded before.
+    ``loaded``: of ``residual``, if it was loaded before. ``changes``: by adapters, ``[BLOCK_N, BLOCK_M]``.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     if bias is not None:
         acc += load_columns(bias, columns, columns < (2 * OUT if GATED else OUT))[:, None]
+    if changes is not None:
+        acc = rounded(acc, dtype) + changes
     if GATED:
         HALF: tl.constexpr = BLOCK_N // 2
         outputs = tile * HALF + tl.arange(0, HALF)

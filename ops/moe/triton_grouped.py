@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
-from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.linear.triton_quantized import aligned
 from compiled_llm.ops.linear.triton_surroundings import gated
 from compiled_llm.ops.moe.triton_routing import check_sum, store_sums

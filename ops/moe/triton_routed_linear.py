@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.moe.routing import MAX_EXPERTS, MAX_GROUPED_EXPERTS, MAX_ROWS
 from compiled_llm.ops.moe.triton_expert_rows import (
     BLOCK_TOKENS,

@@ -75,7 +75,7 @@ STEPS = {
         "qwen3", (12,), (5, 14), bucket="tokens_32", arguments={"quantization": "int8_w8a8"}
     ),
     # A product takes in neither gate nor residual, and two launches follow each.
-    "qwen3, adapters": Case("qwen3", (16,), (7, 18), bucket="decode_2_lora", arguments={"enable_lora": True}),
+    "qwen3, adapters": Case("qwen3", (7,), (5, 10), bucket="decode_2_lora", arguments={"enable_lora": True}),
     "qwen3, adapters, none used": Case("qwen3", (7,), (5, 10), arguments={"enable_lora": True}),
     "qwen3, adapters, programmatic": Case(
         "qwen3", (16,), (7, 18), "decode_2_lora", {**PROGRAMMATIC, "enable_lora": True}, programmatic=16
