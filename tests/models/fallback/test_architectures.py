@@ -57,7 +57,8 @@ def test_every_position_of_300_tokens(model_type: str, tmp_path: Path) -> None:
     check_every_position(config, weights, prompt[0].tolist(), expected, (7, 130, 131), shared=200)
 
 
-@pytest.mark.parametrize("model_type", marked(CONFIGS, ("deepseek_v3",)))
+@pytest.mark.battery  # the ordinary run has tests/checkpoint/test_stored_layout.py
+@pytest.mark.parametrize("model_type", CONFIGS)
 def test_both_layouts_of_transformers_are_the_same_model(model_type: str, tmp_path: Path) -> None:
     """Parameters under the names of published checkpoints, and as transformers' modules have them."""
     found = []
