@@ -84,6 +84,7 @@ def test_it_agrees_with_our_own_files(model_type: str, tmp_path: Path) -> None:
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.battery  # the ordinary run has float32, and bfloat16 of the families with a file here
 def test_bfloat16_is_as_close_as_transformers_is(tmp_path: Path) -> None:
     """To the float32 logits of the weights that bfloat16 rounded."""
     theirs = save("vaultgemma", tmp_path).to(torch.bfloat16)

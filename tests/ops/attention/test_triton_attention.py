@@ -202,7 +202,8 @@ def launches(
 # soonest. That of all branches is interpreted by default, and compiled with -m battery.
 SM_80, SM_90 = (8, 0), (9, 0)
 COMPILED = [
-    (SM_90, 64, BF16, None, False), (SM_90, 64, FP16, INT8, True), (SM_80, 128, BF16, None, False), (SM_80, 80, BF16, None, False),
+    (SM_90, 64, BF16, None, False), (SM_90, 64, FP16, INT8, True), (SM_80, 128, BF16, None, False),
+    (SM_80, 80, BF16, None, False),
     (SM_80, 128, BF16, None, True), (SM_90, 96, FP16, None, False), (SM_90, 256, BF16, FP8, False),
     (SM_80, 512, BF16, None, False), (SM_80, 256, BF16, None, False), (SM_80, 128, BF16, INT8, False),
     (SM_90, 128, BF16, None, False), (SM_90, 128, BF16, INT8, False),
