@@ -57,8 +57,11 @@ def kept(name: str, files: Iterable[Path], make: Callable[[], Value]) -> Value:
     return value
 
 
+_version = functools.cache(importlib.metadata.version)  # it reads a file of the package for several ms
+
+
 def _digest(files: Iterable[Path]) -> str:
-    hashed = hashlib.sha256(repr([importlib.metadata.version(package) for package in _READERS]).encode())
+    hashed = hashlib.sha256(repr([_version(package) for package in _READERS]).encode())
     hashed.update(_own_code())
     for path in sorted(files):
         if not os.path.lexists(path):

@@ -155,7 +155,7 @@ DRAFTED = Checks(
     (
         "tests/worker/test_sampling_stage.py",
         "tests/constraints/test_token_masks.py",
-        "tests/battery/test_speculation.py::test_the_same_as_without[small-float32]",
+        "tests/battery/test_speculation.py::test_the_same_as_without[small-ngram]",
     ),
     load_torch=True,
 )

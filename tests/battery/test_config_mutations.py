@@ -9,7 +9,7 @@ import transformers
 
 from tests.battery.config_mutations import CONFIGS, Mutation, Outcome, mutations, outcome
 
-SAMPLE = 160  # mutations of the ordinary run
+SAMPLE = 80  # mutations of the ordinary run
 
 # Where transformers fails though the function from tokens to logits has nothing to do with the field -> why.
 SERVED_ALONE = {

@@ -236,7 +236,7 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "num_sequences", [pytest.param(300, id="small"), pytest.param(5_000, id="full", marks=pytest.mark.battery)]
+    "num_sequences", [pytest.param(100, id="small"), pytest.param(5_000, id="full", marks=pytest.mark.battery)]
 )
 def test_random_sequences(kind: Kind, num_sequences: int, battery_counts: Counter[str]) -> None:
     rng = random.Random(0)
@@ -265,7 +265,7 @@ def test_random_sequences(kind: Kind, num_sequences: int, battery_counts: Counte
 
 
 @pytest.mark.parametrize(
-    "num_sequences", [pytest.param(60, id="small"), pytest.param(5_000, id="full", marks=pytest.mark.battery)]
+    "num_sequences", [pytest.param(30, id="small"), pytest.param(5_000, id="full", marks=pytest.mark.battery)]
 )
 def test_many_tokens_at_once_are_one_after_the_other(
     kind: Kind, num_sequences: int, monkeypatch: pytest.MonkeyPatch, battery_counts: Counter[str]

@@ -166,7 +166,9 @@ EXPENSIVE = (
     _BATCH
     + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
     r"compiled-llm check .*--compare\b.*",
-    # These start like those beside them; tests/offline and tests/commands test what the flags do.
+    # These start like those beside them; tests/offline, tests/commands and tests/e2e test what the flags do.
+    r"compiled-llm generate .* --speculative-config .*",
+    r"compiled-llm batch --input compiled_llm/demo_model/prompts\.jsonl .*",
     _BATCH + r"\b.* --(check|retry-errors) .*",
     r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
     r"compiled-llm batch --bucket-sizes 1,8,32",

@@ -4,6 +4,7 @@ In a directory that looks like the repository's root, with the demo model where 
 """
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ SECONDS = 600
 RECORDS = ("CHANGELOG.md", "docs/log.md")  # which name programs of their time
 
 
+@functools.cache
 def commands(path: Path) -> list[str]:
     return [statement for block in blocks(path, "bash") for statement in statements(block)]
 

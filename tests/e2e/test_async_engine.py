@@ -551,7 +551,7 @@ def test_requests_that_are_being_prepared_count_as_unfinished(monkeypatch: pytes
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("what", marked(SLOW, ("long text", "grammar", "chat template")))
+@pytest.mark.parametrize("what", marked(SLOW, ("grammar",)))
 def test_a_request_that_takes_long_to_prepare_stalls_no_stream(
     sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -641,7 +641,7 @@ def test_requests_keep_their_order_and_do_not_wait_for_those_that_take_long(
     run(main())
 
 
-@pytest.mark.parametrize("method", ["add_request", "prepare", "encode_chat"])
+@pytest.mark.parametrize("method", marked(("add_request", "prepare", "encode_chat"), ("prepare",)))
 def test_a_panic_costs_the_request_that_made_it_alone(
     sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -152,7 +152,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-ORDINARY = ("no cache, chunks", "more beams than seats", "a small pool with swapping")
+ORDINARY = ("more beams than seats", "a small pool with swapping")
 
 
 @pytest.mark.parametrize("name", marked(ENGINES, ORDINARY))

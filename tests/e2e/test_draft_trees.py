@@ -43,7 +43,10 @@ def served(engine: CompiledEngine) -> tuple[list[int], list[Any], list[torch.Ten
     return list(completion.token_ids), completion.logprobs, held, moved
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="bfloat16", marks=pytest.mark.battery), pytest.param({"kv_cache_dtype": "int8"}, id="int8")],
+)
 def test_keys_are_those_of_a_run_without_trees(options: dict[str, Any]) -> None:
     """Bit for bit, in all full blocks of the request, with many of them moved there."""
     with CompiledEngine(**ARGUMENTS, **options) as engine:

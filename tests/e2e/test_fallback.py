@@ -86,7 +86,7 @@ def test_one_graph_and_transformers_tokens_in_any_batch(model_type: str, tmp_pat
 
 
 def test_chunks_preemption_and_other_blocks(tmp_path: Path) -> None:
-    prompts, expected = prompts_and_tokens("exaone4", tmp_path)
+    prompts, expected = prompts_and_tokens("exaone4", tmp_path, longest=33)
     sizes: dict[str, Any] = {**SIZES, "enforce_eager": True, "check_invariants": True}
     with CompiledEngine(str(tmp_path), **sizes, max_num_batched_tokens=16, num_kv_blocks=9) as engine:
         assert tokens_of(engine, prompts) == expected
@@ -97,7 +97,7 @@ def test_chunks_preemption_and_other_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["olmo", pytest.param("minicpm3", marks=pytest.mark.battery)])
 def test_a_quantised_cache(model_type: str, tmp_path: Path) -> None:
-    prompts, expected = prompts_and_tokens(model_type, tmp_path)
+    prompts, expected = prompts_and_tokens(model_type, tmp_path, longest=33)
     sizes: dict[str, Any] = {**SIZES, "enforce_eager": True}
     with CompiledEngine(str(tmp_path), **sizes, kv_cache_dtype="int8", num_kv_blocks=64) as engine:
         found = tokens_of(engine, prompts)

@@ -101,7 +101,7 @@ def test_eager_and_other_block_sizes(prompts: list[list[int]], expected: dict[st
             assert tokens_of(engine, prompts[:16]) == expected["float32"][:16]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", [pytest.param("auto", marks=pytest.mark.battery), "int8"])
 def test_requests_that_begin_alike_get_the_tokens_that_each_gets_alone(
     prompts: list[list[int]], kv_cache_dtype: str
 ) -> None:

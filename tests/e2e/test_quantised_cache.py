@@ -93,7 +93,7 @@ def test_skipped_layers_stay_in_the_models_dtype(expected: dict[str, list[list[i
         assert len(tokens_of(mixed)) == NUM_PROMPTS
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.battery)])
 def test_the_pool_counts_codes_and_scales_to_the_byte(kv_cache_dtype: str) -> None:
     arguments = {"dtype": "bfloat16", "enforce_eager": True, "bucket_sizes": (1,)}
     memory = 2**20

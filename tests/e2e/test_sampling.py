@@ -377,7 +377,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", marked(SETTINGS, ("swapped", "steps ahead")))
+@pytest.mark.parametrize("name", marked(SETTINGS, ("steps ahead",)))
 def test_chunks_and_preemptions_change_nothing(alone: list[RequestOutput], name: str) -> None:
     with CompiledEngine(**EAGER | SETTINGS[name], max_model_len=64) as engine:
         prompts, params = requests(engine)

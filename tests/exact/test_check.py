@@ -46,10 +46,8 @@ def test_the_demo_model_uncompiled() -> None:
     check_equal(uncompiled(plan_of(caches=["int8"], num_requests=6, num_tokens=4)), 25, 100)
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [("gemma2", False), *(pytest.param(name, True, marks=pytest.mark.battery) for name in IN_CI)],
-)
+@pytest.mark.battery
+@pytest.mark.parametrize(("name", "compiled"), [("gemma2", False), *((name, True) for name in IN_CI)])
 def test_odd_models(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few buckets, and compared with many uncompiled ones."""
     monkeypatch.setitem(matrix.SIZES, "few", FEW_GRAPHS)

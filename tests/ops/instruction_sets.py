@@ -4,6 +4,7 @@ The ordinary run has the best one of this machine and the portable one, so that 
 portable kernels take longest to build, have the best one alone. A battery has all that this machine has.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from compiled_llm.ops.kernel_build import isas_of
 _LONG = ("rowwise_cpu", "recurrent_cpu", "latent_attention_cpu")
 
 
+@functools.cache  # asked for each case of a sweep
 def ordinary_sets(op: str) -> list[str]:
     """Those of the ordinary run: the best for the kernels of ``op``, if there is a compiler, and the portable one."""
     libraries = native.libraries_of(op)  # what calls the kernels, and the kernels

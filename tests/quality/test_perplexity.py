@@ -81,7 +81,9 @@ def by_transformers(model: Any, token_ids: list[int], prefix: list[int], window:
     [
         pytest.param((), [], 256, 128, marks=pytest.mark.battery),
         (("--window", "100", "--stride", "30"), [], 100, 30),
-        (("--window", "64", "--stride", "63", "--prefix-token-ids", "0"), [0], 64, 63),
+        pytest.param(
+            ("--window", "64", "--stride", "63", "--prefix-token-ids", "0"), [0], 64, 63, marks=pytest.mark.battery
+        ),
         pytest.param(("--stride", "250", "--prefix-token-ids", "5,6"), [5, 6], 256, 250, marks=pytest.mark.battery),
     ],
 )

@@ -34,7 +34,9 @@ def test_some_seconds_give_heads(script: ModuleType, method: str, tmp_path: Path
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
 
 
-@pytest.mark.parametrize(("method", "least"), [("eagle3", 0.35), ("medusa", 0.25)])
+@pytest.mark.parametrize(
+    ("method", "least"), [("eagle3", 0.35), pytest.param("medusa", 0.25, marks=pytest.mark.battery)]
+)
 def test_what_ships_is_small_and_guesses_as_often_as_it_says(method: str, least: float) -> None:
     directory = SHIPPED / method
     record = json.loads((directory / "training.json").read_text())

@@ -20,11 +20,16 @@ SECONDS = {(size, size * count): 1e-2 * (1 + 0.05 * size * count) for size in (1
 @pytest.mark.parametrize(
     "fields",
     [
-        {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4},
-        {"method": "suffix"},
-        {"method": "suffix", "speculative_token_tree": "auto", "num_speculative_tokens": 6},
+        pytest.param(
+            {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4},
+            id="ngram",
+            marks=pytest.mark.battery,
+        ),
+        pytest.param({"method": "suffix"}, id="suffix", marks=pytest.mark.battery),
+        pytest.param(
+            {"method": "suffix", "speculative_token_tree": "auto", "num_speculative_tokens": 6}, id="suffix tree"
+        ),
     ],
-    ids=["ngram", "suffix", "suffix tree"],
 )
 def test_counts_are_those_of_an_engine(fields: dict) -> None:
     """Requests that come and go beside each other, with prompts in chunks; some end by a stop token."""

@@ -57,7 +57,8 @@ def test_every_position_of_300_tokens(model_type: str, tmp_path: Path) -> None:
     check_every_position(config, weights, prompt[0].tolist(), expected, (7, 130, 131), shared=200)
 
 
-@pytest.mark.parametrize("model_type", marked(CONFIGS, ("deepseek_v3",)))
+@pytest.mark.battery  # the ordinary run has tests/checkpoint/test_stored_layout.py
+@pytest.mark.parametrize("model_type", CONFIGS)
 def test_both_layouts_of_transformers_are_the_same_model(model_type: str, tmp_path: Path) -> None:
     """Parameters under the names of published checkpoints, and as transformers' modules have them."""
     found = []
@@ -83,6 +84,7 @@ def test_it_agrees_with_our_own_files(model_type: str, tmp_path: Path) -> None:
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.battery  # the ordinary run has float32, and bfloat16 of the families with a file here
 def test_bfloat16_is_as_close_as_transformers_is(tmp_path: Path) -> None:
     """To the float32 logits of the weights that bfloat16 rounded."""
     theirs = save("vaultgemma", tmp_path).to(torch.bfloat16)

@@ -196,5 +196,5 @@ def test_tensors_of_other_shapes_are_refused() -> None:
     refused("query_scale must be", qkv, cos_sin, q_norm, k_norm, v_norm, scale.float())
 
 
-ORDINARY = ["float32", "keys-are-values", "exact", "int8-h96", "fp8-scaled"]
+ORDINARY = ["float32", "keys-are-values", "exact", "fp8-scaled"]
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

@@ -227,7 +227,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", marked(COMPILED, ["sm_90-decode-n16-c512-plain", "sm_90-chunk-n32-c256-plain"]))
+@pytest.mark.parametrize("name", marked(COMPILED, ["sm_90-decode-n16-c512-plain"]))
 def test_kernels_compile_without_spills(name: str) -> None:
     """And all programs of the grid run at once."""
     capability, kind, heads, size, kv_dtype = COMPILED[name]

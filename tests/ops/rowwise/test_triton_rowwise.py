@@ -221,5 +221,5 @@ def test_refuses_by_name(call: Callable, message: str) -> None:
 
 
 # Each function of each case once, with the dtypes in turn; the others: battery.
-ORDINARY = [name for at, name in enumerate(INTERPRETED) if (at // 9 + at) % 3 == at // 3 % 3]
+ORDINARY = [name for at, name in enumerate(INTERPRETED) if (at // 9 + at) % 3 == at // 3 % 3][::2]
 test_interpreted = interpreted.each_of(INTERPRETED, {*ORDINARY, "extremes", "keep rows", "sums of norms by bits"})

@@ -168,7 +168,7 @@ for pattern in ("normal", "few-values", "equal"):
 for pattern in ("normal", "few-values"):
     neighbours = functools.partial(programs_and_neighbours_change_nothing, pattern=pattern)
     INTERPRETED[f"programs-{pattern}"] = functools.partial(neighbours, 1100, 4)
-    INTERPRETED[f"some-programs-{pattern}"] = functools.partial(neighbours, 600, 3, sizes=((8, 3), (512, 2)))
+    INTERPRETED[f"some-programs-{pattern}"] = functools.partial(neighbours, 600, 3, sizes=((8, 3),))
 for vocabulary, dtype in ((1, torch.float32), (7, torch.float16), (600, torch.bfloat16), (600, torch.float32)):
     INTERPRETED[f"extremes-{vocabulary}-{dtype}"] = functools.partial(of_extremes, vocabulary, dtype)
 for dtype in DTYPES:
