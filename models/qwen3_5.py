@@ -77,7 +77,7 @@ def take_projections(config: Qwen35Config, source: Source, name: str) -> Linear:
     sizes = {"qkv": config.convolved_size, "z": config.value_size, "b": heads, "a": heads}
     orders = {x: by_key_head(config, 2 * config.key_size if x == "qkv" else 0) for x in sizes}
     return source.linear(
-        *(StoredLinear(f"{name}.in_proj_{x}", size, d, arrange=orders[x]) for x, size in sizes.items())
+        *(StoredLinear(f"{name}.in_proj_{x}", size, d, arrange=orders[x], is_of_file=True) for x, size in sizes.items())
     )
 
 
@@ -113,7 +113,9 @@ def take_delta_net(
     return DeltaNetWeights(
         qkv=take_projections(config, source, name),
         o=source.linear(
-            StoredLinear(f"{name}.out_proj", config.hidden_size, config.value_size, arrange_inputs=in_order)
+            StoredLinear(
+                f"{name}.out_proj", config.hidden_size, config.value_size, arrange_inputs=in_order, is_of_file=True
+            )
         ),
         convolution=convolution,
         norm=source.norm(f"{name}.norm", config.linear_value_head_dim),
