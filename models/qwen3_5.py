@@ -90,7 +90,10 @@ def take_projections(config: Qwen35Config, source: Source, name: str) -> Linear:
     cuts = {x: config.of_value_heads(size).outputs for x, size in sizes.items() if x != "qkv"}
     cuts["qkv"] = Cut(config.convolved_sections)
     return source.linear(
-        *(StoredLinear(f"{name}.in_proj_{x}", size, d, arrange=orders[x], cut=cuts[x]) for x, size in sizes.items())
+        *(
+            StoredLinear(f"{name}.in_proj_{x}", size, d, arrange=orders[x], is_of_file=True, cut=cuts[x])
+            for x, size in sizes.items()
+        )
     )
 
 
@@ -118,7 +121,7 @@ def take_delta_net(
     heads, channels, width = config.linear_num_value_heads, config.convolved_size, config.linear_conv_kernel_dim
     in_order, of_values = by_key_head(config), config.of_value_heads(config.value_size)
     of_heads = config.of_value_heads(heads).outputs
-    o = StoredLinear(f"{name}.out_proj", config.hidden_size, of_values.size, arrange_inputs=in_order)
+    o = StoredLinear(f"{name}.out_proj", config.hidden_size, of_values.size, arrange_inputs=in_order, is_of_file=True)
     return DeltaNetWeights(
         qkv=take_projections(config, source, name),
         o=source.linear(o._replace(cut=of_values.inputs)),

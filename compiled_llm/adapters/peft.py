@@ -409,12 +409,12 @@ def _read(path: Path, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
 
 def _in_order(a: Tensor, part: StoredLinear) -> Tensor:
     """``A [rank, inputs]`` in the order that the model takes the layer's inputs in."""
-    return a if part.arrange_inputs is None else part.arrange_inputs(a.t()).t().contiguous()
+    return a if part.arrange_inputs is None or part.is_of_file else part.arrange_inputs(a.t()).t().contiguous()
 
 
 def _out_order(b: Tensor, part: StoredLinear) -> Tensor:
     """The same of ``B [outputs, rank]``."""
-    return b if part.arrange is None else part.arrange(b)
+    return b if part.arrange is None or part.is_of_file else part.arrange(b)
 
 
 def _of_all_experts(changes: Mapping[int, Change], num_experts: int) -> Change:

@@ -1,6 +1,7 @@
 """What each adapter was used for: requests, tokens, latencies, and its share of the time of steps."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 
 from compiled_llm.report.sample import Sample
@@ -43,13 +44,13 @@ class AdapterUse:
     """Counts by the names of adapters; of the first 1,024, and of all others together."""
 
     def __init__(self) -> None:
-        self._uses: dict[str, _Use] = {}
+        self._uses = defaultdict[str, _Use](_Use)
 
     def _of(self, request: Request) -> _Use:
         name = request.adapter_name
         if name not in self._uses and len(self._uses) >= _MOST_NAMES:
             name = OTHERS
-        return self._uses.setdefault(name, _Use())
+        return self._uses[name]
 
     def add_step(self, requests: Sequence[Request], num_tokens: Sequence[int], seconds: float) -> None:
         """A step computed so many tokens of each request."""

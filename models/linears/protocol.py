@@ -22,6 +22,8 @@ class StoredLinear(NamedTuple):
         arrange: rows of the checkpoint's weight (elements of its bias) -> the same in the order that the model takes
             the layer's outputs in. None: they are in it.
         arrange_inputs: the same of the weight's columns, given as rows.
+        is_of_file: whether these undo what a GGUF file did to the order: adapters, which are the hub's, are in the
+            model's already.
         stacked: of an expert's layer: the name of transformers' parameter that has the weights of all experts.
         cut: how ranks share it; its outputs in the order that ``arrange`` gives. None: nothing says.
     """
@@ -37,6 +39,7 @@ class StoredLinear(NamedTuple):
     arrange_inputs: Callable[[Tensor], Tensor] | None = None
     stacked: str = ""
     cut: Cut | None = None
+    is_of_file: bool = False
 
 
 PutQuantized = Callable[[int, QuantizedRows], None]
