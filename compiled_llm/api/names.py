@@ -29,7 +29,8 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "give swap_space_bytes, in bytes, not GiB": "swap_space",
         "give num_kv_blocks": "num_gpu_blocks_override",
         "give kv_cache_memory_bytes": "kv_cache_memory",
-        "there is none: weights stay on the device": "cpu_offload_gb",
+        "there is none: on a GPU weights stay on the device; on a CPU give weights_path": "cpu_offload_gb",
+        "give kv_host_bytes and kv_disk_path": "kv_offloading_size kv_offloading_backend",
         "give bucket_sizes (requests of a decode step) and token_bucket_sizes (tokens of a step with prompts)": (
             "cudagraph_capture_sizes cuda_graph_sizes max_seq_len_to_capture max_cudagraph_capture_size "
             "max_context_len_to_capture"
@@ -38,10 +39,8 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "there is none: everything is compiled, unless enforce_eager=True": "optimization_level",
         "give logits_transforms, which are compiled into the step": "logits_processors",
         "give exact=True": "enable_deterministic_inference batch_invariant",
-        "there is none: an engine runs on one device": (
-            "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel "
-            "distributed_executor_backend"
-        ),
+        "there is none: give tensor_parallel_size": "pipeline_parallel_size distributed_executor_backend",
+        "there is none: it is a flag of compiled-llm serve": "data_parallel_size",
         "give quantization, or a checkpoint that is quantised": "quantization_config load_in_4bit load_in_8bit",
         "there is none: each token and KV head has a scale of its own": "calculate_kv_scales",
         "give dtype": "torch_dtype",
@@ -124,7 +123,7 @@ SPECULATIVE_FIELDS: Mapping[str, str] = _by_name(
             "rejection_sample_method draft_sample_method posterior_threshold posterior_alpha acceptance_method"
         ),
         "give adaptive": "enable_adaptive_verification",
-        "there is none: an engine runs on one device": "draft_tensor_parallel_size",
+        "there is none: networks that draft are not shared out": "draft_tensor_parallel_size",
         "give num_speculative_tokens": "num_tokens k",
     }
 )
