@@ -65,7 +65,7 @@ def test_what_users_of_vllm_type_most_is_there() -> None:
     swap, sizes = ENGINE_ARGUMENTS["swap_space"], ENGINE_ARGUMENTS["cudagraph_capture_sizes"]
     assert "swap_space_bytes" in swap
     assert "bucket_sizes" in sizes
-    for name in ("logits_processors", "tensor_parallel_size", "quantization_config", "max_seq_len_to_capture"):
+    for name in ("logits_processors", "distributed_executor_backend", "quantization_config", "max_seq_len_to_capture"):
         assert name in ENGINE_ARGUMENTS
     for name in ("logits_processors", "best_of", "use_beam_search", "guided_decoding"):
         assert name in SAMPLING_PARAMETERS
@@ -118,7 +118,7 @@ def test_replacing_an_unknown_name_is_refused_alike() -> None:
         ("--bucket", "unknown flag --bucket: did you mean '--bucket-sizes'?"),
         ("--swap-space", "unknown flag --swap-space: a name of other libraries; give swap_space_bytes"),
         ("--best-of", "unknown flag --best-of: a name of other libraries; there is none"),
-        ("--tensor-parallel-size", "an engine runs on one device"),
+        ("--pipeline-parallel-size", "give tensor_parallel_size"),
         ("--modle", "unknown flag --modle: did you mean '--model'?"),
         ("--bucket_sizes", "unknown flag --bucket_sizes: did you mean '--bucket-sizes'?"),
         ("-modle", "unknown flag -modle: did you mean '--model'?"),
@@ -184,4 +184,4 @@ def test_one_slip_leads_to_the_flag_that_was_meant(count: int | None) -> None:
     found = {slip: nearest(slip, FLAGS) for _, slip in sample}
     assert not [(flag, slip, found[slip]) for flag, slip in sample if flag not in found[slip][:2]]
     firsts = sum(found[slip][0] == flag for flag, slip in sample)
-    assert firsts >= 0.98 * len(sample), "best first"
+    assert firsts >= (0.98 if count is None else 0.9) * len(sample), "best first"
