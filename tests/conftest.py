@@ -71,8 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """From here on the garbage collector passes over what is imported, which takes it half a second each time."""
+    """From here on the garbage collector passes over what is imported, which takes it half a second each time.
+
+    And it looks less often at what tests make, which takes 8% of the time of those that serve.
+    """
     gc.freeze()
+    gc.set_threshold(50_000)
     gc.enable()
 
 

@@ -76,6 +76,7 @@ def test_the_overlapped_loop_waits_for_the_ends_of_steps_alone(
     assert gpu.num_sent >= stats.num_steps
 
 
+@pytest.mark.battery  # the ordinary run has the line alone, below
 def test_a_start_in_float32_says_in_one_line_what_it_costs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -65,8 +65,9 @@ def test_buckets_of_several_sizes(dtype: str, prompts: list[list[int]], expected
         assert all(r.graphs == 1 for r in report.reports)
 
 
-@DTYPES
-@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.battery)])
+@pytest.mark.battery  # the ordinary run has the small size of tests/battery/test_identity.py
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_a_pool_so_small_that_requests_are_preempted(
     dtype: str, mode: str, prompts: list[list[int]], expected: dict[str, list[list[int]]]
 ) -> None:

@@ -131,7 +131,9 @@ def expected(directory: str) -> list[tuple[list[int], list[float]]]:
     [
         pytest.param({"max_num_batched_tokens": 7}, marks=pytest.mark.battery),
         {"max_num_seqs": 1},
-        {"num_kv_blocks": 100, "async_scheduling": True, "max_num_batched_tokens": 9},
+        pytest.param(
+            {"num_kv_blocks": 100, "async_scheduling": True, "max_num_batched_tokens": 9}, marks=pytest.mark.battery
+        ),
         {"num_kv_blocks": 72},
         pytest.param({"kv_cache_dtype": "auto", "enforce_eager": False}, marks=pytest.mark.battery),
     ],

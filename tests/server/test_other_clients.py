@@ -30,6 +30,7 @@ def test_the_chat(running: Running, capsys: pytest.CaptureFixture[str], monkeypa
     assert "(cut at max_tokens=24: " in err
 
 
+@pytest.mark.battery  # the ordinary run has the client of loads in tests/bench/test_serve.py
 def test_the_load(
     running: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

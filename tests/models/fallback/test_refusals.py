@@ -32,14 +32,21 @@ def read(directory: Path, architecture: str, model_type: str, model_impl: str = 
         ("MptForCausalLM", "mpt", {}, "attention of its own, which is not registered with AttentionInterface"),
         ("FalconForCausalLM", "falcon", {}, "attention of its own, which is not registered with AttentionInterface"),
         ("GPTJForCausalLM", "gptj", {}, "attention of its own, which is not registered with AttentionInterface"),
-        ("NemotronForCausalLM", "nemotron", {}, r"NemotronAttention, which does not hand on .*modeling_nemotron\.py"),
+        pytest.param(
+            *("NemotronForCausalLM", "nemotron", {}),
+            r"NemotronAttention, which does not hand on .*modeling_nemotron\.py",
+            marks=pytest.mark.battery,
+        ),
         (
             "DiffLlamaForCausalLM",
             "diffllama",
             {},
             r"attention that runs twice in layer 0 \(modeling_diffllama\.py, line",
         ),
-        ("DogeForCausalLM", "doge", {}, r"code that computes with its mask \(dtype\) \(modeling_doge\.py"),
+        pytest.param(
+            *("DogeForCausalLM", "doge", {}, r"code that computes with its mask \(dtype\) \(modeling_doge\.py"),
+            marks=pytest.mark.battery,
+        ),
         ("MambaForCausalLM", "mamba", {}, r"layer_types=\['linear_attention'\] are not supported"),
         ("Llama4ForCausalLM", "llama4_text", {}, r"layer_types=\[.*chunked_attention.*\] are not supported"),
         ("GptOssForCausalLM", "gpt_oss", {"model_impl": "transformers"}, "experts of another kind than gated MLPs"),

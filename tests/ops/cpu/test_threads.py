@@ -52,7 +52,7 @@ def loops(built: Path) -> Loops:
     ("begin", "end", "grain"), [(0, 1, 1), (0, 7, 1), (5, 1000, 1), (0, 1000, 100), (3, 1000, 999), (0, 5, 0)]
 )
 def test_every_part_is_computed_once(loops: Loops, begin: int, end: int, grain: int) -> None:
-    for _ in range(50):
+    for _ in range(20):
         counts, threads, shortest = loops.count(3, begin, end, grain, 0)
         assert counts == [1] * (end - begin)
         assert 1 <= threads <= 3
