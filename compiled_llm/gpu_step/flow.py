@@ -24,6 +24,10 @@ BESIDES = frozenset(
         "_merge_heads",
         "_rest",
         "choose",
+        "shrink",
+        "times_a",
+        "expand",
+        "_ask_for_b",
     }
 )
 

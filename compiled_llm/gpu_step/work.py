@@ -316,7 +316,7 @@ def _trips(a: Arguments) -> int:
 
 
 def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    rows, tiles = a["x"].shape[0], kernel.programs
+    rows, tiles = a["x"].shape[0], kernel.programs - a.get("before", 0)
     weights = [a[name] for name in ("weight", "codes", "scales", "zeros", "bias") if a.get(name) is not None]
     read = a["x"].nbytes + sum(tensor.nbytes for tensor in weights)
     trips = tiles * _trips(a)
@@ -346,8 +346,16 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     around = ("norm", "beside", "residual", "x_scale", "x_scales", "x_sums")
     besides = sum(a[name].nbytes for name in around if a.get(name) is not None)
     bits = 8 if "x_scales" in a else work.bits
-    passes = Share(kernel.programs, -(-a["IN"] // PLACES.value))
+    tiles = kernel.programs - a.get("before", 0)
+    passes = Share(tiles, -(-a["IN"] // PLACES.value))
     shares = {"inverse_rms_of_rows": passes, "scales_of_rows": passes}
+    if a.get("before"):  # every row has another adapter, of the largest rank
+        used = min(len(a["slots"]), len(a["lora_a"]))
+        besides += used * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
+        shrinking = Share(a["before"], -(-a["IN"] // a["SHRINK_K"]))
+        shares |= dict.fromkeys(("shrink", "times_a", "_ask_for_b"), shrinking) | {
+            "expand": Share(tiles, a["RANK"] // 8)
+        }
     return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
 
 
@@ -356,8 +364,9 @@ def _exact_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wor
     work = _surrounded_linear(a, kernel, contexts)
     if a["counters"] is None:
         return work
-    trips = kernel.programs * -(-a["CHAIN"] // a["BLOCK_K"])
-    partial = 4 * kernel.programs * a["BLOCK_M"] * a["BLOCK_N"]
+    tiles = kernel.programs - a["before"]
+    trips = tiles * -(-a["CHAIN"] // a["BLOCK_K"])
+    partial = 4 * tiles * a["BLOCK_M"] * a["BLOCK_N"]
     return dataclasses.replace(
         work, read=work.read + partial, written=work.written + partial, padded_flops=work.padded_flops // a["CHAINS"],
         trips=trips, round_trips=2,

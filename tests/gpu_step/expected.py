@@ -74,12 +74,25 @@ STEPS = {
     "qwen3, W8A8, a chunk of a prompt": Case(
         "qwen3", (12,), (5, 14), bucket="tokens_32", arguments={"quantization": "int8_w8a8"}
     ),
-    # A product takes in neither gate nor residual, and two launches follow each.
+    # What adapters change is in the launches of the products.
     "qwen3, adapters": Case("qwen3", (7,), (5, 10), bucket="decode_2_lora", arguments={"enable_lora": True}),
     "qwen3, adapters, none used": Case("qwen3", (7,), (5, 10), arguments={"enable_lora": True}),
     "qwen3, adapters, programmatic": Case(
-        "qwen3", (16,), (7, 18), "decode_2_lora", {**PROGRAMMATIC, "enable_lora": True}, programmatic=16
+        "qwen3", (7,), (5, 10), "decode_2_lora", {**PROGRAMMATIC, "enable_lora": True}, programmatic=16
     ),
+    **{
+        f"{family}, adapters, weights in {weights}": Case(
+            family, (5,), (4, 8), "decode_2_lora", {"enable_lora": True, "quantization": weights}
+        )
+        for family, weights in (
+            ("qwen3", "int8"),
+            ("qwen3", "int4"),
+            ("qwen3", "fp8"),
+            ("qwen3", "int8_w8a8"),
+            ("llama", "int8"),
+        )
+    },
+    "llama, adapters": Case("llama", (7,), (5, 10), bucket="decode_2_lora", arguments={"enable_lora": True}),
     "qwen3-moe, a chunk of a prompt": Case("qwen3-moe", (10, 10), (5, 13), bucket="tokens_32"),
     "qwen3-moe, a batch of 64": Case("qwen3-moe", (7, 8), (5, 10), bucket="decode_64", arguments=BATCH_OF_64),
     "qwen3-moe, exact": Case("qwen3-moe", (11, 9), (5, 14), arguments={"exact": True}),
