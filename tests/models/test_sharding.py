@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.linears.adapted import Adaptable, Change
 from compiled_llm.models.linears.dense import Dense
@@ -22,7 +24,8 @@ from compiled_llm.models.weights import linear_layers
 from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.parallel.rank_group import RankGroup
 from tests.drawn import marked
-from tests.models.ranks import SHARED, config_of, logits_of_ranks, random_weights, rank_logits
+from tests.families import checkpoint
+from tests.models.ranks import CPU, SHARED, config_of, logits_of_ranks, random_weights, rank_logits
 from tests.models.steps import step_input
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -136,6 +139,25 @@ def test_whole_experts(name: str) -> None:
         for logits in logits_of_ranks(config, 4, kind, steps, whole_experts=True):
             torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
     check_exact(config, Packed, HALF, whole_experts=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        ["llama-biases", "starcoder2", "gpt-neox-in-turn", "qwen2", "mixtral", "gpt-oss", "glm4-moe", "granite-hybrid"],
+        ["llama-biases", "gpt-neox-in-turn"],
+    ),
+)
+def test_ranks_of_a_checkpoint(name: str) -> None:
+    config = read_config(checkpoint(name))
+    steps = steps_of(config)
+
+    def take(config: ModelConfig, kind: LinearKind, dtype: torch.dtype) -> Any:
+        return loader.load_weights(checkpoint(name), config, dtype, CPU, kind)
+
+    whole = real(rank_logits(config, take(config, Dense, FLOAT), Shard(0, 1), steps))
+    for logits in logits_of_ranks(config, 2, Packed, steps, take=take):
+        torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
 
 
 # -- Adapters
