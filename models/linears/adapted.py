@@ -19,6 +19,7 @@ from compiled_llm.models.linears.fused import activated_linear
 from compiled_llm.models.linears.heads import AdaptedHeads, HeadLinear
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantizing import ROUTERS, names
+from compiled_llm.models.linears.sharded import CutTake, Piece
 from compiled_llm.ops import TILE, LoraWeights, add_lora
 from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.pinned import on_device
@@ -148,7 +149,7 @@ def with_slots_of_head(weights: Any, slots: Tensor, rows: Tensor | None = None) 
     Args:
         slots: int32, of the rows; or of a step's tokens, of which ``rows`` ``[R]`` says those that the head gets.
     """
-    if not isinstance(weights.head, Adapted):
+    if not _adapted(weights.head):
         return weights
     slots = slots if rows is None else slots.index_select(0, rows)
     return weights._replace(head=with_slots(weights.head, slots))
@@ -180,6 +181,15 @@ class Change(NamedTuple):
     def rank(self) -> int:
         return self.b.shape[-2]
 
+    def cut(self, piece: Piece, of_rows: bool) -> "Change":
+        """Of what one of several ranks has; ``of_rows``: of an embedding."""
+        own = piece.rows.to(self.a.device)
+        if of_rows:
+            return self._replace(a=self.a[own])
+        rows = self.b.transpose(-1, -2).flatten(-3, -2)[..., own, :]  # [..., out_features, rank]
+        tiles = tiles_of(rows) if rows.dim() == 2 else torch.stack([*map(tiles_of, rows)])
+        return self._replace(a=self.a[..., piece.first : piece.end], b=tiles)
+
 
 class Place(NamedTuple):
     """Where the changes of one layer of a checkpoint go: a part of an ``Adapted`` layer, or of all experts.
@@ -190,6 +200,8 @@ class Place(NamedTuple):
         num_experts: 0: it is no layer of experts.
         of_rows: the change of an embedding.
         linear: the layer, if it is a head or an embedding.
+        piece: what one of several ranks has of the part; None: all.
+        others: the other parts of the rank's sum.
     """
 
     part: StoredLinear
@@ -199,14 +211,25 @@ class Place(NamedTuple):
     linear: Linear | None
     num_experts: int = 0
     of_rows: Tensor | None = None
+    piece: Piece | None = None
+    others: tuple["Place", ...] = ()
 
     def rows_of_model(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` of a head or an embedding without adapters, on the host."""
         assert self.linear is not None
+        if self.piece is not None:
+            raise ValueError(
+                "tensor_parallel_size must be 1 for adapters with rows of the model's embedding or head "
+                "(trainable_token_indices, copies of tables). Serve them so, or merge them by compiled-llm merge-lora"
+            )
         return self.linear.rows(on_device(ids, self.changes.a.device)).to("cpu")
 
     def put(self, slot: int, change: Change | None) -> None:
         """Let ``slot``, from 1 on, hold ``change``; None: nothing. In the order of the device's stream."""
+        for other in self.others:
+            other.put(slot, change)
+        if change is not None and self.piece is not None:
+            change = change.cut(self.piece, self.of_rows is not None)
         changes, device = self.changes, self.changes.a.device
         count = self.num_experts or 1
         slots = slice((slot - 1) * count, slot * count)
@@ -234,6 +257,7 @@ class HeadsPlace(NamedTuple):
     to_outputs: Place
     num_experts: int = 0
     of_rows: Tensor | None = None
+    piece: Piece | None = None  # as that of ``Place``
 
     @property
     def changes(self) -> LoraWeights:
@@ -243,7 +267,10 @@ class HeadsPlace(NamedTuple):
         """As ``Place.put``."""
         keys = values = None
         if change is not None:
-            rows = change.b.transpose(1, 2).flatten(0, 1)[: self.part.out_features]
+            num_rows = self.part.out_features
+            if self.piece is not None:
+                change, num_rows = change.cut(self.piece, of_rows=False), len(self.piece.rows)
+            rows = change.b.transpose(1, 2).flatten(0, 1)[:num_rows]
             by_head = rows.unflatten(0, (self.to_inputs.num_experts, -1))
             keys = Change(by_head[:, : self.first].transpose(1, 2), tiles_of(change.a.t()), change.scale)
             values = Change(change.a, torch.stack([*map(tiles_of, by_head[:, self.first :])]), change.scale)
@@ -306,6 +333,11 @@ class Adaptable:
         parts = [part._replace(name=of_any_expert(part.name)) for part in experts[0]]
         if not self._may_change(parts, "experts"):
             return layer
+        if isinstance(take, CutTake) and take.is_of_whole_experts:
+            raise ValueError(
+                "enable_expert_parallel must be false where lora_target_modules has 'experts', given true: ranks have "
+                "parts of each expert then"
+            )
         return AdaptedExperts(layer, self._changes(take, parts, None, len(experts)))
 
     def take_heads(
@@ -377,8 +409,17 @@ class Adaptable:
         return RowChanges(a, expand)
 
     def _note(self, take: Take, place: AnyPlace) -> None:
-        if take.device.type != "meta":  # else nothing but names and shapes are asked for
-            self.places[place.part.name] = place
+        if take.device.type == "meta":  # nothing but names and shapes are asked for
+            return
+        name = place.part.name
+        if isinstance(take, CutTake):
+            piece = take.pieces[place.number if isinstance(place, Place) else 0]
+            sizes = {"out_features": piece.part.out_features, "in_features": piece.part.in_features}
+            place = place._replace(part=place.part._replace(**sizes), piece=piece)
+            before = self.places.get(name)
+            if take.is_part and isinstance(place, Place) and isinstance(before, Place):
+                place = place._replace(others=(*before.others, before._replace(others=())))
+        self.places[name] = place
 
 
 def of_any_expert(name: str) -> str:

@@ -22,6 +22,8 @@ from compiled_llm.models.linears.protocol import (
     LinearKind,
     Put,
     PutQuantized,
+    ReadsRegions,
+    Region,
     StoredLinear,
     Take,
 )
@@ -228,6 +230,15 @@ class Piece(NamedTuple):
         """A layer of that size, by the same name."""
         return self.part._replace(out_features=len(self.rows), in_features=self.end - self.first)
 
+    def region(self, whole_rows: bool = False) -> Region:
+        """Where it is in ``part``; ``whole_rows``: with all inputs."""
+        first, end = (int(self.rows[0]), int(self.rows[-1]) + 1) if len(self.rows) else (0, 0)
+        return Region(first, end, *((0, self.part.in_features) if whole_rows else (self.first, self.end)))
+
+    def within(self, chunk: "Piece") -> "Piece":
+        """One of ``chunks``, as a piece of ``part``."""
+        return self._replace(first=self.first + chunk.first, end=self.first + chunk.end)
+
     def chunks(self, count: int) -> list["Piece"]:
         """Equal runs of the inputs of ``layer``."""
         width, rows = (self.end - self.first) // count, torch.arange(len(self.rows))
@@ -332,9 +343,12 @@ class Sharding:
             return [(own, [piece.layer for piece in pieces])]
         once, count = _Once(own), PARTS // self.shard.size
         by_part = zip(*(piece.chunks(count) for piece in pieces), strict=True)
-        takes = [(CutTake(once, chunks), [chunk.layer for chunk in chunks]) for chunks in by_part]
-        for own, _ in takes:
-            own.is_part = True
+        takes = []
+        for chunks in by_part:
+            part = CutTake(once, chunks)
+            part.is_part = True
+            part.pieces = tuple(piece.within(chunk) for piece, chunk in zip(pieces, chunks, strict=True))
+            takes.append((part, [chunk.layer for chunk in chunks]))
         return takes
 
     def _vocabulary(
@@ -388,8 +402,9 @@ class CutTake:
 
     def __init__(self, take: Take, pieces: Sequence[Piece], *, whole: bool = False) -> None:
         self.dtype, self.device = take.dtype, take.device
-        self._take, self._whole = take, whole
+        self._take, self.is_of_whole_experts = take, whole
         self._pieces = {piece.part.name: piece for piece in pieces}
+        self.pieces = tuple(pieces)  # of the layer as all ranks have it
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         layer, _, which = name.rpartition(".")
@@ -421,12 +436,18 @@ class CutTake:
         return bool(cut) and not self.is_part
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
-        self.whole_rows(shapes, lambda start, rows, inputs: put(start, rows[:, inputs].contiguous()))
+        self._rows(shapes, lambda start, rows, inputs: put(start, rows[:, inputs].contiguous()), whole=False)
 
     def whole_rows(self, shapes: Mapping[str, tuple[int, ...]], put: Callable[[int, Tensor, slice], None]) -> None:
         """As ``rows``, with all inputs of the rows, and which of them are wanted."""
-        names = [f"{layer}.weight" for layer in self._pieces] if self._whole else list(shapes)
+        self._rows(shapes, put, whole=True)
+
+    def _rows(
+        self, shapes: Mapping[str, tuple[int, ...]], put: Callable[[int, Tensor, slice], None], *, whole: bool
+    ) -> None:
+        names = [f"{layer}.weight" for layer in self._pieces] if self.is_of_whole_experts else list(shapes)
         pieces = [self._pieces[name.removesuffix(".weight")] for name in names]
+        by_regions = isinstance(self._take, ReadsRegions)
         begins = [0, *itertools.accumulate(piece.part.out_features for piece in pieces)]
         own_begins = dict(
             zip(shapes, itertools.accumulate((shape[0] for shape in shapes.values()), initial=0), strict=False)
@@ -437,12 +458,18 @@ class CutTake:
             piece = pieces[number]
             begin, wanted = _wanted(piece, start - begins[number], len(rows), rows.device)
             if wanted is not None:
-                put(own_begins[names[number]] + begin, rows[wanted], slice(piece.first, piece.end))
+                # Where regions alone are read, the others have been left.
+                inputs = slice(None) if by_regions and not whole else slice(piece.first, piece.end)
+                put(own_begins[names[number]] + begin, rows[wanted], inputs)
 
         wholes = {
             name: (piece.part.out_features, piece.part.in_features) for name, piece in zip(names, pieces, strict=True)
         }
-        self._take.rows(wholes, put_own)
+        if isinstance(self._take, ReadsRegions):
+            regions = {name: piece.region(whole) for name, piece in zip(names, pieces, strict=True)}
+            self._take.regions(wholes, regions, put_own)
+        else:
+            self._take.rows(wholes, put_own)
 
     def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         return self._take.kept(self._pieces[part.name].part, scheme)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import StepInput
+from compiled_llm.models.linears import adapted
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.sharding import Shard, rank_config
@@ -81,28 +83,45 @@ def of_ranks(size: int, run: Callable[[RankGroup, int], T]) -> list[T]:
 
 
 def rank_logits(
-    config: ModelConfig, weights: Any, shard: Shard, steps: Sequence[StepInput], dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    weights: Any,
+    shard: Shard,
+    steps: Sequence[StepInput],
+    dtype: torch.dtype = torch.float32,
+    with_slots: bool = False,
 ) -> Tensor:
-    """The logits of all tokens of ``steps``, one after the other."""
+    """The logits of all tokens of ``steps``, one after the other; ``with_slots``: every second has adapter 2."""
     own = rank_config(config, shard)
-    cache = empty_cache(own, dtype)
-    return torch.cat([step_logits(own, weights, step, cache) for step in steps])
+    cache, logits = empty_cache(own, dtype), []
+    for step in steps:
+        if with_slots:
+            slots = torch.arange(len(step.input_ids), dtype=torch.int32) % 2 * 2
+            weights = adapted.with_slots(weights, slots)
+        logits.append(step_logits(own, weights, step, cache))
+    return torch.cat(logits)
 
 
 def logits_of_ranks(
     config: ModelConfig,
     size: int,
-    kind: LinearKind,
+    kind: LinearKind | Callable[[], LinearKind],
     steps: Sequence[StepInput],
     dtype: torch.dtype = torch.float32,
     take: Callable[[ModelConfig, LinearKind, torch.dtype], Any] = random_weights,
+    with_slots: bool = False,
     **how: Any,
 ) -> list[Tensor]:
-    """Each rank's; ``how``: of ``Shard``."""
+    """Each rank's.
+
+    Args:
+        kind: of layers, or what makes one for each rank.
+        how: of ``Shard``.
+    """
 
     def run(group: RankGroup, rank: int) -> Tensor:
         shard = Shard(rank, size, **how)
-        weights = take(config, Sharding(kind, shard, group), dtype)
-        return rank_logits(config, weights, shard, steps, dtype)
+        own: Any = kind() if inspect.isfunction(kind) else kind
+        weights = take(config, Sharding(own, shard, group), dtype)
+        return rank_logits(config, weights, shard, steps, dtype, with_slots)
 
     return of_ranks(size, run)

@@ -1,14 +1,18 @@
 """Ranks that share a model against the model in one piece: threads of one process, through the KV cache."""
 
 import dataclasses
+import zlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.checkpoint import loader
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import StepInput
+from compiled_llm.models.linears.adapted import Adaptable, Change
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
@@ -17,12 +21,15 @@ from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.sharding import Section, Shard, of_elements, rank_config
 from compiled_llm.models.weights import linear_layers
+from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.parallel.rank_group import RankGroup
 from tests.drawn import marked
-from tests.models.ranks import SHARED, config_of, logits_of_ranks, random_weights, rank_logits
+from tests.families import checkpoint
+from tests.models.ranks import CPU, SHARED, config_of, logits_of_ranks, random_weights, rank_logits
 from tests.models.steps import step_input
 
 FLOAT, HALF = torch.float32, torch.bfloat16
+RANK = 3  # of adapters
 # A family of each kind: biases and packed tensors, norms over all heads, latents, experts in one tensor, states.
 SAMPLE = ["llama-biases", "phi3", "olmo2", "deepseek-v3", "gpt-oss", "granite-hybrid", "lfm2", "qwen3.5"]
 EXPERTS = {  # whose experts four ranks can have as wholes
@@ -132,6 +139,77 @@ def test_whole_experts(name: str) -> None:
         for logits in logits_of_ranks(config, 4, kind, steps, whole_experts=True):
             torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
     check_exact(config, Packed, HALF, whole_experts=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        ["llama-biases", "starcoder2", "gpt-neox-in-turn", "qwen2", "mixtral", "gpt-oss", "glm4-moe", "granite-hybrid"],
+        ["llama-biases", "gpt-neox-in-turn"],
+    ),
+)
+def test_ranks_of_a_checkpoint(name: str) -> None:
+    config = read_config(checkpoint(name))
+    steps = steps_of(config)
+
+    def take(config: ModelConfig, kind: LinearKind, dtype: torch.dtype) -> Any:
+        return loader.load_weights(checkpoint(name), config, dtype, CPU, kind)
+
+    whole = real(rank_logits(config, take(config, Dense, FLOAT), Shard(0, 1), steps))
+    for logits in logits_of_ranks(config, 2, Packed, steps, take=take):
+        torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
+
+
+# -- Adapters
+
+
+def test_adapters_change_what_they_change_in_one_rank() -> None:
+    check_adapters("llama-biases", exact=False)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss", "deepseek-v3", "granite-hybrid", "qwen3.5-moe"])
+def test_adapters_of_families(name: str, exact: bool) -> None:
+    check_adapters(name, exact)
+
+
+def check_adapters(name: str, exact: bool) -> None:
+    """Random changes of all layers, for some of the tokens."""
+    config = config_of(name)
+    steps = steps_of(config)
+
+    def take(config: ModelConfig, kind: LinearKind, dtype: torch.dtype, changed: bool = True) -> Any:
+        adaptable = kind.plain if isinstance(kind, Sharding) else kind
+        assert isinstance(adaptable, Adaptable)
+        weights = random_weights(config, kind, dtype)
+        for place_name, place in adaptable.places.items():
+            if changed:
+                place.put(2, random_change(place_name, place))
+        return weights
+
+    def new() -> Adaptable:
+        return Adaptable(Packed, 2, 8, ("*",))
+
+    whole = real(rank_logits(config, take(config, new(), FLOAT), Shard(0, 1), steps, with_slots=True))
+    plain = real(rank_logits(config, take(config, new(), FLOAT, changed=False), Shard(0, 1), steps, with_slots=True))
+    assert (whole - plain).abs().max() > 0.1
+    for size in (2, 4):
+        for logits in logits_of_ranks(config, size, new, steps, take=take, exact=exact, with_slots=True):
+            torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
+
+
+def random_change(name: str, place: Any) -> Change:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    outputs, inputs = place.part.out_features, place.part.in_features
+    if place.of_rows is not None:
+        outputs, inputs = inputs, outputs
+    count = place.num_experts
+    a, b = (torch.randn(count or 1, *shape, generator=generator) * 0.1 for shape in ((RANK, inputs), (outputs, RANK)))
+    tiles, scale = torch.stack([*map(tiles_of, b)]), torch.full((count or 1,), 2.0)
+    if not count:
+        a, tiles, scale = a[0], tiles[0], scale[0]
+    return Change(a if place.of_rows is None else a.t().contiguous(), tiles, scale)
 
 
 # -- What is refused
