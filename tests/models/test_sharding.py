@@ -254,7 +254,7 @@ def test_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
 
 
 def test_exact_sums_need_eight_parts() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with exact sums"):
+    with pytest.raises(ValueError, match="must be 1, 2, 4 or 8 with tensor_parallel_exact=True"):
         Shard(0, 16, exact=True)
     with pytest.raises(ValueError, match=r"multiple of 8: model\.layers.0.conv\.out_proj has 84"):
         taken("lfm2", 2, exact=True)
