@@ -331,8 +331,8 @@ class Sharding:
         assert end - first == len(columns), "inputs that lie apart are not cut"
         if self.shard.exact and part.in_features % PARTS:
             raise ValueError(
-                f"exact sums need a number of inputs that is a multiple of {PARTS}: {part.name} has "
-                f"{part.in_features}. Leave out exact"
+                f"tensor_parallel_exact=True needs layers whose inputs are a multiple of {PARTS}: {part.name} has "
+                f"{part.in_features}. Choose tensor_parallel_exact=False"
             )
         return Piece(part, rows, first, end)
 
@@ -426,7 +426,7 @@ class CutTake:
                 raise ValueError(
                     f"ranks must have whole groups of inputs of a quantised layer: {piece.part.name} has groups of "
                     f"{size}, and shares are {piece.end - piece.first} of {inputs} inputs. Choose a smaller "
-                    "tensor_parallel_size, or smaller groups; exact sums have 8 shares"
+                    f"tensor_parallel_size, or smaller groups; with tensor_parallel_exact=True there are {PARTS} shares"
                 )
 
     @property

@@ -1,6 +1,7 @@
 """Ranks that share a model against the model in one piece: threads of one process, through the KV cache."""
 
 import dataclasses
+import json
 import zlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.quantization import published
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import StepInput
@@ -16,6 +18,7 @@ from compiled_llm.models.linears.adapted import Adaptable, Change
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.registry import family_of
@@ -27,6 +30,7 @@ from tests.drawn import marked
 from tests.families import checkpoint
 from tests.models.ranks import CPU, SHARED, config_of, logits_of_ranks, random_weights, rank_logits
 from tests.models.steps import step_input
+from tests.models.test_quantized_published import CASES, FLOATS
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 RANK = 3  # of adapters
@@ -141,6 +145,21 @@ def test_whole_experts(name: str) -> None:
     check_exact(config, Packed, HALF, whole_experts=True)
 
 
+@pytest.mark.parametrize("name", marked([*CASES, *FLOATS], ["gptq, 4 bits", "float-quantized"]))
+def test_layers_of_quantised_checkpoints(name: str) -> None:
+    config = config_of("llama", *_WIDE)
+    fields = {**CASES, **FLOATS}[name].fields
+    config = dataclasses.replace(config, published=json.dumps(fields.get("quantization_config", fields)))
+    kind, steps = published(config, Packed), steps_of(config)
+    assert isinstance(kind, Published)
+    whole = real(rank_logits(config, random_weights(config, kind), Shard(0, 1), steps))
+    # Activations that each rank rounds by the largest of its own are others.
+    within = 0.1 if any(what in name for what in ("int8 by row",)) else 1e-4
+    for logits in logits_of_ranks(config, 2, kind, steps):
+        torch.testing.assert_close(real(logits), whole, atol=within, rtol=within)
+    check_exact(config, kind, HALF)
+
+
 @pytest.mark.parametrize(
     "name",
     marked(
@@ -235,7 +254,7 @@ def test_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
 
 
 def test_exact_sums_need_eight_parts() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with exact sums"):
+    with pytest.raises(ValueError, match="must be 1, 2, 4 or 8 with tensor_parallel_exact=True"):
         Shard(0, 16, exact=True)
     with pytest.raises(ValueError, match=r"multiple of 8: model\.layers.0.conv\.out_proj has 84"):
         taken("lfm2", 2, exact=True)
