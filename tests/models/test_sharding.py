@@ -18,7 +18,7 @@ from compiled_llm.models.linears.adapted import Adaptable, Change
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
-from compiled_llm.models.linears.published import Published
+from compiled_llm.models.linears.published import Published, rounds_activations
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.registry import family_of
@@ -153,10 +153,11 @@ def test_layers_of_quantised_checkpoints(name: str) -> None:
     kind, steps = published(config, Packed), steps_of(config)
     assert isinstance(kind, Published)
     whole = real(rank_logits(config, random_weights(config, kind), Shard(0, 1), steps))
-    # Activations that each rank rounds by the largest of its own are others.
-    within = 0.1 if any(what in name for what in ("int8 by row",)) else 1e-4
     for logits in logits_of_ranks(config, 2, kind, steps):
-        torch.testing.assert_close(real(logits), whole, atol=within, rtol=within)
+        if rounds_activations(kind):  # each rank by the largest of its own; and the last bit of a sum may turn a code
+            assert (real(logits) - whole).std() < 0.1 * whole.std()
+        else:
+            torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
     check_exact(config, kind, HALF)
 
 
