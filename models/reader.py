@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compiled_llm.models.linears.protocol import Put, PutQuantized
+from compiled_llm.models.linears.protocol import Put, PutQuantized, Region
 from compiled_llm.models.quantized.scheme import Scheme, StoredPart
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
@@ -20,6 +20,7 @@ class Wanted(NamedTuple):
         mean, std: of random values, where there is no checkpoint.
         dtype: that it is wanted in; None: the model's.
         whole: ``Reader.rows`` puts a matrix at a time, the last two dimensions.
+        region: of a matrix, ``Reader.rows`` puts this alone, each row at its place in the matrix. None: all.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Wanted(NamedTuple):
     std: float
     dtype: torch.dtype | None = None
     whole: bool = False
+    region: Region | None = None
 
     def matrices(self) -> tuple[int, int]:
         """How many matrices it is, one after the other, and the rows of each; what has one dimension is a row."""

@@ -95,8 +95,8 @@ class Shard:
             raise ValueError(f"rank must be from 0 to {self.size - 1}, given {self.rank}")
         if self.exact and PARTS % self.size:
             raise ValueError(
-                f"tensor_parallel_size must be 1, 2, 4 or 8 with exact sums, which have {PARTS} parts, given "
-                f"{self.size}. Choose one of them, or leave out exact"
+                f"tensor_parallel_size must be 1, 2, 4 or {PARTS} with tensor_parallel_exact=True, whose sums have "
+                f"{PARTS} parts, given {self.size}. Choose one of them, or tensor_parallel_exact=False"
             )
 
     def units(self, section: Section) -> tuple[int, int]:

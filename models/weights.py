@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,15 @@ from compiled_llm.models.layers.residual import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
-from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, Put, PutQuantized, StoredLinear
+from compiled_llm.models.linears.protocol import (
+    GroupedLinear,
+    Linear,
+    LinearKind,
+    Put,
+    PutQuantized,
+    Region,
+    StoredLinear,
+)
 from compiled_llm.models.linears.published import in_columns, in_order_of
 from compiled_llm.models.linears.sharded import NormOverRanks, Sharding
 from compiled_llm.models.quantized.mxfp4 import StackedMxfp4
@@ -113,9 +122,16 @@ class Source:
             )
         return tensor[self._shard.own(cut.outputs).to(tensor.device)] if cut.outputs else tensor
 
-    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put, dtype: torch.dtype | None = None) -> None:
-        """The rows of the matrices of these names, one below the other; see ``Take.rows``."""
-        self._reader.rows([_wanted(name, shape, dtype=dtype) for name, shape in shapes.items()], put)
+    def rows(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        put: Put,
+        dtype: torch.dtype | None = None,
+        regions: Mapping[str, Region] = MappingProxyType({}),
+    ) -> None:
+        """The rows of the matrices of these names, one below the other, or their ``regions``; see ``Take.rows``."""
+        wanted = [_wanted(name, shape, dtype=dtype) for name, shape in shapes.items()]
+        self._reader.rows([one._replace(region=regions.get(one.name)) for one in wanted], put)
 
     def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         """As ``Take.kept``."""
@@ -382,10 +398,13 @@ class _PartsTake:
         return tensor if part.arrange is None else part.arrange(tensor)
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
-        """Those that are to be changed are read as a whole first, one at a time."""
+        self.regions(shapes, {}, put)
+
+    def regions(self, shapes: Mapping[str, tuple[int, ...]], regions: Mapping[str, Region], put: Put) -> None:
+        """Matrices that are to be changed are read as a whole first, one at a time."""
         changed = {name for name in shapes if _is_changed(self._parts[name])}
         if not changed:
-            self._source.rows(shapes, put, self.dtype)
+            self._source.rows(shapes, put, self.dtype, regions)
             return
         start = 0
 
@@ -394,9 +413,11 @@ class _PartsTake:
 
         for name, shape in shapes.items():
             if name not in changed:
-                self._source.rows({name: shape}, put_below, self.dtype)
+                self._source.rows({name: shape}, put_below, self.dtype, regions)
             elif not (tensor := self(name, shape)).is_meta:
-                put(start, tensor)
+                whole = Region(0, shape[0], 0, shape[1])
+                first, end, left, right = regions.get(name, whole)
+                put(start + first, tensor[first:end, left:right])
             start += shape[0]
 
     def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:

@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    args = parser(program).parse_checked(None, arguments, ranks=1, rounds=1)
+    args = parser(program).parse_checked(None, arguments, ranks=1, rounds=1, kib=1)
     rows = measure(args)
     print(tables.text_table(rows))
     facts = {"ranks": args.ranks, "dtype": args.dtype, "cores": len(os.sched_getaffinity(0)), "results": rows}

@@ -112,7 +112,11 @@ class RandomReader:
         for one in wanted:
             count, num_rows = one.matrices()
             if count == 1:
-                put(start, self.tensor(one))
+                tensor, region = self.tensor(one), one.region
+                if region is None:
+                    put(start, tensor)
+                else:
+                    put(start + region.first, tensor[region.first : region.end, region.left : region.right])
                 start += num_rows
                 continue
             self._generator.manual_seed(self._seed + zlib.crc32(one.name.encode()))

@@ -22,6 +22,7 @@ from compiled_llm.system.resources import granted_cores
 
 PIECE_BYTES = 1 << 20  # in the file: a piece and what is made of it stay in a core's L2
 _MOST_THREADS = 16
+_MANY_BYTES = 4096  # of a row, from which on the others are not read: files are read by pages of that size
 
 OnBytes = Callable[[str, int], None]
 """(name of a tensor, bytes): is told from several threads how much of it is in its place, in bytes of the model."""
@@ -86,10 +87,11 @@ class CheckpointReader:
         for one in wanted:
             count, num_rows = one.matrices()
             step = num_rows if one.whole else self._step(one)
+            rows = range(num_rows) if one.region is None else range(one.region.first, one.region.end)
             for begin in range(0, count * num_rows, num_rows):
                 pieces += [
-                    _Piece(one, begin + first, begin + min(first + step, num_rows), start + begin + first, put)
-                    for first in range(0, num_rows, step)
+                    _Piece(one, begin + first, begin + min(first + step, rows.stop), start + begin + first, put)
+                    for first in rows[::step]
                 ]
             start += count * num_rows
         if len(pieces) == 1:
@@ -140,13 +142,22 @@ class CheckpointReader:
         self._on_bytes(wanted.name, rows.numel() * self.dtype.itemsize)
 
     def _original(self, piece: _Piece) -> Tensor:
-        """The piece's rows as the checkpoint has them, ``[n, K]``."""
+        """The piece's rows as the checkpoint has them, ``[n, K]``, or the wanted columns of them."""
         num_rows, stored = piece.end - piece.first, self._stored[piece.wanted.name]
-        row_bytes = stored.nbytes // math.prod(piece.wanted.matrices())
+        row_bytes, region = stored.nbytes // math.prod(piece.wanted.matrices()), piece.wanted.region
+        dtype = DTYPES[stored.dtype]
+        if region is not None and not stored.change and not stored.heads:
+            begin, width = (columns * dtype.itemsize for columns in (region.left, region.right - region.left))
+            if _MANY_BYTES <= width < row_bytes:
+                content = self._buffer(num_rows * width)
+                for row, of_row in enumerate(content.view(num_rows, width).numpy(), piece.first):
+                    stored.read_into(of_row, row * row_bytes + begin, self._file(stored))
+                return content.view(dtype).view(num_rows, -1)
         content = self._buffer(num_rows * row_bytes)
         stored.read_into(content.numpy(), piece.first * row_bytes, self._file(stored))
-        original = content.view(DTYPES[stored.dtype]).view(num_rows, -1)
-        return CHANGES[stored.change](original) if stored.change else original
+        original = content.view(dtype).view(num_rows, -1)
+        original = CHANGES[stored.change](original) if stored.change else original
+        return original if region is None else original[:, region.left : region.right]
 
     def _buffer(self, size: int) -> Tensor:
         """Memory of this thread's own, used for every piece that it reads."""

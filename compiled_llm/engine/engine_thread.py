@@ -15,6 +15,7 @@ from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.engine.failures import WorkerFailedError
 from compiled_llm.engine.output_reader import OutputReader, hand_out
 from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.ops.user_warnings import at_callers_line
@@ -248,13 +249,15 @@ class EngineThread:
         return True
 
     def _step(self, engine: CompiledEngine) -> None:
+        failure = None
         try:
             outputs = engine.step()
         except _INTERRUPTS:
             raise
-        except BaseException:
+        except BaseException as error:
             # The requests of that step have ended, and this gives their outputs. If it fails too, the engine is broken.
             outputs = engine.step()
+            failure = error if isinstance(error, WorkerFailedError) else None
         delivered = []
         for output in outputs:
             reader = self._readers.get(output.request_id)
@@ -267,6 +270,8 @@ class EngineThread:
             if output.finished:
                 del self._readers[output.request_id]
         hand_out(delivered)
+        if failure is not None:  # no step will run any more
+            raise failure
 
     def _end(self, what: str, error: BaseException | None) -> None:
         """Answer all readers and commands, now and from now on, with the reason."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.ops.user_warnings import warn
+from compiled_llm.scheduling.worker import WorkerFailedError as WorkerFailedError
 
 _MAX_REASONS = 3
 _MAX_CHARACTERS = 500  # of a reason

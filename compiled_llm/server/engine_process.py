@@ -29,6 +29,7 @@ from compiled_llm.checkpoint.generation_config import suggested_sampling
 from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.engine.failures import WorkerFailedError
 from compiled_llm.server.messages import (
     VERSION,
     Abort,
@@ -239,14 +240,18 @@ class EngineServer:
             self._send_outputs([Output(asked.request_id, [], error=text, is_fault=is_fault)])
 
     def _step(self) -> None:
+        failure = None
         try:
             outputs = self._engine.step()
-        except Exception:
+        except Exception as error:
             # The requests of that step have ended, and this gives their outputs. If it fails too, the engine is broken.
             outputs = self._engine.step()
+            failure = error if isinstance(error, WorkerFailedError) else None
         found = [self._output(output) for output in outputs if output.request_id in self._ended]
         if found or time.monotonic() - self._sent_at >= _HEARTBEAT_SECONDS:
             self._send_outputs(found)
+        if failure is not None:  # no step will run any more: the process ends, and may be started again
+            raise failure
 
     def _output(self, output: RequestOutput) -> Output:
         ended = self._ended[output.request_id]

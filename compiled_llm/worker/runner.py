@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.system.progress import StartProgress
+from compiled_llm.system.resources import granted_cores
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.tiers.folder import BlockFolder
 from compiled_llm.worker import exactness
@@ -400,6 +402,11 @@ class ModelRunner(Worker):
         return 1 if self.shard is None else self.shard.size
 
     @property
+    def _compiles_for_others(self) -> bool:
+        """Whether this is the first rank, which compiles on the cores of all: they sleep meanwhile."""
+        return self.shard is not None and self.shard.size > 1 and self.shard.rank == 0
+
+    @property
     def _waits_for_first(self) -> bool:
         """Whether another rank compiles for this one."""
         return self.shard is not None and self.shard.rank > 0
@@ -511,13 +518,16 @@ class ModelRunner(Worker):
             f"graphs that are missing are made now and kept in {native.cache_directory()}: the next start with the "
             "same arguments takes seconds. compiled-llm compile makes them ahead"
         )
+        own_cores = os.sched_getaffinity(0)
+        if self._compiles_for_others:
+            os.sched_setaffinity(0, own_cores | os.sched_getaffinity(os.getppid()))
         self.steps.compile(
             self.cache_dtypes,
             enforce_eager=enforce_eager,
             num_workers=self._num_workers(config),
             progress=progress,
             processes=None if builds is None else builds.processes,
-            before_first_step=functools.partial(self._before_first_step, kernels),
+            before_first_step=functools.partial(self._before_first_step, kernels, own_cores),
         )
         times = self.start_times
         times.kernels = 0.0 if kernels is None else kernels.seconds_waited
@@ -526,12 +536,15 @@ class ModelRunner(Worker):
 
     def _num_workers(self, config: EngineConfig) -> int | None:
         """Processes that compile. What the first rank compiles itself, the others would not find."""
-        return 1 if self.shard is not None and config.compile_workers is None else config.compile_workers
+        is_open = self._compiles_for_others and config.compile_workers is None
+        return granted_cores() if is_open else config.compile_workers
 
-    def _before_first_step(self, kernels: KernelBuild | None) -> None:
-        """Everything that other processes can compile is compiled."""
+    def _before_first_step(self, kernels: KernelBuild | None, cores: set[int]) -> None:
+        """Everything that other processes can compile is compiled. ``cores``: that this rank keeps to."""
         if kernels is not None:
             kernels.finish()
+        if self._compiles_for_others:
+            os.sched_setaffinity(0, cores)
         if not self._waits_for_first:
             least(0, self.group)
 

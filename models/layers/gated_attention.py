@@ -29,10 +29,12 @@ def take_gated_attention(config: ModelConfig, source: Source, name: str, *, bias
     own, parts = of_heads(config, size), source.query_key_value(name, config, bias)
     gates_queries = StoredLinear(f"{name}.q_proj", 2 * size, d, bias, arrange=gates_first, cut=by_outputs(own, own))
     qkv = source.linear(gates_queries, parts["k"]._replace(arrange=arrange), parts["v"])
-    norms = [source.norm_plus_one(f"{name}.{x}_norm", h) for x in "qk"]
-    if arrange is not None:  # a norm's elements are in the order of the heads'
-        norms = [norm if norm.is_meta else arrange(norm) for norm in norms]
-    return AttentionWeights(qkv, source.linear(StoredLinear(f"{name}.o_proj", d, size, bias, cut=own.inputs)), *norms)
+    q_norm, k_norm = (source.norm_plus_one(f"{name}.{x}_norm", h) for x in "qk")
+    if arrange is not None and not q_norm.is_meta:  # a norm's elements are in the order of the heads'
+        q_norm, k_norm = arrange(q_norm), arrange(k_norm)
+    return AttentionWeights(
+        qkv, source.linear(StoredLinear(f"{name}.o_proj", d, size, bias, cut=own.inputs)), q_norm, k_norm
+    )
 
 
 def gated_attention(

@@ -428,8 +428,9 @@ class Adaptable:
         name = place.part.name
         if isinstance(take, CutTake):
             piece = take.pieces[place.number if isinstance(place, Place) else 0]
-            sizes = {"out_features": piece.part.out_features, "in_features": piece.part.in_features}
-            place = place._replace(part=place.part._replace(**sizes), piece=piece)
+            whole = piece.part
+            part = place.part._replace(out_features=whole.out_features, in_features=whole.in_features)
+            place = place._replace(part=part, piece=piece)
             before = self.places.get(name)
             if take.is_part and isinstance(place, Place) and isinstance(before, Place):
                 place = place._replace(others=(*before.others, before._replace(others=())))

@@ -81,6 +81,23 @@ class Take(Protocol):
         """
 
 
+class Region(NamedTuple):
+    """Rows from ``first`` to ``end`` of a matrix, of each the columns from ``left`` to ``right``."""
+
+    first: int
+    end: int
+    left: int
+    right: int
+
+
+@runtime_checkable
+class ReadsRegions(Protocol):
+    """A ``Take`` that can leave what is not wanted of a matrix."""
+
+    def regions(self, shapes: Mapping[str, tuple[int, ...]], regions: Mapping[str, Region], put: Put) -> None:
+        """As ``rows``, of each of these matrices its region alone: its rows at their places among all, its columns."""
+
+
 @runtime_checkable
 class Linear(Protocol):
     """``x @ W.T + bias`` with ``W`` ``[out_features, in_features]``, however it is kept.

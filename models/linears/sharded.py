@@ -22,6 +22,8 @@ from compiled_llm.models.linears.protocol import (
     LinearKind,
     Put,
     PutQuantized,
+    ReadsRegions,
+    Region,
     StoredLinear,
     Take,
 )
@@ -228,6 +230,11 @@ class Piece(NamedTuple):
         """A layer of that size, by the same name."""
         return self.part._replace(out_features=len(self.rows), in_features=self.end - self.first)
 
+    def region(self, whole_rows: bool = False) -> Region:
+        """Where it is in ``part``; ``whole_rows``: with all inputs."""
+        first, end = (int(self.rows[0]), int(self.rows[-1]) + 1) if len(self.rows) else (0, 0)
+        return Region(first, end, *((0, self.part.in_features) if whole_rows else (self.first, self.end)))
+
     def within(self, chunk: "Piece") -> "Piece":
         """One of ``chunks``, as a piece of ``part``."""
         return self._replace(first=self.first + chunk.first, end=self.first + chunk.end)
@@ -324,8 +331,8 @@ class Sharding:
         assert end - first == len(columns), "inputs that lie apart are not cut"
         if self.shard.exact and part.in_features % PARTS:
             raise ValueError(
-                f"exact sums need a number of inputs that is a multiple of {PARTS}: {part.name} has "
-                f"{part.in_features}. Leave out exact"
+                f"tensor_parallel_exact=True needs layers whose inputs are a multiple of {PARTS}: {part.name} has "
+                f"{part.in_features}. Choose tensor_parallel_exact=False"
             )
         return Piece(part, rows, first, end)
 
@@ -419,7 +426,7 @@ class CutTake:
                 raise ValueError(
                     f"ranks must have whole groups of inputs of a quantised layer: {piece.part.name} has groups of "
                     f"{size}, and shares are {piece.end - piece.first} of {inputs} inputs. Choose a smaller "
-                    "tensor_parallel_size, or smaller groups; exact sums have 8 shares"
+                    f"tensor_parallel_size, or smaller groups; with tensor_parallel_exact=True there are {PARTS} shares"
                 )
 
     @property
@@ -429,12 +436,18 @@ class CutTake:
         return bool(cut) and not self.is_part
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
-        self.whole_rows(shapes, lambda start, rows, inputs: put(start, rows[:, inputs].contiguous()))
+        self._rows(shapes, lambda start, rows, inputs: put(start, rows[:, inputs].contiguous()), whole=False)
 
     def whole_rows(self, shapes: Mapping[str, tuple[int, ...]], put: Callable[[int, Tensor, slice], None]) -> None:
         """As ``rows``, with all inputs of the rows, and which of them are wanted."""
+        self._rows(shapes, put, whole=True)
+
+    def _rows(
+        self, shapes: Mapping[str, tuple[int, ...]], put: Callable[[int, Tensor, slice], None], *, whole: bool
+    ) -> None:
         names = [f"{layer}.weight" for layer in self._pieces] if self.is_of_whole_experts else list(shapes)
         pieces = [self._pieces[name.removesuffix(".weight")] for name in names]
+        by_regions = isinstance(self._take, ReadsRegions)
         begins = [0, *itertools.accumulate(piece.part.out_features for piece in pieces)]
         own_begins = dict(
             zip(shapes, itertools.accumulate((shape[0] for shape in shapes.values()), initial=0), strict=False)
@@ -445,12 +458,18 @@ class CutTake:
             piece = pieces[number]
             begin, wanted = _wanted(piece, start - begins[number], len(rows), rows.device)
             if wanted is not None:
-                put(own_begins[names[number]] + begin, rows[wanted], slice(piece.first, piece.end))
+                # Where regions alone are read, the others have been left.
+                inputs = slice(None) if by_regions and not whole else slice(piece.first, piece.end)
+                put(own_begins[names[number]] + begin, rows[wanted], inputs)
 
         wholes = {
             name: (piece.part.out_features, piece.part.in_features) for name, piece in zip(names, pieces, strict=True)
         }
-        self._take.rows(wholes, put_own)
+        if isinstance(self._take, ReadsRegions):
+            regions = {name: piece.region(whole) for name, piece in zip(names, pieces, strict=True)}
+            self._take.regions(wholes, regions, put_own)
+        else:
+            self._take.rows(wholes, put_own)
 
     def kept(self, part: StoredLinear, scheme: Scheme) -> WeightFormat:
         return self._take.kept(self._pieces[part.name].part, scheme)

@@ -118,6 +118,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--device cuda --size 16x64x4x2", "--kind must be quantised"),
         ("--around", "--around needs --device cuda"),
     ],
+    "all-reduce": [("--ranks 0", "--ranks must be at least 1"), ("--kib 0", "--kib")],
     "gpt-fast": [("--checkout /", "--checkout must be a folder with gpt-fast's model.py")],
     "": [("", "one of latency, throughput"), ("latncy", "did you mean 'latency'?")],
 }

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from compiled_llm.bench import (
+    all_reduce,
     arrivals,
     gpt_fast,
     harness,
@@ -400,6 +401,13 @@ def test_two_checkouts_start_in_turns(run: Run, monkeypatch: pytest.MonkeyPatch,
         "16",
     ]
     assert "this: cold and warm starts give OTHER TOKENS" in out
+
+
+@pytest.mark.battery
+def test_all_reduce(run: Run) -> None:
+    result, _ = run(all_reduce, "--kib", "4,64", "--rounds", "1")
+    assert [row["KiB"] for row in result["results"]] == [4, 64]
+    assert all(row["op_us"] > 0 and row["gloo_us"] > 0 for row in result["results"])
 
 
 def test_gpt_fast(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from compiled_llm.checkpoint.stored_tensors import CheckpointError, StoredTensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.linears.protocol import Region
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import tensors as tensors_of
@@ -66,6 +67,40 @@ def test_rows_of_several_tensors_come_one_below_the_other(
     assert torch.equal(got, torch.cat(list(tensors.values())).to(dtype))
     assert len(seen) > 5
     assert done["a"] == 50 * 7 * dtype.itemsize, "bytes of the model, not of the file"
+
+
+@pytest.mark.parametrize(
+    ("region", "nbytes"),
+    [
+        (Region(5, 20, 0, 3000), 15 * 12000),
+        (Region(0, 40, 1500, 3000), 40 * 6000),  # of each row a half
+        (Region(0, 40, 10, 20), 40 * 12000),  # less than a page of each row: all of it
+        (Region(0, 0, 0, 3000), 0),
+    ],
+)
+def test_a_region_alone_is_read(tmp_path: Path, region: Region, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_reader, "PIECE_BYTES", 100_000)
+    read_into, read = StoredTensor.read_into, []
+
+    def counted(self: StoredTensor, content: Any, start: int, file: int) -> None:
+        read.append(content.size)
+        read_into(self, content, start, file)
+
+    monkeypatch.setattr(StoredTensor, "read_into", counted)
+    tensors = {"a": torch.randn(3, 3000), "b": torch.randn(40, 3000)}
+    stored = save(tmp_path, tensors)
+    first, end, left, right = region
+    got = torch.zeros(43, right - left)
+
+    def put(start: int, rows: Tensor) -> None:
+        got[start : start + len(rows)] = rows
+
+    with CheckpointReader(stored, torch.float32, CPU, lambda name, count: None) as reader:
+        whole = wanted("a", tensors["a"])._replace(region=Region(0, 3, left, right))
+        reader.rows([whole, wanted("b", tensors["b"])._replace(region=region)], put)
+    assert torch.equal(got[:3], tensors["a"][:, left:right])
+    assert torch.equal(got[3 + first : 3 + end], tensors["b"][first:end, left:right])
+    assert sum(read) == nbytes + 3 * (12000 if right - left < 1024 else 4 * (right - left))
 
 
 def test_tensors_of_any_number_of_dimensions(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Ranks that share a model against the model in one piece: threads of one process, through the KV cache."""
 
 import dataclasses
+import json
 import zlib
 from typing import Any
 
@@ -8,12 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.checkpoint import loader
+from compiled_llm.checkpoint.quantization import published
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.linears.adapted import Adaptable, Change
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.registry import family_of
@@ -22,13 +27,24 @@ from compiled_llm.models.weights import linear_layers
 from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.parallel.rank_group import RankGroup
 from tests.drawn import marked
-from tests.models.ranks import SHARED, config_of, logits_of_ranks, random_weights, rank_logits
+from tests.families import checkpoint
+from tests.models.ranks import CPU, SHARED, config_of, logits_of_ranks, random_weights, rank_logits
 from tests.models.steps import step_input
+from tests.models.test_quantized_published import CASES, FLOATS
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 RANK = 3  # of adapters
 # A family of each kind: biases and packed tensors, norms over all heads, latents, experts in one tensor, states.
-SAMPLE = ["llama-biases", "phi3", "olmo2", "deepseek-v3", "gpt-oss", "granite-hybrid", "lfm2", "qwen3.5"]
+SAMPLE = [
+    "llama-biases 2",
+    "phi3 2",
+    "olmo2 4",
+    "deepseek-v3 2",
+    "gpt-oss 2",
+    "granite-hybrid 4",
+    "lfm2 2",
+    "qwen3.5 2",
+]
 EXPERTS = {  # whose experts four ranks can have as wholes
     "mixtral": ("num_local_experts", 8),
     "gpt-oss": ("num_local_experts", 8),
@@ -83,9 +99,9 @@ def test_ranks_have_the_weights_of_the_model_between_them(name: str) -> None:
     assert whole <= sum(shares) < 1.02 * whole  # routers and the biases of sums twice
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.battery), 4])
-@pytest.mark.parametrize("name", marked(SHARED, SAMPLE))
-def test_logits_are_those_of_one_rank(name: str, size: int) -> None:
+@pytest.mark.parametrize("case", marked([f"{name} {size}" for name in SHARED for size in (2, 4)], SAMPLE))
+def test_logits_are_those_of_one_rank(case: str) -> None:
+    name, size = case.split()[0], int(case.split()[1])
     config = config_of(name)
     steps = steps_of(config)
     whole = real(rank_logits(config, random_weights(config, Dense), Shard(0, 1), steps))
@@ -94,14 +110,14 @@ def test_logits_are_those_of_one_rank(name: str, size: int) -> None:
         torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT, HALF])
-@pytest.mark.parametrize("name", marked([name for name in SHARED if name != "lfm2"], ["llama", "olmo2", "glm4-moe"]))
+@pytest.mark.parametrize("dtype", [pytest.param(FLOAT, marks=pytest.mark.battery), HALF])
+@pytest.mark.parametrize("name", marked([name for name in SHARED if name != "lfm2"], ["llama", "glm4-moe"]))
 def test_exact_sums_have_the_same_bits_for_any_number_of_ranks(name: str, dtype: torch.dtype) -> None:
     config = config_of(name)
     check_exact(config, Packed, dtype)
 
 
-@pytest.mark.parametrize("scheme", marked(SCHEMES, ["int4"]))
+@pytest.mark.parametrize("scheme", marked(SCHEMES, []))
 def test_exact_sums_of_quantised_layers(scheme: str) -> None:
     own = SCHEMES[scheme]
     check_exact(config_of("llama", *_WIDE), Quantizing(Packed, HALF, own, own, own), HALF)
@@ -136,6 +152,41 @@ def test_whole_experts(name: str) -> None:
         for logits in logits_of_ranks(config, 4, kind, steps, whole_experts=True):
             torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
     check_exact(config, Packed, HALF, whole_experts=True)
+
+
+@pytest.mark.parametrize("name", marked([*CASES, *FLOATS], []))
+def test_layers_of_quantised_checkpoints(name: str) -> None:
+    config = config_of("llama", *_WIDE)
+    fields = {**CASES, **FLOATS}[name].fields
+    config = dataclasses.replace(config, published=json.dumps(fields.get("quantization_config", fields)))
+    kind, steps = published(config, Packed), steps_of(config)
+    assert isinstance(kind, Published)
+    whole = real(rank_logits(config, random_weights(config, kind), Shard(0, 1), steps))
+    for logits in logits_of_ranks(config, 2, kind, steps):
+        if "int8 by row" in name:  # a row is rounded by the largest of its values, and each rank has some of them
+            assert (real(logits) - whole).std() < 0.1 * whole.std()
+        else:
+            torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
+    check_exact(config, kind, HALF)
+
+
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        ["llama-biases", "starcoder2", "gpt-neox-in-turn", "qwen2", "mixtral", "gpt-oss", "glm4-moe", "granite-hybrid"],
+        ["gpt-neox-in-turn"],
+    ),
+)
+def test_ranks_of_a_checkpoint(name: str) -> None:
+    config = read_config(checkpoint(name))
+    steps = steps_of(config)
+
+    def take(config: ModelConfig, kind: LinearKind, dtype: torch.dtype) -> Any:
+        return loader.load_weights(checkpoint(name), config, dtype, CPU, kind)
+
+    whole = real(rank_logits(config, take(config, Dense, FLOAT), Shard(0, 1), steps))
+    for logits in logits_of_ranks(config, 2, Packed, steps, take=take):
+        torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
 
 
 # -- Adapters
@@ -213,7 +264,7 @@ def test_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
 
 
 def test_exact_sums_need_eight_parts() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with exact sums"):
+    with pytest.raises(ValueError, match="must be 1, 2, 4 or 8 with tensor_parallel_exact=True"):
         Shard(0, 16, exact=True)
     with pytest.raises(ValueError, match=r"multiple of 8: model\.layers.0.conv\.out_proj has 84"):
         taken("lfm2", 2, exact=True)

@@ -1,0 +1,123 @@
+"""Ranks and the engine's process end at any moment: who is left ends too, and says why."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from compiled_llm import AsyncCompiledEngine, CompiledEngine, SamplingParams
+from compiled_llm.scheduling.worker import WorkerFailedError
+from compiled_llm.server.engine_process import EngineServer
+from tests.parallel.test_rank_processes import SMALL
+
+LONG = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
+
+
+def ranks_here() -> list[psutil.Process]:
+    """The processes of ranks that this one has started and that run, in their order."""
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if any("spawn_main" in word for word in child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return sorted(found, key=lambda process: process.pid)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.1)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_is_killed_at_a_random_moment(seed: int) -> None:
+    """At its start, while it loads, between steps, in one."""
+    moment, rank = random.Random(seed).uniform(0, 20), seed % 2
+    ends = threading.Event()
+
+    def kill() -> None:
+        ends.wait(moment)
+        while not ends.is_set() and len(found := ranks_here()) < 2:
+            time.sleep(0.05)
+        if not ends.is_set():
+            found[rank].send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    before = set(os.listdir("/dev/shm"))
+    killer.start()
+    try:
+        with pytest.raises(WorkerFailedError, match=f"the process of rank {rank} ended with exit code -9"):  # noqa: PT012
+            engine = CompiledEngine(tensor_parallel_size=2, **SMALL)
+            while True:
+                engine.generate(["def", "import os"], LONG, use_tqdm=False)
+    finally:
+        ends.set()
+        killer.join()
+    assert not ranks_here()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.battery
+def test_ranks_end_with_the_process_of_the_engine() -> None:
+    program = (
+        "from compiled_llm import CompiledEngine, SamplingParams\n"
+        f"engine = CompiledEngine(tensor_parallel_size=2, **{SMALL})\n"
+        "print(*[process._process.pid for process in engine.runner.ranks], flush=True)\n"
+        "while True: engine.generate('def', SamplingParams(max_tokens=28, ignore_eos=True), use_tqdm=False)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = list(map(int, process.stdout.readline().split()))
+        assert len(pids) == 2
+        time.sleep(1)
+        process.kill()
+    wait_until_gone(pids)
+
+
+@pytest.mark.battery
+def test_an_async_engine_ends_with_a_rank() -> None:
+    async def run() -> None:
+        engine = AsyncCompiledEngine(tensor_parallel_size=2, **SMALL)
+        outputs = [output async for output in engine.generate("def", SamplingParams(max_tokens=2))]
+        assert outputs[-1].finished
+        ranks_here()[1].send_signal(signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="the process of rank 1 ended with exit code -9"):  # noqa: PT012
+            while True:
+                async for output in engine.generate("def", LONG):
+                    if output.outputs[0].finish_reason == "error":
+                        assert "rank 1" in str(output.outputs[0].stop_reason)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_the_servers_engine_ends_once_no_step_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the requests of the step that failed have their errors."""
+    steps = iter([WorkerFailedError("rank 1 hangs"), None])
+
+    def step() -> list[Any]:
+        if (error := next(steps)) is not None:
+            raise error
+        return []
+
+    runner = SimpleNamespace(device=SimpleNamespace(type="cuda"), num_threads=1)
+    engine: Any = SimpleNamespace(step=step, runner=runner)
+    server, sent = EngineServer(engine, SimpleNamespace(send=None), SimpleQueue()), list[Any]()  # type: ignore[arg-type]
+    monkeypatch.setattr(server, "_send_outputs", sent.append)
+    with pytest.raises(WorkerFailedError, match="rank 1 hangs"):
+        server._step()
+    assert sent == [[]]
