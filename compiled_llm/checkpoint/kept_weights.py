@@ -21,7 +21,7 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ class Layer(NamedTuple):
     places: tuple[Place, ...]
 
 
-def fields_of(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, files: Iterator[Path]) -> Fields:
+def fields_of(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, files: Iterable[Path]) -> Fields:
     """The key: all that decides which bytes a model's layers have. ``files``: those of the checkpoint."""
     return {
         "files": sorted(_identity(path) for path in {path.resolve() for path in files}),
@@ -103,9 +103,14 @@ def _own_code() -> str:
 
 
 class LayersWriter:
-    """Appends layers to an open file."""
+    """Appends layers to an open file.
+
+    Attributes:
+        errors: what rounding cost, to be said at later starts too: the fields of ``RowErrors``.
+    """
 
     def __init__(self, file: int) -> None:
+        self.errors: Sequence[Sequence[Any]] = ()
         self._file, self._end, self._synced = file, 0, 0
         self._layers: dict[str, Layer] = {}
 
@@ -133,7 +138,7 @@ class LayersWriter:
 
     def finish(self, fields: Fields) -> None:
         """Write what follows the layers. The file is whole then, and on the disk."""
-        content = json.dumps({"fields": fields, "layers": list(self._layers.values())}).encode()
+        content = json.dumps({"fields": fields, "errors": self.errors, "layers": [*self._layers.values()]}).encode()
         self._end = _aligned(self._end, _ALIGNMENT)
         digest = hashlib.sha256(content).digest()
         self._append(memoryview(content + _MAGIC + digest + len(content).to_bytes(8, "little")))
@@ -153,12 +158,15 @@ class KeptWeights:
 
     Attributes:
         layers: in the order of the file.
+        errors: as those of ``LayersWriter``.
         nbytes: of all layers.
         memory, descriptor: the whole file, mapped; and open, for reading ahead.
     """
 
-    def __init__(self, path: Path, descriptor: int, layers: tuple[Layer, ...]) -> None:
-        self.path, self.descriptor, self.layers = path, descriptor, layers
+    def __init__(
+        self, path: Path, descriptor: int, layers: tuple[Layer, ...], errors: Sequence[Sequence[Any]] = ()
+    ) -> None:
+        self.path, self.descriptor, self.layers, self.errors = path, descriptor, layers, errors
         self.nbytes = sum(layer.nbytes for layer in layers)
         self.memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._by_name = {layer.name: layer for layer in layers}
@@ -263,7 +271,7 @@ def opened(path: Path, fields: Fields | None = None) -> KeptWeights | None:
             raise ValueError("it is shorter than its layers")
         if fields is not None and parsed["fields"] != fields:
             raise ValueError("it is of other weights")
-        return KeptWeights(path, descriptor, layers)
+        return KeptWeights(path, descriptor, layers, parsed["errors"])
     except BaseException as error:
         os.close(descriptor)
         if not isinstance(error, ValueError):

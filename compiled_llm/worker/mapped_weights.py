@@ -12,6 +12,7 @@ from compiled_llm.checkpoint.kept_weights import KeptWeights, LayersWriter, fiel
 from compiled_llm.checkpoint.reader import OnBytes
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.rounding import RowErrors, errors_of
 
 
 def keeping(config: EngineConfig, device: torch.device, linears: LinearKind) -> LinearKind:
@@ -46,6 +47,7 @@ def map_weights(
         ValueError: as ``kept_weights`` and ``loader.load_weights``.
     """
     assert config.weights_path is not None
+    errors = errors_of(kind.plain)
     fields = _fields(config, model_config, directory, dtype)
 
     def write(file: LayersWriter) -> None:
@@ -54,9 +56,12 @@ def map_weights(
         )
         if _fields(config, model_config, directory, dtype) != fields:
             raise ValueError(f"{directory}: its files changed while they were read: start again")
+        file.errors = errors or ()
 
     path = Path(config.weights_path).expanduser()
     kind.file = found = kept_weights(path, config.weights_bytes, fields, size, write)
+    if errors is not None and not errors:
+        errors += (RowErrors(*one) for one in found.errors)
     return found
 
 

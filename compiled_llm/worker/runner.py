@@ -203,7 +203,8 @@ class ModelRunner(Worker):
                 return self._launch(output)
             with self.read_ahead.step():
                 step = self._launch(output)
-            self.times.disk_bytes = self.read_ahead.bytes_read
+            if self.read_ahead.plan.ahead_bytes:
+                self.times.disk_bytes = self.read_ahead.bytes_read
             return step
 
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
