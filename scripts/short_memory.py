@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import own_checkout  # noqa: F401
+import own_checkout
 
 from compiled_llm.system.resources import memory_groups
 

@@ -35,7 +35,7 @@ from compiled_llm.worker import exactness
 from compiled_llm.worker.device import STEP_DEFAULTS, resolve_device, use_device
 from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_trees import with_drafts
-from compiled_llm.worker.mapped_weights import keeping
+from compiled_llm.worker.mapped_weights import keeping, verified
 from compiled_llm.worker.memory import (
     StartMemory,
     check_room_for_weights,
@@ -107,6 +107,8 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
             f"{len(files)} of {size:,.1f} MiB together; their tensors have the names and shapes of the family",
         )
         yield from notes
+    if are_mapped:
+        yield "kept weights", verified(config, made, directory, dtype)
     yield "exact bits", exactness.described(exactness.obstacles(config, device, linears, made))
 
     draft_bytes = 0

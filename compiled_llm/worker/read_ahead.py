@@ -223,7 +223,7 @@ def _resident(address: int, size: int) -> int:
     pages = (ctypes.c_ubyte * -(-size // _PAGE))()
     if _c_library().mincore(address // _PAGE * _PAGE, size, pages) != 0:
         raise OSError(ctypes.get_errno(), "mincore")
-    return int((np.frombuffer(pages, np.uint8) & 1).sum()) * _PAGE
+    return int((np.frombuffer(memoryview(pages), np.uint8) & 1).sum()) * _PAGE
 
 
 def _bytes_read() -> int:

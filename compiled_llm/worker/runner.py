@@ -356,9 +356,7 @@ class ModelRunner(Worker):
         draft_ops = [] if self._draft is None or self.device.type != "cpu" else self._draft.cpu_ops()
         return start_builds(config, self.device, self.model_config, *sizes, self._taken, progress, target, draft_ops)
 
-    def _load_weights(
-        self, config: EngineConfig, directory: Path, progress: StartProgress, memory: StartMemory
-    ) -> Any:
+    def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress, memory: StartMemory) -> Any:
         say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
@@ -375,8 +373,8 @@ class ModelRunner(Worker):
             else:
                 others = "" if self._draft is None else prefix_of(self._draft.model_config)
                 if isinstance(self._kept, Keeping):
-                    size = num_bytes(description.weights)
-                    map_weights(self._kept, config, self.model_config, directory, self.dtype, size, stage.advance, others)
+                    size, what = num_bytes(description.weights), (self._kept, config, self.model_config, directory)
+                    map_weights(*what, self.dtype, size, stage.advance, others)
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
         if isinstance(self._taken, Adaptable):

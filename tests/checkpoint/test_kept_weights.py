@@ -1,4 +1,4 @@
-"""Layers in a file are to the bit those of the checkpoint, and what is not whole or of other weights is not believed."""
+"""Layers in a file are those of the checkpoint to the bit; what is not whole or of other weights is not believed."""
 
 import json
 import os

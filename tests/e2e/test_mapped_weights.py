@@ -1,4 +1,4 @@
-"""Engines whose weights lie in a file: the same tokens and log-probabilities, also where memory has no room for them."""
+"""Engines whose weights lie in a file give the same answers, also where memory has no room for them."""
 
 import functools
 from pathlib import Path
@@ -89,14 +89,25 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     checked(tmp_path, model=str(path), dtype="bfloat16").close()
 
 
+@pytest.mark.battery
 @pytest.mark.usefixtures("little_memory")
-def test_in_a_process_of_its_own_and_while_it_compiles(tmp_path: Path) -> None:
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     checked(tmp_path, model_process=True).close()
 
 
-def test_check_counts_what_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reads_what_is_kept(tmp_path: Path) -> None:
     config = EngineConfig(**SIZES, weights_path=str(tmp_path))
-    assert "room" in dict(look_at(config))
+    rows = dict(look_at(config))
+    assert "the next start packs and keeps them" in rows["kept weights"]
+    assert "room" in rows
+    with CompiledEngine(**SIZES, weights_path=str(tmp_path), enforce_eager=True, progress="off"):
+        pass
+    assert "all of it as it was written" in dict(look_at(config))["kept weights"]
+    (path,) = tmp_path.iterdir()
+    with path.open("r+b") as file:
+        file.write(bytes(range(1, 200)))
+    with pytest.raises(ValueError, match="is not what was written"):
+        dict(look_at(config))
 
 
 @pytest.mark.parametrize(

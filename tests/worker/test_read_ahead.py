@@ -89,7 +89,8 @@ def test_a_thread_reads_ahead_of_steps_and_drops_behind(weights: KeptWeights) ->
                             assert weights.memory[piece.offset + piece.nbytes // 2] == int(layer.name)
                     time.sleep(0.004)
             wait_for(lambda: any(not resident(weights, piece) for piece in passing))
-        wait_for(lambda: sum(piece.nbytes for piece in passing if resident(weights, piece)) <= 2 * reader.plan.ahead_bytes)
+        most = 2 * reader.plan.ahead_bytes
+        wait_for(lambda: sum(piece.nbytes for piece in passing if resident(weights, piece)) <= most)
     finally:
         reader.close()
 
