@@ -6,7 +6,6 @@ The group is below this process's own, of version 1 or 2 of control groups, and 
 group that was delegated). It counts the page cache as well, and nothing in it is swapped out.
 """
 
-import argparse
 import contextlib
 import os
 import subprocess
@@ -14,8 +13,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import own_checkout  # noqa: F401
+import own_checkout
 
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.system.resources import memory_groups
 
 
@@ -52,7 +52,7 @@ def run(command: Sequence[str], size: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = FlagParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, required=True, help="memory, MiB")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()

@@ -303,12 +303,8 @@ class EngineStats:
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """Counts and times since ``earlier``; what is a state, or a peak, stays that of now."""
         now, then = dataclasses.asdict(self), dataclasses.asdict(earlier)
-        states = {
-            "num_waiting",
-            "num_running",
-            "disk_bytes_per_second",
-            *(name for name in now if name.endswith(("_blocks", "_slots"))),
-        }
+        states = {"num_waiting", "num_running", "disk_bytes_per_second"}
+        states |= {name for name in now if name.endswith(("_blocks", "_slots"))}
         return EngineStats(**{name: now[name] if name in states else _less(now[name], then[name]) for name in now})
 
     @property

@@ -21,7 +21,7 @@ import os
 import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +42,10 @@ _ALIGNMENT = max(4096, mmap.PAGESIZE)  # of layers smaller than a huge page; ten
 _SYNCED = 256 << 20  # bytes written between two syncs: what waits to be written takes memory
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("models/**/*.py", "ops/linear/*.py", "ops/linear/*pack*", "ops/native.py", "checkpoint/**/*.py")
-_ARGUMENTS = ("quantization", "quantization_group_size", "quantization_skip", "quantization_head")
-_ARGUMENTS += ("quantization_embedding", "quantization_activations", "exact", "model_impl")
+_ARGUMENTS = (
+    *("quantization", "quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding"),
+    *("quantization_activations", "exact", "model_impl"),
+)
 
 Fields = Mapping[str, Any]
 
@@ -75,7 +77,7 @@ class Layer(NamedTuple):
     places: tuple[Place, ...]
 
 
-def fields_of(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, files: Iterator[Path]) -> Fields:
+def fields_of(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, files: Iterable[Path]) -> Fields:
     """The key: all that decides which bytes a model's layers have. ``files``: those of the checkpoint."""
     return {
         "files": sorted(_identity(path) for path in {path.resolve() for path in files}),
@@ -103,19 +105,22 @@ def _own_code() -> str:
 
 
 class LayersWriter:
-    """Appends layers to an open file."""
+    """Appends layers to an open file.
+
+    Attributes:
+        errors: what rounding cost, to be said at later starts too: the fields of ``RowErrors``.
+    """
 
     def __init__(self, file: int) -> None:
+        self.errors: Sequence[Sequence[Any]] = ()
         self._file, self._end, self._synced = file, 0, 0
         self._layers: dict[str, Layer] = {}
 
     def layer(self, name: str, role: str, tree: Any) -> Any:
         """Write a layer's tensors, and return the layer without them, on the device "meta"."""
         assert name not in self._layers, f"{name} is taken twice"
-        sizes = list[int]()
-        with_tensors(tree, lambda tensor: sizes.append(tensor.nbytes) or tensor)
         # In between is nothing, which takes no room on the disk.
-        begin = self._end = _aligned(self._end, _HUGE_PAGE if sum(sizes) >= _HUGE_PAGE else _ALIGNMENT)
+        begin = self._end = _aligned(self._end, _HUGE_PAGE if _size_of(tree) >= _HUGE_PAGE else _ALIGNMENT)
         hashed, places = hashlib.sha256(), list[Place]()
 
         def write(tensor: Tensor) -> Tensor:
@@ -133,7 +138,7 @@ class LayersWriter:
 
     def finish(self, fields: Fields) -> None:
         """Write what follows the layers. The file is whole then, and on the disk."""
-        content = json.dumps({"fields": fields, "layers": list(self._layers.values())}).encode()
+        content = json.dumps({"fields": fields, "errors": self.errors, "layers": [*self._layers.values()]}).encode()
         self._end = _aligned(self._end, _ALIGNMENT)
         digest = hashlib.sha256(content).digest()
         self._append(memoryview(content + _MAGIC + digest + len(content).to_bytes(8, "little")))
@@ -153,12 +158,15 @@ class KeptWeights:
 
     Attributes:
         layers: in the order of the file.
+        errors: as those of ``LayersWriter``.
         nbytes: of all layers.
         memory, descriptor: the whole file, mapped; and open, for reading ahead.
     """
 
-    def __init__(self, path: Path, descriptor: int, layers: tuple[Layer, ...]) -> None:
-        self.path, self.descriptor, self.layers = path, descriptor, layers
+    def __init__(
+        self, path: Path, descriptor: int, layers: tuple[Layer, ...], errors: Sequence[Sequence[Any]] = ()
+    ) -> None:
+        self.path, self.descriptor, self.layers, self.errors = path, descriptor, layers, errors
         self.nbytes = sum(layer.nbytes for layer in layers)
         self.memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._by_name = {layer.name: layer for layer in layers}
@@ -209,9 +217,8 @@ def kept_weights(
     Raises:
         ValueError: others may write to the directory, or the file cannot be written or has no room.
     """
-    fields = json.loads(json.dumps(fields))
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
-    path, part = directory / f"{digest}.weights", directory / f"{digest}.part"
+    path = path_of(directory, fields)
+    part = path.with_suffix(".part")
     try:
         make_directory(directory)
         check_trusted(directory, "weights_path", "weights are not mapped")
@@ -242,6 +249,11 @@ def kept_weights(
         raise ValueError(f"weights_path: {directory} cannot keep the weights: {error}") from error
 
 
+def path_of(directory: Path, fields: Fields) -> Path:
+    """Where ``kept_weights`` keeps the file of a key."""
+    return directory / f"{hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]}.weights"
+
+
 def opened(path: Path, fields: Fields | None = None) -> KeptWeights | None:
     """The file, mapped, if it is there and whole and has this key; of a damaged one a warning tells."""
     try:
@@ -261,9 +273,9 @@ def opened(path: Path, fields: Fields | None = None) -> KeptWeights | None:
         layers = tuple(_layer(*one) for one in parsed["layers"])
         if any(not 0 <= layer.offset <= layer.offset + layer.nbytes <= size - _END - length for layer in layers):
             raise ValueError("it is shorter than its layers")
-        if fields is not None and parsed["fields"] != fields:
+        if fields is not None and parsed["fields"] != json.loads(json.dumps(fields)):
             raise ValueError("it is of other weights")
-        return KeptWeights(path, descriptor, layers)
+        return KeptWeights(path, descriptor, layers, parsed["errors"])
     except BaseException as error:
         os.close(descriptor)
         if not isinstance(error, ValueError):
@@ -324,11 +336,18 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
 
 
+def _size_of(tree: Any) -> int:
+    """Bytes of a tree's tensors."""
+    if isinstance(tree, Tensor):
+        return tree.nbytes
+    return sum(map(_size_of, tree)) if isinstance(tree, tuple) else 0
+
+
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory from its first element to its last."""
     size = _span(tuple(tensor.shape), tensor.stride())
     flat = tensor.as_strided((size,), (1,), tensor.storage_offset())
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

@@ -35,7 +35,7 @@ from compiled_llm.worker import exactness
 from compiled_llm.worker.device import STEP_DEFAULTS, resolve_device, use_device
 from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_trees import with_drafts
-from compiled_llm.worker.mapped_weights import keeping
+from compiled_llm.worker.mapped_weights import keeping, verified
 from compiled_llm.worker.memory import (
     StartMemory,
     check_room_for_weights,
@@ -107,6 +107,8 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
             f"{len(files)} of {size:,.1f} MiB together; their tensors have the names and shapes of the family",
         )
         yield from notes
+    if are_mapped:
+        yield "kept weights", verified(config, made, directory, dtype)
     yield "exact bits", exactness.described(exactness.obstacles(config, device, linears, made))
 
     draft_bytes = 0
@@ -122,20 +124,18 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     sizes = PoolSizes.of(made, cache_dtypes, limits, dtype, 0 if drafter is None else drafter.token_bytes)
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(made, cache_dtypes, dtype)}{state}"
-    where = "GPU" if device.type == "cuda" else "machine"
-    yield (
-        "memory",
-        f"{free_bytes(device) / 2**30:,.1f} GiB of the {where}'s {total_bytes(device) / 2**30:,.1f} are free",
-    )
+    yield "memory", _free(device)
     how_much = description.weights, linears, config, served, directory, device, dtype
     check_room_for_weights(*how_much, are_mapped=are_mapped)
     activations = estimated_activations(made, limits, dtype, linears)
     memory = StartMemory(config, limits, device, sizes, kv_cache.num_tensors(made, cache_dtypes), activations)
-    if are_mapped:
-        memory.share_with_mapped(num_bytes(tuple(linear_layers(description.weights))))
-        weight_bytes -= num_bytes(tuple(linear_layers(description.weights)))
-    memory.check(weight_bytes + draft_bytes)
-    yield "room", _room(memory, limits, made)
+    mapped = num_bytes(tuple(linear_layers(description.weights))) if are_mapped else 0
+    yield "room", _room(memory, limits, made, weight_bytes + draft_bytes, mapped)
+
+
+def _free(device: torch.device) -> str:
+    where = "GPU" if device.type == "cuda" else "machine"
+    return f"{free_bytes(device) / 2**30:,.1f} GiB of the {where}'s {total_bytes(device) / 2**30:,.1f} are free"
 
 
 def _sizes(made: ModelConfig) -> str:
@@ -181,8 +181,15 @@ def _of_sampling(directory: Path, limits: EngineLimits) -> Iterator[tuple[str, s
     yield from _with_notes(lambda: warn_of_unserved(directory, limits.max_model_len))[1]
 
 
-def _room(memory: StartMemory, limits: EngineLimits, made: ModelConfig) -> str:
-    """How long a request may be, and how many of the longest ones run at once."""
+def _room(memory: StartMemory, limits: EngineLimits, made: ModelConfig, to_load: int, mapped: int) -> str:
+    """How long a request may be, and how many of the longest ones run at once.
+
+    Args:
+        to_load: bytes of weights; mapped: of these, bytes in a file.
+    """
+    if mapped:
+        memory.share_with_mapped(mapped)
+    memory.check(to_load - mapped)
     most = memory.longest_request()
     longest = min(most, made.max_position_embeddings)
     fits = f"max_model_len may be up to {longest:,}"

@@ -90,7 +90,10 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
 
 def _with_mode(parser: FlagParser, arguments: Sequence[str] | None, args: argparse.Namespace) -> argparse.Namespace:
     """The arguments once more, with those of ``args.mode`` where no flag gives others."""
-    of_mode = mode_arguments(args.mode, _device_type(args.device))
+    with parser.ending_errors():
+        of_mode = mode_arguments(args.mode, _device_type(args.device))
+    if args.mode == "throughput-offload" and args.weights_path is None:
+        parser.error("--mode throughput-offload needs --weights-path DIR, from which weights are read for each step")
     parser.set_defaults(**of_mode)
     args = parser.parse_args(arguments)
     set_by_mode = {name: value for name, value in of_mode.items() if getattr(args, name) == value}

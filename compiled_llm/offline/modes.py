@@ -6,7 +6,7 @@ A mode sets sizes alone, so it changes no result. What rounds weights or the KV 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-MODES = ("low-latency", "balanced", "high-throughput")
+MODES = ("low-latency", "balanced", "high-throughput", "throughput-offload")
 
 # By mode and device. The sizes of a GPU follow from how its steps are recorded, and were not measured on one.
 _SIZES: dict[str, dict[str, dict[str, Any]]] = {
@@ -19,6 +19,8 @@ _SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "cpu": {"bucket_sizes": (1, 8, 32, 64, 128), "max_num_batched_tokens": 2048},
         "cuda": {"bucket_sizes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), "max_num_batched_tokens": 8192},
     },
+    # A step reads each layer from disk once, whatever its size: as many tokens as the KV pool allows share that.
+    "throughput-offload": {"cpu": {"bucket_sizes": (1, 32, 128, 512), "max_num_batched_tokens": 8192}},
 }
 # What makes the steps of most models faster and changes results a little: named to the user, and never set by a mode.
 _FASTER_FLAGS = {"quantization": "int8_w8a8", "kv_cache_dtype": "int8"}
@@ -29,9 +31,18 @@ def mode_arguments(mode: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
 
     Args:
         mode: "low-latency": few requests at once and small steps, so that each token comes soon; "high-throughput":
-            many requests at once and large steps; "balanced": in between.
+            many requests at once and large steps; "throughput-offload": the largest ones, for weights on a disk
+            (``weights_path``) that memory has no room for; "balanced": in between.
         device: what the engine runs on.
+
+    Raises:
+        ValueError: the mode is not for this device.
     """
+    if device not in _SIZES[mode]:
+        raise ValueError(
+            f"--mode must be another on a GPU, given {mode}: weights are read from disk for steps of a CPU alone "
+            "(--device cpu)"
+        )
     return dict(_SIZES[mode][device])
 
 

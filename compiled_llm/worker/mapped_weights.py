@@ -8,10 +8,19 @@ import torch
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.keeping import Keeping
-from compiled_llm.checkpoint.kept_weights import KeptWeights, LayersWriter, fields_of, kept_weights
+from compiled_llm.checkpoint.kept_weights import (
+    KeptWeights,
+    LayersWriter,
+    fields_of,
+    kept_weights,
+    opened,
+    path_of,
+)
 from compiled_llm.checkpoint.reader import OnBytes
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.rounding import RowErrors, errors_of
+from compiled_llm.ops.trusted_paths import check_trusted
 
 
 def keeping(config: EngineConfig, device: torch.device, linears: LinearKind) -> LinearKind:
@@ -45,7 +54,7 @@ def map_weights(
     Raises:
         ValueError: as ``kept_weights`` and ``loader.load_weights``.
     """
-    assert config.weights_path is not None
+    errors = errors_of(kind.plain)
     fields = _fields(config, model_config, directory, dtype)
 
     def write(file: LayersWriter) -> None:
@@ -54,10 +63,33 @@ def map_weights(
         )
         if _fields(config, model_config, directory, dtype) != fields:
             raise ValueError(f"{directory}: its files changed while they were read: start again")
+        file.errors = errors or ()
 
-    path = Path(config.weights_path).expanduser()
-    kind.file = found = kept_weights(path, config.weights_bytes, fields, size, write)
+    kind.file = found = kept_weights(_directory(config), config.weights_bytes, fields, size, write)
+    if errors is not None and not errors:
+        errors += (RowErrors(*one) for one in found.errors)
     return found
+
+
+def verified(config: EngineConfig, model_config: ModelConfig, directory: Path, dtype: torch.dtype) -> str:
+    """What is kept of a model, in words: all of it is read and compared with its digests.
+
+    Raises:
+        ValueError: it is not what was written, or others may write to the directory.
+    """
+    path = path_of(_directory(config), fields := _fields(config, model_config, directory, dtype))
+    if not path.exists():
+        return f"none in {path.parent} yet: the next start packs and keeps them"
+    check_trusted(path.parent, "weights_path", "weights are not mapped")
+    if (found := opened(path, fields)) is None:
+        return f"damaged ones were removed from {path.parent}: the next start packs and keeps them"
+    found.verify()
+    return f"{path}, {found.nbytes / 2**20:,.1f} MiB, all of it as it was written"
+
+
+def _directory(config: EngineConfig) -> Path:
+    assert config.weights_path is not None
+    return Path(config.weights_path).expanduser()
 
 
 def _fields(config: EngineConfig, model_config: ModelConfig, directory: Path, dtype: torch.dtype) -> Any:

@@ -161,9 +161,9 @@ class StartMemory:
         config, pool, limits = self._config, self._pool, self._limits
         before = free_memory()
         self._before_mapped = before, _Use.without_files().used
-        free = before - self._host_reserve() - self._estimate
+        free = before - self._host_reserve() - int(_MARGIN * self._estimate)
         if config.num_kv_blocks is not None:
-            left = free * 7 // 8 - pool.bytes_of(config.num_kv_blocks) - pool.block_bytes
+            left = free * 7 // 8 - pool.bytes_of(config.num_kv_blocks) - 2 * pool.block_bytes
         elif config.kv_cache_memory_bytes is not None:
             left = free * 7 // 8 - config.kv_cache_memory_bytes
         else:  # a pool takes less than half of what it is left

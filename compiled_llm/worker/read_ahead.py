@@ -13,11 +13,14 @@ page table at once: that took a seventh of the processor time that POSIX_FADV_WI
 import contextlib
 import ctypes
 import functools
+import itertools
 import mmap
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +72,7 @@ class Plan(NamedTuple):
         size = sum(layer.nbytes for layer in whole)
         in_part = sum(layer.nbytes for layer in layers) - size
         room = budget if size + in_part <= budget else max(budget - in_part, budget // 2)
-        ahead = 0 if size <= room else min(_MOST_AHEAD, room // 4)
+        ahead = 0 if size <= room else max(block, min(_MOST_AHEAD, room // 4))
         may_pass = sum(nbytes for *_, nbytes in cuts if nbytes == block)
         share = min(1.0, (size - room + ahead) / max(1, may_pass)) if ahead else 0.0
         pieces, owed = list[Piece](), 0.0
@@ -90,20 +93,20 @@ class ReadAhead:
 
     Attributes:
         weights, plan: what it reads.
-        bytes_read: from disk, since the start.
         disk_bytes_per_second: what the disk gives one reader that reads on and on past the page cache; 0 where all
             weights stay, or where the system does not tell.
     """
 
     def __init__(self, weights: KeptWeights, budget: int, block: int = BLOCK_BYTES) -> None:
         self.weights, self.plan = weights, Plan.of(weights.layers, budget, block)
-        self.bytes_read = 0
+        self._read_before = _bytes_read()
         self.disk_bytes_per_second = _disk_rate(weights) if self.plan.ahead_bytes else 0.0
         self._in_step, self._closed = threading.Event(), threading.Event()
         self._in_step.set()  # until steps are told
         self._scratch = bytearray(0)
         # Pieces, counted on from one step to the next: the first that a step may still need, the next to be read.
-        self._first = self._next = self._held = 0
+        self._first = self._next = 0
+        self._passing_before = [0, *itertools.accumulate(piece.nbytes * piece.passes for piece in self.plan.pieces)]
         # Of each layer with pieces that pass: its number, and these.
         passing: dict[int, list[int]] = {}
         for place, piece in enumerate(self.plan.pieces):
@@ -132,6 +135,11 @@ class ReadAhead:
             self._in_step.clear()
 
     @property
+    def bytes_read(self) -> int:
+        """Bytes that this process has read from disks since the start, by this thread or by steps."""
+        return _bytes_read() - self._read_before
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of the weights that are in memory now, whoever read them."""
         return min(self.weights.nbytes, _resident(self.weights.address, len(self.weights.memory)))
@@ -147,18 +155,21 @@ class ReadAhead:
 
     def _read_next(self) -> bool:
         """See to the next piece; False if there is no room for it."""
-        pieces, most = self.plan.pieces, self.plan.ahead_bytes
+        pieces = self.plan.pieces
         piece = pieces[self._next % len(pieces)]
-        if self._next - self._first == len(pieces):
+        held = self._passing_until(self._next) - self._passing_until(self._first)
+        is_full = piece.passes and held and held + piece.nbytes > self.plan.ahead_bytes
+        if is_full or self._next - self._first >= len(pieces):
             return False
-        if piece.passes:
-            if self._held and self._held + piece.nbytes > most:
-                return False
-            self._held += piece.nbytes
         if not _resident(self.weights.address + piece.offset, _PAGE):
             self._read(piece)
         self._next += 1
         return True
+
+    def _passing_until(self, number: int) -> int:
+        """Bytes of the pieces that pass, of those before ``number``."""
+        turn, place = divmod(number, len(self.plan.pieces))
+        return turn * self._passing_before[-1] + self._passing_before[place]
 
     def _read(self, piece: Piece) -> None:
         """Bring it into the page cache. The page table forgets it, until a step touches it."""
@@ -167,7 +178,6 @@ class ReadAhead:
         else:  # an older kernel
             self._scratch = self._scratch if len(self._scratch) >= piece.nbytes else bytearray(piece.nbytes)
             os.preadv(self.weights.descriptor, [memoryview(self._scratch)[: piece.nbytes]], piece.offset)
-        self.bytes_read += piece.nbytes
 
     def _follow(self, page_table: int) -> None:
         """Drop what a step has left behind."""
@@ -183,8 +193,10 @@ class ReadAhead:
                 if piece.passes:
                     self.weights.memory.madvise(mmap.MADV_DONTNEED, piece.offset, piece.nbytes)
                     os.posix_fadvise(self.weights.descriptor, piece.offset, piece.nbytes, os.POSIX_FADV_DONTNEED)
-                    self._held -= piece.nbytes if number < self._next else 0
-            self._first, self._next = begin, max(self._next, begin)
+            self._first = begin
+            if self._next <= begin:  # the step is faster: it reads this layer, and the next one is read for it
+                turn, layer = divmod(self._at + 1, count)
+                self._next = turn * len(pieces) + self._layers[layer][0]
             return
 
     def _is_touched(self, page_table: int, piece: Piece) -> bool:
@@ -211,7 +223,12 @@ def _resident(address: int, size: int) -> int:
     pages = (ctypes.c_ubyte * -(-size // _PAGE))()
     if _c_library().mincore(address // _PAGE * _PAGE, size, pages) != 0:
         raise OSError(ctypes.get_errno(), "mincore")
-    return int((np.frombuffer(pages, np.uint8) & 1).sum()) * _PAGE
+    return int((np.frombuffer(memoryview(pages), np.uint8) & 1).sum()) * _PAGE
+
+
+def _bytes_read() -> int:
+    found = re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _whole_pages(size: int) -> int:

@@ -213,7 +213,8 @@ class ModelRunner(Worker):
                 return self._launch(output)
             with self.read_ahead.step():
                 step = self._launch(output)
-            self.times.disk_bytes = self.read_ahead.bytes_read
+            if self.read_ahead.plan.ahead_bytes:
+                self.times.disk_bytes = self.read_ahead.bytes_read
             return step
 
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
@@ -470,10 +471,8 @@ class ModelRunner(Worker):
             else:
                 others = "" if self._draft is None else prefix_of(self._draft.model_config)
                 if isinstance(self._kept, Keeping):
-                    size = num_bytes(description.weights)
-                    map_weights(
-                        self._kept, config, self.model_config, directory, self.dtype, size, stage.advance, others
-                    )
+                    size, what = num_bytes(description.weights), (self._kept, config, self.model_config, directory)
+                    map_weights(*what, self.dtype, size, stage.advance, others)
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
         if isinstance(self._taken, Adaptable):

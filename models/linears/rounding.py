@@ -42,6 +42,12 @@ def row_errors(layer: str, weight: QuantizedWeight, start: int, rows: Tensor, fo
     return RowErrors(layer, float((kept - given).double().square().sum()), float(given.double().square().sum()))
 
 
+def errors_of(kind: LinearKind) -> list[RowErrors] | None:
+    """Where ``kind`` notes them; None where it rounds nothing."""
+    found: list[RowErrors] | None = getattr(kind, "errors", None)
+    return errors_of(kind.plain) if found is None and hasattr(kind, "plain") else found
+
+
 def rounding_of(kind: LinearKind) -> Rounding | None:
     """Of the layers that ``kind`` has rounded; None where there are none."""
     found: Sequence[RowErrors] = getattr(kind, "errors", ())

@@ -158,6 +158,11 @@ NOT_RUN = (
     NotRun(_COMMAND + r" quantize .*", "tests/quantizing/test_quantize.py runs it", parse_command),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_command),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_command),
+    NotRun(
+        _PYTHON + r" scripts/short_memory\.py\b.*",
+        "may need root; tests/scripts/test_short_memory.py runs it",
+        parse_command,
+    ),
     NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_command),
 )  # fmt: skip
 # Run with -m battery; else checked only.
@@ -174,7 +179,7 @@ EXPENSIVE = (
     r"compiled-llm batch --bucket-sizes 1,8,32",
     r"compiled-llm batch --input requests\.jsonl .*",
     r"printf [^|]*\| compiled-llm (generate|chat) .*",
-    r"compiled-llm generate \"[^\"]*\"( --max-tokens .*)?",
+    r"compiled-llm generate \"[^\"]*\"( --max-tokens .*| --model DIR --weights-path KEPT)?",
     _COMMAND + r" report perplexity\b.*",
 )
 

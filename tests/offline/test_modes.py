@@ -14,14 +14,18 @@ from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.manifest import DECIDING
 from compiled_llm.offline.modes import MODES, as_flags, mode_arguments
 
+EVERY = [
+    (mode, device) for mode in MODES for device in ("cpu", "cuda") if (mode, device) != ("throughput-offload", "cuda")
+]
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("mode", MODES)
+
+@pytest.mark.parametrize(("mode", "device"), EVERY)
 def test_the_flags_of_a_mode_are_the_mode(mode: str, device: str) -> None:
     arguments = mode_arguments(mode, device)  # type: ignore[arg-type]
-    by_mode = parse_arguments("batch", ["--device", device, "--mode", mode])
-    assert engine_config(by_mode) == EngineConfig(device=device, **arguments)
-    by_flags = parse_arguments("batch", ["--device", device, *as_flags(arguments).split()])
+    more = ["--weights-path", "w"] if mode == "throughput-offload" else []
+    by_mode = parse_arguments("batch", ["--device", device, "--mode", mode, *more])
+    assert engine_config(by_mode) == EngineConfig(device=device, weights_path="w" if more else None, **arguments)
+    by_flags = parse_arguments("batch", ["--device", device, *as_flags(arguments).split(), *more])
     assert engine_config(by_flags) == engine_config(by_mode)
     assert by_flags.mode_text is None
     assert by_mode.mode_text.splitlines()[0] == f"--mode {mode}: {as_flags(arguments) or 'as without it'}"
@@ -35,8 +39,20 @@ def test_modes_differ_in_the_way_that_their_names_say(device: str) -> None:
     assert mode_arguments("balanced", device) == {}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("mode", MODES)
+def test_steps_that_read_weights_from_disk_are_those_of_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    offload = ["--mode", "throughput-offload"]
+    for flags, said in (
+        (["--device", "cpu"], "throughput-offload needs --weights-path DIR"),
+        (["--device", "cuda", "--weights-path", "w"], "--mode must be another on a GPU"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments("batch", [*flags, *offload])
+        assert said in capsys.readouterr().err
+    sizes, usual = (mode_arguments(mode, "cpu") for mode in ("throughput-offload", "high-throughput"))
+    assert sizes["max_num_batched_tokens"] > usual["max_num_batched_tokens"]
+
+
+@pytest.mark.parametrize(("mode", "device"), EVERY)
 def test_a_mode_sets_nothing_that_decides_tokens(mode: str, device: str) -> None:
     """Of the engine arguments, those that a run may not change when it goes on."""
     assert not mode_arguments(mode, device).keys() & set(DECIDING)  # type: ignore[arg-type]
