@@ -129,9 +129,10 @@ class EngineCore:
             completion.last_token_time = None
 
     def drain(self) -> None:
-        """Wait for the steps that the device works on, and drop their results."""
+        """Wait for the steps that the device works on. What they sampled is seen by nobody."""
         while self.launched:
-            self.worker.collect(self.launched.popleft()[1])
+            output, launched = self.launched.popleft()
+            self.scheduler.update(output, self.worker.collect(launched))
 
     def move_blocks(self) -> bool:
         """Run a step without requests, if blocks are still on their way to the disk. Returns whether some are then.
@@ -139,7 +140,7 @@ class EngineCore:
         No request may be unfinished.
         """
         tiers = self.scheduler.tiers
-        if tiers is None or not tiers.is_moving or self.launched:
+        if tiers is None or not tiers.is_moving or self.scheduler.in_flight:
             return False
         output = self.scheduler.move_files(_MOVING_SECONDS)
         try:
