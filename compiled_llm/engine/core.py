@@ -329,6 +329,7 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSour
         swap_pool=BlockPool(facts.num_swap_blocks, states=StatePool(facts.num_swap_slots)),
         tier_rows=range(facts.num_swap_blocks + 1, facts.num_swap_blocks + facts.num_tier_blocks + 1),
         on_disk=facts.blocks_on_disk,
+        row_bytes=facts.host_block_bytes,
         preemption_mode=config.preemption_mode,
         policy=config.scheduling_policy,
         target_itl_ms=config.target_itl_ms,

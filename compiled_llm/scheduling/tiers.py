@@ -22,6 +22,7 @@ from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutputBuilder
 from compiled_llm.scheduling.worker import FileResult
 
+_BYTES_A_SECOND = 200e6  # of reading files, until some were read: a slow disk's
 _LATE = 4.0  # a file is late after so many times its estimate
 _MOST_IDLE_WAIT = 0.02  # seconds that a step without requests waits for a file: new requests wait as long
 
@@ -91,6 +92,7 @@ class KVTiers:
     Args:
         rows: of host memory.
         on_disk: digests of the blocks that have a file; None: there is no disk.
+        block_bytes: of a row.
 
     Attributes:
         counts: what was moved, and why not.
@@ -101,7 +103,13 @@ class KVTiers:
     least_wait = 0.25
 
     def __init__(
-        self, pool: BlockPool, rows: Sequence[int], block_size: int, costs: StepCosts, on_disk: Iterable[bytes] | None
+        self,
+        pool: BlockPool,
+        rows: Sequence[int],
+        block_size: int,
+        costs: StepCosts,
+        on_disk: Iterable[bytes] | None,
+        block_bytes: int = 0,
     ) -> None:
         self.pool, self.block_size = pool, block_size
         self.num_rows, self.has_disk = len(rows), on_disk is not None
@@ -123,7 +131,7 @@ class KVTiers:
         self._waits: dict[Request, _Wait] = {}
         self._fetched: dict[Request, _Wait] = {}  # those that need not wait any more, until they are admitted
         self._copy_seconds = costs.swap_seconds  # of a block, a moving average, as these; 0: not measured
-        self._read_seconds = self._token_seconds = 0.0
+        self._read_seconds, self._token_seconds = block_bytes / _BYTES_A_SECOND, 0.0
         self._resets_files = False
         if self.num_rows:
             pool.on_evict = self.store
