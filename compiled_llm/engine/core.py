@@ -129,9 +129,10 @@ class EngineCore:
             completion.last_token_time = None
 
     def drain(self) -> None:
-        """Wait for the steps that the device works on, and drop their results."""
+        """Wait for the steps that the device works on. What they sampled is seen by nobody."""
         while self.launched:
-            self.worker.collect(self.launched.popleft()[1])
+            output, launched = self.launched.popleft()
+            self.scheduler.update(output, self.worker.collect(launched))
 
     def move_blocks(self) -> bool:
         """Run a step without requests, if blocks are still on their way to the disk. Returns whether some are then.
@@ -139,7 +140,7 @@ class EngineCore:
         No request may be unfinished.
         """
         tiers = self.scheduler.tiers
-        if tiers is None or not tiers.is_moving or self.launched:
+        if tiers is None or not tiers.is_moving or self.scheduler.in_flight:
             return False
         output = self.scheduler.move_files(_MOVING_SECONDS)
         try:
@@ -328,6 +329,7 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: DraftSour
         swap_pool=BlockPool(facts.num_swap_blocks, states=StatePool(facts.num_swap_slots)),
         tier_rows=range(facts.num_swap_blocks + 1, facts.num_swap_blocks + facts.num_tier_blocks + 1),
         on_disk=facts.blocks_on_disk,
+        row_bytes=facts.host_block_bytes,
         preemption_mode=config.preemption_mode,
         policy=config.scheduling_policy,
         target_itl_ms=config.target_itl_ms,

@@ -54,6 +54,7 @@ class Scheduler:
         costs: as measured at the start; the seconds of each step are recorded in them.
         tier_rows: blocks in host memory for what leaves the prefix cache, numbered as those of ``swap_pool``.
         on_disk: digests of the blocks that have a file; None: there is no disk.
+        row_bytes: of one of ``tier_rows``.
         drafter: guesses tokens of requests, for steps to verify; None: no drafts.
         decode_seconds, sampling_seconds: as in ``DecodeCosts``, measured at the start.
 
@@ -75,6 +76,7 @@ class Scheduler:
         swap_pool: BlockPool | None = None,
         tier_rows: Sequence[int] = (),
         on_disk: Iterable[bytes] | None = None,
+        row_bytes: int = 0,
         preemption_mode: PreemptionMode = "auto",
         policy: Literal["fcfs", "priority"] = "fcfs",
         target_itl_ms: float | None = None,
@@ -92,7 +94,7 @@ class Scheduler:
         states = StateSlots(pool.states, size, prefix_caching, self.swap_pool.states)
         self.prefix_cache = PrefixCache(pool, places, states, size, enabled=prefix_caching, facts=block_contents)
         self.forks = Forks(pool, places, states, size)
-        self.tiers = KVTiers(pool, tier_rows, size, self.costs, on_disk) if tier_rows else None
+        self.tiers = KVTiers(pool, tier_rows, size, self.costs, on_disk, row_bytes) if tier_rows else None
         self.prefix_cache.tiers = self.tiers
         self.running_set = RunningSet(
             limits,

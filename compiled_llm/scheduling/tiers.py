@@ -22,7 +22,8 @@ from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutputBuilder
 from compiled_llm.scheduling.worker import FileResult
 
-_LATE = 4.0  # a file is late after so many times its estimate
+_BYTES_A_SECOND = 200e6  # of reading files, until some were read: a slow disk's
+_LATE = 4.0  # a file is late after so many times what the others took
 _MOST_IDLE_WAIT = 0.02  # seconds that a step without requests waits for a file: new requests wait as long
 
 
@@ -74,7 +75,6 @@ class _Wait:
 
     blocks: list[HostBlock]
     began: float
-    deadline: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,6 +91,7 @@ class KVTiers:
     Args:
         rows: of host memory.
         on_disk: digests of the blocks that have a file; None: there is no disk.
+        block_bytes: of a row.
 
     Attributes:
         counts: what was moved, and why not.
@@ -101,7 +102,13 @@ class KVTiers:
     least_wait = 0.25
 
     def __init__(
-        self, pool: BlockPool, rows: Sequence[int], block_size: int, costs: StepCosts, on_disk: Iterable[bytes] | None
+        self,
+        pool: BlockPool,
+        rows: Sequence[int],
+        block_size: int,
+        costs: StepCosts,
+        on_disk: Iterable[bytes] | None,
+        block_bytes: int = 0,
     ) -> None:
         self.pool, self.block_size = pool, block_size
         self.num_rows, self.has_disk = len(rows), on_disk is not None
@@ -121,9 +128,10 @@ class KVTiers:
         self._reading: dict[bytes, HostBlock] = {}
         self._to_read: list[HostBlock] = []
         self._waits: dict[Request, _Wait] = {}
+        self._last_read = 0.0  # when a file was read last
         self._fetched: dict[Request, _Wait] = {}  # those that need not wait any more, until they are admitted
         self._copy_seconds = costs.swap_seconds  # of a block, a moving average, as these; 0: not measured
-        self._read_seconds = self._token_seconds = 0.0
+        self._read_seconds, self._token_seconds = block_bytes / _BYTES_A_SECOND, 0.0
         self._resets_files = False
         if self.num_rows:
             pool.on_evict = self.store
@@ -291,9 +299,7 @@ class KVTiers:
             for held in taken:
                 self._unpin(held)
             return False
-        now, own = time.monotonic(), self._token_seconds * self.block_size * away
-        wait = max(self.least_wait, _LATE * self._read_seconds * len(self._reading))
-        self._waits[request] = _Wait(taken, now, now + (min(wait, max(own, self.least_wait)) if own else wait))
+        self._waits[request] = _Wait(taken, time.monotonic())
         return True
 
     def _read(self, digest: bytes) -> HostBlock | None:
@@ -315,13 +321,18 @@ class KVTiers:
         """Requests whose blocks are in host memory, or that have waited too long."""
         now, ready = time.monotonic(), []
         for request, wait in list(self._waits.items()):
-            is_over = all(held.is_there or held in self._dropped for held in wait.blocks)
-            if is_over or now >= wait.deadline:
+            left = sum(not held.is_there and held not in self._dropped for held in wait.blocks)
+            is_over = not left
+            if is_over or now >= self._late_at(wait) or not self._pays(self._read_seconds * left, left):
                 self.counts.num_fetches_late += not is_over
                 self.counts.tier_wait_seconds += now - wait.began
                 self._fetched[request] = self._waits.pop(request)
                 ready.append(request)
         return ready
+
+    def _late_at(self, wait: _Wait) -> float:
+        """When ``wait`` ends, if no file is read until then."""
+        return max(wait.began, self._last_read) + max(self.least_wait, _LATE * self._read_seconds)
 
     def forget(self, request: Request) -> bool:
         """``request`` runs, or has ended: nothing is pinned for it. Returns whether it was held back."""
@@ -363,7 +374,7 @@ class KVTiers:
         """How long a step without requests may wait for files; 0: nobody waits for any."""
         if not self._waits:
             return 0.0
-        left = min(wait.deadline for wait in self._waits.values()) - time.monotonic()
+        left = min(map(self._late_at, self._waits.values())) - time.monotonic()
         return min(_MOST_IDLE_WAIT, max(left, 1e-4))
 
     @property
@@ -416,7 +427,7 @@ class KVTiers:
         self.counts.tier_file_seconds += result.file_seconds
 
     def _end_read(self, digest: bytes, windows: tuple[int, ...] | None, seconds: float) -> None:
-        held = self._reading.pop(digest)
+        held, self._last_read = self._reading.pop(digest), time.monotonic()
         self._read_seconds = _averaged(self._read_seconds, seconds)
         if windows is None:
             self.counts.num_disk_failures += 1

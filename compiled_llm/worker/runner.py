@@ -119,6 +119,8 @@ class ModelRunner(Worker):
         ValueError: an argument, the checkpoint or the memory does not allow it; the message says what would.
     """
 
+    files: FileThread | None = None
+
     @own_settings()  # tensors made under inference mode, for example, could not be written outside of it
     def __init__(
         self,
@@ -186,7 +188,6 @@ class ModelRunner(Worker):
             drafter=None if network is None else (network, self._allocate_for_drafter(TRIAL_BLOCKS - 1)),
         )
         self.swap_space = self._make_swap_space(config)
-        self.files: FileThread | None = None
         drafting = self.steps.drafting
         drafts = None if drafting is None else drafting.token_ids
         self._last_steps: deque[LaunchedStep] = deque(maxlen=MOST_IN_FLIGHT)
