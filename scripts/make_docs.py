@@ -30,6 +30,9 @@ is allowed.
 
 On the command line each is a flag of the same name with dashes, such as `--bucket-sizes 1,8,32` or
 `--no-enable-prefix-caching`.
+
+They are those of one engine. Several side by side are for [the server](serving.md#replicas) to start
+(`--data-parallel-size`) and, for files of rows, for [`compiled-llm batch`](offline.md) (`--workers`).
 """
 _SAMPLING = """# Sampling parameters
 

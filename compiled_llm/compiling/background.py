@@ -1,8 +1,8 @@
 """Compiling while the engine serves: what the cache holds is loaded, and other processes compile the rest.
 
 What another engine compiles at that time is waited for: replicas of one server need the same. Threads wait for all.
-What is finished lies in a queue, from which the engine takes it between two steps: so a step waits for nothing, and asks
-with no lock.
+What is finished lies in a queue, from which the engine takes it between two steps: so a step waits for nothing, and
+asks with no lock.
 """
 
 import contextlib

@@ -242,8 +242,9 @@ class Replicas:
         expected = 0 if request.scored_from is not None else n * min(most or _EXPECTED_TOKENS, _EXPECTED_TOKENS)
         if self._router is None:
             return _Request(framed(encode(request)), None, unread, expected)
-        if request.sampling.get("seed") is None:  # what the only engine of a server would take
-            seed = derived_seed(f"{self.config.seed}/{next(self._numbers)}")
+        number = next(self._numbers)
+        if request.sampling.get("seed") is None:  # as an engine alone has it
+            seed = derived_seed(f"{self.config.seed}/{number}")
             request = msgspec.structs.replace(request, sampling={**request.sampling, "seed": seed})
         adapter = "" if request.adapter is None else request.adapter.path
         tokens, size = request.prompt_token_ids, self._router.block_size

@@ -127,7 +127,8 @@ class Server:
             self._service.start(started)
             self._say(str(self._service.formats))
             if (count := len(self._client.clients)) > 1:
-                self._say(f"{count} engines, each with {self._client.config.num_threads} threads")
+                threads = self._client.config.num_threads
+                self._say(f"{count} engines, each with {threads} thread{'s' * (threads != 1)}")
             adapters = [adapter.ref.name for adapter in self._service.adapters]
             self._say(f"serves {', '.join([*self._service.names, *adapters])} at {self.url}")
             keeping = asyncio.gather(*map(self._keep, self._client.clients))

@@ -150,6 +150,8 @@ DRAFTS = Checks(
     ),
     load_torch=False,
 )
+ROUTING = Checks(("tests/routing/test_router.py", "tests/routing/test_prefixes.py"), load_torch=False)
+REPLICAS = Checks(("tests/server/test_replicas.py",), load_torch=True)
 MASKS = Checks(("tests/scheduling/test_masks.py",), load_torch=False)
 DRAFTED = Checks(
     (
@@ -1173,6 +1175,69 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             HostAdapters.get: adapter is None or stamped != found => adapter is None
         adapters stay in host memory
             HostAdapters.get: len(self._recent) > self._most => False
+        """,
+    ),
+    (
+        "routing.prefixes",
+        ROUTING,
+        """
+        digests of prompts leave the parent out
+            prefix_digests: block_digest(parent, token_ids[start : start + block_size]) =>
+                block_digest(b"", token_ids[start : start + block_size])
+        all of a prompt may be found
+            prefix_digests: len(token_ids) - block_size => len(token_ids) - block_size + 1
+        the start of a prompt goes before its end
+            Recent.use: reversed(names) => names
+        what is used again is as old as before
+            Recent.use: self._names.move_to_end(name) =>
+        what was used last goes first
+            Recent.use: self._names.popitem(last=False) => self._names.popitem()
+        """,
+    ),
+    (
+        "routing.router",
+        ROUTING,
+        """
+        prompts of all salts are one
+            RoutedPrompt.of: prefix_digests(token_ids, block_size, cache_salt, *own) =>
+                prefix_digests(token_ids, block_size, *own)
+        a prefix is followed however busy its replica is
+            Router.choose: load <= bound => True
+        the shortest prefix is followed
+            Router.choose.rank: -known => known
+        a short prefix is followed
+            Router.choose.rank: _LEAST_SHARE * len(prompt.digests) => 0
+        adapters are not followed
+            Router.choose.rank: prompt.adapter not in held.adapters => False
+        the busiest replica is taken
+            Router.choose.rank: loads[replica] => -loads[replica]
+        all idle prompts go to one replica
+            Router.choose.rank: held.last_sent => 0
+        what is cached counts as work
+            Router.send: prompt.num_tokens - num_known => prompt.num_tokens
+        a dead replica's blocks are still known
+            Router.add: self._held[replica] = _Held(num_blocks, num_adapters) =>
+                self._held.setdefault(replica, _Held(num_blocks, num_adapters))
+        """,
+    ),
+    (
+        "server.replicas",
+        REPLICAS,
+        """
+        a request is served again though something of it was read
+            Replicas._lose: not request.frame => False
+        a request that kills engines kills them all
+            Replicas._lose: request.is_second or self._router is None => self._router is None
+        what a dead engine gave is read before all of it comes again
+            Replicas._lose: request.unread.drop(request_id) =>
+        a request that was left runs on
+            Replicas._forget: client.abort(left) => None
+        a dead engine's requests count as its work
+            Replicas._lose: self._set_left(request, 0) =>
+        a request without a seed is another one the second time
+            Replicas._made: request.sampling.get("seed") is None => False
+        a hanging engine gets requests
+            Replicas._send: working or serving => serving
         """,
     ),
     (

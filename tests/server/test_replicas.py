@@ -267,10 +267,10 @@ async def test_an_engine_that_hangs_gets_nothing_new() -> None:
 @runs
 async def test_a_request_without_a_seed_gets_that_of_a_single_engine() -> None:
     async with serving() as (replicas, (first, second)):
-        task = asyncio.create_task(collected(replicas, asked("a"), asked("b", group=1), asked("c", seed=7)))
+        task = asyncio.create_task(collected(replicas, asked("a"), asked("b", seed=7), asked("c", 1)))
         await settle()
         seeds = {one.request_id: one.sampling["seed"] for one in first.sent + second.sent}
-        assert seeds == {"a": derived_seed("0/0"), "b": derived_seed("0/1"), "c": 7}
+        assert seeds == {"a": derived_seed("0/0"), "b": 7, "c": derived_seed("0/2")}
         task.cancel()
         await settle()
 

@@ -57,12 +57,16 @@ class Program:
 
     def engine(self) -> psutil.Process:
         """The engine's process."""
-        (found,) = (
+        (found,) = self.engines()
+        return found
+
+    def engines(self) -> list[psutil.Process]:
+        """The engines' processes, as they were started."""
+        return [
             child
             for child in psutil.Process(self.process.pid).children()
-            if "compiled_llm.server.engine_process" in child.cmdline()
-        )
-        return found
+            if child.status() != psutil.STATUS_ZOMBIE and "compiled_llm.server.engine_process" in child.cmdline()
+        ]
 
     def ended(self) -> tuple[int, str]:
         """Its exit status and what it said, once it has ended. Nothing that it started is left."""

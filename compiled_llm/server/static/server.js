@@ -28,7 +28,7 @@ const TILES = [
   ["Time of a step", duration, 0.001, {mean: ratio("compiled_llm:step_seconds_total", "compiled_llm:steps_total")}],
   ["Share of the machine's limit", percent, 1, {mean: ratio("compiled_llm:limit_seconds_total", "compiled_llm:device_seconds_total")},
     "Unknown until compiled-llm report run has measured this machine, and the server is started again."],
-  ["KV cache in use", percent, 1, {now: gauge("vllm:kv_cache_usage_perc")}],
+  ["KV cache in use", percent, 1, {now: now => now.get("vllm:kv_cache_usage_perc") / now.get("compiled_llm:engine_up")}],
   ["Prefix cache hits", percent, 1, {"of prompt tokens": ratio("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")}],
   ["Preemptions", whole, 4, {new: change("vllm:num_preemptions_total")}],
   ["Time to the first token", duration, 0.001, {mean: mean("vllm:time_to_first_token_seconds")}],
