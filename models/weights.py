@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -545,7 +545,7 @@ def linears(weights: Any) -> list[Linear]:
     if not isinstance(weights, tuple):
         return []
     if _is_a(weights, Linear):
-        return [weights]
+        return [cast(Linear, weights)]
     found = [linear for item in weights for linear in linears(item)]
     return list({id(linear): linear for linear in found}.values())
 
@@ -555,7 +555,7 @@ def experts(weights: Any) -> list[GroupedLinear]:
     if not isinstance(weights, tuple):
         return []
     if _is_a(weights, GroupedLinear):
-        return [weights]
+        return [cast(GroupedLinear, weights)]
     return [found for item in weights for found in experts(item)]
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from compiled_llm.api.argument_checks import check_fields, integers, names, one_of, sizes
+from compiled_llm.api.config_pairs import QUANTISED_DTYPES, check_pairs
 from compiled_llm.api.names import ENGINE_ARGUMENTS, QUANTIZATIONS, refuse_unknown_names, value_hint
-from compiled_llm.api.speculative_config import NETWORK_METHODS, SpeculativeConfig
+from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.api.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
 GROUP_SIZES = (32, 64, 128)
 # Arguments that are one of a few names -> these names. ``quantization`` may also be None.
 NAMED_VALUES = {
@@ -257,7 +257,9 @@ class EngineConfig:
             raise ValueError(f"target_itl_ms must be a number of milliseconds above 0, or None, given {target!r}")
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
             raise ValueError(f"async_scheduling must be True, False or None, given {self.async_scheduling!r}")
-        self._check_pairs()
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
+        check_pairs(self)
 
     def _check_sources(self) -> None:
         """Where model and tokenizer come from."""
@@ -286,115 +288,6 @@ class EngineConfig:
         for name, default in alone.items():
             if self.quantization is None and getattr(self, name) != default:
                 raise ValueError(f"{name} must be {default!r} without quantization, given {getattr(self, name)!r}")
-
-    def _check_pairs(self) -> None:
-        """Arguments that depend on others."""
-        if self.cuda_graphs != "auto" and self.enforce_eager:
-            given = f"(no graph is made), given {self.cuda_graphs!r}"
-            raise ValueError(f"cuda_graphs must be 'auto', the default, with enforce_eager=True {given}")
-        if self.weights_path is not None and (not isinstance(self.weights_path, str) or not self.weights_path):
-            raise ValueError(f"weights_path must be a directory as a non-empty str, given {self.weights_path!r}")
-        if self.weights_path is not None and self.load_format == "dummy":
-            raise ValueError(
-                "weights_path must be None with load_format='dummy' (such weights are made, and lie in no file), given "
-                f"{self.weights_path!r}"
-            )
-        if self.weights_path is None and self.weights_bytes is not None:
-            raise ValueError(f"weights_bytes must be None without weights_path, given {self.weights_bytes}")
-        if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
-            raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
-        self._check_tiers()
-        if self.kv_cache_skip_layers and self.kv_cache_dtype not in QUANTISED_DTYPES:
-            raise ValueError(
-                "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
-                f"given {self.kv_cache_skip_layers!r} with kv_cache_dtype={self.kv_cache_dtype!r}"
-            )
-        if self.speculative_config is not None:
-            object.__setattr__(self, "speculative_config", SpeculativeConfig.of(self.speculative_config))
-        if self.cuda_graphs == "trees" and self.speculation is not None and self.speculation.method in NETWORK_METHODS:
-            raise ValueError(
-                "cuda_graphs must not be 'trees' with a network that drafts (speculative_config), whose graphs follow "
-                "any other, given 'trees'"
-            )
-        if self.attention_sink_tokens:
-            self._check_sinks()
-        self._check_lora()
-        self._check_ranks()
-        if self.target_itl_ms is not None and not self.enable_chunked_prefill:
-            raise ValueError(
-                "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
-                f"given {self.target_itl_ms!r}"
-            )
-
-    def _check_tiers(self) -> None:
-        path = self.kv_disk_path
-        if self.kv_host_bytes and not self.enable_prefix_caching:
-            raise ValueError(
-                "kv_host_bytes must be 0 with enable_prefix_caching=False (no block leaves a prefix cache), given "
-                f"{self.kv_host_bytes}"
-            )
-        if path is not None and (not isinstance(path, str) or not path):
-            raise ValueError(f"kv_disk_path must be a directory as a non-empty str, or None, given {path!r}")
-        if path is not None and not self.kv_host_bytes:
-            raise ValueError("kv_host_bytes must be above 0 with kv_disk_path (files are read into it), given 0")
-        if path is None and self.kv_disk_bytes is not None:
-            raise ValueError(f"kv_disk_bytes must be None without kv_disk_path, given {self.kv_disk_bytes}")
-
-    def _check_lora(self) -> None:
-        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
-            if not self.enable_lora and getattr(self, name) is not None:
-                raise ValueError(f"{name} must be None without enable_lora=True, given {getattr(self, name)}")
-        if not self.enable_lora and self.lora_target_modules != ("all-linear",):
-            raise ValueError(
-                "lora_target_modules must be left out without enable_lora=True, given "
-                f"{', '.join(self.lora_target_modules)}"
-            )
-        if self.enable_lora and not self.lora_target_modules:
-            raise ValueError("lora_target_modules must have a name with enable_lora=True, given none")
-        if self.enable_lora and self.model_process:
-            raise ValueError(
-                "model_process must be False with enable_lora=True (adapters are read in the engine's process), given "
-                "True"
-            )
-
-    def _check_ranks(self) -> None:
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
-            raise ValueError("enable_expert_parallel must be False with tensor_parallel_size=1, given True")
-        if self.tensor_parallel_size == 1 and not self.tensor_parallel_exact:
-            return
-        name = "tensor_parallel_size above 1" if self.tensor_parallel_size > 1 else "tensor_parallel_exact=True"
-        if self.enable_lora:
-            raise ValueError(f"enable_lora must be False with {name} (adapters are not shared out yet), given True")
-        if self.speculation is not None and self.speculation.method in NETWORK_METHODS:
-            raise ValueError(
-                f"speculative_config must have a method that drafts from tokens, as 'suffix' and 'ngram', with {name} "
-                f"(networks that draft are not shared out yet), given {self.speculation.method!r}"
-            )
-        for path in ("kv_disk_path", "weights_path"):
-            if (given := getattr(self, path)) is not None:
-                raise ValueError(f"{path} must be None with {name} (files there are of whole models), given {given!r}")
-        if self.tensor_parallel_exact and self.tensor_parallel_size not in (1, 2, 4, 8):
-            raise ValueError(
-                "tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True, given "
-                f"{self.tensor_parallel_size}"
-            )
-
-    def _check_sinks(self) -> None:
-        name = f"attention_sink_tokens={self.attention_sink_tokens}"
-        if self.sliding_window is None:
-            raise ValueError(f"sliding_window must be given with {name}: the tokens that are seen besides")
-        if self.sliding_window % self.block_size:
-            raise ValueError(
-                f"sliding_window must be a multiple of block_size={self.block_size} with {name}, given "
-                f"{self.sliding_window}"
-            )
-        required = {"enable_prefix_caching": False, "swap_space_bytes": 0, "enable_chunked_prefill": True}
-        for field, value in required.items():
-            if getattr(self, field) != value:
-                raise ValueError(
-                    f"{field} must be {value} with {name} (the keys of sink tokens belong to one request and move with "
-                    f"it), given {getattr(self, field)}"
-                )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

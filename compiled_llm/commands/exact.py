@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, errors_end
-from compiled_llm.api.config import QUANTISED_DTYPES
+from compiled_llm.api.config_pairs import QUANTISED_DTYPES
 
 _ENGINE_ARGUMENTS = ("model", "load_format", "dtype", "quantization", "device", "seed", "max_lora_rank")
 _KV_CACHES = ("auto", *QUANTISED_DTYPES)

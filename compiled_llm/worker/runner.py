@@ -52,7 +52,6 @@ from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.system.resources import granted_cores
 from compiled_llm.tiers.file_thread import FileThread
-from compiled_llm.tiers.folder import BlockFolder
 from compiled_llm.worker import exactness
 from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.build_ahead import Builds, start_builds
@@ -86,7 +85,7 @@ from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
-from compiled_llm.worker.tier_files import HostRows, folder_key
+from compiled_llm.worker.tier_files import open_files
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
@@ -587,14 +586,12 @@ class ModelRunner(Worker):
         def agreed(seconds: float) -> float:
             return least(int(seconds * 1e9), self.group) / 1e9
 
-        if config.kv_disk_path is None:
-            return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
-        drafted = [] if self._drafter is None else [self._drafter]
-        facts = self.model_config, self.dtype, self.exact, drafted and drafted[0].model_config
-        directories = self._directory, *(one.directory for one in drafted)
-        key = folder_key(config, facts, directories, self.device, self.steps.cache_groups()[:-1])
-        folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes)
-        folder.scan()
-        self.files = FileThread(folder, HostRows(self.swap_space.pools[:-1]))
-        found = worker_facts(config, self.steps, num_blocks, self.swap_space, (key.hex(),), progress, agreed)
-        return dataclasses.replace(found, blocks_on_disk=tuple(folder.known))
+        known: tuple[bytes, ...] = ()
+        if config.kv_disk_path is not None:
+            drafter = () if self._drafter is None else (self._drafter,)
+            facts = self.model_config, self.dtype, self.exact, *(one.model_config for one in drafter)
+            directories = self._directory, *(one.directory for one in drafter)
+            self.files = open_files(config, facts, directories, self.device, self.steps, self.swap_space)
+            contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
+        found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
+        return dataclasses.replace(found, blocks_on_disk=known)

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.system.hardware import hardware
-from compiled_llm.worker.block_copies import Caches
+from compiled_llm.tiers.file_thread import FileThread
+from compiled_llm.tiers.folder import BlockFolder
+from compiled_llm.worker.block_copies import Caches, SwapSpace
+from compiled_llm.worker.compiled_steps import CompiledSteps
 
 _PACKAGE = Path(__file__).parents[1]
 _SAMPLED, _SAMPLE = 1 << 20, 4096  # of each so many bytes of a file of weights so many are hashed, and its first piece
@@ -38,6 +41,8 @@ _OF_NO_MATTER = frozenset(
         "kv_host_bytes",
         "kv_disk_path",
         "kv_disk_bytes",
+        "weights_path",
+        "weights_bytes",
         "preemption_mode",
         "scheduling_policy",
         "target_itl_ms",
@@ -64,6 +69,22 @@ _OF_NO_MATTER = frozenset(
         "device",
     ]
 )
+
+
+def open_files(
+    config: EngineConfig,
+    facts: Sequence[Any],
+    directories: Sequence[Path],
+    device: torch.device,
+    steps: CompiledSteps,
+    swap_space: SwapSpace,
+) -> FileThread:
+    """The files of ``kv_disk_path`` that are this engine's, looked at once. See ``folder_key``."""
+    assert config.kv_disk_path is not None
+    key = folder_key(config, facts, directories, device, steps.cache_groups()[:-1])
+    folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes)
+    folder.scan()
+    return FileThread(folder, HostRows(swap_space.pools[:-1]))
 
 
 def folder_key(

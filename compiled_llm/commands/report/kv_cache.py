@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, engine_config, errors_end
-from compiled_llm.api.config import QUANTISED_DTYPES
+from compiled_llm.api.config_pairs import QUANTISED_DTYPES
 from compiled_llm.commands.report.text_flags import LEAST, add_text_flags
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiled_llm.api.command_line import FlagParser, errors_end
-from compiled_llm.api.config import QUANTISED_DTYPES
+from compiled_llm.api.config_pairs import QUANTISED_DTYPES
 from compiled_llm.system.gpu_packages import check_triton
 
 

@@ -1,0 +1,122 @@
+"""Which values of the engine's arguments go together. ``config.py`` checks each by itself, and calls this."""
+
+from typing import Any
+
+from compiled_llm.api.speculative_config import NETWORK_METHODS
+
+QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
+
+
+def check_pairs(config: Any) -> None:
+    """``ValueError`` unless arguments that depend on each other agree."""
+    if config.cuda_graphs != "auto" and config.enforce_eager:
+        given = f"(no graph is made), given {config.cuda_graphs!r}"
+        raise ValueError(f"cuda_graphs must be 'auto', the default, with enforce_eager=True {given}")
+    if config.weights_path is not None and (not isinstance(config.weights_path, str) or not config.weights_path):
+        raise ValueError(f"weights_path must be a directory as a non-empty str, given {config.weights_path!r}")
+    if config.weights_path is not None and config.load_format == "dummy":
+        raise ValueError(
+            "weights_path must be None with load_format='dummy' (such weights are made, and lie in no file), given "
+            f"{config.weights_path!r}"
+        )
+    if config.weights_path is None and config.weights_bytes is not None:
+        raise ValueError(f"weights_bytes must be None without weights_path, given {config.weights_bytes}")
+    if config.preemption_mode == "swap" and config.swap_space_bytes == 0:
+        raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
+    _check_tiers(config)
+    if config.kv_cache_skip_layers and config.kv_cache_dtype not in QUANTISED_DTYPES:
+        raise ValueError(
+            "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
+            f"given {config.kv_cache_skip_layers!r} with kv_cache_dtype={config.kv_cache_dtype!r}"
+        )
+    if (
+        config.cuda_graphs == "trees"
+        and config.speculation is not None
+        and config.speculation.method in NETWORK_METHODS
+    ):
+        raise ValueError(
+            "cuda_graphs must not be 'trees' with a network that drafts (speculative_config), whose graphs follow "
+            "any other, given 'trees'"
+        )
+    if config.attention_sink_tokens:
+        _check_sinks(config)
+    _check_lora(config)
+    _check_ranks(config)
+    if config.target_itl_ms is not None and not config.enable_chunked_prefill:
+        raise ValueError(
+            "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
+            f"given {config.target_itl_ms!r}"
+        )
+
+
+def _check_tiers(config: Any) -> None:
+    path = config.kv_disk_path
+    if config.kv_host_bytes and not config.enable_prefix_caching:
+        raise ValueError(
+            "kv_host_bytes must be 0 with enable_prefix_caching=False (no block leaves a prefix cache), given "
+            f"{config.kv_host_bytes}"
+        )
+    if path is not None and (not isinstance(path, str) or not path):
+        raise ValueError(f"kv_disk_path must be a directory as a non-empty str, or None, given {path!r}")
+    if path is not None and not config.kv_host_bytes:
+        raise ValueError("kv_host_bytes must be above 0 with kv_disk_path (files are read into it), given 0")
+    if path is None and config.kv_disk_bytes is not None:
+        raise ValueError(f"kv_disk_bytes must be None without kv_disk_path, given {config.kv_disk_bytes}")
+
+
+def _check_lora(config: Any) -> None:
+    for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+        if not config.enable_lora and getattr(config, name) is not None:
+            raise ValueError(f"{name} must be None without enable_lora=True, given {getattr(config, name)}")
+    if not config.enable_lora and config.lora_target_modules != ("all-linear",):
+        raise ValueError(
+            "lora_target_modules must be left out without enable_lora=True, given "
+            f"{', '.join(config.lora_target_modules)}"
+        )
+    if config.enable_lora and not config.lora_target_modules:
+        raise ValueError("lora_target_modules must have a name with enable_lora=True, given none")
+    if config.enable_lora and config.model_process:
+        raise ValueError(
+            "model_process must be False with enable_lora=True (adapters are read in the engine's process), given True"
+        )
+
+
+def _check_ranks(config: Any) -> None:
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
+        raise ValueError("enable_expert_parallel must be False with tensor_parallel_size=1, given True")
+    if config.tensor_parallel_size == 1 and not config.tensor_parallel_exact:
+        return
+    name = "tensor_parallel_size above 1" if config.tensor_parallel_size > 1 else "tensor_parallel_exact=True"
+    if config.enable_lora:
+        raise ValueError(f"enable_lora must be False with {name} (adapters are not shared out yet), given True")
+    if config.speculation is not None and config.speculation.method in NETWORK_METHODS:
+        raise ValueError(
+            f"speculative_config must have a method that drafts from tokens, as 'suffix' and 'ngram', with {name} "
+            f"(networks that draft are not shared out yet), given {config.speculation.method!r}"
+        )
+    for path in ("kv_disk_path", "weights_path"):
+        if (given := getattr(config, path)) is not None:
+            raise ValueError(f"{path} must be None with {name} (files there are of whole models), given {given!r}")
+    if config.tensor_parallel_exact and config.tensor_parallel_size not in (1, 2, 4, 8):
+        raise ValueError(
+            "tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True, given "
+            f"{config.tensor_parallel_size}"
+        )
+
+
+def _check_sinks(config: Any) -> None:
+    name = f"attention_sink_tokens={config.attention_sink_tokens}"
+    if config.sliding_window is None:
+        raise ValueError(f"sliding_window must be given with {name}: the tokens that are seen besides")
+    if config.sliding_window % config.block_size:
+        raise ValueError(
+            f"sliding_window must be a multiple of block_size={config.block_size} with {name}, given "
+            f"{config.sliding_window}"
+        )
+    required = {"enable_prefix_caching": False, "swap_space_bytes": 0, "enable_chunked_prefill": True}
+    for field, value in required.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"{field} must be {value} with {name} (the keys of sink tokens belong to one request and move with "
+                f"it), given {getattr(config, field)}"
+            )
