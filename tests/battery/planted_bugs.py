@@ -1227,7 +1227,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a request is served again though something of it was read
             Replicas._lose: not request.frame => False
         a request that kills engines kills them all
-            Replicas._lose: request.is_second or self._router is None => self._router is None
+            Replicas._lose: not request.frame or request.is_second or self._router is None =>
+                not request.frame or self._router is None
         what a dead engine gave is read before all of it comes again
             Replicas._lose: request.unread.drop(request_id) =>
         a request that was left runs on

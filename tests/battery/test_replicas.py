@@ -29,7 +29,7 @@ TWO = ("--data-parallel-size", "2")
 TEXT = "".join(chr(32 + i % 90) for i in range(900))
 
 
-def until(condition: Callable[[], Any], seconds: float = 120) -> None:
+def until(condition: Callable[[], Any], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it does not come to pass"
