@@ -16,6 +16,7 @@ STATES = {
     "num_state_slots",
     "used_slots",
     "cached_slots",
+    "disk_bytes_per_second",
 }
 
 
