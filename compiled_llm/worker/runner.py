@@ -119,6 +119,9 @@ class ModelRunner(Worker):
     """
 
     files: FileThread | None = None
+    profiler: StepProfiler | None = None
+    watch: StepWatch | None = None
+    read_ahead: ReadAhead | None = None
 
     @own_settings()  # tensors made under inference mode, for example, could not be written outside of it
     def __init__(
@@ -145,9 +148,6 @@ class ModelRunner(Worker):
         limits = with_state_slots(limits, config, self._own_config, self.dtype)
         self.limits = with_drafts(limits, num_draft_tokens, config, model_config, self.device)
         self.start_times, self.times = StartTimes(), RunnerTimes()
-        self.read_ahead: ReadAhead | None = None
-        self.profiler: StepProfiler | None = None
-        self.watch: StepWatch | None = None
         # Rows of the last step and which of them sample, and the needs that follow: most steps have the same.
         self._last_needs: tuple[Any, list[bool], SamplingNeeds] = None, [], SamplingNeeds(False, False, False)
         if not config.enforce_eager or self.device.type != "cpu":  # else there is no code in it that this engine runs

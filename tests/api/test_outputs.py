@@ -19,6 +19,7 @@ STATES = {
     "num_tier_blocks",
     "used_tier_blocks",
     "num_disk_blocks",
+    "disk_bytes_per_second",
 }
 
 
