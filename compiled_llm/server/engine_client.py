@@ -79,7 +79,7 @@ class EngineClient:
         self.ended: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._unfinished: set[str] = set()
+        self._unfinished: dict[str, None] = {}  # in the order in which they came
         self._questions: dict[int, asyncio.Future[Answer]] = {}
         self._num_questions = 0
         self._heard_at = time.monotonic()
@@ -145,13 +145,14 @@ class EngineClient:
         assert self._writer is not None
         if not self._unfinished:
             self._heard_at = time.monotonic()
-        self._unfinished.add(request_id)
+        self._unfinished[request_id] = None
         self._writer.write(frame)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Requests of this engine get no output any more."""
         left = [request_id for request_id in request_ids if request_id in self._unfinished]
-        self._unfinished.difference_update(left)
+        for request_id in left:
+            del self._unfinished[request_id]
         if left and self.ended is None:
             self._write(Abort(left))
 
@@ -256,14 +257,14 @@ class EngineClient:
                     question.set_exception(error)
             self._questions.clear()
             self.num_running = self.num_waiting = 0
-            lost, self._unfinished = list(self._unfinished), set()
+            lost, self._unfinished = list(self._unfinished), {}
             self.on_end(self.place.number, lost)
 
     def _hand_out(self, output: Output) -> None:
         if output.request_id not in self._unfinished:
             return  # aborted meanwhile
         if output.has_ended:
-            self._unfinished.remove(output.request_id)
+            del self._unfinished[output.request_id]
         output.engine = self.place.number
         self.on_output(output)
 

@@ -586,7 +586,7 @@ class ModelRunner(Worker):
         def agreed(seconds: float) -> float:
             return least(int(seconds * 1e9), self.group) / 1e9
 
-        known: tuple[bytes, ...] = ()
+        known: tuple[bytes, ...] | None = None
         if config.kv_disk_path is not None:
             drafter = () if self._drafter is None else (self._drafter,)
             facts = self.model_config, self.dtype, self.exact, *(one.model_config for one in drafter)

@@ -232,7 +232,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         the most recently used is evicted
             BlockPool._evict: False => True
         an evicted block can still be found
-            BlockPool._evict: del self._block_of[digest] =>
+            BlockPool._evict: del self._digest_of[block], self._block_of[digest] => del self._digest_of[block]
         a published block is given out as if it was empty
             BlockPool.free: block in self._digest_of => block in self._digest_of and self._empty
         digests leave the parent out
@@ -244,7 +244,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         POOL,
         """
         a hit may be the whole prompt
-            PrefixCache.find: request.num_tokens - 1 => request.num_tokens
+            PrefixCache._most_found: request.num_tokens - 1 => request.num_tokens
         digests leave the salt out
             PrefixCache._digests: root_digest(*self._facts, request.cache_salt, *own) => root_digest(*self._facts, *own)
         digests leave the model out
@@ -305,7 +305,9 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Scheduler.finish: return => request.finish_reason = finish_reason; return
         copies to the host are forgotten where the step is empty
             Scheduler.schedule:
-                not self.in_flight => not (setattr(self.running_set, 'swapped_out', []) or self.in_flight)
+                not self.in_flight and self.has_unfinished_requests() => not (
+                    setattr(self.running_set, 'swapped_out', []) or self.in_flight
+                ) and self.has_unfinished_requests()
         results do not stop at a block that they fill
             Scheduler._enter: min(block_end, request.max_num_tokens - 1) => request.max_num_tokens - 1
         results do not stop at the last token
@@ -547,7 +549,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a block that another token follows is taken as it is
             HeadCoverage.begin_step: ends[device[blocks] != self._token_ids[row, ends]] => ends[:0]
         followers stay behind when blocks are copied
-            HeadCoverage.begin_step: move(output.copies, device, device) =>
+            HeadCoverage.move_blocks: output.moves_blocks => output.swapped_out or output.swapped_in
         a row takes its own token for the one that follows
             HeadCoverage.tokens: super().tokens(row, start + 1, end + 1) => super().tokens(row, start, end)
         """,
@@ -570,9 +572,9 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a step without the drafter leaves no gap
             DraftCoverage.end_step: self._first_lacking[blocks[1:]] = 0 =>
         what the drafter lacks of a block is lost on the way to the host
-            DraftCoverage.begin_step: move(output.swapped_out, device, host) =>
+            DraftCoverage._move: move(output.swapped_out, device, host) =>
         what the drafter lacks of a copied block is not known
-            DraftCoverage.begin_step: move(output.copies, device, device) =>
+            DraftCoverage._move: move(output.copies, device, device) =>
         a token that the device alone knew is computed as token 0
             DraftCoverage.begin_step: token_ids[ends[is_taken] - 1] = UNKNOWN =>
         a token that the device alone knew stays unknown
@@ -671,8 +673,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             RunningSet._count_admission: request.num_cached_tokens = request.num_computed_tokens
                 => request.num_cached_tokens = 0
         a swapped request forgets what it had computed
-            RunningSet.admit: max(request.num_computed_tokens, len(shared) * self.limits.block_size)
-                => len(shared) * self.limits.block_size
+            RunningSet.admit: max(request.num_computed_tokens, found) => found
         a request that comes back keeps what the runner knew of its table
             RunningSet.admit: request.num_sent_blocks = 0 => request.num_sent_blocks = len(shared)
         running requests are not kept in order
@@ -727,8 +728,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         SCORING,
         """
         log-probabilities are asked for of what is not computed
-            PrefixCache.find: request.most_cached_tokens // self.block_size
-                => -(-request.most_cached_tokens // self.block_size)
+            PrefixCache._most_found: scored // self.block_size => -(-scored // self.block_size)
         """,
     ),
     (

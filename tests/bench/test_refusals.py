@@ -55,6 +55,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--picture load.txt", "must end in .png, .svg or .pdf"),
         ("--base-url ftp://here", "URL must be as http://127.0.0.1:8000"),
     ],
+    "servers": [("--model m --vllm-python p --concurrency 1,many", "--concurrency must be numbers")],
     "arrivals": [
         ("--request-rate 0", "--request-rate must be above 0"),
         ("--burstiness -1", "--burstiness must be above 0"),

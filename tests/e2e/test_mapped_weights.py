@@ -40,7 +40,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for a third of the weights, and blocks so small that those of small models pass."""
     share = StartMemory.share_with_mapped
     monkeypatch.setattr(StartMemory, "share_with_mapped", lambda self, size: share(self, size) // 3)
-    monkeypatch.setattr(runner, "ReadAhead", functools.partial(ReadAhead, block=65536))
+    monkeypatch.setattr(runner, "ReadAhead", functools.partial(ReadAhead, block=8192))
 
 
 def checked(tmp_path: Path, **arguments: Any) -> CompiledEngine:

@@ -66,11 +66,12 @@ class FakeClient(EngineClient):
         assert isinstance(asked, Generate)
         assert asked.request_id == request_id
         self.sent.append(asked)
-        self._unfinished.add(request_id)
+        self._unfinished[request_id] = None
 
     def abort(self, request_ids: Any) -> None:
         left = [one for one in request_ids if one in self._unfinished]
-        self._unfinished.difference_update(left)
+        for one in left:
+            del self._unfinished[one]
         self.aborted += left
 
     def give(self, request_id: str, *pieces: Piece, ends: bool = False) -> None:
@@ -79,7 +80,7 @@ class FakeClient(EngineClient):
 
     def die(self) -> None:
         self.ended = f"engine {self.place.number} has died"
-        lost, self._unfinished = list(self._unfinished), set()
+        lost, self._unfinished = list(self._unfinished), {}
         self.on_end(self.place.number, lost)
 
 
@@ -96,7 +97,7 @@ async def serving(count: int = 2, **settings: Any) -> AsyncIterator[tuple[Replic
     yield replicas, clients
     assert replicas._requests == {}
     assert replicas._loads == [0] * count, "what was counted is counted off"
-    assert all(client._unfinished == set() for client in clients)
+    assert all(client._unfinished == {} for client in clients)
 
 
 async def collected(replicas: Replicas, *requests: Generate) -> list[Output] | Exception:
