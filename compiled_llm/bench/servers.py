@@ -166,11 +166,13 @@ def _check(args: argparse.Namespace) -> None:
 def _commands(args: argparse.Namespace) -> dict[str, tuple[list[str], dict[str, str], int]]:
     """Name -> command, environment and port of each server, of the same limits."""
     most, ports = max(args.concurrency), _free_ports(2)
-    like = ["--host", "127.0.0.1", "--max-model-len", args.max_model_len, "--dtype", "bfloat16", "--max-num-seqs", most]
+    like = ["--host", "127.0.0.1", "--max-model-len", args.max_model_len, "--dtype", "bfloat16"]
+    buckets = ",".join(map(str, sorted({1, *args.concurrency})))
     ours = [sys.executable, "-m", "compiled_llm", "serve", args.model, *like, "--port", ports[0]]
+    ours += ["--bucket-sizes", buckets]
     peer = vllm(args.vllm_python, Path(args.model), {}, granted_cores(), None)
     theirs = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, *like]
-    theirs += ["--port", ports[1], "--max-num-batched-tokens", VLLM["max_num_batched_tokens"]]
+    theirs += ["--port", ports[1], "--max-num-seqs", most, "--max-num-batched-tokens", VLLM["max_num_batched_tokens"]]
     # Its engine is a process of its own here, which sets what it needs of threads itself.
     own = {name: value for name, value in peer.env.items() if name.startswith("VLLM_CPU") or name == "LD_PRELOAD"}
     return {
