@@ -30,7 +30,7 @@ from typing import Any
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.bench import serve
-from compiled_llm.bench.harness import finish, in_turns, median_ratio
+from compiled_llm.bench.harness import finish, in_turns
 from compiled_llm.bench.peers.processes import VLLM, PeerFailed, vllm
 from compiled_llm.system.resources import granted_cores
 from compiled_llm.terminal.server_client import ServerClient
@@ -132,7 +132,7 @@ def compared(rounds: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) 
             above, below = (ours, theirs) if more_is_better else (theirs, ours)
             medians = {OURS: statistics.median(ours), THEIRS: statistics.median(theirs)}
             ratios = [a / b for a, b in zip(above, below, strict=True)]
-            spread = {"ratio": median_ratio(above, below), "least": min(ratios), "most": max(ratios)}
+            spread = {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
             rows.append({"load": load, "figure": title, **medians, **spread})
     return rows
 
@@ -191,6 +191,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     least = {"rounds": 1, "input_len": 1, "output_len": 2, "least_prompts": 1, "max_model_len": 1, "timeout": 0}
     args = parser(program).parse_checked(_check, arguments, **least)
     with contextlib.ExitStack() as at_the_end, errors_end(program, (PeerFailed,), 1):
+        # It runs what is to be done at the end, so that no stopped server remains.
+        at_the_end.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)))
         directory = Path(at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="compiled-llm-servers-")))
         servers = {}
         for name, (command, env, port) in _commands(args).items():
@@ -203,7 +205,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 name: lambda server=server: bench.run(server, load, num_prompts)  # type: ignore[misc]
                 for name, server in servers.items()
             }
-            return in_turns(runs, rounds=rounds, warm_up=1 if rounds > 1 else 0)
+            return in_turns(runs, rounds=rounds, warm_up=0)  # each run begins with requests that do not count
 
         rounds = {}
         for count in args.concurrency:

@@ -10,6 +10,7 @@ from torch import Tensor
 from compiled_llm.checkpoint.kept_weights import KeptWeights, LayersWriter
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.protocol import (
+    AroundKind,
     GroupedLinear,
     Linear,
     LinearKind,
@@ -23,7 +24,7 @@ from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
 
 @dataclasses.dataclass
-class Keeping:
+class Keeping(AroundKind):
     """A ``LinearKind`` that makes layers of the kind ``plain``, and takes their tensors to or from ``file``.
 
     Attributes:
@@ -33,15 +34,6 @@ class Keeping:
 
     plain: LinearKind
     file: LayersWriter | KeptWeights | None = None
-
-    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self.plain.serves(device, dtype)
-
-    def is_exact(self) -> bool:
-        return self.plain.is_exact()
-
-    def bytes_while_taking(self, nbytes: int) -> int:
-        return self.plain.bytes_while_taking(nbytes)
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         role = "head" if parts[0].role == "head" else "layer"

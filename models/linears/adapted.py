@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.heads import AdaptedHeads, HeadLinear
-from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
+from compiled_llm.models.linears.protocol import AroundKind, GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantizing import ROUTERS, names
 from compiled_llm.models.linears.sharded import CutTake, Piece
 from compiled_llm.ops import TILE, LoraWeights, add_lora
@@ -297,7 +297,7 @@ _NAMED = ("experts", "head", "embedding", "router")
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptable:
+class Adaptable(AroundKind):
     """A ``LinearKind`` that makes layers of another kind ``Adapted``: those that ``targets`` name.
 
     Attributes:
@@ -315,15 +315,6 @@ class Adaptable:
     targets: tuple[str, ...] = (ALL_LINEAR,)
     places: dict[str, AnyPlace] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     matched: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
-
-    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self.plain.serves(device, dtype)
-
-    def is_exact(self) -> bool:
-        return self.plain.is_exact()
-
-    def bytes_while_taking(self, nbytes: int) -> int:
-        return self.plain.bytes_while_taking(nbytes)
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         linear, (part, *_) = self.plain.take(take, parts), parts

@@ -195,3 +195,18 @@ class LinearKind(Protocol):
 
     def bytes_while_taking(self, nbytes: int) -> int:
         """Bytes that making a layer of ``nbytes`` takes besides, until it is made."""
+
+
+class AroundKind:
+    """A ``LinearKind`` that makes layers of the kind ``plain`` in another way. What it does not say is as with that."""
+
+    plain: LinearKind
+
+    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self.plain.serves(device, dtype)
+
+    def is_exact(self) -> bool:
+        return self.plain.is_exact()
+
+    def bytes_while_taking(self, nbytes: int) -> int:
+        return self.plain.bytes_while_taking(nbytes)

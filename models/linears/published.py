@@ -12,6 +12,7 @@ from compiled_llm.models.linears.experts import take_biases
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias
 from compiled_llm.models.linears.protocol import (
+    AroundKind,
     GroupedLinear,
     Linear,
     LinearKind,
@@ -29,7 +30,7 @@ from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, ZERO_DTYPES, Q
 
 
 @dataclasses.dataclass(frozen=True)
-class Published:
+class Published(AroundKind):
     """A ``LinearKind`` that packs a checkpoint's codes as they are; codes that no kernel reads, as ``plain``.
 
     Attributes:
@@ -39,15 +40,6 @@ class Published:
 
     plain: LinearKind
     plan: QuantizationPlan
-
-    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self.plain.serves(device, dtype)
-
-    def is_exact(self) -> bool:
-        return self.plain.is_exact()
-
-    def bytes_while_taking(self, nbytes: int) -> int:
-        return self.plain.bytes_while_taking(nbytes)
 
     def scheme(self, part: StoredLinear) -> Scheme | None:
         """How a layer is kept; None: plainly."""

@@ -13,7 +13,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import take_biases
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
-from compiled_llm.models.linears.protocol import GroupedLinear, Linear, LinearKind, StoredLinear, Take
+from compiled_llm.models.linears.protocol import AroundKind, GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
 from compiled_llm.models.linears.rounding import RowErrors, row_errors
 from compiled_llm.models.linears.sharded import CutTake
@@ -67,7 +67,7 @@ def check_skip(skip: Sequence[str], parts: Sequence[StoredLinear]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantizing:
+class Quantizing(AroundKind):
     """A ``LinearKind`` that rounds weights to the nearest values of a format as they are read.
 
     Attributes:
@@ -88,15 +88,6 @@ class Quantizing:
     embedding: Scheme | None = None
     skip: tuple[str, ...] = ()
     errors: list[RowErrors] = dataclasses.field(default_factory=list, compare=False, repr=False)
-
-    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self.plain.serves(device, dtype)
-
-    def is_exact(self) -> bool:
-        return self.plain.is_exact()
-
-    def bytes_while_taking(self, nbytes: int) -> int:
-        return self.plain.bytes_while_taking(nbytes)
 
     def scheme(self, part: StoredLinear) -> Scheme | None:
         """How a layer is kept; None: in the model's dtype."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias
 from compiled_llm.models.linears.protocol import (
+    AroundKind,
     GroupedLinear,
     Linear,
     LinearKind,
@@ -246,7 +247,7 @@ class Piece(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharding:
+class Sharding(AroundKind):
     """A ``LinearKind`` of another kind's layers, of which a rank has what ``StoredLinear.cut`` says. The outermost.
 
     Attributes:
@@ -266,12 +267,6 @@ class Sharding:
         repeats = max(1, self.shard.size // section.units)
         place = torch.full((1,), self.shard.units(section)[0] if repeats > 1 else self.shard.rank, device=weight.device)
         return NormOverRanks(weight, place, self.ranks, repeats, group_size)
-
-    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self.plain.serves(device, dtype)
-
-    def is_exact(self) -> bool:
-        return self.plain.is_exact()
 
     def bytes_while_taking(self, nbytes: int) -> int:
         """With exact sums the inputs of a layer are parted in memory."""
