@@ -57,10 +57,11 @@ def test_the_snippet_of_responses_goes_on_with_the_first(running: Running) -> No
 
 def test_every_flag_of_the_server_that_the_page_names_is_there() -> None:
     from compiled_llm.bench.serve import parser as load
+    from compiled_llm.bench.servers import parser as beside
     from compiled_llm.commands.chat import parser as chat
     from compiled_llm.commands.serve import parser
 
-    flags = set().union(*(each("it")._option_string_actions for each in (parser, load, chat)))
+    flags = set().union(*(each("it")._option_string_actions for each in (parser, load, beside, chat)))
     before, _, others = PAGE.read_text().partition("## Clients it was tried with")  # which have flags of their own
     words = (before + others.partition("\n## ")[2]).split()
     named = {word.strip("`.,;:()") for word in words if word.strip("`(").startswith("--")}
