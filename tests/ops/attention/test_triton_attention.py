@@ -198,8 +198,7 @@ def launches(
 
 
 # Capability, head_dim, dtype, KV dtype, whether with window, soft cap and sinks. Head dims 80 and 96 take the tiles of
-# 128. Not all products, since each is ten seconds of compilation; one by default, of the smallest tiles, which compile
-# soonest. That of all branches is interpreted by default, and compiled with -m battery.
+# 128. Not all products, since each is ten seconds of compilation. By default they are interpreted.
 SM_80, SM_90 = (8, 0), (9, 0)
 COMPILED = [
     (SM_90, 64, BF16, None, False), (SM_90, 64, FP16, INT8, True), (SM_80, 128, BF16, None, False),
@@ -212,7 +211,8 @@ COMPILED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [COMPILED[0], *(pytest.param(c, marks=pytest.mark.battery) for c in COMPILED[1:])])
+@pytest.mark.battery
+@pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_spills(case: tuple) -> None:
     capability, head_dim, _, kv_dtype, features = case
     recorded = launches(*case)
