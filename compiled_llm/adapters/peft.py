@@ -131,6 +131,7 @@ class _Reading:
         modules: Mapping[str, Mapping[str, StoredTensor]],
     ) -> None:
         self._config, self._path, self._most_rank, self._modules = config, path, most_rank, modules
+        self._load_base = f"load the adapter's own base model{config.base}"
         self._places = {_stripped(name): place for name, place in places.items()}
         # What transformers' modules are called, where checkpoints have another name.
         self._names = {
@@ -196,7 +197,7 @@ class _Reading:
             raise ValueError(
                 f"{self._path}: changes modules that this engine lets no adapter change: {listed(unknown)}. It lets "
                 f"them change {', '.join(ends)}. Name others with lora_target_modules (experts, routers, lm_head and "
-                f"embed_tokens are not among 'all-linear'), load the adapter's own base model, or {MERGE}"
+                f"embed_tokens are not among 'all-linear'), {self._load_base}, or {MERGE}"
             )
 
     def _check_complete(self) -> None:
@@ -249,11 +250,9 @@ class _Reading:
         place, rank = self._places[name], self._config.rank_of(module)
         part, count = place.part, place.num_experts
         if expert is not None and expert >= count:
-            raise ValueError(
-                f"{self._path}: {module} must be one of {count} experts: load the adapter's own base model"
-            )
+            raise ValueError(f"{self._path}: {module} must be one of {count} experts: {self._load_base}")
         self._check(module, rank, (a, (rank, part.in_features)), (b, (part.out_features, rank)))
-        made = self._read(name, module, place, a, b)
+        made = self._read(self._name(module), module, place, a, b)
         change = Change(_in_order(made[0], part), tiles_of(_out_order(made[1], part)), self._scale(module))
         if expert is None:
             self._put(name, change)
@@ -272,7 +271,7 @@ class _Reading:
             told = ", ".join(f"{p}: [E r, {inputs}] and [{outputs}, r E]" for p, (inputs, outputs) in sizes.items())
             raise ValueError(
                 f"{self._path}: {a.name} and its B must be of a parameter of this model ({told}), found "
-                f"{list(a.shape)} and {list(b.shape)}: load the adapter's own base model, or save the adapter again "
+                f"{list(a.shape)} and {list(b.shape)}: {self._load_base}, or save the adapter again "
                 "with a newer PEFT, if it has the two the other way round"
             )
         parameter = fitting[0]
@@ -315,7 +314,7 @@ class _Reading:
         if ids and max(ids) >= vocab_size:
             raise ValueError(
                 f"{self._config.path}: trainable_token_indices must be below {vocab_size}, the base model's "
-                f"vocabulary, given {max(ids)}: load the adapter's own base model"
+                f"vocabulary, given {max(ids)}: {self._load_base}"
             )
         self._check(module, len(ids), (stored, (len(ids), size)))
         (rows,) = self._read(f"{name} {ids}", None, place, stored)
@@ -347,6 +346,7 @@ class _Reading:
         if name in self._changes:
             raise ValueError(f"{self._path}: has {name} twice, once with its embedding or under another name: {MERGE}")
         self._changes[name] = change
+        self._digest.update(f"{name}\n".encode())  # the same tensors may be those of an embedding and its head
 
     def _scale(self, module: str) -> Tensor:
         return torch.tensor(self._config.scale_of(module), dtype=torch.float32)
@@ -361,8 +361,7 @@ class _Reading:
             if tensor.shape != shape:
                 raise ValueError(
                     f"{self._path}: {tensor.name} must be {list(shape)}, by the base model and the rank {rank} of "
-                    f"{CONFIG_FILE}, found {list(tensor.shape)}: load the adapter's own base model, or save the "
-                    "adapter again"
+                    f"{CONFIG_FILE}, found {list(tensor.shape)}: {self._load_base}, or save the adapter again"
                 )
         if rank > self._most_rank:
             raise ValueError(

@@ -48,6 +48,7 @@ def parser(program: str) -> FlagParser:
     add("--num-tokens", type=int, default=32, help="of each output (default: 32)")
     add("--rounds", type=int, default=5, help="(default: 5)")
     add("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs, for a --model")
+    add("--vllm-preload", metavar="LIBS", help="LD_PRELOAD for vLLM (default: tcmalloc and libiomp5)")
     add("--timeout", type=float, default=900, help="seconds for vLLM's start, or a run of it (default: 900)")
     tables.add_json_flag(made)
     return made
@@ -98,7 +99,7 @@ def _vllm_workers(args: argparse.Namespace, directory: Path, stack: ExitStack) -
     own = {"enable_lora": True, "max_loras": args.num_adapters, "max_lora_rank": rank}
     workers = []
     for name, options in (("base", like), ("lora", like | own)):
-        peer = vllm(args.vllm_python, Path(args.model), options, granted_cores(), None)
+        peer = vllm(args.vllm_python, Path(args.model), options, granted_cores(), args.vllm_preload)
         workers.append(Worker(peer, directory / f"vllm {name}.log", args.timeout))
         stack.callback(workers[-1].close)
     return workers
@@ -152,5 +153,6 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
             }
             rows += [{"batch": size, "adapters": name, **row} for name, row in results[f"batch {size}"].items()]
         print(tables.text_table(rows))
-        finish("lora", {"rank": args.rank, "runs": results}, args.json, device=engine.runner.device)
+        versions = {"vllm": peers[0].versions} if peers else {}
+        finish("lora", {"rank": args.rank, "runs": results, **versions}, args.json, device=engine.runner.device)
     return 0
