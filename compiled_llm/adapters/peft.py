@@ -17,9 +17,9 @@ from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.ops.linear.lora import tiles_of
 
 TENSORS_FILE = "adapter_model.safetensors"
-_DTYPES = ("F32", "F16", "BF16")
+DTYPES = ("F32", "F16", "BF16")
 _PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+A, B = ".lora_A.weight", ".lora_B.weight"
 _ROWS_A, _ROWS_B = ".lora_embedding_A", ".lora_embedding_B"
 _TOKENS, _COPY = ".token_adapter.trainable_tokens_delta", ".base_layer.weight"
 # What modules are within, in transformers' model, and checkpoints leave out or call otherwise.
@@ -78,29 +78,29 @@ def read_adapter(name: str, directory: Path, places: Mapping[str, AnyPlace], mos
         ValueError: a file is missing, damaged or has what is not served, or does not fit the base model.
     """
     config, path = PeftConfig.read(directory), directory / TENSORS_FILE
-    reading = _Reading(config, path, places, most_rank, _by_module(path, stored_tensors(path)))
+    reading = _Reading(config, path, places, most_rank, by_module(path, stored_tensors(path)))
     return Adapter(name, *reading.all())
 
 
-def _by_module(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """By module and end of the name. Every tensor is in it, with all that belong to it."""
+def by_module(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """By module and end of the name. Every tensor is in it, with all that belong to it; else a ``ValueError``."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
-        end = next((end for end in (_A, _B, _ROWS_A, _ROWS_B, _TOKENS, _COPY) if name.endswith(end)), None)
+        end = next((end for end in (A, B, _ROWS_A, _ROWS_B, _TOKENS, _COPY) if name.endswith(end)), None)
         if end is None or not name.startswith(_PREFIX):
             what = next((f", {what}" for end, what in _OTHER_TENSORS.items() if name.endswith(end)), "")
             raise ValueError(
-                f"{path}: must have tensors {_PREFIX}MODULE{_A} and {_B}, or those of embeddings, found "
+                f"{path}: must have tensors {_PREFIX}MODULE{A} and {B}, or those of embeddings, found "
                 f"{name!r:.200}{what}: {MERGE}"
             )
         found.setdefault(name.removeprefix(_PREFIX).removesuffix(end), {})[end] = tensor
     alone = [
         f"{module}{end}"
         for module, tensors in found.items()
-        for end in (_A, _B, _ROWS_A, _ROWS_B)
-        if end not in tensors and tensors.keys() & {*((_A, _B) if end in (_A, _B) else (_ROWS_A, _ROWS_B))}
+        for end in (A, B, _ROWS_A, _ROWS_B)
+        if end not in tensors and tensors.keys() & {*((A, B) if end in (A, B) else (_ROWS_A, _ROWS_B))}
     ]
-    alone += [f"{module}{_A}" for module, tensors in found.items() if tensors.keys() == {_COPY}]
+    alone += [f"{module}{A}" for module, tensors in found.items() if tensors.keys() == {_COPY}]
     if alone:
         raise ValueError(f"{path}: lacks tensors whose counterparts it has: {listed(alone)}: save or download it again")
     if not found:
@@ -119,7 +119,7 @@ class _Reading:
     """The tensors of one adapter, on their way to the base model's layers.
 
     Args:
-        modules: as ``_by_module``.
+        modules: as ``by_module``.
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class _Reading:
             elif _ROWS_A in tensors:
                 self._take_rows(module, tensors[_ROWS_A], tensors[_ROWS_B])
             elif self._stack_of(module) is not None:
-                self._take_stack(module, tensors[_A], tensors[_B])
+                self._take_stack(module, tensors[A], tensors[B])
             else:
-                self._take_linear(module, tensors[_A], tensors[_B])
+                self._take_linear(module, tensors[A], tensors[B])
             if _COPY in tensors:
                 self._check_copy(self._places[self._name(module)], tensors[_COPY])
         for name, by_expert in self._of_experts.items():
@@ -187,7 +187,7 @@ class _Reading:
         if _TOKENS in has:
             return len(has) == 1
         if place is not None:
-            return (place.of_rows is None) == (_A in has)
+            return (place.of_rows is None) == (A in has)
         return of_any_expert(name) in self._places or self._stack_of(module) is not None
 
     def _check_known(self) -> None:
@@ -354,9 +354,9 @@ class _Reading:
     def _check(self, module: str, rank: int, *expected: tuple[StoredTensor, tuple[int, ...]]) -> None:
         """Raise unless tensors have the shapes of the layer and of the rank that the config says."""
         for tensor, shape in expected:
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in DTYPES:
                 raise ValueError(
-                    f"{self._path}: {tensor.name} must be in {', '.join(_DTYPES)}, found {tensor.dtype:.20}"
+                    f"{self._path}: {tensor.name} must be in {', '.join(DTYPES)}, found {tensor.dtype:.20}"
                 )
             if tensor.shape != shape:
                 raise ValueError(
@@ -384,7 +384,7 @@ class _Reading:
         """Raise where a copy of the base model's table is not what it is here. Quantised ones are not compared."""
         vocab_size, size = place.part.out_features, place.part.in_features
         assert isinstance(place, Place)
-        same = stored.shape == (vocab_size, size) and stored.dtype in _DTYPES
+        same = stored.shape == (vocab_size, size) and stored.dtype in DTYPES
         if same and not isinstance(place.linear, Quantized):
             copy, dtype = stored.read(), place.changes.a.dtype
             for start in range(0, vocab_size, _ROWS_AT_ONCE):

@@ -19,17 +19,18 @@ SIZES: dict[str, Any] = {
     "num_kv_blocks": 256, "enable_lora": True, "max_lora_rank": 8, "max_loras": COUNT, "lora_target_modules": ("*",),
     "max_cpu_loras": COUNT, "progress": "off", "enforce_eager": True, "check_invariants": True,
 }  # fmt: skip
-PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=1, ignore_eos=True)
-# name -> engine arguments, and what they must bring about: "preempted", or adapters that are loaded "again".
-WAYS: dict[str, tuple[dict[str, Any], str]] = {
-    "mixed": ({}, ""),
-    "evicted and loaded again": ({"max_loras": 3}, "again"),
-    "chunked": ({"token_bucket_sizes": (16,), "max_num_batched_tokens": 16}, ""),
-    "computed again": ({"num_kv_blocks": 64, "preemption_mode": "recompute"}, "preempted"),
-    "swapped": ({"num_kv_blocks": 64, "preemption_mode": "swap", "swap_space_bytes": 2**21}, "preempted"),
-    "compiled": ({"enforce_eager": False}, ""),
-    "compiled, chunked, preempted and evicted": (
-        {"enforce_eager": False, "token_bucket_sizes": (16,), "num_kv_blocks": 40, "max_loras": 5}, "again",
+PARAMS = SamplingParams(temperature=0, max_tokens=20, logprobs=1, ignore_eos=True)
+# name -> engine arguments, and what they must bring about
+WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "mixed": ({}, ("together",)),
+    "evicted and loaded again": ({"max_loras": 3}, ("loaded again",)),
+    "chunked": ({"token_bucket_sizes": (32,)}, ("chunked",)),
+    "computed again": ({"num_kv_blocks": 32, "preemption_mode": "recompute"}, ("preempted",)),
+    "swapped": ({"num_kv_blocks": 32, "preemption_mode": "swap", "swap_space_bytes": 2**21}, ("preempted",)),
+    "compiled": ({"enforce_eager": False}, ("together",)),
+    "compiled, all of it": (
+        {"enforce_eager": False, "token_bucket_sizes": (32,), "num_kv_blocks": 16, "max_loras": 5},
+        ("loaded again", "chunked", "preempted"),
     ),
 }  # fmt: skip
 Bits = tuple[list[int], list[str]]
@@ -94,13 +95,14 @@ class Watched:
     """Counts what steps of an engine had."""
 
     def __init__(self, engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.most_together, self.num_loads = 0, 0
+        self.most_together = self.num_loads = self.num_chunks = 0
         self._launch = engine.runner.launch
         monkeypatch.setattr(engine.runner, "launch", self)
 
     def __call__(self, output: SchedulerOutput) -> Any:
         self.most_together = max(self.most_together, len(output.request_ids))
         self.num_loads += len(output.adapter_loads)
+        self.num_chunks += output.num_samples.count(0)
         return self._launch(output)
 
 
@@ -108,15 +110,19 @@ class Watched:
 def test_the_same_bits_as_alone(
     name: str, way: str, adapters: list[LoRARequest], expected: list[Bits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice: on a cold prefix cache, and on the warm one that it leaves."""
-    changes, what = WAYS[way]
+    """Twice: on a cold prefix cache, and on what that leaves: a warm one, where there is room for it."""
+    changes, effects = WAYS[way]
     with CompiledEngine(str(checkpoint(name)), **SIZES | changes) as engine:
         watched = Watched(engine, monkeypatch)
-        for is_warm in (False, True):
-            outputs = served(engine, adapters)
-            assert bits(outputs) == expected
-            assert not is_warm or what or all(output.num_cached_tokens >= 32 for output in outputs)
-        assert what or watched.most_together == COUNT, "not all were in a step together"
-        assert (engine.stats().num_preemptions > 0) >= (what == "preempted")
-        assert (watched.num_loads > COUNT) >= (what == "again")
+        assert bits(served(engine, adapters)) == expected
+        again = served(engine, adapters)
+        assert bits(again) == expected
+        assert engine.stats().num_kv_blocks < 256 or all(output.num_cached_tokens >= 32 for output in again)
+        seen = {
+            "together": watched.most_together == COUNT,
+            "loaded again": watched.num_loads > 2 * COUNT - 5,
+            "chunked": watched.num_chunks > 0,
+            "preempted": engine.stats().num_preemptions > 0,
+        }
+        assert all(seen[effect] for effect in effects), seen
         assert engine.compile_report().recompiles == 0
