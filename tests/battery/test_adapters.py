@@ -292,25 +292,40 @@ class Ended(NamedTuple):
     found: Any  # bits, or the body of an error
 
 
-class WebClient(threading.Thread):
-    """Sends requests to a server one after another, and notes how each ends."""
+class Turns(threading.Thread):
+    """Takes turns until it ``is_over``, or one raises the ``fault``."""
 
-    def __init__(self, url: str, num_adapters: int, seed: int) -> None:
+    def __init__(self, url: str, requests: Requests) -> None:
         super().__init__(daemon=True)
-        self._http, self._requests = httpx.Client(base_url=url, timeout=120), Requests(num_adapters, seed)
-        self.is_over, self.ended, self.fault = False, list[Ended](), None
+        self._http, self._requests = httpx.Client(base_url=url, timeout=120), requests
+        self.is_over = False
+        self.fault: BaseException | None = None
 
     def run(self) -> None:
         try:
             with self._http:
                 while not self.is_over:
-                    prompt, max_tokens, number = self._requests.next()
-                    asked = time.monotonic()
-                    kind, found = self._ask(prompt, max_tokens, number)
-                    self.ended.append(Ended(kind, asked, time.monotonic(), prompt, max_tokens, number, found))
-                    time.sleep(0.3 * (kind == "503"))
+                    self._turn()
         except BaseException as error:
             self.fault = error
+
+    def _turn(self) -> None:
+        raise NotImplementedError
+
+
+class WebClient(Turns):
+    """Sends requests to a server one after another, and notes how each ends."""
+
+    def __init__(self, url: str, requests: Requests) -> None:
+        super().__init__(url, requests)
+        self.ended: list[Ended] = []
+
+    def _turn(self) -> None:
+        prompt, max_tokens, number = self._requests.next()
+        asked = time.monotonic()
+        kind, found = self._ask(prompt, max_tokens, number)
+        self.ended.append(Ended(kind, asked, time.monotonic(), prompt, max_tokens, number, found))
+        time.sleep(0.3 * (kind == "503"))
 
     def _ask(self, prompt: list[int], max_tokens: int, number: int | None) -> tuple[str, Any]:
         body = {
@@ -350,33 +365,21 @@ def bits_of(choices: list[dict[str, Any]]) -> list[tuple[int, str]]:
     return [(token, value.hex()) for token, value in zip(tokens, logprobs, strict=True)]
 
 
-class Changes(threading.Thread):
+class Changes(Turns):
     """Exchanges and spoils files, and loads and unloads every third adapter, at random moments.
 
     Attributes:
         absent: of an adapter, from when to when the server may not know it.
     """
 
-    def __init__(self, url: str, disk: Disk, num_adapters: int) -> None:
-        super().__init__(daemon=True)
-        self._http, self._disk, self._requests = (
-            httpx.Client(base_url=url, timeout=120),
-            disk,
-            Requests(num_adapters, 0),
-        )
+    def __init__(self, url: str, requests: Requests, disk: Disk) -> None:
+        super().__init__(url, requests)
+        self._disk = disk
         self.absent: dict[int, list[list[float]]] = defaultdict(list)
-        self.is_over, self.fault, self.counts = False, None, Counter[str]()
+        self.counts: Counter[str] = Counter()
 
-    def run(self) -> None:
-        try:
-            with self._http:
-                while not self.is_over:
-                    self._change()
-                    time.sleep(self._requests.rng.uniform(0, 0.3))
-        except BaseException as error:
-            self.fault = error
-
-    def _change(self) -> None:
+    def _turn(self) -> None:
+        time.sleep(self._requests.rng.uniform(0, 0.3))
         number, rng = self._requests.adapter(), self._requests.rng
         if number % 3 or rng.random() < 0.3:
             self.counts[self._disk.change(number, rng)] += 1
@@ -416,8 +419,10 @@ def test_requests_end_once_while_the_engine_is_killed(tmp_path: Path, battery_co
     with (tmp_path / "log").open("w") as log, program(*flags, command=COMMAND[:5], stderr=log) as server:
         server.wait_until("/health")
         url = str(server.http.base_url)
-        clients, changes = [WebClient(url, adapters, seed) for seed in range(1, 9)], Changes(url, disk, adapters)
-        for thread in (*clients, changes):
+        clients = [WebClient(url, Requests(adapters, seed)) for seed in range(1, 9)]
+        changes = Changes(url, Requests(adapters, 0), disk)
+        threads: list[Turns] = [*clients, changes]
+        for thread in threads:
             thread.start()
         for _ in range(5):
             time.sleep(rng.uniform(1, 6))
@@ -428,7 +433,7 @@ def test_requests_end_once_while_the_engine_is_killed(tmp_path: Path, battery_co
             server.wait_until("/health")
             outages[-1][1] = time.monotonic()
         time.sleep(5)
-        for thread in (*clients, changes):
+        for thread in threads:
             thread.is_over = True
             thread.join()
             assert thread.fault is None, thread.fault
