@@ -96,7 +96,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "loading": [("--rounds 0", "--rounds")],
     "host": [("--requests 0", "--requests"), ("--kinds-of x", "unknown flag")],
     "speculation": [("--num-tokens 1", "--num-tokens must be at least 2")],
-    "lora": [("--rank 0", "--rank must be at least 1"), ("--batch-sizes 0", "--batch-sizes")],
+    "lora": [
+        ("--rank 0", "--rank must be at least 1"),
+        ("--batch-sizes 0", "--batch-sizes"),
+        ("--vllm-python x", "--vllm-python needs --model"),
+    ],
     "tiers": [("--input-len 8", "--input-len must be at least 32")],
     "sampling": [("--context 1", "--context must be at least 2")],
     "kernels": [("--layers 0", "--layers must be at least 1"), ("--model DIR --layers 2", "for a --shape")],
