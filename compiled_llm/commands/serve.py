@@ -14,16 +14,18 @@ the address is taken; 2 for bad arguments; 128 + the signal's number after a sec
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import os
+import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, attribute_docs, engine_config
-from compiled_llm.system.process import GuardedStream, StopSignals
+from compiled_llm.system.process import GuardedStream, StopSignals, UnwaitingStream
 from compiled_llm.system.program import run_program
 
 _PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
@@ -94,7 +96,8 @@ def _serve(program: str, args: argparse.Namespace) -> int:
     config, settings = engine_config(args), ServerSettings(**values)
     from compiled_llm.server.run import serve
 
-    return serve(program, config, settings)
+    with contextlib.redirect_stderr(UnwaitingStream(sys.stderr)):
+        return serve(program, config, settings)
 
 
 def _keys(path: Path | None) -> list[str]:
