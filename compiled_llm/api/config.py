@@ -102,7 +102,9 @@ class EngineConfig:
         scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
             waiting request may preempt running ones of a higher number.
         target_itl_ms: time between two tokens of a request to aim at. While requests decode, prompts are computed in
-            steps of the largest token bucket that was measured to take no longer. None: as ``max_num_batched_tokens``.
+            steps of the largest token bucket that takes no longer, as the start and all steps since have measured, or
+            at most half as long again as the smallest one. None: as ``max_num_batched_tokens``; with ``compiled-llm
+            serve`` 250, unless sizes of steps are given or prompts are not chunked.
         enable_prefix_caching: keep the KV blocks of finished requests, as long as there is room, for requests that
             start with the same tokens. A prompt's ``cache_salt`` keeps its blocks to requests of the same salt.
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
@@ -118,9 +120,8 @@ class EngineConfig:
         wait_for_compile: compile before anything is served. False, on a CPU: serve uncompiled at once, compile
             meanwhile, and change over as graphs are ready, with no other token. A GPU waits all the same, and so does
             an engine with ``logits_transforms``, with ``compile_workers=0`` or with torch's caches turned off, which
-            would have to compile in its own process, one with ranks, and one that measures its steps at the start: with
-            ``target_itl_ms``, ``speculative_config`` that is adaptive, or ``swap_space_bytes`` and
-            preemption_mode="auto".
+            would have to compile in its own process, one with ranks, and one that measures at the start what it chooses
+            by: with ``speculative_config`` that is adaptive, or ``swap_space_bytes`` and preemption_mode="auto".
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.
@@ -318,7 +319,7 @@ class EngineConfig:
     @property
     def waits_for_compile(self) -> bool:
         """As ``wait_for_compile`` says, or because the start measures steps, which must be the compiled ones."""
-        measures_steps = self.target_itl_ms is not None or (self.swap_space_bytes and self.preemption_mode == "auto")
+        measures_steps = self.swap_space_bytes and self.preemption_mode == "auto"
         is_shared = self.tensor_parallel_size > 1
         return self.wait_for_compile or bool(measures_steps) or self.adapts_drafts or is_shared
 

@@ -14,16 +14,18 @@ the address is taken; 2 for bad arguments; 128 + the signal's number after a sec
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import os
+import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, attribute_docs, engine_config
-from compiled_llm.system.process import GuardedStream, StopSignals
+from compiled_llm.system.process import GuardedStream, StopSignals, UnwaitingStream
 from compiled_llm.system.program import run_program
 
 _PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
@@ -32,6 +34,8 @@ _SELDOM = (
     *("stall_seconds", "max_load_difference", "max_completions"),
 )
 _KEY_VARIABLE = "COMPILED_LLM_API_KEY"
+# Streams wait no longer than that for the prompts of others; steps of a bundled 0.1B model hold 64 tokens then.
+_TARGET_ITL_MS = 250.0
 
 
 def parser(program: str) -> FlagParser:
@@ -58,7 +62,7 @@ def parser(program: str) -> FlagParser:
         )
     parser.seldom |= {f"--{name.replace('_', '-')}" for name in _SELDOM}
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, as --api-key")
-    add_engine_arguments(parser, wait_for_compile=False)
+    add_engine_arguments(parser, wait_for_compile=False, target_itl_ms=_TARGET_ITL_MS)
     return parser
 
 
@@ -84,12 +88,16 @@ def _serve(program: str, args: argparse.Namespace) -> int:
         args.model = args.positional_model
     from compiled_llm.server.settings import ServerSettings
 
+    sizes_are_given = args.max_num_batched_tokens is not None or args.token_bucket_sizes is not None
+    if args.target_itl_ms is _TARGET_ITL_MS and (sizes_are_given or not args.enable_chunked_prefill):
+        args.target_itl_ms = None  # it was not asked for
     args.api_key = [*args.api_key, *_keys(args.api_key_file)]
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(ServerSettings)}
     config, settings = engine_config(args), ServerSettings(**values)
     from compiled_llm.server.run import serve
 
-    return serve(program, config, settings)
+    with contextlib.redirect_stderr(UnwaitingStream(sys.stderr)):
+        return serve(program, config, settings)
 
 
 def _keys(path: Path | None) -> list[str]:

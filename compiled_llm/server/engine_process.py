@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, redirect_stderr
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ from compiled_llm.server.messages import (
     encode,
 )
 from compiled_llm.system.child_process import Channel, own_channel
+from compiled_llm.system.process import UnwaitingStream
 from compiled_llm.system.resources import granted_cores
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, ScoredPrompt
 
@@ -79,7 +80,8 @@ def main() -> int:
     """Returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the server too, which decides what they end
         signal.signal(number, signal.SIG_IGN)
-    return run(own_channel(), CompiledEngine.from_config)
+    with redirect_stderr(UnwaitingStream(sys.stderr)):
+        return run(own_channel(), CompiledEngine.from_config)
 
 
 def run(channel: Channel, make_engine: Callable[[EngineConfig], AbstractContextManager[CompiledEngine]]) -> int:

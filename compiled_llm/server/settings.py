@@ -3,11 +3,19 @@
 import dataclasses
 import os
 import ssl
+from collections.abc import Iterable, Mapping
 
 from compiled_llm.api.argument_checks import check_fields, names
 from compiled_llm.api.lora_request import read_lora_modules
-from compiled_llm.api.names import refuse_unknown_names
-from compiled_llm.parsing.formats import AUTO, CALL_FORMATS, NONE, REASONING_FORMATS
+from compiled_llm.api.names import did_you_mean, refuse_unknown_names
+from compiled_llm.parsing.formats import (
+    AUTO,
+    CALL_ALIASES,
+    CALL_FORMATS,
+    NONE,
+    REASONING_ALIASES,
+    REASONING_FORMATS,
+)
 
 DEMO_NAME = "compiled-llm-demo"
 
@@ -22,6 +30,7 @@ class ServerSettings:
         port: 0 takes a free one.
         served_model_name: what clients call the model, and answers name; given several times, each is a name of it.
         tool_call_parser: how the model writes tool calls; auto: as its chat template tells; none: tools are refused.
+            Names of vLLM and SGLang for the same formats are names of them, too.
         reasoning_parser: how the model writes its reasoning; auto: as its chat template tells; none: it is content.
         lora_modules: adapters that are served from the start, each NAME=PATH; clients give NAME as their model. Also
             {"name": NAME, "path": PATH, "base_model_name": NAME of the model}. Needs --enable-lora.
@@ -91,12 +100,17 @@ class ServerSettings:
         for name in ("served_model_name", "lora_modules", "api_key", "cors_origin"):
             object.__setattr__(self, name, names(name, getattr(self, name)))
         read_lora_modules(self.lora_modules)
-        for name, formats in (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
-            allowed = (AUTO, NONE, *formats)
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, given {getattr(self, name)!r:.100}")
+        self._check_parser("tool_call_parser", CALL_FORMATS, CALL_ALIASES)
+        self._check_parser("reasoning_parser", REASONING_FORMATS, REASONING_ALIASES)
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host must be an address or a name of this machine, given {self.host!r}")
+
+    def _check_parser(self, name: str, formats: Iterable[str], aliases: Mapping[str, str]) -> None:
+        given, allowed = str(getattr(self, name)), (AUTO, NONE, *formats)
+        if given not in (*allowed, *aliases):
+            hint = did_you_mean(given, (*allowed, *aliases))
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, given {given!r:.100}{hint and ': ' + hint}")
+        object.__setattr__(self, name, aliases.get(given, given))
 
     def tls(self) -> ssl.SSLContext | None:
         """For connections; None without a certificate. ``ValueError``: the files are no certificate and its key."""
