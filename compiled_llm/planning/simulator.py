@@ -103,7 +103,7 @@ class _Replica:
         # Tokens count alike, as for ``routing.Router``; those of several models by what a decode of 8 takes.
         self.token_seconds = costs.step_seconds(min(8, costs.max_num_seqs), 0)
 
-    def plan(self, lane: _Lane, now: float) -> None:
+    def plan(self, lane: _Lane, now: float, admits: bool) -> None:
         """Choose the prompts of the lane's next step; hopeless requests wait no more."""
         costs, rows = self.costs, len(lane.running)
         left = (costs.max_tokens_beside_decodes if rows else costs.max_tokens) - rows
@@ -114,6 +114,8 @@ class _Replica:
         while limit > 0:
             if others:
                 request = others.popleft()
+            elif not admits:
+                break
             else:
                 while place < len(self.waiting) and self.waiting[place].deadline < now:
                     self.owe(self.waiting[place], 0)
@@ -252,13 +254,13 @@ class Simulation:
             self._push(group.free[0], group, 0)
 
     def _begin_step(self, lane: _Lane, now: float) -> bool:
-        replica, costs, group = lane.replica, lane.replica.costs, lane.replica.group
+        replica, costs, group, admits = lane.replica, lane.replica.costs, lane.replica.group, True
         while len(lane.running) > 1 and replica.used + len(lane.running) > replica.kv_tokens:
             replica.preempt(lane)
-            self._num_preemptions += 1
+            self._num_preemptions, admits = self._num_preemptions + 1, False
         rows, tokens, pairs = len(lane.running), 0, 0.0
         if replica.waiting or lane.lacking:
-            replica.plan(lane, now)
+            replica.plan(lane, now, admits)
             for request, count in lane.chunks:
                 tokens += count
                 pairs += count * request.done + count * (count + 1) / 2
