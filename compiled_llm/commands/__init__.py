@@ -24,6 +24,7 @@ COMMANDS = {
     "quantize": "write a quantised checkpoint, calibrated on a text",
     "merge-lora": "write a checkpoint with a LoRA adapter merged into its weights",
     "tune": "find bucket sizes, drafts or kernels' tiles that suit this machine and work",
+    "plan": "which models to serve on which devices, simulated",
     "bench": "measure the engine, its parts, and other engines beside it",
     "compile": "compile a model's graphs ahead of serving, or carry them to other machines",
     "version": "versions, processor, GPU and the directory of what was compiled",

@@ -15,6 +15,8 @@ BENCHES = {
     "arrivals": "the same load on an engine without a server",
     "peers": "the same requests through vLLM, OpenVINO, llama.cpp and transformers",
     "settings": "several precisions or engine arguments, in turns",
+    "step-costs": "what steps take here, for compiled-llm plan",
+    "plan": "requests served here, beside the same simulated by compiled-llm plan",
     "shared": "what an engine keeps of its speed on a machine that others use",
     "start": "starts, cold and warm, stage by stage",
     "loading": "the reading of weights, beside a plain read of their files",

@@ -87,6 +87,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--shape tiny --enforce-eager --precisions none int3", "quantization"),
         ("--precisions none int8 --repeats 0", "--repeats"),
     ],
+    "step-costs": [("--costs /no/such/directory/costs.json", "its directory is not there"), ("", "required: --costs")],
+    "plan": [("--load 0", "--load must be"), ("--seconds 1", "--seconds must be at least 5"), ("--cvs -1", "--cvs")],
     "shared": [("--rounds 0", "--rounds")],
     "start": [
         ("--warm-runs 0", "--warm-runs"),
