@@ -58,7 +58,28 @@ class PrefixRouter(RequestRouter):
         assert self._prefixes is not None
         prompt, _ = self._prompt_of(pending_request.args[0])
         best = self._prefixes.choose(prompt, {name: self._loads[name] for name in known})
+        # From now on it counts as the engine's, though Ray Serve says so only when the engine has answered; else all
+        # requests of a moment went to one.
+        name = pending_request.metadata.internal_request_id
+        self._send(name, best, pending_request)
+        pending_request.future.add_done_callback(lambda future: self._drop(name) if future.cancelled() else None)
         return [[known[best]], [replica for name, replica in known.items() if name != best]]
+
+    def _send(self, name: str, replica: ReplicaID, pending: PendingRequest) -> None:
+        """A request is an engine's."""
+        self._drop(name)
+        assert self._prefixes is not None
+        prompt, num_output = self._prompt_of(pending.args[0])
+        num_tokens = self._prefixes.send(replica, prompt) + num_output
+        self._sent[name] = replica, num_tokens
+        self._loads[replica] += num_tokens
+
+    def _drop(self, name: str) -> None:
+        """A request is no engine's."""
+        if name in self._sent:
+            replica, num_tokens = self._sent.pop(name)
+            if replica in self._loads:
+                self._loads[replica] -= num_tokens
 
     def _read_prompt(self, frame: bytes) -> tuple[RoutedPrompt, int]:
         """The prompt of a message, and tokens of its output, about."""
@@ -71,16 +92,10 @@ class PrefixRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Called by Ray Serve when an engine has taken a request."""
-        if pending_request.metadata.call_method != METHOD or replica_id not in self._loads:
-            return
-        assert self._prefixes is not None
-        prompt, num_output = self._prompt_of(pending_request.args[0])
-        num_tokens = self._prefixes.send(replica_id, prompt) + num_output
-        self._sent[pending_request.metadata.internal_request_id] = replica_id, num_tokens
-        self._loads[replica_id] += num_tokens
+        name = pending_request.metadata.internal_request_id
+        if name in self._sent and self._sent[name][0] != replica_id and replica_id in self._loads:
+            self._send(name, replica_id, pending_request)  # the best one took no more
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Ray Serve when a request has ended, however it ended."""
-        name, num_tokens = self._sent.pop(internal_request_id, (replica_id, 0))
-        if name in self._loads:
-            self._loads[name] -= num_tokens
+        self._drop(internal_request_id)

@@ -164,7 +164,7 @@ class Replicas:
             if error is not None and not isinstance(error, EngineEndedError):
                 raise error
         if None not in answers:
-            raise EngineEndedError(self.ended or "the model is being loaded")
+            raise next(filter(None, answers), EngineEndedError(self.ended or "the model is being loaded"))
 
     async def close(self) -> None:
         """End the processes, whatever they do."""
