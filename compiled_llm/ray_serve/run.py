@@ -73,5 +73,6 @@ def _serve(program: str, serve: Any, arguments: Arguments, proxy: dict[str, Any]
     while signals.number is None:
         time.sleep(_LOOK_SECONDS)
     say(f"ends when all answers have ended, in {arguments.server.drain_seconds:g} s at the latest")
+    serve.delete(APPLICATION)  # waits for answers, which the next call does not
     serve.shutdown()
     return 0
