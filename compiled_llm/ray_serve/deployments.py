@@ -103,13 +103,14 @@ class Engine:
         if fault is not None:
             raise RuntimeError(fault)
 
-    def record_replica_metadata(self) -> dict[str, int]:
+    def record_replica_metadata(self) -> dict[str, Any]:
         """For the request router."""
         started, config = self._started, self._client.config
         return {
             "block_size": started.block_size,
             "num_blocks": started.num_kv_blocks if config.enable_prefix_caching else 0,
             "num_adapters": config.max_cpu_loras or started.max_loras,
+            "digest": self._digest,
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

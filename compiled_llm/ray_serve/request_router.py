@@ -22,7 +22,8 @@ METHOD = "generate"  # calls of it are routed by their prompt; its first argumen
 class PrefixRouter(RequestRouter):
     """A prompt goes to the engine that holds the longest part of it, as far as this process has sent it there.
 
-    An engine says what it has room for in its ``record_replica_metadata``: block_size, num_blocks, num_adapters.
+    An engine's ``record_replica_metadata`` says what it has room for, block_size, num_blocks and num_adapters, and the
+    digest of its arguments.
     """
 
     def initialize_state(self, max_load_difference: int) -> None:
@@ -51,9 +52,19 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The best engine, and the others for when it takes no more requests."""
-        known = {replica.replica_id: replica for replica in candidate_replicas if replica.replica_id in self._loads}
-        if pending_request is None or pending_request.metadata.call_method != METHOD or not known:
+        """The best engine, and the others for when it takes no more requests.
+
+        Calls say in their last argument what arguments an engine must have: in an update there are two kinds for a
+        while. A prompt for which none is left goes to any, which refuses it; other calls wait for one.
+        """
+        if pending_request is None:
+            return [candidate_replicas]
+        digest = pending_request.args[-1]
+        fitting = [one for one in candidate_replicas if one.replica_metadata.get("digest") == digest]
+        if pending_request.metadata.call_method != METHOD:
+            return [fitting]
+        known = {one.replica_id: one for one in fitting if one.replica_id in self._loads}
+        if not known:
             return [candidate_replicas]
         assert self._prefixes is not None
         prompt, _ = self._prompt_of(pending_request.args[0])

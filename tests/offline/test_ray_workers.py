@@ -39,6 +39,7 @@ cluster.shutdown()
 class MachinesOfRay:
     def __init__(self, count: int = 2, cores: int = 1) -> None:
         environment = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        environment["RAY_raylet_start_wait_time_s"] = "300"  # where other work holds the cores
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(
             [sys.executable, "-c", CLUSTER, str(count), str(cores)], env=environment, **pipes

@@ -1,12 +1,15 @@
 """What the builder's arguments become for Ray Serve; no cluster is started, and Ray is not imported."""
 
+import ast
 from typing import Any
 
 import pytest
+import yaml
 
 from compiled_llm.offline.ray_workers import RayCluster
 from compiled_llm.ray_serve.arguments import Arguments, engine_config, engine_options, server_options
 from compiled_llm.ray_serve.autoscaling import KV_USE, QueueAndKvUse
+from tests.docs.markdown import ROOT
 
 
 class ClusterOf(RayCluster):
@@ -59,6 +62,16 @@ def test_autoscaling_and_draining() -> None:
     assert asked["request_router_config"]["request_router_kwargs"] == {"max_load_difference": 7}
     of_server = server_options(Arguments.read({"server": server}))
     assert asked["graceful_shutdown_timeout_s"] == of_server["graceful_shutdown_timeout_s"] > 20
+
+
+def test_the_file_of_the_docs() -> None:
+    (application,) = yaml.safe_load((ROOT / "docs" / "deploy" / "ray-serve.yaml").read_text())["applications"]
+    arguments = Arguments.read(application["args"])
+    assert (arguments.engine.model, arguments.server.served_model_name) == ("/models/my-model", ("my-model",))
+    assert (arguments.server.data_parallel_size, arguments.most_replicas) == (2, 8)
+    module, _, name = application["import_path"].partition(":")
+    tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from tests.ray_serve.test_arguments import ClusterOf
 
 
 class Replica:
-    def __init__(self, name: str, **metadata: int) -> None:
-        self.replica_id, self.max_ongoing_requests = name, 8
-        self.replica_metadata = {"block_size": 16, "num_blocks": 64, "num_adapters": 0, **metadata}
+    def __init__(self, name: str, digest: str = "digest") -> None:
+        self.replica_id = name
+        self.replica_metadata = {"block_size": 16, "num_blocks": 64, "num_adapters": 0, "digest": digest}
 
 
 class Pending:
@@ -94,6 +94,16 @@ def test_engines_that_come_and_go_and_calls_that_are_no_prompts() -> None:
     assert choice(router, [first, second], other) == [["a", "b"]]
     router.on_request_routed(other, "b", None)
     assert router._loads == {"b": 90}
+
+
+def test_engines_with_other_arguments_are_the_last_choice() -> None:
+    router: Any = PlayedRouter(max_load_difference=200)
+    old, new = Replica("a", "other"), Replica("b")
+    router.update_replicas([old, new])
+    assert choice(router, [old, new], Pending("1", 0)) == [["b"], []]
+    assert choice(router, [old], Pending("2", 0)) == [["a"]], "which refuses it"
+    assert choice(router, [old], Pending("3", 0, "describe")) == [[]], "it waits"
+    assert choice(router, [old, new], Pending("4", 0, "describe")) == [["b"]]
 
 
 def test_ray_serve_calls_these_with_these_arguments() -> None:
