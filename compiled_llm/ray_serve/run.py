@@ -41,7 +41,7 @@ def serve_on_ray(
         serve: Any = importlib.import_module("ray.serve")
     except ImportError as error:
         cluster.close()
-        raise ValueError("--ray needs the extra 'ray-serve': pip install 'compiled-llm[ray-serve]'") from error
+        raise ValueError("--ray needs the extra 'ray-serve': pip install 'compiled-llm[server,ray-serve]'") from error
     try:
         with signals.gracefully():
             return _serve(program, serve, arguments, proxy, signals)
