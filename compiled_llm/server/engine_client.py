@@ -66,11 +66,11 @@ class EngineClient:
         num_running, num_waiting: requests in the engine, as it last said.
         ended: how the process has ended; None while it runs.
         on_output: gets each output of a request that has not ended.
-        on_end: gets its number and the ids of the requests that had not, when the process has ended.
+        on_end: gets its number, the ids of the requests that had not, and how, when the process has ended.
     """
 
     on_output: Callable[[Output], None]
-    on_end: Callable[[int, Sequence[str]], None]
+    on_end: Callable[[int, Sequence[str], str], None]
 
     def __init__(self, config: EngineConfig, place: Place = _ALONE) -> None:
         self.config, self.place = config, place
@@ -258,7 +258,7 @@ class EngineClient:
             self._questions.clear()
             self.num_running = self.num_waiting = 0
             lost, self._unfinished = list(self._unfinished), {}
-            self.on_end(self.place.number, lost)
+            self.on_end(self.place.number, lost, self.ended)
 
     def _hand_out(self, output: Output) -> None:
         if output.request_id not in self._unfinished:

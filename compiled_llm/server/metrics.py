@@ -102,7 +102,7 @@ class Metrics:
             )
         }
         self._histogram = histogram
-        self.engines: list[_OfEngine] = []
+        self._engines: list[_OfEngine] = []
 
     def _labels(self, engine: int) -> dict[str, str]:
         return {"model_name": self._model, "engine": str(engine)}
@@ -114,7 +114,13 @@ class Metrics:
         self._generated = histogram("vllm:request_generation_tokens", "Tokens of an answer", sizes)
         self._max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a request", sizes)
         self._n = histogram("vllm:request_params_n", "n of a request", _N)
-        self.engines = [_OfEngine(self, self._labels(engine)) for engine in range(number_of)]
+        self.of_engine(number_of - 1)
+
+    def of_engine(self, number: int) -> "_OfEngine":
+        """Those of an engine. Before the first request of one they say 0."""
+        for new in range(len(self._engines), number + 1):
+            self._engines.append(_OfEngine(self, self._labels(new)))
+        return self._engines[number]
 
     def text(
         self, stats: Sequence[Mapping[str, Any] | None], started: Started | None, num_served_again: int = 0
@@ -163,7 +169,7 @@ class RequestObserver:
 
     def take(self, output: Output) -> None:
         """An output came. Of several tokens at once, each took its share of the time."""
-        metrics, now = self._metrics.engines[output.engine], time.monotonic()
+        metrics, now = self._metrics.of_engine(output.engine), time.monotonic()
         for piece in output.pieces:
             num_tokens = len(piece.token_ids)
             self.num_tokens += num_tokens

@@ -6,10 +6,12 @@ gets a seed here, so that it is the same tokens the second time.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,6 +25,7 @@ from compiled_llm.server.unread import EngineEndedError, RequestAbortedError, Un
 from compiled_llm.system.child_process import framed
 from compiled_llm.system.resources import core_parts, granted_cores, threads_of
 
+_STATS_SECONDS = 2.0  # a step may take so long; then /metrics is without the engine's own counts
 _EXPECTED_TOKENS = 256  # of an output that may be longer, or as long as it likes
 
 
@@ -88,6 +91,7 @@ class Replicas:
         self._router: Router | None = None  # while there is nothing to choose
         self._loads = [0] * len(self.clients)
         self._numbers = itertools.count()
+        self._serves_again = len(self.clients) > 1  # a request whose engine died, by another one
         self.num_served_again = 0
         for client in self.clients:
             client.on_output, client.on_end = self._take, self._lose
@@ -147,7 +151,7 @@ class Replicas:
         """As ``EngineClient.reset_prefix_cache``, of all that serve."""
         for client in self._serving:
             self._add_to_router(client)
-        await self._all(EngineClient.reset_prefix_cache)
+        await self._all(lambda client: client.reset_prefix_cache())
 
     @property
     def _serving(self) -> list[EngineClient]:
@@ -160,7 +164,7 @@ class Replicas:
             if error is not None and not isinstance(error, EngineEndedError):
                 raise error
         if None not in answers:
-            raise EngineEndedError(self.ended or "the model is being loaded")
+            raise next(filter(None, answers), EngineEndedError(self.ended or "the model is being loaded"))
 
     async def close(self) -> None:
         """End the processes, whatever they do."""
@@ -182,6 +186,10 @@ class Replicas:
     def ended(self) -> str | None:
         """How the last one has ended; None while one runs."""
         return None if any(client.ended is None for client in self.clients) else self.clients[-1].ended
+
+    async def stats(self) -> list[dict[str, Any] | None]:
+        """The statistics of each engine; None: it does not answer."""
+        return await asyncio.gather(*map(_stats, self.clients))
 
     def faults(self) -> list[str | None]:
         """Why each engine does not answer requests; None: it does."""
@@ -238,14 +246,15 @@ class Replicas:
             self._forget(open_ids)
 
     def _made(self, request: Generate, unread: Unread) -> _Request:
-        n, most = request.sampling.get("n", 1), request.sampling.get("max_tokens")
-        expected = 0 if request.scored_from is not None else n * min(most or _EXPECTED_TOKENS, _EXPECTED_TOKENS)
-        if self._router is None:
+        expected = num_expected_tokens(request)
+        if not self._serves_again:
             return _Request(framed(encode(request)), None, unread, expected)
         number = next(self._numbers)
         if request.sampling.get("seed") is None:  # as an engine alone has it
             seed = derived_seed(f"{self.config.seed}/{number}")
             request = msgspec.structs.replace(request, sampling={**request.sampling, "seed": seed})
+        if self._router is None:
+            return _Request(framed(encode(request)), None, unread, expected)
         adapter = "" if request.adapter is None else request.adapter.path
         tokens, size = request.prompt_token_ids, self._router.block_size
         return _Request(
@@ -294,14 +303,12 @@ class Replicas:
             self._set_left(request, max(1, left - sum(len(piece.token_ids) for piece in output.pieces)))
         request.unread.put(output)
 
-    def _lose(self, engine: int, request_ids: Sequence[str]) -> None:
+    def _lose(self, engine: int, request_ids: Sequence[str], reason: str) -> None:
         """An engine has ended, with requests that had not."""
-        reason = self.clients[engine].ended
-        assert reason is not None
         for request_id in request_ids:
             request = self._requests[request_id]
             self._set_left(request, 0)
-            if not request.frame or request.is_second or self._router is None:
+            if not request.frame or request.is_second or not self._serves_again:
                 request.unread.fail(EngineEndedError(reason))
                 continue
             request.unread.drop(request_id)
@@ -324,3 +331,16 @@ class Replicas:
         """All requests raise an ``EngineEndedError`` with this reason, and the engines drop them."""
         for request in self._requests.values():
             request.unread.fail(EngineEndedError(reason))
+
+
+def num_expected_tokens(request: Generate) -> int:
+    """Of a request's output, about."""
+    n, most = request.sampling.get("n", 1), request.sampling.get("max_tokens")
+    return 0 if request.scored_from is not None else n * min(most or _EXPECTED_TOKENS, _EXPECTED_TOKENS)
+
+
+async def _stats(client: EngineClient) -> dict[str, Any] | None:
+    if client.serves:
+        with contextlib.suppress(EngineEndedError, TimeoutError):
+            return await asyncio.wait_for(client.stats(), _STATS_SECONDS)
+    return None

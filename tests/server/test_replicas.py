@@ -81,7 +81,7 @@ class FakeClient(EngineClient):
     def die(self) -> None:
         self.ended = f"engine {self.place.number} has died"
         lost, self._unfinished = list(self._unfinished), {}
-        self.on_end(self.place.number, lost)
+        self.on_end(self.place.number, lost, self.ended)
 
 
 def asked(request_id: str, group: int = 0, **sampling: Any) -> Generate:
