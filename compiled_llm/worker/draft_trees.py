@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from compiled_llm.api.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
@@ -57,8 +58,17 @@ def tree_rows(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(tree_depths(parents), dtype=np.int32), np.array(masks, dtype=np.uint64).view(np.int64)
 
 
-def move_accepted(output: SchedulerOutput, groups: Sequence[Sequence[LayerCache]]) -> None:
-    """Move the keys that ``output`` says. ``groups``: layers without a window, and those with each."""
+def move_accepted(
+    output: SchedulerOutput, groups: Sequence[Sequence[LayerCache]], features: Tensor | None = None
+) -> None:
+    """Move the keys that ``output`` says. ``groups``: layers without a window, and those with each.
+
+    ``features``: ``[B, S, F]``, what a network that drafts keeps of each token, which move as well.
+    """
+    if features is not None and output.moved_keys:
+        source, target = on_device(torch.tensor(output.moved_keys, dtype=torch.int64), features.device).unbind(1)
+        rows = features.view(-1, features.shape[2])
+        rows[target] = rows[source]
     columns: tuple[SchedulerOutput | WindowOutput, ...] = (output, *output.windows)
     for told, layers in zip(columns, groups, strict=True):
         if told.moved_keys and layers:
