@@ -238,7 +238,8 @@ class NetworkTrees(WorkerDrafts, Proposals):
             if not columns:
                 found.append(())
             elif self._by_heads:
-                found.append(self.proposed(request, _by_heads, (columns, self._ranks), count))
+                heads: tuple[Sequence[int], int] = columns, self._ranks
+                found.append(self.proposed(request, _by_heads, heads, count))
             else:
                 found.append(self.proposed(request, _by_nodes, (_families(columns), 0), count))
         return found
@@ -248,9 +249,7 @@ class NetworkTrees(WorkerDrafts, Proposals):
         super().end(request)
 
 
-def _by_heads(
-    heads: tuple[Sequence[int], int], depth: int
-) -> list[tuple[int, float, tuple[Sequence[int], int]]]:
+def _by_heads(heads: tuple[Sequence[int], int], depth: int) -> list[tuple[int, float, tuple[Sequence[int], int]]]:
     """Any of a head's tokens may follow any of the head before it."""
     (columns, ranks), half = heads, len(heads[0]) // 2
     places = range(depth * ranks, min(half, (depth + 1) * ranks))

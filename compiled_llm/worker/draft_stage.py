@@ -132,8 +132,7 @@ class DraftStage:
         if self._one_for_all:
             mark_dynamic_size(self.token_ids, 0, DynamicSize("most drafted requests", 17))
         self._inputs = {
-            size: DraftBuffers(size, num_tokens, limits, device, tables, num_windows, num_rows)
-            for size in sizes
+            size: DraftBuffers(size, num_tokens, limits, device, tables, num_windows, num_rows) for size in sizes
         }
         self._depends = {**depends, "num_speculative_tokens": num_tokens}
         self._functions: dict[str, CompiledFunction] = {}

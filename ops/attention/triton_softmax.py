@@ -48,7 +48,7 @@ def seen_keys(positions, inside, visible, WINDOW: tl.constexpr, nodes=None, cont
         return inside[None, :]
     elif nodes is not None:
         node = positions - context
-        is_seen = ((nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]) & 1) != 0
+        is_seen = (((nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]) & 1) != 0) & inside[None, :]
         before = positions[None, :] < visible[:, None]
         before = tl.where((node >= 0)[None, :] & (nodes != 0)[:, None], is_seen, before)
         if WINDOW > 0:

@@ -169,7 +169,10 @@ MORE |= {
     "tree": (trees_agree_with_the_reference, {"dtype": BF16, "num_heads": 8, "trailing_rows": 2}),
     "tree-int8-window": (trees_agree_with_the_reference, {"dtype": BF16, "kv_dtype": INT8, "window": 70}),
     "tree-fp8": (trees_agree_with_the_reference, {"dtype": FP16, "kv_dtype": FP8, "soft_cap": 2.0, "sinks": True}),
-    "tree-float32-window": (trees_agree_with_the_reference, {"dtype": torch.float32, "window": 16, "head_dim": 40, "rows": 16}),
+    "tree-float32-window": (
+        trees_agree_with_the_reference,
+        {"dtype": torch.float32, "window": 16, "head_dim": 40, "rows": 16},
+    ),
 }
 INTERPRETED = {
     **{name: functools.partial(agrees_with_the_reference, **kwargs) for name, kwargs in interpreted_cases()},
