@@ -422,6 +422,17 @@ class EngineLimits:
             splits_loras=self.max_loras > 0 and not one_graph,
         )
 
+    @property
+    def most_decode_tokens(self) -> int:
+        """Most tokens of a step of a decode bucket: all drafts of one request, or 15 of each of the most."""
+        lens = self.draft_lens[-1]
+        return max(lens, min(lens, 16) * self.decode_bucket_sizes[-1])
+
+    def decode_tokens(self, num_requests: int) -> tuple[int, ...]:
+        """Tokens of the decode buckets of so many requests, rising."""
+        most = self.most_decode_tokens // num_requests
+        return tuple(dict.fromkeys(num_requests * min(length, most) for length in self.draft_lens))
+
     @classmethod
     def resolve(cls, config: EngineConfig, model_max_len: int, defaults: StepDefaults) -> "EngineLimits":
         """Fill in what ``config`` leaves open. ``ValueError`` where its sizes contradict each other or the model."""

@@ -22,7 +22,7 @@ from compiled_llm.checkpoint.generation_config import (
     warn_of_unserved,
 )
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer, model_config, with_end_of_text
-from compiled_llm.drafting.methods import host_source
+from compiled_llm.drafting.methods import host_source, network_source
 from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.core import EngineCore
@@ -35,7 +35,6 @@ from compiled_llm.parallel.rank_processes import RankProcesses
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource, draft_length
 from compiled_llm.scheduling.request import Status
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
@@ -117,7 +116,7 @@ class StepEngine:
         """What drafts tokens, if anything does."""
         wanted = self.config.speculation
         if wanted is not None and wanted.method in NETWORK_METHODS:
-            return WorkerDrafts(wanted.num_tokens, wanted.adaptive)
+            return network_source(wanted)
         if wanted is not None:
             return host_source(wanted, self.model_config.vocab_size)
         return None if drafter is None else CheckedDrafter(drafter, self.model_config.vocab_size)

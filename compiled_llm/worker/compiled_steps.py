@@ -21,7 +21,7 @@ from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.pinned import give
@@ -182,7 +182,9 @@ class CompiledSteps:
     def move_keys(self, output: SchedulerOutput) -> None:
         """Move keys and values of accepted drafts, where ``output`` says so."""
         if output.moved_keys:
-            move_accepted(output, split_by_window(self.model_config, self._windows, self.kv_cache))
+            kept = () if self.drafting is None else self.drafting.kv_cache
+            features = kept[-1].features if kept and isinstance(kept[-1], FeatureCache) else None
+            move_accepted(output, split_by_window(self.model_config, self._windows, self.kv_cache), features)
 
     def hold(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
         """Take other caches in the place of those so far: see ``record_again``."""

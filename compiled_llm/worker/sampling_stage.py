@@ -108,9 +108,10 @@ class SamplingStage:
         sizes = {} if self._sizes.vocabulary is not None else {"vocab_size": vocab_size}
         sizes |= {} if self._sizes.most_rows is not None else {"most_logits_rows": len(last_tokens)}
         of_counts = {} if self._sizes.most_requests is not None else {"max_num_seqs": limits.max_num_seqs}
-        # One function for all numbers of drafts: each is compiled for long.
-        most_drafts = MOST_DRAFT_TOKENS if limits.num_draft_tokens else 0
+        # One function for many numbers of drafts: each is compiled for long.
+        most_drafts = next(most for most in (0, 15, MOST_DRAFT_TOKENS) if most >= limits.num_draft_tokens)
         of_counts |= {"has_drafts": True} if most_drafts else {}
+        of_counts |= {"most_drafts": most_drafts} if most_drafts > 15 else {}
         of_counts |= {"has_trees": True} if limits.has_draft_trees else {}
         of_logprobs = {"max_logprobs": max_logprobs}
         self._depends = {

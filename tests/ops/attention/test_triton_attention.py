@@ -158,10 +158,10 @@ def agrees_with_the_reference(**kwargs) -> None:
     check(make_case(**kwargs), OP)
 
 
-def trees_agree_with_the_reference(**kwargs) -> None:
+def trees_agree_with_the_reference(rows: int = 64, **kwargs) -> None:
     """Two trees beside a decode, a chain of masks and, by the prefill kernel, a prompt; some across splits."""
     rng = random.Random(5)
-    trees = [random_parents(16, rng), 1, random_parents(7, rng), [0, 1, 2], 20]
+    trees = [random_parents(rows, rng), 1, random_parents(7, rng), [0, 1, 2], 70]
     check(make_tree_case(trees, [300, 20, 129, 5, 3], **kwargs), OP)
 
 
@@ -169,7 +169,10 @@ MORE |= {
     "tree": (trees_agree_with_the_reference, {"dtype": BF16, "num_heads": 8, "trailing_rows": 2}),
     "tree-int8-window": (trees_agree_with_the_reference, {"dtype": BF16, "kv_dtype": INT8, "window": 70}),
     "tree-fp8": (trees_agree_with_the_reference, {"dtype": FP16, "kv_dtype": FP8, "soft_cap": 2.0, "sinks": True}),
-    "tree-float32-window": (trees_agree_with_the_reference, {"dtype": torch.float32, "window": 16, "head_dim": 40}),
+    "tree-float32-window": (
+        trees_agree_with_the_reference,
+        {"dtype": torch.float32, "window": 16, "head_dim": 40, "rows": 16},
+    ),
 }
 INTERPRETED = {
     **{name: functools.partial(agrees_with_the_reference, **kwargs) for name, kwargs in interpreted_cases()},
@@ -238,9 +241,9 @@ TREES = [(SM_90, 128, BF16, None), (SM_80, 128, BF16, None), (SM_90, 128, BF16, 
 @pytest.mark.battery
 @pytest.mark.parametrize("case", TREES, ids=str)
 def test_trees_compile_without_spills(case: tuple) -> None:
-    """What a step of trees of up to 16 rows launches."""
+    """What a step of trees of up to 64 rows launches."""
     capability = case[0]
-    for launch in launches(*case, num_requests=8, max_query_len=16, trees=True):
+    for launch in launches(*case, num_requests=8, max_query_len=64, trees=True):
         ahead_of_time.without_spills(launch, capability, 1)
 
 
