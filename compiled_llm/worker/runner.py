@@ -455,8 +455,9 @@ class ModelRunner(Worker):
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         description = family_of(c).describe(c, self.dtype, self._taken)
-        if isinstance(self._taken, Adaptable):
-            self._taken.check_targets()
+        adaptable = self._taken.plain if isinstance(self._taken, Sharding) else self._taken
+        if isinstance(adaptable, Adaptable):
+            adaptable.check_targets()
         if config.enable_expert_parallel and not experts(description.weights):
             raise ValueError(
                 f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
@@ -475,8 +476,8 @@ class ModelRunner(Worker):
                     map_weights(*what, self.dtype, size, stage.advance, others)
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
-        if isinstance(self._taken, Adaptable):
-            self._taken.note_names(description.other_names)
+        if isinstance(adaptable, Adaptable):
+            adaptable.note_names(description.other_names)
         say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)
