@@ -166,9 +166,7 @@ def adaptable(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, Ho
     return kind, HostAdapters(kind.places, config.lora_rank, config.host_loras)
 
 
-def readable(
-    linears: LinearKind, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
-) -> HostAdapters:
+def readable(linears: LinearKind, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> HostAdapters:
     """To read adapters for layers that other processes have. ``linears``, ``dtype``: of the whole model."""
     kind = Adaptable(linears, config.lora_slots, config.lora_rank, config.lora_target_modules, of_shapes=True)
     kind.note_names(family_of(model_config).describe(model_config, dtype, kind).other_names)

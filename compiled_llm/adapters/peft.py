@@ -46,7 +46,10 @@ class Adapter:
     def __reduce__(self) -> tuple[Any, ...]:
         """Tensors as bytes: pickle takes a millisecond for each of torch's."""
         changes = {
-            name: [(tensor.contiguous().flatten().view(torch.uint8).numpy(), tensor.dtype, tensor.shape) for tensor in change]
+            name: [
+                (tensor.contiguous().flatten().view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+                for tensor in change
+            ]
             for name, change in self.changes.items()
         }
         return _from_bytes, (self.name, self.digest, changes)

@@ -88,7 +88,9 @@ class RankProcesses(Worker):
                 self.ranks.append(WorkerProcess(*of_all))
             self._start()
             if config.enable_lora:
-                self.adapters = readable(linears_of(config, model_config, self.device, self.dtype), config, model_config, self.dtype)
+                self.adapters = readable(
+                    linears_of(config, model_config, self.device, self.dtype), config, model_config, self.dtype
+                )
         except BaseException:
             self._end(kill=True)
             raise

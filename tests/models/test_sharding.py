@@ -133,12 +133,19 @@ def test_quantised_layers_have_the_codes_of_one_rank(scheme: str) -> None:
         torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
 
 
-def check_exact(config: ModelConfig, kind: LinearKind, dtype: torch.dtype, **how: Any) -> None:
+@pytest.mark.parametrize("name", marked(["llama", "olmo2", "mixtral", "deepseek-v3", "qwen3.5"], ["llama"]))
+def test_exact_sums_of_eight_ranks(name: str) -> None:
+    check_exact(config_of(name), Packed, HALF, (8,))
+
+
+def check_exact(
+    config: ModelConfig, kind: LinearKind, dtype: torch.dtype, sizes: tuple[int, ...] = (2, 4), **how: Any
+) -> None:
     steps = steps_of(config)
     (one,) = logits_of_ranks(config, 1, kind, steps, dtype, exact=True, **how)
     near = rank_logits(config, random_weights(config, kind, dtype), Shard(0, 1), steps, dtype)
     assert real(one - near).abs().median() < (1e-5 if dtype == FLOAT else 0.05) * near.std()
-    for size in (2, 4):
+    for size in sizes:
         for logits in logits_of_ranks(config, size, kind, steps, dtype, exact=True, **how):
             assert torch.equal(real(logits), real(one)), f"{size} ranks"
 
