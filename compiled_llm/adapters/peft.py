@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,28 @@ class Adapter:
     def __init__(self, name: str, digest: str, changes: Mapping[str, Change]) -> None:
         self.name, self.digest, self.changes = name, digest, changes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors as bytes: pickle takes a millisecond for each of torch's."""
+        changes = {
+            name: [
+                (tensor.contiguous().flatten().view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+                for tensor in change
+            ]
+            for name, change in self.changes.items()
+        }
+        return _from_bytes, (self.name, self.digest, changes)
+
     def __repr__(self) -> str:
         return f"<Adapter {self.name!r}: {len(self.changes)} layers, {self.digest[:12]}>"
+
+
+def _from_bytes(name: str, digest: str, changes: Mapping[str, list[tuple[Any, torch.dtype, torch.Size]]]) -> Adapter:
+    """What ``Adapter.__reduce__`` gives."""
+    made = {
+        layer: Change(*(torch.from_numpy(array).view(dtype).view(shape) for array, dtype, shape in tensors))
+        for layer, tensors in changes.items()
+    }
+    return Adapter(name, digest, made)
 
 
 def stamp(directory: Path) -> Stamp:

@@ -87,13 +87,6 @@ def _check_ranks(config: Any) -> None:
     if config.tensor_parallel_size == 1 and not config.tensor_parallel_exact:
         return
     name = "tensor_parallel_size above 1" if config.tensor_parallel_size > 1 else "tensor_parallel_exact=True"
-    if config.enable_lora:
-        raise ValueError(f"enable_lora must be False with {name} (adapters are not shared out yet), given True")
-    if config.speculation is not None and config.speculation.method in NETWORK_METHODS:
-        raise ValueError(
-            f"speculative_config must have a method that drafts from tokens, as 'suffix' and 'ngram', with {name} "
-            f"(networks that draft are not shared out yet), given {config.speculation.method!r}"
-        )
     for path in ("kv_disk_path", "weights_path"):
         if (given := getattr(config, path)) is not None:
             raise ValueError(f"{path} must be None with {name} (files there are of whole models), given {given!r}")

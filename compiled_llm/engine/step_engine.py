@@ -82,7 +82,7 @@ class StepEngine:
         self.runner: ModelRunner | WorkerProcess | RankProcesses
         of_all = config, self.model_config, directory
         if config.tensor_parallel_size > 1:
-            self.runner = RankProcesses(*of_all, progress, num_draft_tokens)
+            self.runner = RankProcesses(*of_all, progress, num_draft_tokens, network)
         elif config.model_process:
             self.runner = WorkerProcess(*of_all, num_draft_tokens, network)
         else:
@@ -99,7 +99,7 @@ class StepEngine:
             self.runner.transforms,
             self.runner.limits,
             self.scheduler.request_capacity,
-            self.runner.adapters if isinstance(self.runner, ModelRunner) else None,
+            self.runner.adapters,
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._suggested_sampling = suggested_sampling(directory)

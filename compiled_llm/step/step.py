@@ -15,6 +15,7 @@ from compiled_llm.models.draft_heads.taps import Taps
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
 from compiled_llm.models.linears.adapted import with_slots, with_slots_of_head
+from compiled_llm.models.linears.sharded import OwnLogits, shared_head
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
 from compiled_llm.step.logits import LogitsInput, due_rows, process_logits
@@ -40,6 +41,8 @@ def step_function(
     taps: tuple[int, ...] = (),
 ) -> Any:
     """The step of one bucket: a pure function (weights, step input, KV cache, feedback) -> logits [R, V].
+
+    Of several ranks each gives the logits of its own tokens; see ``shared_head``.
 
     It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
     ``feedback.hidden``. ``exact``: see ``AttentionSpec``. ``windows``: those of ``StepInput.windows``. ``taps``: see
@@ -69,8 +72,13 @@ def step_function(
         if feedback.taken is not None:
             feedback.taken.narrow(0, 0, hidden.shape[0]).copy_(read.taken(hidden))
         rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
+        shared = shared_head(of_head)
+        if shared is not None:
+            of_head = of_head._replace(head=OwnLogits(shared))
         logits = head(of_head, rows, model_config)
         keep_greedy_tokens(logits, feedback.last_tokens)
+        if shared is not None:
+            shared.join_greedy(logits, _of_rows(feedback.last_tokens, logits))
         return logits
 
     return step

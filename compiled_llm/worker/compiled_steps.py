@@ -23,6 +23,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
 from compiled_llm.models.linears.adapted import without_adapters
+from compiled_llm.models.linears.sharded import shared_head
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
@@ -119,6 +120,7 @@ class CompiledSteps:
         for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
+        shared = shared_head(weights)
         self.sampling = SamplingStage(
             model_config,
             limits,
@@ -129,6 +131,7 @@ class CompiledSteps:
             max_logprobs=config.max_logprobs,
             dtype=dtype,
             uses_trees=self.uses_trees,
+            gathered=None if shared is None else shared.gathered,
         )
         self.cache: CompileCache | None = None
         self.serves_before, self.build_seconds = False, 0.0
@@ -459,7 +462,7 @@ class CompiledSteps:
         return self._host_tokens[self._slot]
 
     def run_step(self, bucket: Bucket) -> Tensor:
-        """Run the model on the step in the bucket's buffers: logits ``[R, V]``; ``last_tokens`` has the likeliest."""
+        """Run the model on the step in the bucket's buffers: its logits; ``last_tokens`` has the likeliest tokens."""
         self.buffers[bucket].start_graph()
         return self._functions[self._name(bucket)](*self.step_arguments(bucket))
 

@@ -82,6 +82,7 @@ from compiled_llm.worker.memory import (
 )
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
+from compiled_llm.worker.rank_start import check_device
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
@@ -422,11 +423,8 @@ class ModelRunner(Worker):
         self.shard, self.group = shard, RankGroup.alone() if group is None else group
         self.model_config = model_config
         self._own_config = model_config if shard is None else rank_config(model_config, shard)
-        if self.shard is not None and self.device.type != "cpu":
-            raise ValueError(
-                "device must be 'cpu' with tensor_parallel_size above 1 or tensor_parallel_exact=True (ranks share the "
-                f"memory of a host), given {str(self.device)!r}"
-            )
+        if self.shard is not None:
+            check_device(self.device)
 
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
@@ -455,8 +453,9 @@ class ModelRunner(Worker):
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         description = family_of(c).describe(c, self.dtype, self._taken)
-        if isinstance(self._taken, Adaptable):
-            self._taken.check_targets()
+        adaptable = self._taken.plain if isinstance(self._taken, Sharding) else self._taken
+        if isinstance(adaptable, Adaptable):
+            adaptable.check_targets()
         if config.enable_expert_parallel and not experts(description.weights):
             raise ValueError(
                 f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
@@ -475,8 +474,8 @@ class ModelRunner(Worker):
                     map_weights(*what, self.dtype, size, stage.advance, others)
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
-        if isinstance(self._taken, Adaptable):
-            self._taken.note_names(description.other_names)
+        if isinstance(adaptable, Adaptable):
+            adaptable.note_names(description.other_names)
         say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)

@@ -75,6 +75,7 @@ class SamplingStage:
         hidden: ``[T, D]`` in the model's dtype, where it leaves the input of the head.
         max_logprobs: most likely tokens whose log-probabilities are computed.
         dtype: of logits.
+        gathered: makes the logits of all tokens of what a step gives, if that is a rank's own.
         uses_trees: whether torch's CUDA graph trees record what runs here. Else a function serves all numbers of rows.
     """
 
@@ -90,8 +91,9 @@ class SamplingStage:
         max_logprobs: int,
         dtype: torch.dtype,
         uses_trees: bool = False,
+        gathered: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._uses_trees = uses_trees
+        self._uses_trees, self._gathered = uses_trees, gathered
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._device = device
         self._sizes = StepSizes.of(limits, device, uses_trees)
@@ -242,7 +244,8 @@ class SamplingStage:
         rows = bucket.num_rows
 
         def arguments() -> tuple:
-            logits = self._marked(make_logits())
+            logits = make_logits()
+            logits = self._marked(logits if self._gathered is None else self._gathered(logits))
             all_arguments = self._of_rows(rows, logits, sampling_input)
             if between is not None:
                 self._functions[self._name(between, rows)](*all_arguments[between])
@@ -276,6 +279,8 @@ class SamplingStage:
     ) -> LogprobRows | None:
         """After the bucket's step: leave the tokens in ``last_tokens``; returns log-probabilities where needed."""
         rows = bucket.num_rows
+        if self._gathered is not None and any(needs):
+            logits = self._gathered(logits)
         if needs.changed_logits or needs.sampling:
             kind = "sample_changed" if needs.changed_logits else "sample"
             self._functions[self._name(kind, rows)](*self._of_rows(rows, logits, sampling_input)[kind])
