@@ -43,7 +43,7 @@ def is_first(config: ModelConfig) -> bool:
 
 def is_last(config: ModelConfig) -> bool:
     """Whether it has the head."""
-    return config.own_layers is None or config.own_layers[1] == config.num_layers
+    return config.own_layers is None or config.own_layers[1] == len(layers_of(config.whole))
 
 
 def check_stages(config: ModelConfig, num_stages: int) -> None:
@@ -57,11 +57,11 @@ def check_stages(config: ModelConfig, num_stages: int) -> None:
         raise ValueError(
             f"pipeline_parallel_size must be 1 for {config.architecture}, which {reason}, given {num_stages}"
         )
-    equal = [1.0] * config.num_layers
+    equal = [1.0] * len(layers_of(config.whole))
     possible = [count for count in range(1, num_stages + 1) if balanced(config, equal, count) is not None]
     if num_stages not in possible:
         raise ValueError(
-            f"pipeline_parallel_size must be at most {possible[-1]} for {config.architecture} with {config.num_layers} "
+            f"pipeline_parallel_size must be at most {possible[-1]} for {config.architecture} with {len(equal)} "
             "layers (each stage has attention with keys of its own, and all layers that read them), given "
             f"{num_stages}"
         )

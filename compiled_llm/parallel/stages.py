@@ -60,14 +60,14 @@ class StageProcesses(RankProcesses):
     ) -> None:
         self.num_stages, self.num_ranks = config.pipeline_parallel_size, config.tensor_parallel_size
         check_stages(model_config, self.num_stages)
-        costs = layer_costs(config, model_config, directory, progress)
-        self.layers = balanced(model_config, costs, self.num_stages) or []
-        of_stages = ", ".join(f"{first} to {end - 1}" for first, end in self.layers)
-        progress.line(f"layers of {self.num_stages} stages: {of_stages}")
         size = self.num_stages * self.num_ranks
         cores = cores_of_ranks(size)
         if len({core for own in cores for core in own}) < size:
             progress.line(f"{size} processes of stages share fewer cores, which they wait for in turns")
+        costs = layer_costs(config, model_config, directory, progress, config.num_threads or len(cores[0]))
+        self.layers = balanced(model_config, costs, self.num_stages) or []
+        of_stages = ", ".join(f"{first} to {end - 1}" for first, end in self.layers)
+        progress.line(f"layers of {self.num_stages} stages: {of_stages}")
         self._is_started, self._failure = False, ""
         self._failed: tuple[int, Failure] | None = None
         self._inbox: list[deque[Any]] = [deque() for _ in range(size)]
