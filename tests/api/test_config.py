@@ -118,7 +118,7 @@ def test_what_stages_do_not_go_with_is_refused_by_name() -> None:
     assert EngineConfig(wait_for_compile=False, pipeline_parallel_size=2).waits_for_compile
     assert limits(pipeline_parallel_size=2).num_stages == 2
     EngineConfig(pipeline_parallel_size=2, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    refused: dict[str, Any] = {
+    refused: dict[str, object] = {
         "enable_lora": True,
         "speculative_config": {"method": "layer_skip", "num_speculative_tokens": 3},
         "weights_path": "directory",
@@ -128,7 +128,7 @@ def test_what_stages_do_not_go_with_is_refused_by_name() -> None:
     }
     for name, value in refused.items():
         with pytest.raises(ValueError, match=f"{name}|pipeline_parallel_size must be at most 1 with .*=33"):
-            EngineConfig(pipeline_parallel_size=2, **{name: value})
+            EngineConfig(**{"pipeline_parallel_size": 2, name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layers", [(-1,), (1, 1), (0.5,), (True,), "0", 0, ("0",), (1024,), None])

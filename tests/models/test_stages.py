@@ -154,7 +154,7 @@ def test_layers_that_read_keys_of_another_stay_with_it() -> None:
     source = next(spec.shares_cache_of for spec in specs if spec.shares_cache_of is not None)
     assert not may_be_stage(specs, source + 1, len(specs))
     own = layers_of(stage_of(config, source, len(specs)))
-    assert [spec.shares_cache_of for spec in own if spec.shares_cache_of is not None][0] == 0
+    assert next(spec.shares_cache_of for spec in own if spec.shares_cache_of is not None) == 0
 
 
 def test_windows_are_those_of_the_whole_model() -> None:

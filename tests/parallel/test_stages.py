@@ -1,5 +1,6 @@
 """Stages as real processes, two of them: the bits of one process, what they say of themselves, and faults."""
 
+import itertools
 import os
 import random
 import signal
@@ -75,7 +76,7 @@ def test_steps_of_different_requests_are_in_all_stages(stages: CompiledEngine) -
     assert max(map(len, seen)) == 1
     decodes = [steps[0] for steps in seen if steps and len(steps[0]) == 2]
     assert len(decodes) > 8
-    assert any(set(one).isdisjoint(other) for one, other in zip(decodes, decodes[1:], strict=False))
+    assert any(set(one).isdisjoint(other) for one, other in itertools.pairwise(decodes))
 
 
 def test_reports_are_of_all_stages(stages: CompiledEngine) -> None:
