@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 from compiled_llm.api.streaming import Stream
 from compiled_llm.models.rope_config import Rope
@@ -41,6 +41,9 @@ class ModelConfig:
         default="", kw_only=True
     )  # GGUF's name of the architecture, where its files cut tensors in another way than the hub's
     num_ranks: int = dataclasses.field(default=1, kw_only=True)  # that share all layers (``rank_config``); the engine's
+    own_layers: tuple[int, int] | None = dataclasses.field(
+        default=None, kw_only=True
+    )  # of a stage (``stages.py``): its first layer, and the one behind its last; None: all. The engine's
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -59,6 +62,11 @@ class ModelConfig:
             raise ValueError(f"config.json: rms_norm_eps must be a number of at least 0, given {self.rms_norm_eps}")
         if self.dtype not in DTYPES:
             raise ValueError(f"config.json: dtype must be one of {', '.join(DTYPES)}, given {self.dtype!r:.100}")
+
+    @property
+    def whole(self) -> Self:
+        """The config of the model that a stage is of."""
+        return self if self.own_layers is None else dataclasses.replace(self, own_layers=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from compiled_llm.api.streaming import Stream
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family, Layers, MixedLayers
-from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.attention import AttentionSpec, Spec
 from compiled_llm.models.layers.state import StateSpec
 
 # Architecture, as it is in config.json -> the file of its family, and what it is to a user.
@@ -114,15 +114,29 @@ def with_stream(config: ModelConfig, stream: Stream | None) -> ModelConfig:
 
 
 def layers_of(config: ModelConfig) -> MixedLayers:
-    """Each layer's attention or state, as the family has it, or as the engine's ``config.stream`` bounds it."""
-    layers, stream = family_of(config).layers(config), config.stream
-    if stream is None:
-        return layers
+    """Each layer's attention or state, as the family has it, or as the engine's ``config.stream`` bounds it.
 
-    def bounded(spec: AttentionSpec) -> AttentionSpec:
+    Of a stage, those of its own layers, which are counted from its first.
+    """
+    layers, stream = family_of(config).layers(config), config.stream
+
+    def bounded(spec: AttentionSpec, stream: Stream) -> AttentionSpec:
         return dataclasses.replace(spec, window=stream.window, sink_tokens=stream.sink_tokens)
 
-    return tuple(spec if 0 < spec.window < stream.window else bounded(spec) for spec in attention_layers(layers))
+    if stream is not None:
+        layers = tuple(
+            spec if 0 < spec.window < stream.window else bounded(spec, stream) for spec in attention_layers(layers)
+        )
+    if config.own_layers is None:
+        return layers
+    first, end = config.own_layers
+
+    def counted(spec: Spec) -> Spec:
+        if isinstance(spec, StateSpec) or spec.shares_cache_of is None:
+            return spec
+        return dataclasses.replace(spec, shares_cache_of=spec.shares_cache_of - first)
+
+    return tuple(map(counted, layers[first:end]))
 
 
 def attention_layers(layers: MixedLayers) -> Layers:

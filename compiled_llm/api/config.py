@@ -155,6 +155,8 @@ class EngineConfig:
             Sizes in bytes and ``num_threads`` are those of a rank. See docs/parallel.md.
         tensor_parallel_exact: add the parts of a layer's sums in one order whatever ``tensor_parallel_size`` is, so
             that 1, 2, 4 and 8 ranks give the same bits.
+        pipeline_parallel_size: stages, which have whole layers that follow one another, each a process on a CPU, or
+            ``tensor_parallel_size`` processes. Steps of different requests are in them at once. See docs/parallel.md.
         enable_expert_parallel: with ``tensor_parallel_size`` above 1: a rank has some experts of a mixture whole, and
             not a part of each.
         enforce_eager: run the same functions without compiling, for debugging.
@@ -225,6 +227,7 @@ class EngineConfig:
     model_process: bool = False
     tensor_parallel_size: int = 1
     tensor_parallel_exact: bool = False
+    pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     enforce_eager: bool = False
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
@@ -320,7 +323,7 @@ class EngineConfig:
     def waits_for_compile(self) -> bool:
         """As ``wait_for_compile`` says, or because the start measures steps, which must be the compiled ones."""
         measures_steps = self.swap_space_bytes and self.preemption_mode == "auto"
-        is_shared = self.tensor_parallel_size > 1
+        is_shared = self.tensor_parallel_size > 1 or self.pipeline_parallel_size > 1
         return self.wait_for_compile or bool(measures_steps) or self.adapts_drafts or is_shared
 
     @property
@@ -349,6 +352,7 @@ _INTEGERS = {
     "compile_workers": (0, 1024),
     "num_threads": (1, 1024),
     "tensor_parallel_size": (1, 64),
+    "pipeline_parallel_size": (1, 64),
     "max_logprobs": (0, 1000),
     "max_loras": (1, 1024),
     "max_lora_rank": (1, 512),
@@ -398,6 +402,7 @@ class EngineLimits:
     max_loras: int = 0  # adapters that a step may have
     splits_loras: bool = False  # whether decodes with adapters and without have buckets of their own
     max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
+    num_stages: int = 1  # of a pipeline, in which so many steps of different requests are at once
 
     @property
     def blocks_per_request(self) -> int:
@@ -508,5 +513,6 @@ class EngineLimits:
             chunked_prefill=config.enable_chunked_prefill,
             max_loras=config.lora_slots,
             max_tokens_beside_decodes=beside_decodes,
+            num_stages=config.pipeline_parallel_size,
             stream=stream if stream is not None and stream.sink_tokens else None,
         )

@@ -42,6 +42,7 @@ def check_pairs(config: Any) -> None:
         _check_sinks(config)
     _check_lora(config)
     _check_ranks(config)
+    _check_stages(config)
     if config.target_itl_ms is not None and not config.enable_chunked_prefill:
         raise ValueError(
             "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
@@ -78,6 +79,38 @@ def _check_lora(config: Any) -> None:
     if config.enable_lora and config.model_process:
         raise ValueError(
             "model_process must be False with enable_lora=True (adapters are read in the engine's process), given True"
+        )
+
+
+def _check_stages(config: Any) -> None:
+    if config.pipeline_parallel_size == 1:
+        return
+    given, name = config.pipeline_parallel_size, "pipeline_parallel_size above 1"
+    if config.tensor_parallel_size * given > 64:
+        raise ValueError(
+            f"pipeline_parallel_size must be at most {64 // config.tensor_parallel_size} with tensor_parallel_size="
+            f"{config.tensor_parallel_size} (64 processes), given {given}"
+        )
+    if config.enable_lora:
+        raise ValueError(f"enable_lora must be False with {name} (adapters are not shared out yet), given True")
+    if config.speculation is not None and config.speculation.method in NETWORK_METHODS:
+        raise ValueError(
+            f"speculative_config must have a method that drafts from tokens, as 'suffix' and 'ngram', with {name} "
+            f"(networks that draft are in no stage), given {config.speculation.method!r}"
+        )
+    for path in ("kv_disk_path", "weights_path"):
+        if getattr(config, path) is not None:
+            raise ValueError(
+                f"{path} must be None with {name} (files there are of whole models), given {getattr(config, path)!r}"
+            )
+    if config.kv_host_bytes:
+        raise ValueError(
+            f"kv_host_bytes must be 0 with {name} (stages have no tiers yet), given {config.kv_host_bytes}"
+        )
+    if config.async_scheduling:
+        raise ValueError(
+            f"async_scheduling must be None or False with {name} (a request's next step waits for its token, while "
+            "steps of others run), given True"
         )
 
 

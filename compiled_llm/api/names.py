@@ -39,7 +39,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "there is none: everything is compiled, unless enforce_eager=True": "optimization_level",
         "give logits_transforms, which are compiled into the step": "logits_processors",
         "give exact=True": "enable_deterministic_inference batch_invariant",
-        "there is none: give tensor_parallel_size": "pipeline_parallel_size distributed_executor_backend",
+        "there is none: give tensor_parallel_size": "distributed_executor_backend",
         "give it to compiled-llm serve, or --workers to compiled-llm batch": "data_parallel_size",
         "give quantization, or a checkpoint that is quantised": "quantization_config load_in_4bit load_in_8bit",
         "there is none: each token and KV head has a scale of its own": "calculate_kv_scales",

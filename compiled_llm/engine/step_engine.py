@@ -32,6 +32,7 @@ from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.parallel.rank_processes import RankProcesses
+from compiled_llm.parallel.stages import StageProcesses
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource, draft_length
 from compiled_llm.scheduling.request import Status
 from compiled_llm.scheduling.scheduler import Scheduler
@@ -81,7 +82,9 @@ class StepEngine:
         network = draft_checkpoint(config, self.model_config, self.tokenizer)
         self.runner: ModelRunner | WorkerProcess | RankProcesses
         of_all = config, self.model_config, directory
-        if config.tensor_parallel_size > 1:
+        if config.pipeline_parallel_size > 1:
+            self.runner = StageProcesses(*of_all, progress, num_draft_tokens)
+        elif config.tensor_parallel_size > 1:
             self.runner = RankProcesses(*of_all, progress, num_draft_tokens, network)
         elif config.model_process:
             self.runner = WorkerProcess(*of_all, num_draft_tokens, network)
@@ -126,8 +129,9 @@ class StepEngine:
         """The model runner, for what reads its tensors or code. Raises ``ValueError`` if another process has it."""
         if not isinstance(self.runner, ModelRunner):
             raise ValueError(
-                "model_process must be False and tensor_parallel_size 1 here, given "
-                f"{self.config.model_process} and {self.config.tensor_parallel_size}: this reads what the runner holds"
+                "model_process must be False and tensor_parallel_size 1 here, and so pipeline_parallel_size, given "
+                f"{self.config.model_process}, {self.config.tensor_parallel_size} and "
+                f"{self.config.pipeline_parallel_size}: this reads what the runner holds"
             )
         return self.runner
 

@@ -58,6 +58,7 @@ class RankProcesses(Worker):
 
     profiler: None = None
     adapters: HostAdapters | None = None
+    _alike: tuple[str, ...] = ("limits", "dtype", "cache_dtypes")  # in all processes, besides the blocks of pools
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class RankProcesses(Worker):
             self._memory = map_memory(os.dup(descriptor))
             for rank, own in enumerate(cores):
                 shard = Shard(rank, size, config.tensor_parallel_exact, config.enable_expert_parallel)
-                start = RankStart(shard, Inherited(descriptor), tuple(own))
+                start = RankStart(shard, Inherited(descriptor), tuple(own), f"rank {rank}")
                 of_all = quiet if rank else config, model_config, directory, num_draft_tokens, drafter, start
                 self.ranks.append(WorkerProcess(*of_all))
             self._start()
@@ -109,7 +110,7 @@ class RankProcesses(Worker):
         for process in self.ranks:
             process.start()
         first = self.ranks[0]
-        for name in ("limits", "dtype", "cache_dtypes"):
+        for name in self._alike:
             check_equal(name, [getattr(process, name) for process in self.ranks])
         check_equal("blocks of pools", [_pools(process) for process in self.ranks])
         self.facts, self.limits, self.device, self.dtype = first.facts, first.limits, first.device, first.dtype

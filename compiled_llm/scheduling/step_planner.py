@@ -45,7 +45,7 @@ class StepPlanner:
         self._has_states = running_set.states.are_used
         self._looks_always = self._has_states or self.places.stream is not None
         # Of the step that is being planned: its drafts, and the (index, request) that sample tokens under a mask.
-        self._num_drafts = 0
+        self._num_drafts = self._most_decodes = 0
         self._masked: list[tuple[int, Request]] = []
 
     def plan(self, output: SchedulerOutputBuilder) -> list[Request]:
@@ -54,6 +54,8 @@ class StepPlanner:
         self._preempt_for_priority()
         self._make_room_for_the_first()
         self._num_drafts, self._masked = 0, []
+        # Of a pipeline, each step in flight has its share of the requests that decode.
+        self._most_decodes = -(-len(self.running) // self.limits.num_stages)
         num_preempted = len(self.running_set.preempted)
         requests: list[Request] = []
         lacking = self._schedule_single_tokens(output, requests)
@@ -125,6 +127,8 @@ class StepPlanner:
             return False
         # Its last token is in flight; or the host has to know the token that is.
         if known >= request.max_num_tokens or (request.num_in_flight and request.waits_for_tokens):
+            return False
+        if len(output.num_computed_tokens) >= self._most_decodes:
             return False
         if self._has_states and not self.running_set.make_state_writable(request):
             return False

@@ -28,7 +28,7 @@ _NUM_SLOTS = DynamicSize("slots", 5)
 def layer_dtypes(config: EngineConfig, dtype: torch.dtype, model_config: ModelConfig) -> tuple[torch.dtype, ...]:
     """The dtype of each layer's cache, where the model's is ``dtype``. ``ValueError`` for what cannot be served.
 
-    Layers with a state have the model's.
+    Layers with a state have the model's. Of a stage, those of its own layers.
     """
     name, skipped = config.kv_cache_dtype, config.kv_cache_skip_layers
     if name not in ("auto", dtype_name(dtype), *_QUANTISED):
@@ -36,7 +36,7 @@ def layer_dtypes(config: EngineConfig, dtype: torch.dtype, model_config: ModelCo
             f"kv_cache_dtype must be 'auto', the model's dtype, {dtype_name(dtype)!r}, or one of "
             f"{', '.join(map(repr, _QUANTISED))}, given {name!r}"
         )
-    layers = layers_of(model_config)
+    layers = layers_of(model_config.whole)
     if skipped and skipped[-1] >= len(layers):
         raise ValueError(
             f"kv_cache_skip_layers must be layers of the model, 0 to {len(layers) - 1}, given {skipped[-1]} in "
@@ -50,9 +50,10 @@ def layer_dtypes(config: EngineConfig, dtype: torch.dtype, model_config: ModelCo
                 f"kv_cache_skip_layers must be layers with a cache of their own, given {layer}, which {without}"
             )
     chosen = _QUANTISED.get(name, dtype)
-    return tuple(
+    dtypes = tuple(
         dtype if layer in skipped or isinstance(spec, StateSpec) else chosen for layer, spec in enumerate(layers)
     )
+    return dtypes if model_config.own_layers is None else dtypes[slice(*model_config.own_layers)]
 
 
 def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:
@@ -81,8 +82,8 @@ def num_tensors(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int
 
 
 def short_windows(model_config: ModelConfig, max_model_len: int) -> tuple[int, ...]:
-    """The windows of layers whose caches are smaller than the others'."""
-    return windows_kept_apart(attention_layers(layers_of(model_config)), max_model_len)
+    """The windows of layers whose caches are smaller than the others'. The same in all stages."""
+    return windows_kept_apart(attention_layers(layers_of(model_config.whole)), max_model_len)
 
 
 def split_by_window(model_config: ModelConfig, windows: Sequence[int], by_layer: Sequence[T]) -> list[list[T]]:

@@ -17,6 +17,7 @@ from compiled_llm.models.layers.attention import for_queries, make_plans, with_p
 from compiled_llm.models.linears.adapted import with_slots, with_slots_of_head
 from compiled_llm.models.linears.sharded import OwnLogits, shared_head
 from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.models.stages import is_first, is_last, with_stream
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
 from compiled_llm.step.logits import LogitsInput, due_rows, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
@@ -45,8 +46,9 @@ def step_function(
     Of several ranks each gives the logits of its own tokens; see ``shared_head``.
 
     It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
-    ``feedback.hidden``. ``exact``: see ``AttentionSpec``. ``windows``: those of ``StepInput.windows``. ``taps``: see
-    ``HeadFamily``; what is read there goes to ``feedback.taken``.
+    ``feedback.hidden``. A stage begins with what the one before it has left in ``feedback.hidden``; another than the
+    last returns what the next one begins with, ``[T, D]``. ``exact``: see ``AttentionSpec``. ``windows``: those of
+    ``StepInput.windows``. ``taps``: see ``HeadFamily``; what is read there goes to ``feedback.taken``.
     """
     model = family_of(model_config)
     forward, head = model.forward, model.head
@@ -64,6 +66,8 @@ def step_function(
             weights = with_slots(weights, own.adapter_slots)
         read = Taps(taps)
         tapped = read.on(weights) if taps else weights
+        if not is_first(model_config):
+            tapped = with_stream(tapped, feedback.hidden.narrow(0, 0, step_input.input_ids.shape[0]))
         if planned is None or not step_input.seq_lens.is_cuda:
             hidden = forward(tapped, own, kv_cache, model_config, layers)
         else:
@@ -71,6 +75,8 @@ def step_function(
             hidden = forward(tapped, own._replace(plans=plans), kv_cache, model_config, planned)
         if feedback.taken is not None:
             feedback.taken.narrow(0, 0, hidden.shape[0]).copy_(read.taken(hidden))
+        if not is_last(model_config):
+            return hidden
         rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
         shared = shared_head(of_head)
         if shared is not None:

@@ -130,13 +130,13 @@ def measure_decodes(
         stage.next("decode buckets")
         for size in limits.decode_bucket_sizes:
             buckets = [bucket for bucket in steps.buckets if bucket.kind == "decode" and bucket.num_requests == size]
-            first = last = _seconds_of_decode(buckets[0], steps, limits, facts, agreed)
+            first = last = seconds_of_decode(buckets[0], steps, limits, facts, agreed)
             found[size, buckets[0].num_tokens] = first
             pays, tokens = True, buckets[0].num_tokens
             for bucket in buckets[1:]:
                 longer = bucket.num_tokens / tokens
                 if pays:
-                    last = _seconds_of_decode(bucket, steps, limits, facts, agreed)
+                    last = seconds_of_decode(bucket, steps, limits, facts, agreed)
                 else:
                     last = last[0] * longer, last[1] * longer
                 tokens = bucket.num_tokens
@@ -146,7 +146,7 @@ def measure_decodes(
     return found
 
 
-def _seconds_of_decode(
+def seconds_of_decode(
     bucket: Bucket,
     steps: CompiledSteps,
     limits: EngineLimits,

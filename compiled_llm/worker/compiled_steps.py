@@ -24,6 +24,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.sharded import shared_head
+from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.pinned import give
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
@@ -45,6 +46,7 @@ from compiled_llm.worker.draft_stage import DraftStage, NetworkStage, StepOutput
 from compiled_llm.worker.draft_trees import move_accepted
 from compiled_llm.worker.head_stage import network_stage
 from compiled_llm.worker.layer_skip_stage import LayerSkipStage
+from compiled_llm.worker.passed_on import PassedOn
 from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
@@ -72,7 +74,8 @@ class CompiledSteps:
         buffers: the inputs of each bucket.
         tables: on a GPU, the block tables of all requests.
         last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
-        hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens.
+        hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens. Of a stage before the
+            next step: what that begins with.
         taken: ``[T, taps * D]``, the inputs of layers that a drafter reads; None where it reads none.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
         serves_before: whether steps run before all is compiled.
@@ -121,17 +124,21 @@ class CompiledSteps:
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
         shared = shared_head(weights)
-        self.sampling = SamplingStage(
-            model_config,
-            limits,
-            device,
-            last_tokens=self.last_tokens,
-            hidden=self.hidden,
-            transforms=transforms,
-            max_logprobs=config.max_logprobs,
-            dtype=dtype,
-            uses_trees=self.uses_trees,
-            gathered=None if shared is None else shared.gathered,
+        self.sampling = (
+            SamplingStage(
+                model_config,
+                limits,
+                device,
+                last_tokens=self.last_tokens,
+                hidden=self.hidden,
+                transforms=transforms,
+                max_logprobs=config.max_logprobs,
+                dtype=dtype,
+                uses_trees=self.uses_trees,
+                gathered=None if shared is None else shared.gathered,
+            )
+            if is_last(model_config)
+            else PassedOn()
         )
         self.cache: CompileCache | None = None
         self.serves_before, self.build_seconds = False, 0.0

@@ -107,6 +107,7 @@ def with_state_slots(
     Raises:
         ValueError: requests would have to wait for slots, or no layer needs any; or no layer has a KV cache.
     """
+    model_config = model_config.whole
     if not attention_layers(layers_of(model_config)):
         raise ValueError(f"config.json: {model_config.architecture} must have a layer with attention, given none")
     if not bytes_per_slot(model_config, dtype):

@@ -22,8 +22,8 @@ def check_device(device: torch.device) -> None:
     """``ValueError`` for one on which no rank runs."""
     if device.type != "cpu":
         raise ValueError(
-            "device must be 'cpu' with tensor_parallel_size above 1 or tensor_parallel_exact=True (ranks share the "
-            f"memory of a host), given {str(device)!r}"
+            "device must be 'cpu' with tensor_parallel_size or pipeline_parallel_size above 1 or tensor_parallel_exact=True "
+            f"(ranks share the memory of a host), given {str(device)!r}"
         )
 
 
@@ -45,13 +45,18 @@ class RankStart(NamedTuple):
     """Of one rank.
 
     Attributes:
-        memory: the descriptor of the ranks' memory.
+        shard: of tensor parallelism; None: the process has layers whole.
+        memory: the descriptor of the memory of the ranks of such layers.
         cores: that the process keeps to.
+        name: of the process, in messages.
+        stage: the ``StageStart`` of a stage; None: the process has all layers.
     """
 
-    shard: Shard
+    shard: Shard | None
     memory: Inherited | int
     cores: tuple[int, ...]
+    name: str
+    stage: Any = None
 
 
 class Alike(NamedTuple):
@@ -73,11 +78,14 @@ def map_memory(descriptor: int) -> Tensor:
         os.close(descriptor)
 
 
-def begin_rank(start: RankStart) -> RankGroup:
+def begin_rank(start: RankStart) -> RankGroup | None:
     """In the rank's process, first of all: it keeps to its cores, and ends when the engine's process does."""
     os.sched_setaffinity(0, start.cores)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     assert isinstance(start.memory, int)
+    if start.shard is None:
+        os.close(start.memory)
+        return None
     return RankGroup.of(start.shard.rank, start.shard.size, map_memory(start.memory))
 
 

@@ -37,6 +37,7 @@ from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.sharding import Shard, rank_config
+from compiled_llm.models.stages import OwnLayers, own_weights
 from compiled_llm.models.weights import experts, tensors
 from compiled_llm.ops import RankGroup, native
 from compiled_llm.ops.parallel.reductions import least
@@ -101,9 +102,11 @@ class ModelRunner(Worker):
         drafter: a network that does so behind each step; None: the host drafts, or nobody.
         shard: what this process has of a model that several ranks share; None: all of it.
         group: of all ranks.
+        peers: all processes that share the model: ranks, stages; None: the ranks.
 
     Attributes:
-        model_config: the whole model's. dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
+        model_config: the whole model's, with the layers of a stage (``models/stages.py``).
+        dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
         linears: the kind of linear layer that the weights are kept in.
         files: of blocks; None: there is no disk for them.
         adapters: those in host memory; None: the engine serves none.
@@ -135,10 +138,11 @@ class ModelRunner(Worker):
         drafter: DraftCheckpoint | None = None,
         shard: Shard | None = None,
         group: RankGroup | None = None,
+        peers: RankGroup | None = None,
     ) -> None:
         started = time.perf_counter()
         self.device = resolve_device(config.device)
-        self._set_rank(config, model_config, shard, group)
+        self._set_rank(config, model_config, shard, group, peers)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
         pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager)
@@ -161,6 +165,8 @@ class ModelRunner(Worker):
         )
         self._kept = keeping(config, self.device, self.linears)
         self._taken, self.adapters = adaptable(self._kept, config)
+        if self.model_config.own_layers is not None:
+            self._taken = OwnLayers.of(self.model_config, self._taken)
         if self.shard is not None:
             self._taken = Sharding(self._taken, self.shard, self.group)
         builds = None if self._waits_for_first else self._start_builds(config, progress, gpu_target(pool))
@@ -401,7 +407,7 @@ class ModelRunner(Worker):
     @property
     def num_ranks(self) -> int:
         """Processes that share the model."""
-        return 1 if self.shard is None else self.shard.size
+        return int(self.peers.place[1])
 
     @property
     def _compiles_for_others(self) -> bool:
@@ -416,14 +422,20 @@ class ModelRunner(Worker):
     # -- Starting
 
     def _set_rank(
-        self, config: EngineConfig, model_config: ModelConfig, shard: Shard | None, group: RankGroup | None
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        shard: Shard | None,
+        group: RankGroup | None,
+        peers: RankGroup | None,
     ) -> None:
         if shard is None and config.tensor_parallel_exact:
             shard = Shard(0, 1, exact=True)
         self.shard, self.group = shard, RankGroup.alone() if group is None else group
+        self.peers = self.group if peers is None else peers
         self.model_config = model_config
         self._own_config = model_config if shard is None else rank_config(model_config, shard)
-        if self.shard is not None:
+        if self.shard is not None or self.num_ranks > 1:
             check_device(self.device)
 
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
@@ -461,7 +473,7 @@ class ModelRunner(Worker):
                 f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
             )
         of_place = self.device, self.dtype, self.num_ranks
-        how_much = description.weights, self._taken, config, c, directory, *of_place
+        how_much = own_weights(description.weights, c), self._taken, config, c, directory, *of_place
         check_room_for_weights(*how_much, are_mapped=isinstance(self._kept, Keeping))
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
@@ -474,6 +486,7 @@ class ModelRunner(Worker):
                     map_weights(*what, self.dtype, size, stage.advance, others)
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
+            weights = own_weights(weights, c)
         if isinstance(adaptable, Adaptable):
             adaptable.note_names(description.other_names)
         say_cost_of_rounding(progress, self.linears, config.quantization)
@@ -491,6 +504,7 @@ class ModelRunner(Worker):
     def _make_swap_space(self, config: EngineConfig) -> SwapSpace:
         sizes = self.pool_sizes
         swapped = sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
+        swapped = least(swapped[0], self.peers), least(swapped[1], self.peers)  # stages have layers of other sizes
         return SwapSpace(self.steps.cache_groups(), *swapped, config.kv_host_bytes // sizes.block_bytes)
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
@@ -560,9 +574,9 @@ class ModelRunner(Worker):
             # While it runs, mapped weights come into memory, which cannot be told from activations.
             measures = not self.steps.serves_before and self.read_ahead is None
             run_largest = self.steps.run_largest if measures else None
-            least(0, self.group)  # all have loaded what they will, and none has a pool yet
+            least(0, self.peers)  # all have loaded what they will, and none has a pool yet
             memory.after_compiling(run_largest, keeps_graphs=self.steps.uses_trees)
-            self._record_on(asked := least(memory.num_blocks(), self.group))
+            self._record_on(asked := least(memory.num_blocks(), self.peers))
             if (num_blocks := memory.blocks_after_recording(asked)) < asked:
                 self._record_on(num_blocks)
             self.swap_space.rehearse(self.steps.cache_groups())

@@ -9,7 +9,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +25,12 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, WorkerFailedError
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
+from compiled_llm.worker.launched_step import LaunchedStep
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message, receive
 from compiled_llm.worker.rank_start import Alike, RankStart, alike, begin_rank
 from compiled_llm.worker.runner import ModelRunner
+from compiled_llm.worker.stage_link import Stage, StageStart
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 _SECONDS_TO_END = 30.0
@@ -124,13 +126,13 @@ class WorkerProcess(Worker):
         drafter: DraftCheckpoint | None = None,
         rank: RankStart | None = None,
     ) -> None:
-        self._name = "the worker process" if rank is None else f"the process of rank {rank.shard.rank}"
+        self._name = "the worker process" if rank is None else f"the process of {rank.name}"
         try:
             pickle.dumps((config, model_config))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                "engine arguments must go to another process with model_process=True or tensor_parallel_size above 1: "
-                f"give logits_transforms that a module has by name ({error})"
+                "engine arguments must go to another process with model_process=True, tensor_parallel_size or "
+                f"pipeline_parallel_size above 1: give logits_transforms that a module has by name ({error})"
             ) from error
         context = multiprocessing.get_context("spawn")
         self.connection, other_end = context.Pipe()
@@ -173,6 +175,15 @@ class WorkerProcess(Worker):
     def sentinel(self) -> int:
         """A descriptor that is readable once the process has ended."""
         return self._process.sentinel
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    @property
+    def num_received(self) -> int:
+        """Steps whose results have been taken."""
+        return self._num_received
 
     # -- Steps
 
@@ -313,14 +324,17 @@ def _serve(
             if not _may_start(connection, " ".join(model_digest(path, own.load_format) for path, own in places)):
                 return
         progress = StartProgress(config.progress)
-        runner = ModelRunner(config, model_config, directory, progress, num_draft_tokens, drafter, shard, group)
+        of_stage: StageStart | None = None if rank is None else rank.stage
+        peers = None if of_stage is None else of_stage.group()
+        runner = ModelRunner(config, model_config, directory, progress, num_draft_tokens, drafter, shard, group, peers)
+        launch = runner.launch if of_stage is None else Stage(of_stage, runner).launch
     except Exception as error:
         connection.send(Answer(Failure.of(error)))
         return
     connection.send(Answer(_Start.of(runner)))
     launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # Another thread waits for the device, so that this one prepares the next step.
-    is_first = rank is None or rank.shard.rank == 0
+    is_first = rank is None or rank.shard is None or rank.shard.rank == 0
     thread = threading.Thread(target=_send_results, args=(connection, runner, launched, is_first), daemon=True)
     thread.start()
     uncompiled = contextlib.ExitStack()
@@ -332,7 +346,7 @@ def _serve(
                 runner.adapters.receive(message)
                 continue
             try:
-                launched.put(_do(message, runner, uncompiled))
+                launched.put(_do(message, runner, launch, uncompiled))
             except Exception as error:
                 failure = Failure.of(error)
                 launched.put(failure if isinstance(message, SchedulerOutput) else Answer(failure))
@@ -351,10 +365,15 @@ def _may_start(connection: Connection, files: str) -> bool:
         return False
 
 
-def _do(message: Any, runner: ModelRunner, uncompiled: contextlib.ExitStack) -> Any:
+def _do(
+    message: Any,
+    runner: ModelRunner,
+    launch: Callable[[SchedulerOutput], LaunchedStep],
+    uncompiled: contextlib.ExitStack,
+) -> Any:
     """Launch a step, or answer a question."""
     if isinstance(message, SchedulerOutput):
-        return runner.launch(message)
+        return launch(message)
     if message == UNCOMPILE:
         uncompiled.enter_context(runner.uncompiled())
     elif message == COMPILED_AGAIN:

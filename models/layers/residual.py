@@ -38,6 +38,13 @@ class TappedNorm(NamedTuple):
     taken: list[Tensor]
 
 
+class GivenNorm(NamedTuple):
+    """A norm of a stream that comes from elsewhere: what was before it counts no more (``models/stages.py``)."""
+
+    norm: Norm | None
+    stream: Tensor  # [T, D]
+
+
 class Summand(Protocol):
     """What a block gives, before it is added to the residual stream that it has read."""
 
@@ -75,8 +82,11 @@ class Residual:
         assert self.delta is not None, "multiply follows add"
         self.scale = scale
 
-    def normed(self, norm: "Norm | TappedNorm | None") -> "Normed":
+    def normed(self, norm: "Norm | TappedNorm | GivenNorm | None") -> "Normed":
         """Its norm; itself without one."""
+        if isinstance(norm, GivenNorm):
+            self.settle(norm.stream)
+            norm = norm.norm
         if isinstance(norm, TappedNorm):
             norm.taken.append(self.tensor())
             norm = norm.norm

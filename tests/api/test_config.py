@@ -48,6 +48,7 @@ REFUSED: dict[str, list[object]] = {
     "model_process": ["yes"],
     "tensor_parallel_size": [0, 65, 1.5, True],
     "tensor_parallel_exact": [1],
+    "pipeline_parallel_size": [0, 65, 1.5, True],
     "enable_expert_parallel": [1, True],  # with one rank
     "async_scheduling": [1, "yes"],
     "max_logprobs": [1001],
@@ -113,6 +114,23 @@ def test_ranks() -> None:
                 EngineConfig(**files, **name)
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True"):
         EngineConfig(tensor_parallel_size=3, tensor_parallel_exact=True)
+
+
+def test_what_stages_do_not_go_with_is_refused_by_name() -> None:
+    assert EngineConfig(wait_for_compile=False, pipeline_parallel_size=2).waits_for_compile
+    assert limits(pipeline_parallel_size=2).num_stages == 2
+    EngineConfig(pipeline_parallel_size=2, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    refused: dict[str, object] = {
+        "enable_lora": True,
+        "speculative_config": {"method": "layer_skip", "num_speculative_tokens": 3},
+        "weights_path": "directory",
+        "kv_host_bytes": 2**20,
+        "async_scheduling": True,
+        "tensor_parallel_size": 33,
+    }
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=f"{name}|pipeline_parallel_size must be at most 1 with .*=33"):
+            EngineConfig(**{"pipeline_parallel_size": 2, name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layers", [(-1,), (1, 1), (0.5,), (True,), "0", 0, ("0",), (1024,), None])

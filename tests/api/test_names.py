@@ -118,7 +118,7 @@ def test_replacing_an_unknown_name_is_refused_alike() -> None:
         ("--bucket", "unknown flag --bucket: did you mean '--bucket-sizes'?"),
         ("--swap-space", "unknown flag --swap-space: a name of other libraries; give swap_space_bytes"),
         ("--best-of", "unknown flag --best-of: a name of other libraries; there is none"),
-        ("--pipeline-parallel-size", "give tensor_parallel_size"),
+        ("--distributed-executor-backend", "give tensor_parallel_size"),
         ("--modle", "unknown flag --modle: did you mean '--model'?"),
         ("--bucket_sizes", "unknown flag --bucket_sizes: did you mean '--bucket-sizes'?"),
         ("-modle", "unknown flag -modle: did you mean '--model'?"),

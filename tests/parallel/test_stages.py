@@ -1,0 +1,211 @@
+"""Stages as real processes, two of them: the bits of one process, what they say of themselves, and faults."""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.api.outputs import RequestOutput
+from compiled_llm.parallel import rank_processes
+from compiled_llm.parallel.stages import StageProcesses
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.worker import WorkerFailedError
+from tests.families import checkpoint
+from tests.parallel.test_ends_of_processes import ranks_here, shared_files
+from tests.parallel.test_rank_processes import ARGUMENTS, PARAMS, PROMPTS, SMALL, brief, outcomes
+
+SIZES: dict[str, Any] = {**ARGUMENTS, "async_scheduling": None, "progress": "off"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+LONG = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[CompiledEngine]:
+    with CompiledEngine(pipeline_parallel_size=2, speculative_config=NGRAM, **SIZES) as engine:
+        yield engine
+
+
+def runner_of(engine: CompiledEngine) -> StageProcesses:
+    assert isinstance(engine.runner, StageProcesses)
+    return engine.runner
+
+
+def bits(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        (one.prompt_logprobs, [(each.token_ids, each.text, each.finish_reason, each.logprobs) for each in one.outputs])
+        for one in outputs
+    ]
+
+
+def served(engine: CompiledEngine) -> list[Any]:
+    return bits(engine.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False))
+
+
+def test_the_same_bits_as_of_one_process(stages: CompiledEngine) -> None:
+    """With prompts in chunks, preemption by swap, prefix hits, sampling, penalties, a grammar, drafts."""
+    with CompiledEngine(speculative_config=NGRAM, **SIZES) as engine:
+        theirs = served(engine)
+    assert served(stages) == theirs
+    stats = stages.stats()
+    assert stats.num_swap_preemptions > 0
+    assert stats.num_swapped_in_tokens > 0
+    assert stats.num_accepted_draft_tokens > 0
+    stages.generate(PROMPTS[1], PARAMS[1], use_tqdm=False)
+    before = stages.stats().prefix_hit_tokens
+    found = stages.generate(PROMPTS[1], PARAMS[1], use_tqdm=False)
+    assert stages.stats().prefix_hit_tokens > before
+    assert bits(found) == theirs[1:2]
+
+
+def test_steps_of_different_requests_are_in_all_stages(stages: CompiledEngine) -> None:
+    core, seen = stages._core, list[list[tuple[Any, ...]]]()
+    for number in range(4):
+        stages.add_request(str(number), PROMPTS[number], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    while stages.has_unfinished_requests():
+        stages.step()
+        seen.append([output.request_ids for output, _ in core.launched])
+    # After a step was collected, one of other requests is under way.
+    assert max(map(len, seen)) == 1
+    decodes = [steps[0] for steps in seen if steps and len(steps[0]) == 2]
+    assert len(decodes) > 8
+    assert any(set(one).isdisjoint(other) for one, other in itertools.pairwise(decodes))
+
+
+def test_reports_are_of_all_stages(stages: CompiledEngine) -> None:
+    runner = runner_of(stages)
+    names = [report.name for report in stages.compile_report().reports]
+    assert {"step (stage 0)", "step (stage 1)", "sample (stage 1)"} <= set(names)
+    assert "sample (stage 0)" not in names
+    (first, second), ledger = (process.memory_ledger for process in runner.ranks), stages.memory_report()
+    assert [end for _, end in runner.layers][-1] == stages.model_config.num_layers == len(runner.cache_dtypes)
+    assert first.bytes_of("KV pool") + second.bytes_of("KV pool") == ledger.bytes_of("KV pool") == runner.kv_cache_bytes
+    layers = [end - begin for begin, end in runner.layers]
+    pools = [process.memory_ledger.bytes_of("KV pool") for process in runner.ranks]
+    assert pools[0] * layers[1] == pools[1] * layers[0], "each stage has its own layers' alone"
+    expected = brief(stages)
+    with runner.uncompiled():
+        assert brief(stages) == expected
+    assert "steps" in str(stages.report(measure_limits=False))
+    with pytest.raises(ValueError, match="and so pipeline_parallel_size, given False, 1 and 2"):
+        _ = stages.own_runner
+
+
+def test_a_step_that_fails_is_an_error_and_stages_go_on(stages: CompiledEngine) -> None:
+    """Steps behind it are skipped, until one begins without any request."""
+    expected, runner = brief(stages), runner_of(stages)
+    unknown = SchedulerOutput(request_ids=("nobody",), num_scheduled_tokens=(1,), token_ids=(5,))
+    first, second = runner.launch(unknown), runner.launch(unknown)
+    with pytest.raises(RuntimeError, match="KeyError: 'nobody'"):
+        runner.collect(first)
+    with pytest.raises(RuntimeError, match="SkippedError: a step before has failed"):
+        runner.collect(second)
+    stages.scheduler.fail_steps_in_flight("")
+    assert brief(stages) == expected
+
+
+def test_requests_of_a_killed_stage_end_with_its_name_and_exit_code(stages: CompiledEngine) -> None:
+    """The last test of this engine."""
+    os.kill(runner_of(stages).ranks[1].pid, signal.SIGKILL)
+    (reason,) = set(outcomes(stages))
+    assert "the process of stage 1 ended with exit code -9" in reason
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_that_hangs_is_named(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "HANG_SECONDS", 5.0)
+    engine = CompiledEngine(pipeline_parallel_size=3, **SMALL)
+    os.kill(runner_of(engine).ranks[stage].pid, signal.SIGSTOP)
+    (reason,) = set(outcomes(engine))
+    assert f"stage {stage} hangs" in reason
+    engine.close()
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stage_is_killed_at_a_random_moment(seed: int) -> None:
+    """At its start, while it loads, between steps, in one."""
+    moment, stage = random.Random(seed).uniform(0, 20), seed % 2
+    ends, before = threading.Event(), shared_files()
+
+    def kill() -> None:
+        ends.wait(moment)
+        while not ends.is_set() and len(found := ranks_here()) < 2:
+            time.sleep(0.05)
+        if not ends.is_set():
+            found[stage].send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with pytest.raises(WorkerFailedError, match=f"the process of stage {stage} ended with exit code -9"):  # noqa: PT012
+            engine = CompiledEngine(pipeline_parallel_size=2, **SMALL)
+            while True:
+                engine.generate(["def", "import os"], LONG, use_tqdm=False)
+    finally:
+        ends.set()
+        killer.join()
+    assert not ranks_here()
+    assert shared_files() <= before
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("changes", [{"pipeline_parallel_size": 3}, {"preemption_mode": "recompute"}, {"seed": 1}])
+def test_the_same_bits_with_other_arguments(changes: dict[str, Any]) -> None:
+    """Without drafts."""
+    own = {"pipeline_parallel_size": 2, **SIZES, **changes}
+    with CompiledEngine(**{**own, "pipeline_parallel_size": 1}) as engine:
+        theirs = served(engine)
+    with CompiledEngine(**own) as engine:
+        assert served(engine) == theirs
+        assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_stage_runs_one_graph(dtype: str) -> None:
+    sizes = {**SIZES, "enforce_eager": False, "dtype": dtype, "speculative_config": {**NGRAM, "method": "suffix"}}
+    with CompiledEngine(**sizes) as engine:
+        theirs = served(engine)
+    with CompiledEngine(pipeline_parallel_size=2, **sizes) as engine:
+        assert served(engine) == theirs
+        report = engine.compile_report()
+    assert len(report.reports) == report.graphs
+    assert report.graph_breaks == report.recompiles == 0
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "glm4-moe", "gemma2", "mistral", "olmo3"])
+def test_families_have_the_same_bits(name: str) -> None:
+    """Among them windows that one stage has and the other has not."""
+    sizes = {**SIZES, "model": str(checkpoint(name)), "load_format": "dummy"}
+    prompts = [{"prompt_token_ids": [*range(5, 5 + count)]} for count in (3, 40, 21, 7)]
+    params = [SamplingParams(temperature=1.0, seed=number, max_tokens=20, logprobs=2) for number in range(4)]
+    with CompiledEngine(**sizes) as engine:
+        theirs = bits(engine.generate(prompts, params, use_tqdm=False))
+    with CompiledEngine(pipeline_parallel_size=2, **sizes) as engine:
+        assert bits(engine.generate(prompts, params, use_tqdm=False)) == theirs
+
+
+@pytest.mark.battery
+def test_stages_of_ranks() -> None:
+    """Four processes: the bits of two ranks, and with exact sums of one."""
+    exact = {**SIZES, "tensor_parallel_exact": True}
+    with CompiledEngine(**exact) as engine:
+        theirs = served(engine)
+    with CompiledEngine(pipeline_parallel_size=2, tensor_parallel_size=2, **exact) as engine:
+        assert served(engine) == theirs
+        runner = runner_of(engine)
+        assert [process.facts.num_blocks for process in runner.ranks] == [24] * 4
+        os.kill(runner.ranks[2].pid, signal.SIGKILL)
+        (reason,) = set(outcomes(engine))
+    assert "the process of stage 1, rank 0 ended with exit code -9" in reason
+    assert not any(psutil.pid_exists(process.pid) for process in runner.ranks)
