@@ -1,16 +1,53 @@
-"""FileThread: reads and writes files of blocks beside the steps; the rows of host memory are the worker's."""
+"""FileThread: moves blocks beside the steps, from and to files or other engines; rows of host memory are the worker's.
+
+``BlockStore`` is what it moves them from and to.
+"""
 
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
+from compiled_llm.scheduling.request import BlockSource
 from compiled_llm.scheduling.scheduler_output import FileOutput
 from compiled_llm.scheduling.worker import FileResult
-from compiled_llm.tiers.folder import BlockFolder
 
 _SCAN_SECONDS = 30.0  # between two looks at what other engines have written
+
+
+class BlockStore(Protocol):
+    """A place of blocks below host memory: ``BlockFolder``, or other engines (``BlockExchange``). Calls may wait.
+
+    Attributes:
+        key: SHA-256 of all that a block's bytes depend on besides its digest.
+        known: digests of the blocks that are there.
+    """
+
+    key: bytes
+
+    @property
+    def known(self) -> Collection[bytes]: ...
+
+    def read(
+        self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview], source: BlockSource | None = None
+    ) -> tuple[int, ...] | None:
+        """Copy a block into ``own`` and the memory of its windows; returns their numbers. None: it is not there, whole.
+
+        ``source``: the engine that has it; None: it is here.
+        """
+        ...
+
+    def write(self, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int]) -> tuple[bool, list[bytes]]:
+        """Keep a copy of a block. Returns whether it is there, and the digests of blocks that made room."""
+        ...
+
+    def scan(self) -> tuple[set[bytes], set[bytes]]:
+        """Digests that came and went by others' doing since the last call."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class FileThread:
@@ -20,9 +57,9 @@ class FileThread:
         rows: gives of a host block its memory: that of layers without a window, and of those with each.
     """
 
-    def __init__(self, folder: BlockFolder, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]) -> None:
+    def __init__(self, folder: BlockStore, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]) -> None:
         self.folder, self._rows = folder, rows
-        self._reads: deque[tuple[bytes, int, Callable[[], object]]] = deque()
+        self._reads: deque[tuple[bytes, int, BlockSource | None, Callable[[], object]]] = deque()
         self._writes: deque[tuple[bytes, int, tuple[int, ...], Callable[[], object]]] = deque()
         self._changed = threading.Condition()
         self._is_busy = self._is_closed = False
@@ -39,7 +76,7 @@ class FileThread:
                 self._writes.clear()
                 self._changed.wait_for(lambda: not self._is_busy)
                 self._result = self._result._replace(read=(), written=())
-            self._reads += ((digest, row, wait) for digest, row in files.reads)
+            self._reads += ((digest, row, source, wait) for digest, row, source in files.reads)
             self._writes += ((digest, row, windows, wait) for digest, row, windows in files.writes)
             self._changed.notify_all()
 
@@ -99,10 +136,10 @@ class FileThread:
                     last.file_seconds + time.perf_counter() - began,
                 )
 
-    def _read(self, digest: bytes, row: int, wait: Callable[[], object]) -> FileResult:
+    def _read(self, digest: bytes, row: int, source: BlockSource | None, wait: Callable[[], object]) -> FileResult:
         wait()
         began = time.perf_counter()
-        windows = self.folder.read(digest, *self._rows(row))
+        windows = self.folder.read(digest, *self._rows(row), source)
         return FileResult(read=((digest, windows, time.perf_counter() - began),))
 
     def _write(self, digest: bytes, row: int, windows: tuple[int, ...], wait: Callable[[], object]) -> FileResult:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiled_llm.ops.trusted_paths import check_trusted_directory, make_directory
+from compiled_llm.scheduling.request import BlockSource
 from compiled_llm.tiers.block_file import (
     HEADER_BYTES,
     BadFileError,
@@ -74,8 +75,11 @@ class BlockFolder:
         self._total = sum(size for size, _ in found.values())
         return found.keys() - before.keys(), before.keys() - found.keys()
 
-    def read(self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]) -> tuple[int, ...] | None:
+    def read(
+        self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview], source: BlockSource | None = None
+    ) -> tuple[int, ...] | None:
         """Read a block, see ``read_file``. None: there is no file, or none that can be used: it is removed then."""
+        assert source is None, "files are this machine's"
         try:
             windows = read_file(self._folder, self.key, digest, own, of_windows)
         except BadFileError as error:
