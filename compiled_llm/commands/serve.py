@@ -29,7 +29,8 @@ from compiled_llm.system.program import run_program
 _PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 _SELDOM = (
     *("max_header_bytes", "max_stored_responses", "max_stored_bytes", "stored_seconds", "keep_alive_seconds", "dev"),
-    *("stall_seconds", "max_load_difference", "max_completions"),
+    *("stall_seconds", "max_load_difference", "max_completions", "min_prefill_tokens"),
+    "max_prefill_seconds",
 )
 _KEY_VARIABLE = "COMPILED_LLM_API_KEY"
 

@@ -229,6 +229,44 @@ class StepEngine:
                 self._transfers.exchange.end(source)
             raise
 
+    def check_transfer(self, params: Mapping[str, Any] | None) -> None:
+        """Raise what ``add_request`` raises for these ``kv_transfer_params``, and connect to the engine that they name.
+
+        Any thread may call it; it may wait.
+        """
+        self._source_of(params)
+
+    def hand_over(self, seconds: float) -> dict[str, tuple[list[int], dict[str, Any] | None]]:
+        """End all requests, streams left out, that have not ended, and lay their KV blocks ready for other engines.
+
+        Args:
+            seconds: that the blocks may take; those that are late are computed again.
+
+        Returns:
+            Of each request its output tokens (of its first continuation) and the ``kv_transfer_params`` with which
+            another engine goes on; None for one of which no block is ready.
+        """
+        with self._interrupts:
+            self._core.drain()
+            transfers, tiers, found = self._transfers, self.scheduler.tiers, {}
+            names = [one for one, entry in self._core.entries.items() if not entry.is_finished]
+            names = [one for one in names if one not in self._streams]
+            gives = transfers is not None and transfers.exchange.giver is not None
+            for name in names if gives else ():
+                request = self._core.entries[name].requests[0]
+                if request.num_published_blocks:
+                    transfers.give(name, request.block_digests[: request.num_published_blocks])
+            end = time.monotonic() + seconds
+            for name in names:
+                while gives and time.monotonic() < end and not transfers.may_end(name, tiers):
+                    self._core.move_blocks()
+                entry = self._core.entries[name]
+                tokens = list(entry.requests[0].output_token_ids)
+                self._core.abort(entry)
+                params = None if transfers is None else transfers.end(name, is_served=True)
+                found[name] = tokens, params
+        return found
+
     def _source_of(self, params: Mapping[str, Any] | None) -> BlockSource | None:
         if params is not None and self._transfers is None:
             raise ValueError("kv_transfer_params must be None unless the engine has a role or a kv_transfer_address")

@@ -62,7 +62,7 @@ class Transfers:
         tiers.to_give, tiers.on_taken = self._to_give, self.exchange.end
 
     def check(self, params: Mapping[str, Any] | None) -> BlockSource | None:
-        """The engine that a request is to take blocks from. Waits for it.
+        """The engine that a request is to take blocks from, which is connected to. May wait, in any thread.
 
         Raises:
             ValueError: these ``kv_transfer_params`` cannot be served.
@@ -88,9 +88,8 @@ class Transfers:
                 f"remote_request_id of kv_transfer_params must be what the other engine called it, given {shown(given)}"
             )
         address = self._address(params.get("remote_host"), params.get("remote_port"))
-        source = BlockSource(address, bytes.fromhex(given))
-        self.exchange.begin(source)
-        return source
+        self.exchange.meet(address)
+        return BlockSource(address, bytes.fromhex(given))
 
     def _address(self, host: Any, port: Any) -> str:
         if isinstance(host, str) and host.startswith("unix:") and not port:
@@ -118,12 +117,15 @@ class Transfers:
         entry.requests[0].source = source
         if source is not None:
             self._taking[entry.request_id] = source
+            self.exchange.begin(source)
         if gives:
             self.give(entry.request_id, digests)
 
     def give(self, request_id: str, digests: list[bytes]) -> None:
         """Blocks of a request are to be taken, as soon as they are published."""
         assert self.exchange.giver is not None
+        if request_id in self._giving:
+            return
         giving = self._giving[request_id] = _Giving(os.urandom(_LEASE_BYTES), digests)
         self.exchange.giver.hold(giving.lease, digests, None)
         self._to_give.update(digests)

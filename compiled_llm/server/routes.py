@@ -208,7 +208,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
         """For Prometheus."""
         client = service.client
         found = await asyncio.gather(*map(_stats, client.clients))
-        text = service.metrics.text(found, client.started, client.num_served_again)
+        text = service.metrics.text(found, client.started, client.counts)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -134,14 +134,17 @@ class BlockExchange:
 
     # -- Requests whose blocks come from another engine
 
-    def begin(self, source: BlockSource) -> None:
-        """A request is to take blocks from there; until ``end`` its lease is renewed.
+    def meet(self, address: str) -> None:
+        """Connect to an engine, if it answers; blocks are to be taken from there. May wait.
 
         Raises:
-            ValueError: that engine's blocks are others: with both values.
+            ValueError: its blocks are others than this one's: with both values.
         """
-        with self._failing(source.address):
-            self._peer(source.address)
+        with self._failing(address):
+            self._peer(address)
+
+    def begin(self, source: BlockSource) -> None:
+        """A request takes blocks from there; until ``end`` its lease is renewed."""
         with self._changed:
             self._taking[source] = None
 
@@ -173,7 +176,7 @@ class BlockExchange:
                         peer.tell(kind, source.lease)
 
     def _peer(self, address: str) -> _Peer | None:
-        """None: it did not answer lately. ``ValueError`` as ``begin``."""
+        """None: it did not answer lately. ``ValueError`` as ``meet``."""
         with self._changed:
             peer = self._peers.get(address)
             if peer is not None or self._is_closed or self._broken.get(address, 0.0) > time.monotonic():

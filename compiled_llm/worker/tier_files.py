@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.config import KV_KEY_VARIABLE, EngineConfig
 from compiled_llm.system.hardware import hardware
 from compiled_llm.tiers.exchange import BlockExchange, hello
 from compiled_llm.tiers.file_thread import FileThread
@@ -20,7 +20,7 @@ from compiled_llm.worker.block_copies import Caches, SwapSpace
 from compiled_llm.worker.compiled_steps import CompiledSteps
 
 _PACKAGE = Path(__file__).parents[1]
-KEY_VARIABLE, _LEAST_SECRET = "COMPILED_LLM_KV_KEY", 16
+_LEAST_SECRET = 16  # characters
 _SAMPLED, _SAMPLE = 1 << 20, 4096  # of each so many bytes of a file of weights so many are hashed, and its first piece
 # Engine arguments that say nothing about what keys and values are.
 _OF_NO_MATTER = frozenset(
@@ -103,10 +103,10 @@ def open_exchange(
     swap_space: SwapSpace,
 ) -> FileThread:
     """Blocks of other engines, and for them. ``ValueError``: the environment has no key, or too short a one."""
-    secret = os.environ.get(KEY_VARIABLE, "")
+    secret = os.environ.get(KV_KEY_VARIABLE, "")
     if len(secret) < _LEAST_SECRET:
         raise ValueError(
-            f"the environment's {KEY_VARIABLE} must have at least {_LEAST_SECRET} characters with "
+            f"the environment's {KV_KEY_VARIABLE} must have at least {_LEAST_SECRET} characters with "
             f"role={config.role!r} and kv_transfer_address={config.kv_transfer_address!r}, given {len(secret)}"
         )
     key = folder_key(config, facts, directories, device, steps.cache_groups()[:-1])
