@@ -38,7 +38,7 @@ class OpenAIRequest:
         include_usage: the last event of a stream counts tokens; ``continuous_usage``: every event does.
         echo: of a completion: its text begins with the prompt; ``only_echo``: and has no more (max_tokens is 0).
         return_token_ids: the answer has token ids beside the text.
-        kv_transfer_params: vLLM's: where KV blocks come from, or that they are to be taken; a server's engine reads them.
+        kv_transfer_params: vLLM's: where KV blocks come from, or that they are to be taken.
     """
 
     kind: Literal["chat", "completion", "score"]

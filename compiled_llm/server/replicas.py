@@ -120,7 +120,7 @@ class _Request:
             if had.has_ended:
                 continue
             if had.again_tokens or had.again_characters:
-                _drop_again(piece, had)
+                piece = _without_again(piece, had)
                 if not (piece.token_ids or piece.text or piece.finish_reason):
                     continue
             had.num_tokens += len(piece.token_ids)
@@ -136,12 +136,13 @@ class _Request:
         return output
 
 
-def _drop_again(piece: Piece, had: _Had) -> None:
-    """Of a piece, what came before is left out."""
+def _without_again(piece: Piece, had: _Had) -> Piece:
+    """What of a piece did not come before."""
     tokens, characters = min(had.again_tokens, len(piece.token_ids)), min(had.again_characters, len(piece.text))
     had.again_tokens, had.again_characters = had.again_tokens - tokens, had.again_characters - characters
-    piece.token_ids, piece.text = piece.token_ids[tokens:], piece.text[characters:]
-    piece.logprobs = None if piece.logprobs is None else piece.logprobs[tokens:]
+    logprobs = None if piece.logprobs is None else piece.logprobs[tokens:]
+    new = {"text": piece.text[characters:], "token_ids": piece.token_ids[tokens:], "logprobs": logprobs}
+    return msgspec.structs.replace(piece, **new)
 
 
 def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[EngineClient]:
@@ -162,10 +163,8 @@ def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[Engin
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda' with data_parallel_size, given {config.device!r}")
     num_cores = len(os.sched_getaffinity(0))
     if count > num_cores:
-        raise ValueError(
-            f"data_parallel_size and prefill_replicas must be at most {num_cores} together, the cores that this "
-            f"process may use, given {count}"
-        )
+        names = "data_parallel_size" + " and prefill_replicas together" * (settings.prefill_replicas > 0)
+        raise ValueError(f"{names} must be at most {num_cores}, the cores that this process may use, given {count}")
     if config.num_threads is None:  # the same number for all: code is compiled for one
         threads = threads_of(os.environ.get("OMP_NUM_THREADS", ""), max(1, granted_cores() // count))
         config = dataclasses.replace(config, num_threads=threads)
@@ -207,6 +206,9 @@ class Replicas:
         self.clients, self.config, self._settings = tuple(clients), clients[0].config, settings
         self._requests: dict[str, _Request] = {}  # that have not ended
         self._drained: set[int] = set()  # engines that get no requests
+        # Those that compute prompts for others, if there are others.
+        of_prefill = {client.place.number for client in clients if client.config.role == "prefill"}
+        self._prefill = of_prefill if len(of_prefill) < len(clients) else set()
         self._router: Router | None = None  # while there is nothing to choose
         self._loads = [0] * len(self.clients)
         self._numbers = itertools.count()
@@ -409,7 +411,7 @@ class Replicas:
 
         While no other serves, those that hang or are drained.
         """
-        of_role = [one for one in self._serving if (one.config.role == "prefill") is prefill]
+        of_role = [one for one in self._serving if (one.place.number in self._prefill) is prefill]
         working = [one for one in of_role if self._fault(one) is None and one.place.number not in self._drained]
         others = [] if prefill else of_role
         return {one.place.number: self._loads[one.place.number] for one in working or others}
@@ -504,8 +506,8 @@ class Replicas:
         if not 0 <= engine < len(self.clients):
             raise ValueError(f"engine must be 0 to {len(self.clients) - 1}, given {engine}")
         client = self.clients[engine]
-        others = [one for one in self._serving if one.config.role != "prefill" and one is not client]
-        if client.config.role != "prefill" and not [one for one in others if one.place.number not in self._drained]:
+        others = [one for one in self._serving if one is not client and one.place.number not in self._prefill]
+        if engine not in self._prefill and all(one.place.number in self._drained for one in others):
             raise ValueError(f"engine must not be the last one that serves requests, given {engine}")
         self._drained.add(engine)
         if not client.serves:

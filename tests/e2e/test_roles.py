@@ -1,8 +1,7 @@
-"""Prefill and decode apart: outputs are those of one engine, to the bit, wherever prompts are computed and whoever fails."""
+"""Prefill and decode apart: outputs are those of one engine, to the bit, wherever prompts are computed."""
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
