@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from compiled_llm.scheduling.request import BlockSource
+from compiled_llm.tiers.file_thread import Room
 from compiled_llm.tiers.giver import LEASE_SECONDS, BlockGiver, scattered
 from compiled_llm.tiers.peer_session import (
     FOUND,
@@ -52,29 +53,33 @@ class _Peer:
             self._socket.close()
             raise
 
-    def read(
-        self, source: BlockSource, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]
-    ) -> tuple[int, ...] | None:
-        """None: it does not have the block, or not whole."""
+    def read(self, lease: bytes, blocks: Sequence[Room]) -> list[tuple[int, ...] | None]:
+        """As ``BlockStore.read_all``. All are asked for before the first answer is read."""
         with self.lock:
-            self._session.send(Message(GET, source.lease, digest))
-            found = self._session.take()
-            if found.kind == MISSING:
-                return None
-            if found.kind != FOUND or found.digest != digest:
-                raise PeerError("it answers something else")
-            if found.size > sum(map(len, (own, *of_windows))):
-                raise PeerError("its block is too large")
-            if self._memory is None:
-                content = bytearray(found.size)
-                self._session.receive_into(memoryview(content))
-                return scattered(memoryview(content), found.windows, found.checksum, own, of_windows)
-            content_there = self._memory[found.offset : found.offset + found.size]
-            return scattered(content_there, found.windows, found.checksum, own, of_windows)
+            for block in blocks:
+                self._session.send(Message(GET, lease, block.digest))
+            self._session.flush()
+            return [self._read_one(*block) for block in blocks]
+
+    def _read_one(self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]) -> tuple[int, ...] | None:
+        found = self._session.take()
+        if found.kind == MISSING:
+            return None
+        if found.kind != FOUND or found.digest != digest:
+            raise PeerError("it answers something else")
+        if found.size > sum(map(len, (own, *of_windows))):
+            raise PeerError("its block is too large")
+        if self._memory is None:
+            content = memoryview(bytearray(found.size))
+            self._session.receive_into(content)
+        else:
+            content = self._memory[found.offset : found.offset + found.size]
+        return scattered(content, found.windows, found.checksum, own, of_windows)
 
     def tell(self, kind: int, lease: bytes) -> None:
         with self.lock:
             self._session.send(Message(kind, lease))
+            self._session.flush()
             self._session.take()
 
     def close(self) -> None:
@@ -107,15 +112,14 @@ class BlockExchange:
         """What this engine gives is not there yet when it starts."""
         return ()
 
-    def read(
-        self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview], source: BlockSource | None = None
-    ) -> tuple[int, ...] | None:
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
         if source is None:
-            return None if self.giver is None else self.giver.read(digest, own, of_windows)
+            return [None if self.giver is None else self.giver.read(*block) for block in blocks]
         with self._failing(source.address):
             peer = self._peer(source.address)
-            return None if peer is None else peer.read(source, digest, own, of_windows)
-        return None
+            if peer is not None:
+                return peer.read(source.lease, blocks)
+        return [None] * len(blocks)
 
     def write(self, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int]) -> tuple[bool, list[bytes]]:
         return (False, []) if self.giver is None else self.giver.write(digest, parts, windows)

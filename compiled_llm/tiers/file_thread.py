@@ -8,13 +8,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from compiled_llm.scheduling.request import BlockSource
 from compiled_llm.scheduling.scheduler_output import FileOutput
 from compiled_llm.scheduling.worker import FileResult
 
 _SCAN_SECONDS = 30.0  # between two looks at what other engines have written
+_MOST_READS = 16  # blocks that are asked for at once
+
+_Read = tuple[bytes, int, BlockSource | None, Callable[[], object]]
+
+
+class Room(NamedTuple):
+    """Memory for a block of this digest: of layers without a window, and of those with each."""
+
+    digest: bytes
+    own: memoryview
+    of_windows: Sequence[memoryview]
 
 
 class BlockStore(Protocol):
@@ -30,12 +41,10 @@ class BlockStore(Protocol):
     @property
     def known(self) -> Collection[bytes]: ...
 
-    def read(
-        self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview], source: BlockSource | None = None
-    ) -> tuple[int, ...] | None:
-        """Copy a block into ``own`` and the memory of its windows; returns their numbers. None: it is not there, whole.
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
+        """Copy blocks to where there is room for them; returns the numbers of each one's windows; None: not there.
 
-        ``source``: the engine that has it; None: it is here.
+        ``source``: the engine that has them; None: they are here.
         """
         ...
 
@@ -59,7 +68,7 @@ class FileThread:
 
     def __init__(self, folder: BlockStore, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]) -> None:
         self.folder, self._rows = folder, rows
-        self._reads: deque[tuple[bytes, int, BlockSource | None, Callable[[], object]]] = deque()
+        self._reads: deque[_Read] = deque()
         self._writes: deque[tuple[bytes, int, tuple[int, ...], Callable[[], object]]] = deque()
         self._changed = threading.Condition()
         self._is_busy = self._is_closed = False
@@ -116,11 +125,11 @@ class FileThread:
                 if self._is_closed:
                     return
                 self._is_busy = True
-                read = self._reads.popleft() if self._reads else None
-                write = self._writes.popleft() if self._writes and read is None else None
+                reads = self._next_reads()
+                write = self._writes.popleft() if self._writes and not reads else None
             began = time.perf_counter()
-            if read is not None:
-                news = self._read(*read)
+            if reads:
+                news = self._read(reads)
             elif write is not None:
                 news = self._write(*write)
             else:
@@ -136,11 +145,20 @@ class FileThread:
                     last.file_seconds + time.perf_counter() - began,
                 )
 
-    def _read(self, digest: bytes, row: int, source: BlockSource | None, wait: Callable[[], object]) -> FileResult:
-        wait()
+    def _next_reads(self) -> list[_Read]:
+        """The next read; from another engine, a few that follow, since each way there and back takes time."""
+        reads = [self._reads.popleft()] if self._reads else []
+        while self._reads and reads[0][2] is not None and self._reads[0][2] == reads[0][2] and len(reads) < _MOST_READS:
+            reads.append(self._reads.popleft())
+        return reads
+
+    def _read(self, reads: Sequence[_Read]) -> FileResult:
+        for *_, wait in reads:
+            wait()
         began = time.perf_counter()
-        windows = self.folder.read(digest, *self._rows(row), source)
-        return FileResult(read=((digest, windows, time.perf_counter() - began),))
+        found = self.folder.read_all([Room(digest, *self._rows(row)) for digest, row, *_ in reads], reads[0][2])
+        seconds = (time.perf_counter() - began) / len(reads)
+        return FileResult(read=tuple((one[0], windows, seconds) for one, windows in zip(reads, found, strict=True)))
 
     def _write(self, digest: bytes, row: int, windows: tuple[int, ...], wait: Callable[[], object]) -> FileResult:
         wait()

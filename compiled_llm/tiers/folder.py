@@ -23,6 +23,7 @@ from compiled_llm.tiers.block_file import (
     remove_partial,
     write_file,
 )
+from compiled_llm.tiers.file_thread import Room
 
 _FREED = 0.95  # of the most bytes are left when files have to make room, so that they need not at each file
 _TOUCHED_SECONDS = 60.0  # a file that was used within so many seconds need not be marked as used again
@@ -75,11 +76,13 @@ class BlockFolder:
         self._total = sum(size for size, _ in found.values())
         return found.keys() - before.keys(), before.keys() - found.keys()
 
-    def read(
-        self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview], source: BlockSource | None = None
-    ) -> tuple[int, ...] | None:
-        """Read a block, see ``read_file``. None: there is no file, or none that can be used: it is removed then."""
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
+        """See ``BlockStore``."""
         assert source is None, "files are this machine's"
+        return [self.read(*block) for block in blocks]
+
+    def read(self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]) -> tuple[int, ...] | None:
+        """Read a block, see ``read_file``. None: there is no file, or none that can be used: it is removed then."""
         try:
             windows = read_file(self._folder, self.key, digest, own, of_windows)
         except BadFileError as error:

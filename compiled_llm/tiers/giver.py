@@ -195,7 +195,9 @@ class BlockGiver:
                 session = PeerSession(peer, self._secret, gives=True)
                 session.send_hello(self._facts, None if self._path is None else self._memory)
                 while True:
-                    peer.settimeout(None)  # it may have nothing to ask for long
+                    if not session.has_input:
+                        session.flush()
+                        peer.settimeout(None)  # it may have nothing to ask for long
                     message = session.take()
                     peer.settimeout(_PEER_SECONDS)
                     self._answer(session, message)

@@ -23,7 +23,7 @@ MAGIC = b"CLLMPR\0\1"
 _NONCE = 32
 _FIELDS = struct.Struct("<BQ32s32sIQQ32s")
 _MAC = hashlib.sha256().digest_size
-_MOST_HELLO = 1 << 16
+_MOST_HELLO = _MOST_INPUT = 1 << 16
 GET, RENEW, RELEASE, FOUND, MISSING, DONE = range(6)
 NO_LEASE = bytes(32)
 
@@ -66,33 +66,45 @@ class PeerSession:
     """
 
     def __init__(self, own: socket.socket, secret: bytes, *, gives: bool) -> None:
-        self.socket = own
+        self.socket, self._input, self._output = own, bytearray(), bytearray()
         mine, names = os.urandom(_NONCE), (b"giver", b"taker")
         if gives:
             own.sendall(MAGIC + mine)
-            theirs, proof = self.receive(_NONCE), self.receive(_MAC)
+            theirs, proof = self._exactly(_NONCE), self._exactly(_MAC)
             nonces = mine + theirs
             if not hmac.compare_digest(proof, _hmac(secret, b"taker proves", nonces)):
                 raise PeerError("it does not know the key")
             own.sendall(_hmac(secret, b"giver proves", nonces))
         else:
-            if self.receive(len(MAGIC)) != MAGIC:
+            if self._exactly(len(MAGIC)) != MAGIC:
                 raise PeerError("it is no engine, or speaks another version")
-            nonces = self.receive(_NONCE) + mine
+            nonces = self._exactly(_NONCE) + mine
             own.sendall(mine + _hmac(secret, b"taker proves", nonces))
-            if not hmac.compare_digest(self.receive(_MAC), _hmac(secret, b"giver proves", nonces)):
+            if not hmac.compare_digest(self._exactly(_MAC), _hmac(secret, b"giver proves", nonces)):
                 raise PeerError("it does not know the key")
         giver, taker = (_hmac(secret, name, nonces) for name in names)
         self._own_key, self._their_key = (giver, taker) if gives else (taker, giver)
         self._num_sent = self._num_received = 0
 
+    @property
+    def has_input(self) -> bool:
+        """Whether a message is there, so that nothing has to be waited for."""
+        return len(self._input) >= _FIELDS.size + _MAC
+
     def send(self, message: Message, content: memoryview | None = None) -> None:
+        """With the next ``flush``, but with ``content`` at once."""
         kind, *rest = message
         fields = _FIELDS.pack(kind, self._num_sent, *rest)
         self._num_sent += 1
-        self.socket.sendall(fields + _hmac(self._own_key, fields))
+        self._output += fields + _hmac(self._own_key, fields)
         if content is not None:
+            self.flush()
             self.socket.sendall(content)
+
+    def flush(self) -> None:
+        if self._output:
+            self.socket.sendall(self._output)
+            self._output.clear()
 
     def take(self) -> Message:
         """The next message; the bytes of a block, if they follow, are for ``receive_into``."""
@@ -120,24 +132,41 @@ class PeerSession:
         descriptor = None
         if has_descriptor:
             head, descriptors, _, _ = socket.recv_fds(self.socket, 4, 1)
-            head += self.receive(4 - len(head))
+            head += self._exactly(4 - len(head))
             descriptor = descriptors[0] if descriptors else None
         else:
-            head = self.receive(4)
+            head = self._exactly(4)
         size = int.from_bytes(head, "little")
         if size > _MOST_HELLO:
             raise PeerError("it says too much")
-        mac, content = self.receive(_MAC), self.receive(size)
+        mac, content = self._exactly(_MAC), self._exactly(size)
         if not hmac.compare_digest(mac, _hmac(self._their_key, b"hello", content)):
             raise PeerError("its first message is damaged")
         return json.loads(content), descriptor
 
-    def receive(self, size: int) -> bytes:
+    def _exactly(self, size: int) -> bytes:
+        """So many bytes, and none that come after them: a descriptor may."""
         content = bytearray(size)
         self.receive_into(memoryview(content))
         return bytes(content)
 
+    def receive(self, size: int) -> bytes:
+        """Bytes that are not a block's; what has come after them is kept for later."""
+        while len(self._input) < size:
+            more = self.socket.recv(_MOST_INPUT)
+            if not more:
+                raise PeerError("it has closed the connection")
+            self._input += more
+        content = bytes(self._input[:size])
+        del self._input[:size]
+        return content
+
     def receive_into(self, part: memoryview) -> None:
+        """The bytes of a block."""
+        count = min(len(part), len(self._input))
+        part[:count] = self._input[:count]
+        del self._input[:count]
+        part = part[count:]
         while part:
             count = self.socket.recv_into(part)
             if not count:
