@@ -25,6 +25,7 @@ NAMED_VALUES = {
     "quantization_embedding": ("none", *QUANTIZATIONS),
     "quantization_activations": ("auto", "model", "int8"),
 }
+KV_KEY_VARIABLE = "COMPILED_LLM_KV_KEY"  # of the environment: what engines that give and take KV blocks share
 MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
 
 
@@ -98,6 +99,12 @@ class EngineConfig:
         kv_disk_path: with ``kv_host_bytes``: a directory of your own for files of KV blocks. Every block that can be
             found gets there by way of host memory, and a restarted engine finds it. Engines may share it.
         kv_disk_bytes: most bytes of these files, for each model; the least recently used are removed. None: 16 GiB.
+        role: "prefill": computes prompts, and gives their KV blocks to other engines; "decode": takes them from there,
+            for requests that say so; "both": serves requests alone. See docs/roles.md.
+        kv_transfer_address: where this engine gives KV blocks: unix:PATH for engines of this machine, or HOST:PORT
+            (port 0: a free one). None: it gives none. Needs the environment's COMPILED_LLM_KV_KEY, which they share.
+        kv_transfer_bytes: memory for blocks that are to be taken. None: 1 GiB.
+        kv_transfer_peers: hosts besides this machine that requests may name to take blocks from.
         preemption_mode: "recompute", "swap" (recompute where that space is full), or "auto": what was faster at start.
         scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
             waiting request may preempt running ones of a higher number.
@@ -201,6 +208,10 @@ class EngineConfig:
     kv_host_bytes: int = 0
     kv_disk_path: str | None = None
     kv_disk_bytes: int | None = None
+    role: Literal["both", "prefill", "decode"] = "both"
+    kv_transfer_address: str | None = None
+    kv_transfer_bytes: int | None = None
+    kv_transfer_peers: tuple[str, ...] = ()
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     target_itl_ms: float | None = None
@@ -277,7 +288,7 @@ class EngineConfig:
 
     def _check_quantization(self) -> None:
         """How weights are rounded."""
-        for name in ("quantization_skip", "lora_target_modules"):
+        for name in ("quantization_skip", "lora_target_modules", "kv_transfer_peers"):
             object.__setattr__(self, name, names(name, getattr(self, name)))
         size, head = self.quantization_group_size, self.quantization_head
         if size is not None and size not in GROUP_SIZES:
@@ -298,6 +309,16 @@ class EngineConfig:
         """``speculative_config``, once it is no dict any more."""
         assert not isinstance(self.speculative_config, dict)
         return self.speculative_config
+
+    @property
+    def transfers(self) -> bool:
+        """Whether KV blocks come from other engines, or go there."""
+        return self.role != "both" or self.kv_transfer_address is not None
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Memory for blocks that are to be taken."""
+        return self.kv_transfer_bytes or 1 << 30
 
     @property
     def disk_bytes(self) -> int:
@@ -347,6 +368,7 @@ _INTEGERS = {
     "swap_space_bytes": (0, 2**48),
     "kv_host_bytes": (0, 2**48),
     "kv_disk_bytes": (1, 2**60),
+    "kv_transfer_bytes": (1, 2**48),
     "sliding_window": (1, 2**31 - 1),
     "attention_sink_tokens": (0, 2**20),
     "compile_workers": (0, 1024),

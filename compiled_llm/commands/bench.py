@@ -24,6 +24,7 @@ BENCHES = {
     "speculation": "tokens a second with drafts by each method, and without",
     "lora": "tokens a second with adapters, many, one and none",
     "tiers": "a known prompt's first token from host memory and files, beside computing it",
+    "roles": "an engine for prompts and one for decodes, beside one for both",
     "sampling": "each kind of sampling, beside a decode step",
     "kernels": "every kernel of a decode step on a GPU, and the gaps",
     "attention": "paged attention, beside SDPA, FlexAttention and the machine's limits",

@@ -201,5 +201,5 @@ def _add_states(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """For Prometheus."""
         client = service.client
-        text = service.metrics.text(await client.stats(), client.started, client.num_served_again)
+        text = service.metrics.text(await client.stats(), client.started, client.counts)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})

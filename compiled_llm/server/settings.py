@@ -38,6 +38,10 @@ class ServerSettings:
             directories of this machine that are read. Needs --enable-lora.
         data_parallel_size: engines that serve the model side by side, each in a process of its own, with its share of a
             CPU's cores and memory or a GPU of its own. A prompt goes to the one that holds the longest part of it.
+        prefill_replicas: further engines, which compute prompts alone: the others take the KV blocks from them, so that
+            long prompts do not hold up who is being answered. See docs/roles.md.
+        min_prefill_tokens: of a prompt, not known to the engine that is to answer, from which on it goes there.
+        max_prefill_seconds: after which a prompt is computed where it is answered instead.
         max_load_difference: tokens that an engine may have to compute still, above the least busy one's, and get a
             prompt that it holds a part of. Of each output 256 count at most.
         api_key: a request needs one of these, as a bearer token or in the header x-api-key; none: all are answered.
@@ -58,6 +62,8 @@ class ServerSettings:
         keep_alive_seconds: without an event, after which a stream has a comment, lest a proxy takes it for dead; 0:
             never.
         drain_seconds: for answers that are under way when the server is told to end.
+        allow_drain: there are also /drain and /undrain, with which a client moves the requests of one engine to others;
+            KV blocks go along if the engines have kv_host_bytes. Needs several engines.
         dev: there are also /reset_prefix_cache and /abort, with which a client changes what others get.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
         restart_engine: start an engine again when its process has ended, 5 times within 10 minutes at most; without
@@ -74,6 +80,9 @@ class ServerSettings:
     lora_modules: tuple[str, ...] = ()
     allow_lora_updates: bool = False
     data_parallel_size: int = 1
+    prefill_replicas: int = 0
+    min_prefill_tokens: int = 256
+    max_prefill_seconds: float = 60.0
     max_load_difference: int = 4096
     api_key: tuple[str, ...] = ()
     ssl_certfile: str = ""
@@ -90,6 +99,7 @@ class ServerSettings:
     stored_seconds: float = 3600.0
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
+    allow_drain: bool = False
     dev: bool = False
     stall_seconds: float = 120.0
     restart_engine: bool = False
@@ -141,6 +151,8 @@ class ServerSettings:
 _INTEGERS = {
     "port": (0, 65535),
     "data_parallel_size": (1, 1024),
+    "prefill_replicas": (0, 1023),
+    "min_prefill_tokens": (1, 2**31 - 1),
     "max_load_difference": (0, 2**31 - 1),
     "max_body_bytes": (1024, 2**31 - 1),
     "max_header_bytes": (1024, 2**24),
@@ -150,6 +162,7 @@ _INTEGERS = {
     "max_stored_bytes": (0, 2**40),
 }
 _NUMBERS = {
+    "max_prefill_seconds": (0.1, 10**6),
     "max_request_seconds": (0.1, 10**6),
     "client_seconds": (0.1, 10**6),
     "stored_seconds": (0.0, 10**6),

@@ -87,7 +87,7 @@ from compiled_llm.worker.rank_start import check_device
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
-from compiled_llm.worker.tier_files import open_files
+from compiled_llm.worker.tier_files import open_exchange, open_files
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
@@ -307,7 +307,7 @@ class ModelRunner(Worker):
         if self.files is None or not (files.reads or files.writes or files.resets):
             return
         if files.reads and (drafting := self.steps.drafting) is not None:
-            drafting.lack_on_host([row for _, row in files.reads])
+            drafting.lack_on_host([row for _, row, _ in files.reads])
         wait: Callable[[], object] = int  # on a CPU copies are done
         if self.device.type == "cuda":
             event = torch.cuda.Event()
@@ -600,11 +600,12 @@ class ModelRunner(Worker):
             return least(int(seconds * 1e9), self.group) / 1e9
 
         known: tuple[bytes, ...] | None = None
-        if config.kv_disk_path is not None:
+        if config.kv_disk_path is not None or config.transfers:
             drafter = () if self._drafter is None else (self._drafter,)
             facts = self.model_config, self.dtype, self.exact, *(one.model_config for one in drafter)
             directories = self._directory, *(one.directory for one in drafter)
-            self.files = open_files(config, facts, directories, self.device, self.steps, self.swap_space)
+            opens = open_exchange if config.transfers else open_files
+            self.files = opens(config, facts, directories, self.device, self.steps, self.swap_space)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
         found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
         return dataclasses.replace(found, blocks_on_disk=known)

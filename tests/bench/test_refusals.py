@@ -56,6 +56,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--base-url ftp://here", "URL must be as http://127.0.0.1:8000"),
     ],
     "servers": [("--model m --vllm-python p --concurrency 1,many", "--concurrency must be numbers")],
+    "roles": [("--input-len 100", "--input-len must be at least 256"), ("--streams 0", "--streams must be at least 1")],
     "arrivals": [
         ("--request-rate 0", "--request-rate must be above 0"),
         ("--burstiness -1", "--burstiness must be above 0"),
