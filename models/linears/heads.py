@@ -140,7 +140,7 @@ class AdaptedHeads(NamedTuple):
         y = self.plain.apply(x, where).transpose(0, 1).flatten(0, 1)
         first = (self.slots - 1) * num_heads + 1
         heads = torch.arange(num_heads, dtype=torch.int32, device=x.device)
-        slots = torch.where(self.slots > 0, first + heads[:, None], 0).flatten()
+        slots = ((first + heads[:, None]) * (self.slots > 0)).flatten()
         add_lora(y, x.transpose(0, 1).flatten(0, 1), slots, self.changes)
         return _by_token(y, x)
 

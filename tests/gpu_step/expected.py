@@ -76,6 +76,12 @@ STEPS = {
     ),
     # What adapters change is in the launches of the products.
     "qwen3, adapters": Case("qwen3", (7,), (5, 10), bucket="decode_2_lora", arguments={"enable_lora": True}),
+    "qwen3, adapters, a chunk of a prompt": Case("qwen3", (10,), (5, 13), "tokens_32", {"enable_lora": True}),
+    # Two launches more for each linear layer, of which there are four.
+    "qwen3, adapters, a batch of 64": Case(
+        "qwen3", (16,), (7, 18), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+    ),
+    "qwen3-moe, adapters": Case("qwen3-moe", (7, 7), (5, 10), "decode_2_lora", {"enable_lora": True}),
     "qwen3, adapters, none used": Case("qwen3", (7,), (5, 10), arguments={"enable_lora": True}),
     "qwen3, adapters, programmatic": Case(
         "qwen3", (7,), (5, 10), "decode_2_lora", {**PROGRAMMATIC, "enable_lora": True}, programmatic=16
