@@ -82,6 +82,14 @@ STEPS = {
         "qwen3", (16,), (7, 18), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
     ),
     "qwen3-moe, adapters": Case("qwen3-moe", (7, 7), (5, 10), "decode_2_lora", {"enable_lora": True}),
+    # Two more for each of the two layers, two that find the rows' slots and inputs; gate and sum are by themselves.
+    "qwen3-moe, adapters of experts": Case(
+        "qwen3-moe",
+        (15, 7),
+        (5, 18),
+        "decode_2_lora",
+        {"enable_lora": True, "lora_target_modules": ["all-linear", "experts"]},
+    ),
     "qwen3, adapters, none used": Case("qwen3", (7,), (5, 10), arguments={"enable_lora": True}),
     "qwen3, adapters, programmatic": Case(
         "qwen3", (7,), (5, 10), "decode_2_lora", {**PROGRAMMATIC, "enable_lora": True}, programmatic=16
