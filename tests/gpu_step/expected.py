@@ -90,6 +90,8 @@ STEPS = {
         "decode_2_lora",
         {"enable_lora": True, "lora_target_modules": ["all-linear", "experts"]},
     ),
+    # Two more for each of the heads' two layers, and a copy of queries.
+    "deepseek-v2, adapters": Case("deepseek-v2", (15,), (10, 18), "decode_2_lora", {"enable_lora": True}),
     "qwen3, adapters, none used": Case("qwen3", (7,), (5, 10), arguments={"enable_lora": True}),
     "qwen3, adapters, programmatic": Case(
         "qwen3", (7,), (5, 10), "decode_2_lora", {**PROGRAMMATIC, "enable_lora": True}, programmatic=16
