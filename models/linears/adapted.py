@@ -125,7 +125,7 @@ class AdaptedExperts(NamedTuple):
         tokens = tokens.clamp(0, len(self.slots) - 1)  # those of nobody's rows are anything
         expert = torch.searchsorted(starts[1:], torch.arange(len(tokens), device=x.device), right=True, out_int32=True)
         slots = self.slots[tokens]
-        own = torch.where((slots > 0) & (expert < self.num_experts), (slots - 1) * self.num_experts + expert + 1, 0)
+        own = ((slots - 1) * self.num_experts + expert + 1) * ((slots > 0) & (expert < self.num_experts))
         add_lora(y, x if rows is None else x[tokens], own, self.changes)
         return y
 

@@ -19,6 +19,7 @@ from compiled_llm.ops import (
     pack_rows,
     unpack_rows,
 )
+from compiled_llm.ops.linear.product_choices import MAX_ROWS
 
 
 class HeadRows(NamedTuple):
@@ -136,12 +137,14 @@ class AdaptedHeads(NamedTuple):
     def apply(self, x: Tensor, where: HeadRows | None = None) -> Tensor:
         """As ``DenseHeads.apply``."""
         assert self.slots is not None, "see with_slots"
-        num_heads = x.shape[1]
-        y = self.plain.apply(x, where).transpose(0, 1).flatten(0, 1)
-        first = (self.slots - 1) * num_heads + 1
+        y, num_heads = self.plain.apply(x, where), x.shape[1]
         heads = torch.arange(num_heads, dtype=torch.int32, device=x.device)
-        slots = torch.where(self.slots > 0, first + heads[:, None], 0).flatten()
-        add_lora(y, x.transpose(0, 1).flatten(0, 1), slots, self.changes)
+        slots = ((self.slots[:, None] - 1) * num_heads + heads + 1) * (self.slots > 0)[:, None]
+        if x.is_cuda and len(x) <= MAX_ROWS:  # where a copy takes longer than rows that are not sorted by their slots
+            add_lora(y.flatten(0, 1), x.flatten(0, 1), slots.flatten(), self.changes)
+            return y
+        y = y.transpose(0, 1).flatten(0, 1)
+        add_lora(y, x.transpose(0, 1).flatten(0, 1), slots.t().flatten(), self.changes)
         return _by_token(y, x)
 
     def rows(self, ids: Tensor) -> Tensor:

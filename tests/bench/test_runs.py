@@ -307,8 +307,8 @@ def test_lora_beside_vllm(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         file.write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     words = ("--model", DEMO, "--enforce-eager", "--bucket-sizes", "4", "--batch-sizes", "3", "--num-adapters", "2")
-    words += ("--rounds", "1", "--num-tokens", "2", "--rank", "5")
-    result, _ = run(lora, *words, "--vllm-python", sys.executable, "--vllm-preload", "")
+    peer = ("--vllm-python", sys.executable, "--vllm-preload", "")
+    result, _ = run(lora, *words, "--rounds", "1", "--num-tokens", "2", "--rank", "5", *peer)
     runs = result["runs"]["batch 3"]
     assert list(runs) == ["base", "none", "1", "2", "vllm base", "vllm none", "vllm 1", "vllm 2"]
     assert runs["vllm base"]["ratio"] == 1.0
