@@ -109,9 +109,10 @@ class EngineConfig:
         scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
             waiting request may preempt running ones of a higher number.
         target_itl_ms: time between two tokens of a request to aim at. While requests decode, prompts are computed in
-            steps of the largest token bucket that takes no longer, as the start and all steps since have measured, or
-            at most half as long again as the smallest one. None: as ``max_num_batched_tokens``; with ``compiled-llm
-            serve`` 250, unless sizes of steps are given or prompts are not chunked.
+            steps of the largest token bucket that takes no longer, as measured at the start and since, or little
+            longer than the smallest one, and of four tokens for each request that decodes. None: as
+            ``max_num_batched_tokens``; with ``compiled-llm serve`` 250, unless sizes of steps are given or prompts are
+            not chunked.
         enable_prefix_caching: keep the KV blocks of finished requests, as long as there is room, for requests that
             start with the same tokens. A prompt's ``cache_salt`` keeps its blocks to requests of the same salt.
         enable_chunked_prefill: let a prompt's tokens spread over several steps.

@@ -11,8 +11,9 @@ _MOST_CHANGE = 2.0
 # With each step in another bucket, an average moves back towards the least it has been by this share: so a bucket that
 # was slow for a while, and is not used for that reason, is tried again later.
 _FORGETTING = 0.005
-# The smallest bucket times this is always allowed: where a step reads all weights, more tokens take hardly longer.
-_HARDLY_LONGER = 1.5
+# The smallest bucket's time times this is always allowed: where twice the tokens take so much longer at most, smaller
+# steps would spend too much on reading the weights.
+_ALWAYS_ALLOWED = 1.8
 
 
 @dataclasses.dataclass
@@ -51,11 +52,11 @@ class StepCosts:
         return min(at_most) if at_most else max(shares.values(), default=math.inf)
 
     def largest_within(self, seconds: float, sizes: Sequence[int]) -> int:
-        """The largest of the token buckets ``sizes`` that takes at most ``seconds``, or hardly longer than the first.
+        """The largest of the token buckets ``sizes`` that takes at most ``seconds``, or little more than the smallest.
 
         The first, which is the smallest, where nothing was measured.
         """
-        most = max(seconds, _HARDLY_LONGER * self.expected(sizes[0]))
+        most = max(seconds, _ALWAYS_ALLOWED * self.expected(sizes[0]))
         return max((size for size in sizes if self.expected(size) <= most < math.inf), default=sizes[0])
 
     def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:

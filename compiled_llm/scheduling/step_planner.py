@@ -24,6 +24,9 @@ from compiled_llm.scheduling.running_set import RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 from compiled_llm.scheduling.step_masks import add_masks
 
+# Of a step with a target, whatever that is: with fewer, prompts would come in more slowly than answers end.
+_TOKENS_A_DECODE = 4
+
 
 class StepPlanner:
     """Fills a step with tokens. For the arguments see ``Scheduler``."""
@@ -235,9 +238,8 @@ class StepPlanner:
         if self.target_itl_ms is None:
             return self.limits.max_tokens_beside_decodes or budget
         sizes = self.limits.token_bucket_sizes
-        # At least one token beside the decodes, so that prompts progress whatever the target is.
-        allowed = self.costs.largest_within(self.target_itl_ms / 1e3, sizes)
-        return min(budget, next((size for size in sizes if size >= allowed and size > num_decodes), budget))
+        allowed = max(self.costs.largest_within(self.target_itl_ms / 1e3, sizes), _TOKENS_A_DECODE * num_decodes)
+        return min(budget, next((size for size in sizes if size >= allowed), budget))
 
     # -- Priorities
 

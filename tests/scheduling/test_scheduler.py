@@ -146,12 +146,13 @@ def test_stop_tokens_and_their_reasons(named: bool, overlap: bool) -> None:
 # -- A target for the time between tokens
 
 
-def make_targeted(target_itl_ms: float, seconds: dict[int, float]) -> Scheduler:
+def make_targeted(target_itl_ms: float, seconds: dict[int, float], **limits: int) -> Scheduler:
     return make_scheduler(
         100,
         arguments={"target_itl_ms": target_itl_ms, "costs": StepCosts(seconds)},
         max_num_batched_tokens=64,
         token_bucket_sizes=(8, 16, 32, 64),
+        **limits,
     )
 
 
@@ -186,17 +187,15 @@ def test_without_a_target_a_step_has_a_size_of_its_own_beside_decodes() -> None:
     assert work_of(engine.step()) == {"first": 1, "long": 23}
 
 
-def test_a_prompt_gets_a_token_at_least_beside_decodes_that_fill_the_bucket() -> None:
-    scheduler, engine = make_engine(
-        100,
-        arguments={"target_itl_ms": 1, "costs": StepCosts({4: 1.0, 16: 1.0})},
-        max_num_seqs=8,
-        token_bucket_sizes=(4, 16),
-    )
-    add(scheduler, *[make_request(f"{i}", 2, 10) for i in range(4)])
+@pytest.mark.parametrize(("num_decodes", "num_tokens"), [(4, 12), (5, 27)])
+def test_prompts_get_three_tokens_for_each_that_is_decoded(num_decodes: int, num_tokens: int) -> None:
+    """Whatever the target is: they would come in more slowly than answers end."""
+    scheduler = make_targeted(1, {8: 1.0, 16: 2.0, 32: 4.0}, max_num_seqs=6)
+    engine = FakeEngine(scheduler)
+    add(scheduler, *[make_request(f"{i}", 2, 10) for i in range(num_decodes)])
     engine.step()
-    add(scheduler, make_request("long", 30, 2))
-    assert work_of(engine.step())["long"] == 12
+    add(scheduler, make_request("long", 60, 2))
+    assert work_of(engine.step())["long"] == num_tokens
 
 
 def test_the_target_follows_what_is_measured() -> None:
