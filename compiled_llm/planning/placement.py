@@ -4,7 +4,7 @@ Models are put into buckets by how long they take, so that none waits behind muc
 of its own. There, all groups have one shape, ``tp`` x ``pp``, and every shape is tried. Which models a group serves is
 found by adding: of the models that miss most targets, each is tried on the groups with least to do that have room for
 it, and the simulator says which helps most. Where a cluster is large, a part of it is planned with as large a part of
-the requests, and repeated; what is reported is always a simulation of all.
+the requests, and repeated; of a long trace the middle is planned for. What is reported is a simulation of all.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ _LEAST_TOKENS = 4096  # of a replica's KV pool
 _LEAST_GAIN = 0.001  # of attainment, that another replica has to bring
 _WIDTH = 2  # models, and contents of groups, that are tried for the next replica
 _ENOUGH_REQUESTS = 6000  # that a search simulates at a time
+_MOST_SHAPES = 3  # of a bucket, the best, that more replicas are tried for
 
 
 class Targets(NamedTuple):
@@ -189,6 +190,7 @@ class Planner:
         if share > 1:
             self.cluster = dataclasses.replace(cluster, devices=cluster.devices // share)
             own = thinned(trace, share)
+        own = own[max(0, len(own) - _ENOUGH_REQUESTS) // 2 :][:_ENOUGH_REQUESTS]
         try:
             best: Rated | None = None
             for buckets in self._buckets(own):
@@ -209,7 +211,7 @@ class Planner:
         """Into how many alike parts the cluster is cut, each of whole machines: so that a simulation is short."""
         machines = max(1, self.cluster.devices // self.cluster.per_machine)
         least = -(-len(trace) // _ENOUGH_REQUESTS)
-        parts = [n for n in range(1, machines + 1) if machines % n == 0 and machines // n >= min(8, machines)]
+        parts = [n for n in range(1, machines + 1) if machines % n == 0 and machines // n >= min(4, machines)]
         return max((n for n in parts if n <= least), default=1)
 
     def _buckets(self, trace: Sequence[TraceRequest]) -> Iterator[list[list[str]]]:
@@ -232,7 +234,9 @@ class Planner:
             found = [rated for shape in self.shapes if (rated := self._with_shape(bucket, count, shape, own))]
             if not found:
                 return None
-            groups += max(found, key=lambda rated: rated.rank).groups
+            found.sort(key=lambda rated: rated.rank, reverse=True)
+            best = [self._improved(rated, own) for rated in found[:_MOST_SHAPES]]
+            groups += max(best, key=lambda rated: rated.rank).groups
         return self.rate(groups, trace)
 
     def _demand(self, model: str, trace: Sequence[TraceRequest]) -> float:
@@ -265,7 +269,7 @@ class Planner:
     def _with_shape(
         self, models: Sequence[str], devices: int, shape: tuple[int, int], trace: Sequence[TraceRequest]
     ) -> Rated | None:
-        """Groups of one shape: first each model by its demand, then replicas one after the other. None: no room."""
+        """Groups of one shape, shared by the models' demands. None: no room."""
         count = devices // (shape[0] * shape[1])
         if not count or any(self.plan_of(Group(*shape, (model,))) is None for model in models):
             return None
@@ -282,10 +286,13 @@ class Planner:
                 loads[place] += demands[model] / wanted[model]
             if not any(model in group.models for group in groups):
                 return None
-        best = self.rate(groups, trace)
-        while best.attained < 1 and (better := self._with_another(best, trace)) is not None:
-            best = better
-        return best
+        return self.rate(groups, trace)
+
+    def _improved(self, rated: Rated, trace: Sequence[TraceRequest]) -> Rated:
+        """With more replicas, one after the other, as long as they help."""
+        while rated.attained < 1 and (better := self._with_another(rated, trace)) is not None:
+            rated = better
+        return rated
 
     def _least_loaded(self, groups: Sequence[Group], loads: Sequence[float], model: str) -> int | None:
         for place in sorted(range(len(groups)), key=lambda n: (loads[n], n)):
