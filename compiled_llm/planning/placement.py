@@ -25,7 +25,7 @@ _SHARE, _RESERVED_BYTES = 0.9, 3 << 30  # of a device's memory; of that, for act
 _LEAST_TOKENS = 4096  # of a replica's KV pool
 _LEAST_GAIN = 0.001  # of attainment, that another replica has to bring
 _WIDTH = 2  # models, and contents of groups, that are tried for the next replica
-_ENOUGH_REQUESTS = 6000  # that a search simulates at a time
+_ENOUGH_REQUESTS = 3000  # that a search simulates at a time
 _MOST_SHAPES = 3  # of a bucket, the best, that more replicas are tried for
 
 
@@ -231,13 +231,18 @@ class Planner:
         groups: list[Group] = []
         for bucket, count in zip(buckets, devices, strict=True):
             own = [row for row in trace if row.model in bucket]
-            found = [rated for shape in self.shapes if (rated := self._with_shape(bucket, count, shape, own))]
+            found = [rated for shape in self._tried(bucket) if (rated := self._with_shape(bucket, count, shape, own))]
             if not found:
                 return None
             found.sort(key=lambda rated: rated.rank, reverse=True)
             best = [self._improved(rated, own) for rated in found[:_MOST_SHAPES]]
             groups += max(best, key=lambda rated: rated.rank).groups
         return self.rate(groups, trace)
+
+    def _tried(self, models: Sequence[str]) -> list[tuple[int, int]]:
+        """Shapes of up to a machine, and larger ones of the size that some model needs."""
+        least = max(tp * pp for model in models for tp, pp in self._feasible(model)[:1])
+        return [(tp, pp) for tp, pp in self.shapes if tp * pp <= max(self.cluster.per_machine, least)]
 
     def _demand(self, model: str, trace: Sequence[TraceRequest]) -> float:
         """Device seconds that the requests of a model take in batches of 32."""
