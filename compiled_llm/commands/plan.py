@@ -65,9 +65,9 @@ def parser(program: str) -> FlagParser:
     add(
         "--pipeline-parallel-sizes", type=int, nargs="+", default=_SIZES, metavar="N", help="to try (default: the same)"
     )
-    add("--models-per-group", type=int, default=8, metavar="N", help="at most (default: 8)")
+    add("--models-per-group", type=int, default=32, metavar="N", help="at most (default: 32)")
     add("--drop-hopeless", action="store_true", help="requests that are late already are not begun")
-    add("--compare", action="store_true", help="also without pipelines, each model on groups of its own")
+    add("--compare", action="store_true", help="also find the best without pipelines")
     add("--no-curves", action="store_true", help="leave out other rates, burstiness and targets")
     add = made.add_argument_group("result").add_argument
     add("--picture", type=tables.picture_file, metavar="FILE.png", help="draw the curves; needs matplotlib")
@@ -88,17 +88,16 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         catalogue, memory_bytes = _catalogue(args, kind, per_machine)
         trace = _trace(args, catalogue.models)
     cluster = Cluster(machines * per_machine, per_machine, memory_bytes)
-    ways = {"plan": (args.pipeline_parallel_sizes, args.models_per_group)}
-    ways |= {"a model alone on a group, no pipeline": ([1], 1)} if args.compare else {}
+    ways = {"plan": args.pipeline_parallel_sizes} | ({"without pipelines": [1]} if args.compare else {})
     results: dict[str, dict[str, Any]] = {}
-    for way, (pp_sizes, models_per_group) in ways.items():
+    for way, pp_sizes in ways.items():
         planner = Planner(
             catalogue,
             cluster,
             _targets(args.slo),
             tp_sizes=args.tensor_parallel_sizes,
             pp_sizes=pp_sizes,
-            models_per_group=models_per_group,
+            models_per_group=args.models_per_group,
             drops_hopeless=args.drop_hopeless,
         )
         with errors_end(program):

@@ -26,6 +26,7 @@ _LEAST_TOKENS = 4096  # of a replica's KV pool
 _LEAST_GAIN = 0.001  # of attainment, that another replica has to bring
 _WIDTH = 2  # models, and contents of groups, that are tried for the next replica
 _ENOUGH_REQUESTS = 3000  # that a search simulates at a time
+_MOST_MOVES = 4  # of devices between buckets
 _MOST_SHAPES = 3  # of a bucket, the best, that more replicas are tried for
 
 
@@ -100,7 +101,7 @@ class Planner:
         *,
         tp_sizes: Sequence[int] = (1, 2, 4, 8),
         pp_sizes: Sequence[int] = (1, 2, 4, 8),
-        models_per_group: int = 8,
+        models_per_group: int = 32,
         drops_hopeless: bool = False,
     ) -> None:
         self.catalogue, self.cluster, self.targets = catalogue, cluster, targets
@@ -215,12 +216,12 @@ class Planner:
         return max((n for n in parts if n <= least), default=1)
 
     def _buckets(self, trace: Sequence[TraceRequest]) -> Iterator[list[list[str]]]:
-        """All models together; then cut where the next is slowest beside the one before, once and twice."""
+        """All models together; cut where the next is slowest beside the one before, once and twice; each by itself."""
         rows: dict[str, TraceRequest] = {row.model: row for row in trace}
         seconds = {model: self.alone_seconds(row) for model, row in rows.items()}
         models = sorted(seconds, key=lambda model: seconds[model])
         gaps = sorted(range(1, len(models)), key=lambda place: -seconds[models[place]] / seconds[models[place - 1]])
-        for count in range(min(3, len(models))):
+        for count in sorted({*range(min(3, len(models))), len(models) - 1}):
             ends = [0, *sorted(gaps[:count]), len(models)]
             yield [models[start:end] for start, end in itertools.pairwise(ends)]
 
@@ -228,16 +229,41 @@ class Planner:
         devices = self._shares_of(buckets, trace)
         if devices is None:
             return None
-        groups: list[Group] = []
-        for bucket, count in zip(buckets, devices, strict=True):
-            own = [row for row in trace if row.model in bucket]
-            found = [rated for shape in self._tried(bucket) if (rated := self._with_shape(bucket, count, shape, own))]
-            if not found:
-                return None
-            found.sort(key=lambda rated: rated.rank, reverse=True)
-            best = [self._improved(rated, own) for rated in found[:_MOST_SHAPES]]
-            groups += max(best, key=lambda rated: rated.rank).groups
-        return self.rate(groups, trace)
+        found = [self._bucket(bucket, count, trace) for bucket, count in zip(buckets, devices, strict=True)]
+        rated = [one for one in found if one is not None]
+        if len(rated) < len(found):
+            return None
+        for _ in range(_MOST_MOVES):
+            moved = self._moved(buckets, rated, trace) if len(buckets) > 1 else None
+            if moved is None:
+                break
+            rated = moved
+        return self.rate([group for one in rated for group in one.groups], trace)
+
+    def _moved(
+        self, buckets: Sequence[Sequence[str]], rated: Sequence[Rated], trace: Sequence[TraceRequest]
+    ) -> list[Rated] | None:
+        """With some devices of the bucket with least to do in that which misses most. None: that does not help."""
+        missed = [int((~one.kept).sum()) for one in rated]
+        to = int(np.argmax(missed))
+        giver = min((n for n in range(len(rated)) if n != to), key=lambda n: float(rated[n].outcome.busy.mean()))
+        counts = [sum(group.devices for group in one.groups) for one in rated]
+        count = min(max(group.devices for group in rated[to].groups), counts[giver] // 2)
+        if not missed[to] or not count:
+            return None
+        again = {n: self._bucket(buckets[n], counts[n] + change, trace) for n, change in ((to, count), (giver, -count))}
+        known = {n: one for n, one in again.items() if one is not None}
+        if len(known) < 2 or sum(int((~one.kept).sum()) for one in known.values()) >= missed[to] + missed[giver]:
+            return None
+        return [known.get(n, one) for n, one in enumerate(rated)]
+
+    def _bucket(self, models: Sequence[str], devices: int, trace: Sequence[TraceRequest]) -> Rated | None:
+        """The best groups of one shape for these models. None: they have no room."""
+        own = [row for row in trace if row.model in models]
+        found = [rated for shape in self._tried(models) if (rated := self._with_shape(models, devices, shape, own))]
+        found.sort(key=lambda rated: rated.rank, reverse=True)
+        best = [self._improved(rated, own) for rated in found[:_MOST_SHAPES]]
+        return max(best, key=lambda rated: rated.rank, default=None)
 
     def _tried(self, models: Sequence[str]) -> list[tuple[int, int]]:
         """Shapes of up to a machine, and larger ones of the size that some model needs."""

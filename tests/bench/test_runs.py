@@ -469,7 +469,7 @@ class _Threads:
     Process = threading.Thread
 
     @staticmethod
-    def Pipe() -> tuple[Any, Any]:  # noqa: N802
+    def Pipe() -> tuple[Any, Any]:
         own, other = multiprocessing.Pipe()
         other.close = lambda: None  # type: ignore[method-assign]  # the thread has no other copy
         return own, other

@@ -29,7 +29,7 @@ def test_a_trace_is_served_on_measured_machines(costs: str, tmp_path: Path, caps
     assert found["requests"] == 60
     assert sum(row["groups"] for row in found["plan"]["groups"]) == 2
     assert [row["requests"] for row in found["plan"]["models"]] == [30, 30, 60]
-    assert found["plan"]["attained"] == found["a model alone on a group, no pipeline"]["attained"] == 1
+    assert found["plan"]["attained"] == found["without pipelines"]["attained"] == 1
     assert picture.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "plan: 100.00% of 60 requests are within the targets" in out
