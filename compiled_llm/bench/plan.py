@@ -53,7 +53,7 @@ def serve(engines: Engines, trace: Sequence[TraceRequest]) -> Latencies:
         """Read what the engines say, until then. False: nothing came."""
         ready = wait(engines.connections, max(0.0, until - time.monotonic()))
         for connection in ready:
-            message = connection.recv()  # type: ignore[union-attr]
+            message = connection.recv()  # type: ignore[union-attr, call-arg]
             if message is not None:
                 index, at, is_first, is_last = message
                 row = trace[index]

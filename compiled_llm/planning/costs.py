@@ -82,7 +82,8 @@ def _between(points: Points, at: int) -> float:
 class Catalogue(Protocol):
     """Which models there are, and how each may be served."""
 
-    models: Sequence[str]
+    @property
+    def models(self) -> Sequence[str]: ...
 
     def costs(self, model: str, tp: int, pp: int) -> ReplicaCosts | None:
         """None: it cannot be, or is not known."""
