@@ -152,7 +152,7 @@ def measure(engine: CompiledEngine, rounds: int, rng: np.random.Generator) -> Re
         return found
 
     def decode(count: int, prompt: int) -> float:
-        return statistics.median(seconds([prompt] * count, _STEPS)[-_STEPS + 2 : -1])
+        return statistics.mean(seconds([prompt] * count, _STEPS)[-_STEPS + 2 : -1])
 
     def chunk(tokens: int, most: int) -> float:
         """A step of ``tokens`` in prompts of up to ``most``."""

@@ -37,6 +37,22 @@ _QWEN3_MOE = (
         "norm_topk_prob": True,
     }
 )
+_LLAMA31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+}
 _LATENT = {
     "first_k_dense_replace": 1,
     "kv_lora_rank": 512,
@@ -75,23 +91,10 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
     "qwen3-4b": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),
     "qwen3-8b": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
-    "llama-3.1-8b": dict(zip(_SIZES, (4096, 14336, 32, 32, False), strict=True))
-    | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "vocab_size": 128256,
-        "rms_norm_eps": 1e-5,
-    },
+    "qwen3-14b": _QWEN3 | dict(zip(_SIZES, (5120, 17408, 40, 40, False), strict=True)),
+    "qwen3-32b": _QWEN3 | dict(zip(_SIZES, (5120, 25600, 64, 64, False), strict=True)),
+    "llama-3.1-8b": _LLAMA31 | dict(zip(_SIZES, (4096, 14336, 32, 32, False), strict=True)),
+    "llama-3.1-70b": _LLAMA31 | dict(zip(_SIZES, (8192, 28672, 80, 64, False), strict=True)),
     "smollm2-135m": dict(zip(_SIZES, (576, 1536, 30, 9, True), strict=True))
     | {
         "architectures": ["LlamaForCausalLM"],

@@ -13,6 +13,7 @@ Exit status: 0, or 2 for bad arguments.
 """
 
 import argparse
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -38,7 +39,13 @@ _SIZES = [1, 2, 4, 8]
 def parser(program: str) -> FlagParser:
     made = FlagParser(prog=program, description="Say which models to serve on which devices.")
     add = made.add_argument
-    add("--models", nargs="+", required=True, metavar="NAME", help="directories, known shapes, or names in --costs")
+    add(
+        "--models",
+        nargs="+",
+        required=True,
+        metavar="NAME[*N]",
+        help="shapes, directories, or names in --costs; N alike",
+    )
     add("--machines", required=True, metavar="KIND:NxM", help=f"N with M devices each: measured, {', '.join(GPUS)}")
     add("--costs", type=Path, metavar="FILE", help="of measured machines, by compiled-llm bench step-costs")
     add("--slo", nargs="+", required=True, metavar="METRIC:MS", help="ttft, tpot, e2el; or scale: times alone")
@@ -58,8 +65,9 @@ def parser(program: str) -> FlagParser:
     add(
         "--pipeline-parallel-sizes", type=int, nargs="+", default=_SIZES, metavar="N", help="to try (default: the same)"
     )
-    add("--models-per-group", type=int, default=8, metavar="N", help="at most (default: 8)")
+    add("--models-per-group", type=int, default=32, metavar="N", help="at most (default: 32)")
     add("--drop-hopeless", action="store_true", help="requests that are late already are not begun")
+    add("--compare", action="store_true", help="also find the best without pipelines")
     add("--no-curves", action="store_true", help="leave out other rates, burstiness and targets")
     add = made.add_argument_group("result").add_argument
     add("--picture", type=tables.picture_file, metavar="FILE.png", help="draw the curves; needs matplotlib")
@@ -77,30 +85,37 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
 
     kind, machines, per_machine = _machines(args.machines)
     with errors_end(program):
-        names = [_name(model) for model in args.models]
         catalogue, memory_bytes = _catalogue(args, kind, per_machine)
-        trace = _trace(args, names)
+        trace = _trace(args, catalogue.models)
+    cluster = Cluster(machines * per_machine, per_machine, memory_bytes)
+    ways = {"plan": args.pipeline_parallel_sizes} | ({"without pipelines": [1]} if args.compare else {})
+    results: dict[str, dict[str, Any]] = {}
+    for way, pp_sizes in ways.items():
         planner = Planner(
             catalogue,
-            Cluster(machines * per_machine, per_machine, memory_bytes),
+            cluster,
             _targets(args.slo),
             tp_sizes=args.tensor_parallel_sizes,
-            pp_sizes=args.pipeline_parallel_sizes,
+            pp_sizes=pp_sizes,
             models_per_group=args.models_per_group,
             drops_hopeless=args.drop_hopeless,
         )
-        rated = planner.search(trace)
-    num_simulations = planner.num_simulations
-    found = {} if args.no_curves else curves(planner, rated, trace)
-    print(text_of(planner, rated, trace, found))
+        with errors_end(program):
+            rated = planner.search(trace)
+        count, found = planner.num_simulations, {} if args.no_curves else curves(planner, rated, trace)
+        print(f"{way}: {rated.attained:.2%} of {len(trace):,} requests are within the targets\n")
+        print(text_of(planner, rated, trace, found) + "\n")
+        results[way] = {"attained": rated.attained, "simulations": count, "planned_share": planner.share}
+        results[way] |= {"groups": group_rows(planner, rated), "models": model_rows(rated, trace), "curves": found}
     if args.picture is not None:
         from compiled_llm.planning.picture import draw
 
-        draw(args.picture, {"": found}, f"{', '.join(names)} on {args.machines}")
-    facts: dict[str, Any] = {"plan": args.machines, "slo": args.slo, "requests": len(trace)}
-    facts |= {"simulations": num_simulations, "planned_share": planner.share, "attained": rated.attained}
-    facts |= {"groups": group_rows(planner, rated), "models": model_rows(rated, trace), "curves": found}
-    tables.finish(facts, args.json)
+        draw(
+            args.picture,
+            {way: one["curves"] for way, one in results.items()},
+            f"{args.machines}, {len(trace):,} requests",
+        )
+    tables.finish({"machines": args.machines, "slo": args.slo, "requests": len(trace), **results}, args.json)
     return 0
 
 
@@ -110,6 +125,9 @@ def _check(args: argparse.Namespace) -> None:
     if (kind == "measured") != (args.costs is not None):
         raise ValueError(f"--costs must be given for measured machines and for no others, given {args.costs}")
     _targets_given(args.slo)
+    names = [_alike(model)[0] for model in args.models]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--models must differ, given {' '.join(args.models)}: NAME*N is N alike")
     given = [name for name in _DRAWN if getattr(args, name) is not None]
     if args.trace is not None and given:
         raise ValueError(f"--{given[0].replace('_', '-')} must be left out with --trace, which has all requests")
@@ -149,8 +167,12 @@ def _targets(pairs: Sequence[str]) -> "Targets":
     return Targets(**_targets_given(pairs))
 
 
-def _name(model: str) -> str:
-    return model if model in SHAPES else Path(model).name
+def _alike(model: str) -> tuple[str, int]:
+    """``"qwen3-8b*32"`` -> what it is, and how many there are."""
+    what, _, count = model.partition("*")
+    if count and not re.fullmatch(r"[1-9]\d{0,2}", count):
+        raise ValueError(f"--models must be NAME or NAME*N with N up to 999, given {model!r}")
+    return what, int(count or 1)
 
 
 def _catalogue(args: argparse.Namespace, kind: str, per_machine: int) -> "tuple[Catalogue, float]":
@@ -160,23 +182,24 @@ def _catalogue(args: argparse.Namespace, kind: str, per_machine: int) -> "tuple[
 
     if args.costs is not None:
         measured = MeasuredCosts.read(args.costs)
-        for model in args.models:
-            if model not in measured.models:
-                raise ValueError(f"--models must be of those in --costs, {', '.join(measured.models)}; given {model!r}")
-        return measured, measured.memory_bytes
+        return measured.chosen(dict(map(_alike, args.models))), measured.memory_bytes
     gpu = GPUS[kind]
-    return GpuCosts([_facts(model) for model in args.models], gpu, per_machine, args.link), gpu.memory_bytes
+    facts = [one for model in args.models for one in _facts(*_alike(model))]
+    return GpuCosts(facts, gpu, per_machine, args.link), gpu.memory_bytes
 
 
-def _facts(model: str) -> "ModelFacts":
+def _facts(model: str, count: int) -> "list[ModelFacts]":
     from compiled_llm.models.config_file import parse_config, read_config  # it loads torch, which takes seconds
+    from compiled_llm.planning.costs import names_of
     from compiled_llm.planning.model_facts import facts_of
 
     config = parse_config(SHAPES[model]) if model in SHAPES else read_config(Path(model))
-    return facts_of(_name(model), config)
+    facts = facts_of(model if model in SHAPES else Path(model).name, config)
+    return [dataclasses.replace(facts, name=name) for name in names_of(facts.name, count)]
 
 
 def _trace(args: argparse.Namespace, names: Sequence[str]) -> "list[TraceRequest]":
+    """Read, or drawn."""
     from compiled_llm.planning.traces import Load, popularity, read_trace
 
     if args.trace is not None:

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,11 +82,17 @@ def _between(points: Points, at: int) -> float:
 class Catalogue(Protocol):
     """Which models there are, and how each may be served."""
 
-    models: Sequence[str]
+    @property
+    def models(self) -> Sequence[str]: ...
 
     def costs(self, model: str, tp: int, pp: int) -> ReplicaCosts | None:
         """None: it cannot be, or is not known."""
         ...
+
+
+def names_of(model: str, count: int) -> list[str]:
+    """Of ``count`` models alike."""
+    return [model] if count == 1 else [f"{model}-{number}" for number in range(1, count + 1)]
 
 
 class MeasuredCosts:
@@ -103,6 +109,19 @@ class MeasuredCosts:
 
     def costs(self, model: str, tp: int, pp: int) -> ReplicaCosts | None:
         return self._rows.get((model, tp, pp))
+
+    def chosen(self, counts: Mapping[str, int]) -> "MeasuredCosts":
+        """So many models of each name. ``ValueError``: it has no such name."""
+        for model in counts:
+            if model not in self.models:
+                raise ValueError(f"--models must be of those in --costs, {', '.join(self.models)}; given {model!r}")
+        rows = [
+            (name, costs)
+            for (model, _, _), costs in self._rows.items()
+            if model in counts
+            for name in names_of(model, counts[model])
+        ]
+        return MeasuredCosts(rows, self.machine, self.memory_bytes)
 
     def write(self, path: Path) -> None:
         rows = [{"model": model, **dataclasses.asdict(costs)} for (model, _, _), costs in self._rows.items()]

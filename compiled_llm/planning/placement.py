@@ -4,7 +4,7 @@ Models are put into buckets by how long they take, so that none waits behind muc
 of its own. There, all groups have one shape, ``tp`` x ``pp``, and every shape is tried. Which models a group serves is
 found by adding: of the models that miss most targets, each is tried on the groups with least to do that have room for
 it, and the simulator says which helps most. Where a cluster is large, a part of it is planned with as large a part of
-the requests, and repeated; what is reported is always a simulation of all.
+the requests, and repeated; of a long trace the middle is planned for. What is reported is a simulation of all.
 """
 
 import dataclasses
@@ -25,7 +25,9 @@ _SHARE, _RESERVED_BYTES = 0.9, 3 << 30  # of a device's memory; of that, for act
 _LEAST_TOKENS = 4096  # of a replica's KV pool
 _LEAST_GAIN = 0.001  # of attainment, that another replica has to bring
 _WIDTH = 2  # models, and contents of groups, that are tried for the next replica
-_ENOUGH_REQUESTS = 6000  # that a search simulates at a time
+_ENOUGH_REQUESTS = 3000  # that a search simulates at a time
+_MOST_MOVES = 4  # of devices between buckets
+_MOST_SHAPES = 3  # of a bucket, the best, that more replicas are tried for
 
 
 class Targets(NamedTuple):
@@ -99,7 +101,7 @@ class Planner:
         *,
         tp_sizes: Sequence[int] = (1, 2, 4, 8),
         pp_sizes: Sequence[int] = (1, 2, 4, 8),
-        models_per_group: int = 8,
+        models_per_group: int = 32,
         drops_hopeless: bool = False,
     ) -> None:
         self.catalogue, self.cluster, self.targets = catalogue, cluster, targets
@@ -189,6 +191,7 @@ class Planner:
         if share > 1:
             self.cluster = dataclasses.replace(cluster, devices=cluster.devices // share)
             own = thinned(trace, share)
+        own = own[max(0, len(own) - _ENOUGH_REQUESTS) // 2 :][:_ENOUGH_REQUESTS]
         try:
             best: Rated | None = None
             for buckets in self._buckets(own):
@@ -209,16 +212,16 @@ class Planner:
         """Into how many alike parts the cluster is cut, each of whole machines: so that a simulation is short."""
         machines = max(1, self.cluster.devices // self.cluster.per_machine)
         least = -(-len(trace) // _ENOUGH_REQUESTS)
-        parts = [n for n in range(1, machines + 1) if machines % n == 0 and machines // n >= min(8, machines)]
+        parts = [n for n in range(1, machines + 1) if machines % n == 0 and machines // n >= min(4, machines)]
         return max((n for n in parts if n <= least), default=1)
 
     def _buckets(self, trace: Sequence[TraceRequest]) -> Iterator[list[list[str]]]:
-        """All models together; then cut where the next is slowest beside the one before, once and twice."""
+        """All models together; cut where the next is slowest beside the one before, once and twice; each by itself."""
         rows: dict[str, TraceRequest] = {row.model: row for row in trace}
         seconds = {model: self.alone_seconds(row) for model, row in rows.items()}
         models = sorted(seconds, key=lambda model: seconds[model])
         gaps = sorted(range(1, len(models)), key=lambda place: -seconds[models[place]] / seconds[models[place - 1]])
-        for count in range(min(3, len(models))):
+        for count in sorted({*range(min(3, len(models))), len(models) - 1}):
             ends = [0, *sorted(gaps[:count]), len(models)]
             yield [models[start:end] for start, end in itertools.pairwise(ends)]
 
@@ -226,14 +229,46 @@ class Planner:
         devices = self._shares_of(buckets, trace)
         if devices is None:
             return None
-        groups: list[Group] = []
-        for bucket, count in zip(buckets, devices, strict=True):
-            own = [row for row in trace if row.model in bucket]
-            found = [rated for shape in self.shapes if (rated := self._with_shape(bucket, count, shape, own))]
-            if not found:
-                return None
-            groups += max(found, key=lambda rated: rated.rank).groups
-        return self.rate(groups, trace)
+        found = [self._bucket(bucket, count, trace) for bucket, count in zip(buckets, devices, strict=True)]
+        rated = [one for one in found if one is not None]
+        if len(rated) < len(found):
+            return None
+        for _ in range(_MOST_MOVES):
+            moved = self._moved(buckets, rated, trace) if len(buckets) > 1 else None
+            if moved is None:
+                break
+            rated = moved
+        return self.rate([group for one in rated for group in one.groups], trace)
+
+    def _moved(
+        self, buckets: Sequence[Sequence[str]], rated: Sequence[Rated], trace: Sequence[TraceRequest]
+    ) -> list[Rated] | None:
+        """With some devices of the bucket with least to do in that which misses most. None: that does not help."""
+        missed = [int((~one.kept).sum()) for one in rated]
+        to = int(np.argmax(missed))
+        giver = min((n for n in range(len(rated)) if n != to), key=lambda n: float(rated[n].outcome.busy.mean()))
+        counts = [sum(group.devices for group in one.groups) for one in rated]
+        count = min(max(group.devices for group in rated[to].groups), counts[giver] // 2)
+        if not missed[to] or not count:
+            return None
+        again = {n: self._bucket(buckets[n], counts[n] + change, trace) for n, change in ((to, count), (giver, -count))}
+        known = {n: one for n, one in again.items() if one is not None}
+        if len(known) < 2 or sum(int((~one.kept).sum()) for one in known.values()) >= missed[to] + missed[giver]:
+            return None
+        return [known.get(n, one) for n, one in enumerate(rated)]
+
+    def _bucket(self, models: Sequence[str], devices: int, trace: Sequence[TraceRequest]) -> Rated | None:
+        """The best groups of one shape for these models. None: they have no room."""
+        own = [row for row in trace if row.model in models]
+        found = [rated for shape in self._tried(models) if (rated := self._with_shape(models, devices, shape, own))]
+        found.sort(key=lambda rated: rated.rank, reverse=True)
+        best = [self._improved(rated, own) for rated in found[:_MOST_SHAPES]]
+        return max(best, key=lambda rated: rated.rank, default=None)
+
+    def _tried(self, models: Sequence[str]) -> list[tuple[int, int]]:
+        """Shapes of up to a machine, and larger ones of the size that some model needs."""
+        least = max(tp * pp for model in models for tp, pp in self._feasible(model)[:1])
+        return [(tp, pp) for tp, pp in self.shapes if tp * pp <= max(self.cluster.per_machine, least)]
 
     def _demand(self, model: str, trace: Sequence[TraceRequest]) -> float:
         """Device seconds that the requests of a model take in batches of 32."""
@@ -265,7 +300,7 @@ class Planner:
     def _with_shape(
         self, models: Sequence[str], devices: int, shape: tuple[int, int], trace: Sequence[TraceRequest]
     ) -> Rated | None:
-        """Groups of one shape: first each model by its demand, then replicas one after the other. None: no room."""
+        """Groups of one shape, shared by the models' demands. None: no room."""
         count = devices // (shape[0] * shape[1])
         if not count or any(self.plan_of(Group(*shape, (model,))) is None for model in models):
             return None
@@ -282,10 +317,13 @@ class Planner:
                 loads[place] += demands[model] / wanted[model]
             if not any(model in group.models for group in groups):
                 return None
-        best = self.rate(groups, trace)
-        while best.attained < 1 and (better := self._with_another(best, trace)) is not None:
-            best = better
-        return best
+        return self.rate(groups, trace)
+
+    def _improved(self, rated: Rated, trace: Sequence[TraceRequest]) -> Rated:
+        """With more replicas, one after the other, as long as they help."""
+        while rated.attained < 1 and (better := self._with_another(rated, trace)) is not None:
+            rated = better
+        return rated
 
     def _least_loaded(self, groups: Sequence[Group], loads: Sequence[float], model: str) -> int | None:
         for place in sorted(range(len(groups)), key=lambda n: (loads[n], n)):

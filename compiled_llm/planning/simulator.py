@@ -24,6 +24,7 @@ from compiled_llm.planning.costs import ReplicaCosts
 from compiled_llm.planning.traces import TraceRequest
 
 _LOOK_AHEAD = 64  # waiting requests that are tried beside a chunked one
+_BLOCK_TOKENS = 16  # of the engine's KV pool
 _MOST_REPEATS = 32  # steps of a lane that are one event beside other lanes
 
 
@@ -126,7 +127,8 @@ class _Replica:
                 if partial is not None and request.prompt - request.done > limit:
                     place += 1
                     continue
-                if self.used + request.prompt + rows + len(lane.lacking) > self.kv_tokens and self.used:
+                room = _BLOCK_TOKENS * sum(map(len, self.lanes))  # for those that run to grow
+                if self.used and self.used + request.prompt + room > self.kv_tokens:
                     break
                 del self.waiting[place]
                 lane.lacking.append(request)

@@ -1,9 +1,11 @@
 """A tiny run of each benchmark: the keys that documents and programs read, and what the table says."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +26,7 @@ from compiled_llm.bench import (
     latency,
     loading,
     lora,
+    plan,
     product_ways,
     products,
     sampling,
@@ -31,9 +34,11 @@ from compiled_llm.bench import (
     shared,
     speculation,
     start,
+    step_costs,
     throughput,
     tiers,
 )
+from compiled_llm.commands import plan as plan_command
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
@@ -511,3 +516,36 @@ def test_shared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["tokens_per_second"] > 0 and row["cores"] > 0 for row in result["rows"].values())
     assert [len(both) for both in result["rounds"]["two engines"]] == [2, 2]
     assert result["environment"]["GOMP_SPINCOUNT"] == "7"
+
+
+class _Threads:
+    """In the place of processes of their own, which would load torch again."""
+
+    Process = threading.Thread
+
+    @staticmethod
+    def Pipe() -> tuple[Any, Any]:
+        own, other = multiprocessing.Pipe()
+        other.close = lambda: None  # type: ignore[method-assign]  # the thread has no other copy
+        return own, other
+
+
+def test_step_costs_are_what_the_plan_reads_and_requests_are_served_beside_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_costs.multiprocessing, "get_context", lambda method: _Threads)
+    path, small = tmp_path / "costs.json", (*SMALL, "--token-bucket-sizes", "16,64", "--max-model-len", "128")
+    result, out = run(step_costs, *small, "--costs", path, "--rounds", 1)
+    assert [count for count, _ in result["costs"]["decode"]] == [1, 2, 4]
+    assert [tokens for tokens, _ in result["costs"]["chunk"]] == [1, 16, 17, 64]
+    assert "prompts of 64" in out
+    words = f"--models tiny --machines measured:1x1 --costs {path} --rate 1 --seconds 5 --slo scale:50"
+    assert plan_command.main("compiled-llm plan", [*words.split(), "--prompt-tokens", "9", "--output-tokens", "9"]) == 0
+    capsys.readouterr()
+
+    lengths = ("--prompt-tokens", 20, "--output-tokens", 6, "--seconds", 5, "--rounds", 1, "--load", 0.05)
+    result, _ = run(plan, *small, "--setups", "1x1", "--cvs", 1, *lengths, "--tolerance", 1e9)
+    figures = {row["figure"]: row for row in result["rows"]}
+    assert figures.keys() == {"attained", "ttft mean", "ttft p90", "e2el mean", "e2el p90"}
+    assert figures["e2el mean"]["requests"] > 5
+    assert 0 < figures["ttft mean"]["measured"] < figures["e2el mean"]["measured"]

@@ -14,6 +14,20 @@ PERPLEXITY = f"report perplexity --text {__file__}"
 QUANTIZE = "quantize --output new --window 256 --max-tokens 600 --eval-max-tokens 0 --method"
 LM_EVAL = "report lm-eval --tasks a"
 COMMANDS_WITH_JSON = ("exact", KV, INT8, PERPLEXITY, f"{QUANTIZE} rtn --kind int8", "compile", "tune buckets --trace t")
+PLAN = "plan --models tiny --machines h200:1x1 --slo ttft:5"
+PLANS = {
+    "": "--trace or --rate must be given",
+    "--rate 0": "--rate must be a number above 0",
+    "--rate 1 --cv nan": "--cv must be a number above 0",
+    "--rate 1 --popularity -1": "--popularity must be from 0 to 10",
+    "--rate 1 --prompt-tokens 0": "--prompt-tokens must be at least 1",
+    "--rate 1 --costs costs.json": "for measured machines and for no others",
+    "--rate 1 --trace x.jsonl": "--rate must be left out with --trace",
+    "--rate 1 --models-per-group 0": "--models-per-group must be at least 1",
+    "--rate 1 --no-curves --picture x.png": "--picture must be left out with --no-curves",
+    "--trace no-such-file.jsonl": "no-such-file.jsonl",
+    "--rate 0.001 --seconds 1": "gives no request in --seconds 1.0",
+}
 REFUSED = {
     **{f"{command} --json {NOWHERE}/out.json": "its directory is not there" for command in COMMANDS_WITH_JSON},
     f"exact --model {NOWHERE}": NOWHERE,
@@ -46,6 +60,15 @@ REFUSED = {
     f"{LM_EVAL} -- --model hf": "--model must be given before the --",
     f"{LM_EVAL} -- --device=cpu": "--device=cpu must be given before the --",
     f"{LM_EVAL} b": "flags of lm-eval are given after a --, given 'b'",
+    "plan --models tiny": "the following arguments are required: --machines, --slo",
+    **{f"{PLAN} {words}": said for words, said in PLANS.items()},
+    "plan --models tiny tiny*2 --machines h200:1x1 --slo ttft:5 --rate 1": "--models must differ",
+    "plan --models tiny*0 --machines h200:1x1 --slo ttft:5 --rate 1": "NAME*N with N up to 999, given 'tiny*0'",
+    "plan --models tiny --machines h200:8 --slo ttft:5 --rate 1": "--machines must be KIND:NxM",
+    "plan --models tiny --machines h900:1x8 --slo ttft:5 --rate 1": "given 'h900:1x8'",
+    "plan --models tiny --machines measured:1x1 --slo ttft:5 --rate 1": "--costs must be given for measured machines",
+    "plan --models tiny --machines h200:1x1 --slo itl:5 --rate 1": "--slo must be METRIC:NUMBER",
+    "plan --models tiny --machines h200:1x1 --slo ttft:0 --rate 1": "given 'ttft:0'",
     "report gpu-step --picture step.txt": "must end in .png, .svg or .pdf",
     f"report gpu-step --picture {NOWHERE}/step.png": "its directory is not there",
     "report gpu-step --measured nothing.json": "No such file",

@@ -148,6 +148,7 @@ NOT_RUN = (
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
     NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
+    NotRun(_COMMAND + r" plan \S.*", "simulates for minutes; tests/commands/test_plan.py does less", parse_command),
     NotRun(rf"({_UNSET})?compiled-llm bench \S.*", "needs a quiet machine, and up to an hour", parse_command),
     NotRun(_COMMAND + r" (compile --shape|report (kv-cache|weights)) .*", "minutes", parse_command),
     NotRun(_COMMAND + r" report lm-eval .*", "needs lm-eval, and its tasks the network", parse_command),

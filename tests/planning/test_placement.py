@@ -64,7 +64,7 @@ def test_a_large_cluster_is_planned_in_parts_and_rated_whole() -> None:
     trace = Load({"m": 250.0}, 60, prompt_tokens=50, output_tokens=4).draw()
     one = planner({"m": 0.2}, 64, pp_sizes=(1,), tp_sizes=(1,))
     found = one.search(trace)
-    assert one.share == 2
+    assert one.share == 4, "parts of four machines"
     assert len(found.groups) == 64
     assert len(found.kept) == len(trace)
 
@@ -99,3 +99,13 @@ def test_results_add_up_and_curves_fall_with_the_rate() -> None:
     assert dict(drawn["rate"])[1.0] == dict(drawn["slo_scale"])[1.0] == found.attained
     assert dict(drawn["rate"])[4.0] < found.attained
     assert "attained at times the rate  0.5: " in text_of(one, found, trace, drawn)
+
+
+def test_devices_move_to_the_models_that_miss_most() -> None:
+    """The demand is that of large batches; a model whose requests come one by one needs more."""
+    trace = Load({"quick": 1.0, "slow": 2.0}, 20, prompt_tokens=250, output_tokens=30).draw()
+    one = planner({"quick": 0.2, "slow": 4.0}, 8, tp_sizes=(1, 2), pp_sizes=(1,), targets=Targets(ttft=0.5))
+    found = one.search(trace)
+    devices = [sum(group.devices for group in found.groups if model in group.models) for model in ("quick", "slow")]
+    assert devices[1] > devices[0]
+    assert sum(group.devices for group in found.groups) <= 8
