@@ -17,6 +17,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 def application(arguments: Arguments) -> serve.Application:
     """For the cluster that this process is connected to. ``ValueError``: an argument does not allow it."""
     config, settings = engine_config(arguments, RayCluster.joined()), arguments.server
-    engines = serve.deployment(Engine, **engine_options(arguments, config)).bind(config, settings)
-    server = serve.deployment(serve.ingress()(Server), **server_options(arguments))
+    deployment: Any = serve.deployment  # its type is that of a decorator with arguments
+    engines = deployment(Engine, **engine_options(arguments, config)).bind(config, settings)
+    server = deployment(serve.ingress()(Server), **server_options(arguments))
     return server.bind(engines, config, settings, arguments.name)

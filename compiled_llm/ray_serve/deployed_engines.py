@@ -143,6 +143,6 @@ class _Deployment(EngineClient):
         """Ray Serve ends them."""
 
 
-def _brief(error: Exception) -> str:
+def _brief(error: BaseException) -> str:
     """The first line of an error of Ray, without the identifiers that follow."""
     return str(error).split("\n", 1)[0].rstrip(":. ") or type(error).__name__

@@ -1,6 +1,7 @@
 """What runs on a cluster: engines, and HTTP before them. ``application.py`` makes Ray Serve's deployments of them.
 
-The classes are not decorated here: so Ray sends their names alone, and each machine has the code.
+The classes are not decorated here: so Ray sends their names alone, and each machine has the code. Ray Serve awaits
+their ``__init__``.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class Engine:
         config: arguments of ``EngineConfig``.
     """
 
-    async def __init__(self, config: dict[str, Any], settings: ServerSettings) -> None:
+    async def __init__(self, config: dict[str, Any], settings: ServerSettings) -> None:  # type: ignore[misc]
         self._digest, self._settings = config_digest(config), settings
         self._client = EngineClient(EngineConfig(**config))
         self._requests = Replicas([self._client], settings)
@@ -133,7 +134,9 @@ class Server:
         name: of the model, unless ``settings`` give it others.
     """
 
-    async def __init__(self, engines: Any, config: dict[str, Any], settings: ServerSettings, name: str) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, engines: Any, config: dict[str, Any], settings: ServerSettings, name: str
+    ) -> None:
         client = DeployedEngines(engines, config, settings)
         names = settings.served_model_name or (name,)
         self._service = Service(settings, client, names, Metrics(names[0]))

@@ -26,7 +26,7 @@ class PrefixRouter(RequestRouter):
     digest of its arguments.
     """
 
-    def initialize_state(self, max_load_difference: int) -> None:
+    def initialize_state(self, max_load_difference: int) -> None:  # type: ignore[override]
         """Called by Ray Serve with ``request_router_kwargs``. ``max_load_difference``: as ``ServerSettings`` has it."""
         self._most_imbalance = max_load_difference
         self._prefixes: Router | None = None

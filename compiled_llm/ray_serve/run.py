@@ -44,12 +44,14 @@ def serve_on_ray(
         raise ValueError("--ray needs the extra 'ray-serve': pip install 'compiled-llm[server,ray-serve]'") from error
     try:
         with signals.gracefully():
-            return _serve(program, serve, arguments, proxy, signals)
+            return _serve(program, serve, cluster.ray.exceptions, arguments, proxy, signals)
     finally:
         cluster.close()
 
 
-def _serve(program: str, serve: Any, arguments: Arguments, proxy: dict[str, Any], signals: StopSignals) -> int:
+def _serve(
+    program: str, serve: Any, errors: Any, arguments: Arguments, proxy: dict[str, Any], signals: StopSignals
+) -> int:
     from compiled_llm.ray_serve.application import application
 
     def say(text: str) -> None:
@@ -60,10 +62,10 @@ def _serve(program: str, serve: Any, arguments: Arguments, proxy: dict[str, Any]
             "--ray must name a cluster on which Ray Serve does not run yet: give it a file by 'serve deploy', or end "
             "it by 'serve shutdown'"
         )
-    serve.start(proxy_location="HeadOnly", http_options=proxy)
     try:
+        serve.start(proxy_location="HeadOnly", http_options=proxy)
         serve.run(application(arguments), name=APPLICATION, route_prefix="/", blocking=False)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError, errors.RayError) as error:
         say(f"error: {error}")
         serve.shutdown()
         return 1

@@ -103,7 +103,8 @@ def test_more_prefix_hits_than_by_turns() -> None:
 def test_the_second_engine_finds_what_the_first_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Served while graphs compile: each is compiled once."""
     cache = tmp_path / "cache"
-    shutil.copytree(native.cache_directory(), cache, ignore=shutil.ignore_patterns("*.graph", "*.lock"))
+    # As links: those of GGUF files that were moved lead nowhere.
+    shutil.copytree(native.cache_directory(), cache, symlinks=True, ignore=shutil.ignore_patterns("*.graph", "*.lock"))
     monkeypatch.setenv("COMPILED_LLM_CACHE", str(cache))
     command = [word for word in COMMAND if word != "--enforce-eager"]
     with serving(*TWO, command=command) as server:
@@ -126,7 +127,8 @@ def ended_once(url: str, body: dict[str, Any], ends: Counter[str]) -> None:
             ends["whole" if answer.status_code == 200 else "refused"] += 1
             return
         with http.stream("POST", "/v1/completions", json=body) as stream:
-            lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+            # A line that begins with a colon is a comment: on a busy machine events are far apart.
+            lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line and line[0] != ":"]
         if stream.status_code != 200:
             assert stream.status_code == 503
             ends["refused"] += 1
