@@ -8,8 +8,8 @@ others, a JSON string in each line. The model need not be good at it: what it re
 outputs here, since every round serves the same prompts. Every method must give the tokens of the engine without one, or
 the benchmark ends. Ratios are medians over rounds of the tokens a second within a round. ``--trees`` has methods that
 can draft trees do so, too. ``--acceptance`` runs each network that drafts once more, uncompiled, and says how often its
-drafts are right beside what rejection sampling would accept. ``--vllm-python`` has vLLM serve the same prompts, greedily,
-with those of ``--methods`` that it has and without: its ratio is that to itself (``bench/vllm_speculation.py``).
+drafts are right beside what rejection sampling would accept. ``--vllm-python`` has vLLM serve the same prompts
+greedily with those of ``--methods`` that it has and without: its ratio is that to itself (``bench/vllm_speculation.py``).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Trees that networks draft: outputs are those without, and along the first ranks they have what a chain would draft."""
+"""Trees that networks draft: outputs are those without, and first ranks are what a chain would draft."""
 
 import dataclasses
 import re
