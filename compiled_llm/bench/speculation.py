@@ -9,7 +9,7 @@ outputs here, since every round serves the same prompts. Every method must give 
 the benchmark ends. Ratios are medians over rounds of the tokens a second within a round. ``--trees`` has methods that
 can draft trees do so, too. ``--acceptance`` runs each network that drafts once more, uncompiled, and says how often its
 drafts are right beside what rejection sampling would accept. ``--vllm-python`` has vLLM serve the same prompts
-greedily with those of ``--methods`` that it has and without: its ratio is that to itself (``bench/vllm_speculation.py``).
+greedily with those of ``--methods`` that it has and without: its ratio is that to itself (``vllm_speculation.py``).
 """
 
 import argparse
