@@ -110,9 +110,9 @@ class SpeculativeConfig:
             last step sampled behind wrong drafts (lookahead decoding, Fu et al., 2024, arXiv:2402.02057).
             "layer_skip": what the model's own first layers and its head sample (LayerSkip, Elhoushi et al., 2024,
             arXiv:2404.16710). Of use for models that were trained to end early.
-        num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 63; of a chain by a network 1 to 15.
-            None: 7 by "ngram", 15 by "suffix", 7 by "lookahead", 4 by "draft_model" and "layer_skip", 3 by "eagle3" and
-            "medusa", 15 for a tree of a network, 2 by "mtp".
+        num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 63; of a chain by a network 1
+            to 15. None: 7 by "ngram", 15 by "suffix", 7 by "lookahead", 4 by "draft_model" and "layer_skip", 3 by
+            "eagle3" and "medusa", 15 for a tree of a network, 2 by "mtp".
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
@@ -132,10 +132,11 @@ class SpeculativeConfig:
             ``num_speculative_tokens``. None: as many.
         lookahead_ngram: by "lookahead": tokens of the n-grams, 2 to 8. None: 4.
         num_draft_layers: by "layer_skip": how many of the first layers draft. None: a quarter of them, at least one.
-        speculative_token_tree: by "ngram", "suffix", "medusa", "eagle3" and "draft_model": drafts are a tree, several of
+        speculative_token_tree: by "ngram", "suffix", "medusa", "eagle3", "draft_model": drafts are a tree, several of
             which may follow the same token. "auto": of ``num_speculative_tokens`` nodes, those that were measured to be
-            right most often. Or, by the first three, the nodes as a list of tuples in a str, such as "[(0,), (1,), (0, 0)]": the likeliest and the second
-            likeliest first token, and the likeliest one after the former. None: drafts are a chain.
+            right most often. Or, by the first three, the nodes as a list of tuples in a str, such as
+            "[(0,), (1,), (0, 0)]": the likeliest and the second likeliest first token, and the likeliest one after the
+            former. None: drafts are a chain.
     """
 
     method: str

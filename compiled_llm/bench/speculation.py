@@ -8,8 +8,8 @@ others, a JSON string in each line. The model need not be good at it: what it re
 outputs here, since every round serves the same prompts. Every method must give the tokens of the engine without one, or
 the benchmark ends. Ratios are medians over rounds of the tokens a second within a round. ``--trees`` has methods that
 can draft trees do so, too. ``--acceptance`` runs each network that drafts once more, uncompiled, and says how often its
-drafts are right beside what rejection sampling would accept. ``--vllm-python`` has vLLM serve the same prompts, greedily,
-with those of ``--methods`` that it has and without: its ratio is that to itself (``bench/vllm_speculation.py``).
+drafts are right beside what rejection sampling would accept. ``--vllm-python`` has vLLM serve the same prompts
+greedily with those of ``--methods`` that it has and without: its ratio is that to itself (``vllm_speculation.py``).
 """
 
 import argparse
@@ -30,6 +30,7 @@ from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS, Specul
 from compiled_llm.bench.draft_acceptance import DraftAcceptance
 from compiled_llm.bench.harness import finish, in_turns, median_ratio
 from compiled_llm.bench.peers.engines import json_object
+from compiled_llm.bench.peers.processes import PeerFailed
 from compiled_llm.bench.vllm_speculation import METHODS as METHODS_OF_BOTH
 from compiled_llm.bench.vllm_speculation import VllmSpeculation
 from compiled_llm.checkpoint.model_files import checkpoint_directory
@@ -185,7 +186,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 results[f"batch {size}, temperature {temperature:g}"] = found
                 rows += [{"batch": size, "temperature": temperature, "method": n, **row} for n, row in found.items()]
         if args.vllm_python is not None:
-            rows += _of_vllm(args, engines[_PLAIN].engine, prompts, results)
+            with errors_end(program, (PeerFailed,), status=1):
+                rows += _of_vllm(args, engines[_PLAIN].engine, prompts, results)
         print(tables.text_table(rows))
         accepted = list[dict[str, Any]]()
         for name in [name for name in args.methods if args.acceptance and name in NETWORK_METHODS]:

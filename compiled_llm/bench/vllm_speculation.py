@@ -42,18 +42,18 @@ class VllmSpeculation:
         given |= {name: {"speculative_config": dict(config)} for name, config in configs.items()}
         try:
             logs = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-")))
-            with ThreadPoolExecutor(len(given)) as threads:
-                started = {
-                    name: threads.submit(
-                        Worker,
-                        vllm(python, model, {**options, **more}, granted_cores(), None),
-                        logs / f"{name}.log",
-                        _SECONDS,
-                    )
-                    for name, more in given.items()
-                }
-            self._workers: dict[str, Worker] = {}
-            for name, future in started.items():
+            # A worker ends with the thread that started it.
+            threads = self._stack.enter_context(ThreadPoolExecutor(len(given)))
+            started = {
+                name: threads.submit(
+                    Worker,
+                    vllm(python, model, {**options, **more}, granted_cores(), None),
+                    logs / f"{name}.log",
+                    _SECONDS,
+                )
+                for name, more in given.items()
+            }
+            for future in started.values():
                 if future.exception() is None:
                     self._stack.callback(future.result().close)
             self._workers = {name: future.result() for name, future in started.items()}

@@ -75,7 +75,7 @@ def best_tree(
     shape: Shape | None,
     least: float,
 ) -> tuple[DraftTree, list[float]]:
-    """As ``merged``. ``children_of``: of a node and its depth, tokens after it, the likeliest first: (id, share, node)."""
+    """As ``merged``. ``children_of``: (node, its depth) -> tokens after it, the likeliest first: (id, share, node)."""
     tokens, parents, shares, worths = list[int](), list[int](), list[float](), list[float]()
     factors, order_of = measured.factors, itertools.count()
     # (-what is expected, order, row of the parent, ranks, token, share, node)

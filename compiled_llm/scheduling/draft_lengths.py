@@ -19,6 +19,7 @@ _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # acceptance before anything is known, and for
 _MEMORY = 0.85  # of what is known of a request, what stays with each observation
 _LEAST_GAIN = 1.1  # that a step with drafts has to promise
 _LEAST_WORTH = 0.1  # of a draft, though it costs nothing
+_LEAST_WORTH_OF_NODES = 0.02  # of a tree, which has many that are worth little
 _WORTH_BESIDE_PROMPTS = 0.5  # there a token costs about as much as in the largest steps
 # Of a bucket that is not used, the known seconds become less by this share with each step, down to that share of the
 # measured ones: so a bucket that was slow for a while is tried again.
@@ -179,6 +180,7 @@ def lengths(
     *,
     fills_first: bool,
     host: tuple[float, float] = (0.0, 0.0),
+    nodes: Sequence[Sequence[float]] = (),
 ) -> tuple[list[int], float]:
     """How many of its drafts a step takes of each request that has some, and seconds that this is sure to save.
 
@@ -191,10 +193,14 @@ def lengths(
         most: drafts of the step.
         fills_first: whether the first bucket takes drafts in the place of requests that are missing.
         host: seconds besides of a step without drafts and of one with some.
+        nodes: of each request whose drafts are a tree the chance of each to be right, falling; else nothing.
     """
     worths = []
     for index, (chance, count) in enumerate(zip(chances, available, strict=True)):
         worth = 1.0
+        if nodes and nodes[index]:
+            worths += [(-worth, index) for worth in nodes[index][:count] if worth >= _LEAST_WORTH_OF_NODES]
+            continue
         for _ in range(count):
             worth *= chance
             if worth < _LEAST_WORTH:

@@ -280,18 +280,22 @@ class DraftPlanner:
         available = [len(drafts) for drafts in proposals]
         gain, counts, tokens = 0.0, [0] * len(asked), [0.0] * len(asked)
         if any(available):  # most looks at new text find nothing
-            chances = [history.chances.chance(count) for history, count in zip(histories, available, strict=True)]
-            for index, drafts in enumerate(proposals):
-                if isinstance(drafts, DraftTree):
-                    chances[index] = drafts.chance
+            chances = [
+                history.chances.chance(count) if not isinstance(drafts, DraftTree) else drafts.chance
+                for history, count, drafts in zip(histories, available, proposals, strict=True)
+            ]
+            nodes = [drafts.worths if isinstance(drafts, DraftTree) else () for drafts in proposals]
             if beside_prompts:
                 counts = lengths_beside_prompts(chances, available, most)
             else:
                 fills = limits.mixes_lens
                 counts, gain = lengths(
-                    chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host
+                    chances, available, num_requests, sizes, seconds, most, fills_first=fills, host=host, nodes=nodes
                 )
-            tokens = [num_expected(chance, count) for chance, count in zip(chances, counts, strict=True)]
+            tokens = [
+                sum(worths[:count]) if worths else num_expected(chance, count)
+                for worths, chance, count in zip(nodes, chances, counts, strict=True)
+            ]
             if beside_prompts:
                 gain = sum(tokens) * (plain + host[0]) / num_requests
         network = 0.0 if self._of_worker is None else self._network_seconds.get(size, 0.0) / len(asked)

@@ -1,4 +1,4 @@
-"""Drafting of trees by a network: pure functions, compiled as steps are. What the host makes of it: ``drafting/trees.py``.
+"""Drafting of trees by a network: pure functions, compiled as steps are. ``drafting/trees.py`` makes trees of it.
 
 A step's drafts may be a tree, so what it found to be right is a path of its rows. Behind it a network computes the
 tokens of that path, and then level by level several tokens after each of the likeliest: with the noise that the model
@@ -148,21 +148,8 @@ def draft_tree_function(
             depths = torch.cat((depths, torch.full_like(token, level, dtype=depths.dtype)), 1)
             of_rows = None if of_rows is None or of_beam is None else torch.cat((of_rows, of_beam), 1)
             fits = is_drafted & (base + count <= known.end)
-            offsets = torch.arange(count, dtype=torch.int32, device=token.device)
-            places = torch.where(fits[:, None], base[:, None] + offsets, 0)
-            slots = torch.where(fits[:, None], slots_of(table, places, block_size), SINK_SLOT)
-            starts = torch.arange(0, count * (num_requests + 1), count, dtype=torch.int32, device=token.device)
-            step = StepInput(
-                ids.clamp(max=known_ids - 1).flatten(),
-                torch.where(fits[:, None], base[:, None] + depths, 0).flatten(),
-                slots.flatten(),
-                starts,
-                torch.where(fits, base + count, 0),
-                starts[1:],
-                table,
-                features=None if of_rows is None else of_rows.flatten(0, 1),
-                ancestors=masks.flatten(),
-            )
+            step = _step_of_tree(ids.clamp(max=known_ids - 1), depths, masks, fits, base, table, block_size)
+            step = step._replace(features=None if of_rows is None else of_rows.flatten(0, 1))
             all_rows = forward(weights, step, own_cache, model_config, for_queries(layers, count, exact=exact))
             rows = all_rows.view(num_requests, count, -1)[:, count - width :].flatten(0, 1)
             logits = head(weights, rows, model_config)[:, :both]
@@ -184,6 +171,21 @@ def draft_tree_function(
         _keep(drafts, is_drafted, [*tokens, *parents, _in_units(torch.cat(shares, 1))])
 
     return draft
+
+
+def _step_of_tree(
+    ids: Tensor, depths: Tensor, masks: Tensor, fits: Tensor, base: Tensor, table: Tensor, block_size: int
+) -> StepInput:
+    """The step of a tree's rows ``[R, n]`` from position ``base`` [R] on; padding where ``fits`` [R] is False."""
+    num_requests, count = ids.shape
+    offsets = torch.arange(count, dtype=torch.int32, device=ids.device)
+    places = torch.where(fits[:, None], base[:, None] + offsets, 0)
+    slots = torch.where(fits[:, None], slots_of(table, places, block_size), SINK_SLOT)
+    positions = torch.where(fits[:, None], base[:, None] + depths, 0)
+    starts = torch.arange(0, count * (num_requests + 1), count, dtype=torch.int32, device=ids.device)
+    seq_lens = torch.where(fits, base + count, 0)
+    step = StepInput(ids.flatten(), positions.flatten(), slots.flatten(), starts, seq_lens, starts[1:], table)
+    return step._replace(ancestors=masks.flatten())
 
 
 def _path_rows(

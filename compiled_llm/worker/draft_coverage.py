@@ -43,22 +43,39 @@ class DraftCoverage:
         self._token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
         # Tokens that the last step took from the one before, on the device: row, position, and row of that step.
         self._taken: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._trees: list[tuple[int, int, int]] = []  # of the last step: row, and where its tokens begin and end
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
         """A step is to be run: enter its blocks that move, and its tokens. ``rows`` [R] int64: in ``store``."""
         for admission in output.admissions:
             known = (*admission.prompt_token_ids, *admission.output_token_ids)
             self._token_ids[store.row_of(admission.request_id), : len(known)] = known
+        self._move_tokens(output.moved_keys, store)
         self.move_blocks(output)
         counts = np.array(output.num_scheduled_tokens, dtype=np.int64)
         starts, ends = np.array(output.num_computed_tokens, dtype=np.int64), counts.cumsum()
         positions = np.arange(output.num_tokens) + np.repeat(starts - (ends - counts), counts)
         token_ids = np.array(output.token_ids, dtype=np.int32)
         feedback = np.array(output.feedback)
+        for place, _ in output.trees:
+            self._trees.append((int(rows[place]), int(starts[place]), int(starts[place] + counts[place])))
         is_taken = feedback >= 0
         token_ids[ends[is_taken] - 1] = UNKNOWN
         self._token_ids[np.repeat(rows, counts), positions] = token_ids
         self._taken = (rows[is_taken], positions[ends[is_taken] - 1], feedback[is_taken]) if is_taken.any() else None
+
+    def _move_tokens(self, moved_keys: Sequence[tuple[int, int]], store: RequestRows) -> None:
+        """Tokens of trees go where their keys go: see ``SchedulerOutput``."""
+        places: dict[int, tuple[int, int]] = {}
+        for row, start, end in self._trees if moved_keys else ():
+            positions = np.arange(start, end)
+            slots = store.block_table[row, positions // self._size] * self._size + positions % self._size
+            places |= zip(slots.tolist(), ((row, position) for position in range(start, end)), strict=True)
+        pairs = [(places[source], places[target]) for source, target in moved_keys if {source, target} <= places.keys()]
+        found = [self._token_ids[source] for source, _ in pairs]
+        for (_, target), token_id in zip(pairs, found, strict=True):
+            self._token_ids[target] = token_id
+        self._trees = []
 
     def move_blocks(self, output: SchedulerOutput) -> None:
         """Enter the blocks that a step swaps and copies."""

@@ -28,7 +28,10 @@ class HeadCoverage(DraftCoverage):
         self._outdated: dict[int, np.ndarray] = {}  # by row: tokens that end blocks which others go on from
 
     def begin_step(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> None:
+        trees = self._trees
         super().begin_step(output, rows, store)
+        for row, start, end in trees:  # the tokens of their paths are in their places now
+            self._follow(row, start - 1, end - 1, store)
         device = self._followers
         admitted = {store.row_of(admission.request_id): admission for admission in output.admissions}
         for row, start, count in zip(

@@ -1,6 +1,7 @@
-"""Trees that networks draft: outputs are those without, and along the first ranks they have what a chain would draft."""
+"""Trees that networks draft: outputs are those without, and first ranks are what a chain would draft."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.checkpoint.model_files import DEMO_MODEL
-from compiled_llm.drafting.trees import NetworkTrees
+from compiled_llm.drafting.trees import NetworkTrees, _families
 from tests.draft_heads import Eagle3Reference, MedusaReference
 from tests.drafting_networks import Drafted, check_drafts, record_drafts
 
@@ -47,10 +48,10 @@ def first_path(columns: tuple[int, ...], config: SpeculativeConfig) -> tuple[int
     assert tree is not None
     if config.method == "medusa":
         return columns[: len(columns) // 2 : tree.ranks]
-    count, parent = len(columns) // 3, 0
-    while parent in (parents := columns[count : 2 * count]):
-        parent = parents.index(parent) + 1
-        path.append(columns[parent - 1])
+    families, node = _families(columns), 0
+    while node in families:
+        token, _, node = families[node][0]
+        path.append(token)
     return tuple(path)
 
 
@@ -78,7 +79,8 @@ def test_the_first_ranks_are_a_chains_drafts(method: str, plain: Outputs) -> Non
 
 def reference_of(method: str) -> Eagle3Reference | MedusaReference:
     tensors = {name: x.float() for name, x in load_file(DRAFTERS / method / "model.safetensors").items()}
-    if method == "medusa":
+    if method == "medusa":  # by the names of the authors' layout
+        tensors = {re.sub(r"blocks\.(\d)\.layers\.(\d)", r"\1.\2.linear", name): x for name, x in tensors.items()}
         return MedusaReference(tensors, 2, Path(DEMO_MODEL))
     reference = Eagle3Reference(DRAFTERS / method, Path(DEMO_MODEL))
     reference.tensors = tensors

@@ -118,3 +118,23 @@ def test_nothing_is_looked_up_while_the_drafter_has_all() -> None:
     coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
     starts = np.array([7, 9])
     assert coverage.num_covered(np.array([0, 1]), starts, store) is starts
+
+
+def test_tokens_of_a_tree_go_where_their_keys_go() -> None:
+    """Of the rows 5, 6, 7 after the last known token, 4, the path 4, 6, 7 counts; then 8 comes."""
+    coverage, store = DraftCoverage(LIMITS, BLOCKS, HOST_BLOCKS), RequestRows(LIMITS, 100)
+    name, place = RequestId("a"), 4  # of the token 4, the first of the second block
+    step = SchedulerOutput(
+        request_ids=(name,), num_computed_tokens=(place,), num_scheduled_tokens=(4,), num_samples=(4,), feedback=(-1,),
+        token_ids=(4, 5, 6, 7), trees=((0, (0, 0, 2)),), admissions=(started(name, [0, 1, 2, 3], [4]),),
+        table_updates=((name, 0, (3, 5)),),
+    )  # fmt: skip
+    coverage.begin_step(step, store.update(step), store)
+    first = 5 * SIZE
+    later = SchedulerOutput(
+        request_ids=(name,), num_computed_tokens=(7,), num_scheduled_tokens=(1,), num_samples=(1,), feedback=(-1,),
+        token_ids=(8,), moved_keys=((first + 2, first + 1), (first + 3, first + 2)),
+    )  # fmt: skip
+    rows = store.update(later)
+    coverage.begin_step(later, rows, store)
+    assert list(coverage.tokens(int(rows[0]), 0, 8)) == [0, 1, 2, 3, 4, 6, 7, 8]  # type: ignore[arg-type]
