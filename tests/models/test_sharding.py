@@ -202,6 +202,7 @@ def test_ranks_of_a_checkpoint(name: str) -> None:
 
 
 @pytest.mark.battery
+@pytest.mark.filterwarnings("ignore:max_model_len=256 is longer than original_max_position_embeddings")
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_of_a_gguf_file(name: str, tmp_path: Path) -> None:
     """Files of blocks of all kinds, and of values where a name does not say blocks."""
