@@ -23,7 +23,8 @@ from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
-from compiled_llm.models.linears.sharded import Ranks, Sharding, VocabularyRows
+from compiled_llm.models.linears.sharded import Sharding
+from compiled_llm.models.linears.vocabulary import Ranks, VocabularyRows
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.sharding import Section, Shard, of_elements, rank_config
 from compiled_llm.models.weights import linear_layers
