@@ -114,6 +114,15 @@ class _Done(BaseException):
     """Ends a compilation once the code is there."""
 
 
+@contextlib.contextmanager
+def without_constants_on_gpu() -> Iterator[None]:
+    """The compiler makes no tensor of one value on the GPU to see what follows from it: there is none."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(joint_graph_constant_folding=False):
+        yield
+
+
 def generate(compiled: Callable, args: tuple, mode: FakeTensorMode) -> Generated:
     """The code of ``compiled``, a result of ``torch.compile``, for fake arguments of ``mode``."""
     import torch._inductor.compile_fx as compile_fx

@@ -23,6 +23,7 @@ from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import prefix_of
+from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import rounds_activations
 from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.quantized.described import described
@@ -84,22 +85,16 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     limits = EngineLimits.resolve(config, made.max_position_embeddings, STEP_DEFAULTS[device.type])
     if config.speculation is not None:
         limits = with_drafts(limits, config.speculation.num_tokens, config, made, device)
-    own, shard, num_ranks = made, None, config.tensor_parallel_size
-    if num_ranks > 1 or config.tensor_parallel_exact:
-        check_device(device)
-        shard = Shard(0, num_ranks, config.tensor_parallel_exact, config.enable_expert_parallel)
-        own = rank_config(made, shard)
+    linears = linears_of(config, made, device, dtype)
+    own, taken, of_each = _of_rank(config, made, linears, device)
     limits = with_state_slots(limits, config, own, dtype)
     yield from _of_sampling(directory, limits)
 
-    linears = linears_of(config, made, device, dtype)
     are_mapped = keeping(config, device, linears) is not linears
     network = draft_checkpoint(config, made, tokenizer, with_weights=False)
     drafter = None if network is None else DraftPlan.of(network, limits.max_model_len, device, dtype)
     within = "" if drafter is None else prefix_of(drafter.model_config)
     served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
-    taken = linears if shard is None else Sharding(linears, shard, RankGroup.alone())
-    of_each = f" of each of {num_ranks} ranks" if num_ranks > 1 else ""
     description = family_of(served).describe(served, dtype, taken)
     weight_bytes = num_bytes(description.weights)
     kept = f", {described(json.loads(made.published), rounds_activations(linears))}" if made.published else ""
@@ -122,9 +117,8 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
         yield "kept weights", verified(config, made, directory, dtype)
     yield "exact bits", exactness.described(exactness.obstacles(config, device, linears, made))
 
-    draft_bytes = 0
+    draft_bytes = 0 if drafter is None else num_bytes(drafter.description().weights)
     if drafter is not None:
-        draft_bytes = num_bytes(drafter.description().weights)
         yield (
             "draft model",
             f"{drafter.model_config.architecture}, {_sizes(drafter.model_config)}; {draft_bytes / _MIB:,.1f} MiB in "
@@ -136,13 +130,25 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(own, cache_dtypes, dtype)}{state}{of_each}"
     yield "memory", _free(device)
-    how_much = description.weights, taken, config, served, directory, device, dtype, num_ranks
+    how_much = description.weights, taken, config, served, directory, device, dtype, config.tensor_parallel_size
     check_room_for_weights(*how_much, are_mapped=are_mapped)
-    activations = estimated_activations(made, limits, dtype, taken)
-    num_tensors = kv_cache.num_tensors(own, cache_dtypes)
-    memory = StartMemory(config, limits, device, sizes, num_tensors, activations, num_ranks)
+    needed = kv_cache.num_tensors(own, cache_dtypes), estimated_activations(made, limits, dtype, taken)
+    memory = StartMemory(config, limits, device, sizes, *needed, config.tensor_parallel_size)
     mapped = num_bytes(tuple(linear_layers(description.weights))) if are_mapped else 0
     yield "room", _room(memory, limits, made, weight_bytes + draft_bytes, mapped)
+
+
+def _of_rank(
+    config: EngineConfig, made: ModelConfig, linears: LinearKind, device: torch.device
+) -> tuple[ModelConfig, LinearKind, str]:
+    """The config and the layers of the first of several ranks, and words for "of each"; those given and "" for one."""
+    size = config.tensor_parallel_size
+    if size == 1 and not config.tensor_parallel_exact:
+        return made, linears, ""
+    check_device(device)
+    shard = Shard(0, size, config.tensor_parallel_exact, config.enable_expert_parallel)
+    of_each = f" of each of {size} ranks" if size > 1 else ""
+    return rank_config(made, shard), Sharding(linears, shard, RankGroup.alone()), of_each
 
 
 def _free(device: torch.device) -> str:

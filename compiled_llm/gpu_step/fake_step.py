@@ -32,7 +32,14 @@ from compiled_llm.models.sharding import Shard, rank_config
 from compiled_llm.ops import RankGroup
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized
 from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
-from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, keep_nothing, pretend_gpu
+from compiled_llm.ops.torch_private_gpu import (
+    FakeTensorMode,
+    Generated,
+    generate,
+    keep_nothing,
+    pretend_gpu,
+    without_constants_on_gpu,
+)
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
 from compiled_llm.step.step import Feedback, step_function
@@ -59,6 +66,7 @@ class TracedStep(NamedTuple):
     function: Callable
     args: tuple
     mode: FakeTensorMode
+    num_ranks: int = 1
 
 
 class FakeStep(NamedTuple):
@@ -127,7 +135,8 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     step = step_on_fakes(engine, config, bucket_name)
     tell_compiler(tensors_in(step.args))
     compiled = compile_at_first_call(own_copy(step.function, bucket_name), cuda_graphs=engine.cuda_graphs == "trees")
-    generated = generate(compiled, step.args, step.mode)
+    with contextlib.nullcontext() if step.num_ranks == 1 else without_constants_on_gpu():
+        generated = generate(compiled, step.args, step.mode)
     programmatic = is_programmatic(engine.cuda_graphs, torch.cuda.get_device_capability())
     name = str(step.dtype).removeprefix("torch.")
     return FakeStep(step.bucket, step.config, name, layers_of(step.config), generated, step.mode, programmatic)
@@ -178,7 +187,7 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     for tensor in tensors_in((weights, step_input, feedback)):
         mark_static_address(tensor)
     step = step_function(own, bucket.max_query_len, engine.exact, windows)
-    return TracedStep(bucket, own, dtype, step, (weights, step_input, cache, feedback), mode)
+    return TracedStep(bucket, own, dtype, step, (weights, step_input, cache, feedback), mode, size)
 
 
 def shared(linears: LinearKind, shard: Shard) -> LinearKind:

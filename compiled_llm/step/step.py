@@ -15,7 +15,7 @@ from compiled_llm.models.draft_heads.taps import Taps
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
 from compiled_llm.models.linears.adapted import with_slots, with_slots_of_head
-from compiled_llm.models.linears.sharded import OwnLogits, shared_head
+from compiled_llm.models.linears.vocabulary import OwnLogits, shared_head
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.models.stages import is_first, is_last, with_stream
 from compiled_llm.ops import keep_greedy_tokens, keep_rows

@@ -23,7 +23,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
 from compiled_llm.models.linears.adapted import without_adapters
-from compiled_llm.models.linears.sharded import shared_head
+from compiled_llm.models.linears.vocabulary import shared_head
 from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.pinned import give

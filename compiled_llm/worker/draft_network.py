@@ -108,15 +108,20 @@ class DraftPlan(NamedTuple):
         """What the weights are."""
         return family_of(self.model_config).describe(self.model_config, self.dtype, self.linears)
 
-    def load(self, progress: StartProgress, target: Any) -> "DraftNetwork":
-        """Read the weights, or make them where the engine makes all. ``target``: those of the model.
+    def load(self, progress: StartProgress, target: Any, num_ranks: int = 1) -> "DraftNetwork":
+        """Read the weights, or make them where the engine makes all.
+
+        Args:
+            target: the weights of the model.
+            num_ranks: processes that load as much each.
 
         Raises:
             ValueError: the checkpoint or the memory does not allow it.
         """
         c, config, directory = self.model_config, self.checkpoint.config, self.checkpoint.directory
         description = self.description()
-        check_room_for_weights(description.weights, self.linears, config, c, directory, self.device, self.dtype)
+        of_all = description.weights, self.linears, config, c, directory, self.device, self.dtype
+        check_room_for_weights(*of_all, num_ranks)
         sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading the draft model", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":

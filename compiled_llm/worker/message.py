@@ -19,7 +19,7 @@ class Message:
 
     def __init__(self, content: Any) -> None:
         self._content, self._descriptor = pickle.dumps(content), -1
-        if len(self._content) > MOST_IN_PIPE:
+        if len(self._content) > MOST_IN_PIPE and hasattr(os, "memfd_create"):  # on Linux
             self._descriptor = os.memfd_create("compiled-llm-message")
             with open(self._descriptor, "wb", closefd=False) as file:
                 file.write(self._content)

@@ -2,7 +2,7 @@
 
 What is cut by its outputs is a smaller layer of its kind. What is cut by its inputs is one, too, and a sum over the
 ranks follows (``ops/parallel``). An embedding and a head are cut by tokens: a rank looks up those that it has, the sum
-has the rows of all; logits are gathered.
+has the rows of all (``vocabulary.py``).
 """
 
 import dataclasses
@@ -28,35 +28,12 @@ from compiled_llm.models.linears.protocol import (
     StoredLinear,
     Take,
 )
+from compiled_llm.models.linears.vocabulary import Ranks, VocabularyRows
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.sharding import PARTS, REPLICATED, Section, Shard
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
-
 from compiled_llm.ops.parallel.rank_group import RankGroup
-from compiled_llm.ops.parallel.reductions import all_gather, all_reduce, join_parts
-from compiled_llm.ops.sampling.reference import NO_TOKEN
-
-
-class Ranks(NamedTuple):
-    """The ranks that share a layer.
-
-    Attributes:
-        exact: as ``Shard.exact``.
-    """
-
-    group: RankGroup
-    size: int
-    exact: bool
-
-    def sum_of(self, products: Sequence[Tensor]) -> Tensor:
-        """The sum ``[T, D]`` of all ranks' ``products``: one of each; or, if exact, equal shares of ``PARTS``."""
-        if not self.exact:
-            return all_reduce(products[0], self.group)
-        return join_parts(torch.stack([y.float() for y in products]), self.group, self.size, products[0].dtype)
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """The columns of all ranks ``[T, size * n]``."""
-        return all_gather(x.contiguous(), self.group, self.size)
+from compiled_llm.ops.parallel.reductions import all_reduce
 
 
 class Summed(NamedTuple):
@@ -89,86 +66,6 @@ class Summed(NamedTuple):
 
     def rows(self, ids: Tensor) -> Tensor:
         raise AssertionError("embeddings are cut by their rows")
-
-
-class VocabularyRows(NamedTuple):
-    """An embedding or a head, or both, of which a rank has the rows of some tokens."""
-
-    plain: Linear  # [ceil(V / size), D]; those past the end repeat the last
-    first: Tensor  # [1] int64: the rank's first token
-    ranks: Ranks
-    out_features: int  # V
-
-    @property
-    def in_features(self) -> int:
-        return self.plain.in_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.plain.nbytes
-
-    @property
-    def cpu_ops(self) -> tuple[str, ...]:
-        return (*self.plain.cpu_ops, "parallel_cpu")
-
-    def apply(self, x: Tensor) -> Tensor:
-        return self.gathered(self.plain.apply(x))
-
-    def gathered(self, own: Tensor) -> Tensor:
-        """The logits of all tokens ``[T, V]``, of the rank's ``[T, n]``."""
-        y = self.ranks.gathered(own)
-        return y if y.shape[1] == self.out_features else y[:, : self.out_features].contiguous()
-
-    def join_greedy(self, own: Tensor, tokens: Tensor) -> None:
-        """Of the rank's logits ``[T, n]`` and the likeliest of its tokens ``[T]`` int64: that of all in their place."""
-        largest = own.amax(1).double()
-        of_ranks = self.ranks.gathered(torch.stack((largest, (tokens.clamp(min=0) + self.first).double()), 1))
-        values, ids = of_ranks[:, ::2], of_ranks[:, 1::2]
-        best = values.amax(1)
-        # The lowest id of equally likely ones. Rows past the vocabulary repeat its last one, which comes first.
-        first = torch.where(values == best[:, None], ids, self.out_features).amin(1)
-        tokens.copy_(torch.where(best.isfinite(), first.long(), NO_TOKEN))
-
-    def rows(self, ids: Tensor) -> Tensor:
-        count = self.plain.out_features
-        own = ids - self.first
-        y = self.plain.rows(own.clamp(0, count - 1))
-        # All others give zeros, so the sum is exact.
-        return all_reduce(torch.where(((own >= 0) & (own < count))[:, None], y, 0), self.ranks.group)
-
-
-class OwnLogits(NamedTuple):
-    """A ``VocabularyRows`` that gives the logits of the rank's tokens ``[T, n]`` alone."""
-
-    of: VocabularyRows
-
-    @property
-    def out_features(self) -> int:
-        return self.of.plain.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.of.in_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.of.nbytes
-
-    @property
-    def cpu_ops(self) -> tuple[str, ...]:
-        return self.of.cpu_ops
-
-    def apply(self, x: Tensor) -> Tensor:
-        return self.of.plain.apply(x)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        return self.of.rows(ids)
-
-
-def shared_head(weights: Any) -> VocabularyRows | None:
-    """The head of a model's weights, where each of several ranks has the rows of some tokens."""
-    head = weights.head
-    return head if isinstance(head, VocabularyRows) and head.ranks.size > 1 else None
 
 
 class NormOverRanks(NamedTuple):

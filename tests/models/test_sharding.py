@@ -24,16 +24,18 @@ from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.linears.sharded import Sharding
+from compiled_llm.models.linears.vocabulary import Ranks, VocabularyRows
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.sharding import Section, Shard, of_elements, rank_config
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.parallel.rank_group import RankGroup
+from compiled_llm.ops.sampling.reference import greedy_tokens_reference
 from tests.checkpoint.gguf.writing import MODELS, metadata_of, tensors_of, write
 from tests.drawn import marked
 from tests.e2e.test_gguf import kind_of
 from tests.families import checkpoint
-from tests.models.ranks import CPU, SHARED, config_of, logits_of_ranks, random_weights, rank_logits
+from tests.models.ranks import CPU, SHARED, config_of, logits_of_ranks, of_ranks, random_weights, rank_logits
 from tests.models.steps import step_input
 from tests.models.test_quantized_published import CASES, FLOATS
 
@@ -202,6 +204,7 @@ def test_ranks_of_a_checkpoint(name: str) -> None:
 
 
 @pytest.mark.battery
+@pytest.mark.filterwarnings("ignore:max_model_len=256 is longer than original_max_position_embeddings")
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_of_a_gguf_file(name: str, tmp_path: Path) -> None:
     """Files of blocks of all kinds, and of values where a name does not say blocks."""
@@ -270,6 +273,31 @@ def random_change(name: str, place: Any) -> Change:
     if not count:
         a, tiles, scale = a[0], tiles[0], scale[0]
     return Change(a if place.of_rows is None else a.t().contiguous(), tiles, scale)
+
+
+# -- Greedy tokens
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_likeliest_token_of_all_ranks(size: int) -> None:
+    """The first of equally likely ones; none where a logit is not finite; of 9 tokens ranks have other numbers."""
+    torch.manual_seed(3)
+    logits = torch.randn(40, 9).round(decimals=1)
+    logits[:10] = torch.randint(0, 2, (10, 9)).float()
+    logits[10, 7], logits[11, 1], logits[12, 8] = float("nan"), float("inf"), 9.0
+    logits[13], logits[14, :8], logits[15, :5] = float("-inf"), float("-inf"), float("-inf")
+
+    def joined(group: RankGroup, rank: int) -> Tensor:
+        rows = Shard(rank, size).own_rows(9)
+        own, first = logits[:, rows].contiguous(), torch.tensor([rank * len(rows)])
+        head = VocabularyRows(Dense(torch.zeros(len(rows), 1), None), first, Ranks(group, size, exact=False), 9)
+        tokens = greedy_tokens_reference(own)
+        head.join_greedy(own, tokens)
+        assert torch.equal(head.gathered(own).nan_to_num(), logits.nan_to_num())
+        return tokens
+
+    for tokens in of_ranks(size, joined):
+        assert torch.equal(tokens, greedy_tokens_reference(logits))
 
 
 # -- What is refused
