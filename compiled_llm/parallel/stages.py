@@ -209,7 +209,7 @@ def _facts(facts: Sequence[WorkerFacts]) -> WorkerFacts:
         columns = [dict(getattr(each, name)) for each in facts]
         return tuple((key, sum(column[key] for column in columns)) for key in columns[0])
 
-    sums = {name: total(name) for name in ("bucket_seconds", "decode_seconds", "sampling_seconds")}
+    sums: dict[str, Any] = {name: total(name) for name in ("bucket_seconds", "decode_seconds", "sampling_seconds")}
     swap_seconds = sum(each.swap_seconds for each in facts)
     return dataclasses.replace(facts[0], **sums, swap_seconds=swap_seconds)
 
