@@ -69,14 +69,14 @@ def map_memory(descriptor: int) -> Tensor:
         os.close(descriptor)
 
 
-def begin_rank(start: RankStart) -> RankGroup | None:
+def begin_rank(start: RankStart) -> RankGroup:
     """In the rank's process, first of all: it keeps to its cores, and ends when the engine's process does."""
     os.sched_setaffinity(0, start.cores)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     assert isinstance(start.memory, int)
     if start.shard is None:
         os.close(start.memory)
-        return None
+        return RankGroup.alone()
     return RankGroup.of(start.shard.rank, start.shard.size, map_memory(start.memory))
 
 
