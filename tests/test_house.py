@@ -14,8 +14,8 @@ from scripts.rooms import FILES, ROOT, imports, module_of, nodes, room_of
 pytestmark = pytest.mark.usefixtures("without_garbage_collection")  # all files are parsed, and their trees kept
 PACKAGE = ROOT / "compiled_llm"
 # Loaded by programs that have no use for torch, and by the scheduler.
-WITHOUT_TORCH = ("routing", "scheduling", "drafting", "constraints", "parsing", "api", "system")
-LOADS_TORCH = {"compiled_llm.system.hardware"}
+WITHOUT_TORCH = ("planning", "routing", "scheduling", "drafting", "constraints", "parsing", "api", "system")
+LOADS_TORCH = {"compiled_llm.system.hardware", "compiled_llm.planning.model_facts"}
 
 
 @cache

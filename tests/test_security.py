@@ -56,6 +56,7 @@ ALLOWED = {
     ("compiled_llm/worker/rank_start.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/parallel/rank_processes.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/bench/shared.py", "multiprocessing"): _OWN_PIPE,
+    ("compiled_llm/bench/step_costs.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/all_reduce.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/harness.py", "multiprocessing"): _OWN_PIPE,
     ("scripts/gpu_step_tables.py", "multiprocessing"): _OWN_PIPE,

@@ -5,15 +5,19 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 from compiled_llm.adapters.peft import Adapter, Stamp, read_adapter, stamp
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
+from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.adapted import Adaptable, AnyPlace
 from compiled_llm.models.linears.protocol import LinearKind, StoredLinear
+from compiled_llm.models.registry import family_of
 
 _THREADS = 32  # that look at files, and wait for others that read the same ones
 _READERS = 4  # of these, at a time: reading takes cores from steps
@@ -50,6 +54,7 @@ class HostAdapters:
         # By path: the stamp of the files, the adapter, and when they were looked at.
         self._recent: OrderedDict[str, tuple[object, Adapter, float]] = OrderedDict()
         self._known: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()  # by digest
+        self._received: Sequence[Adapter] = ()
         self._lock = threading.Lock()  # of these; never held while a file is read
         self._path_locks: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
         self._readers = threading.BoundedSemaphore(_READERS)
@@ -137,6 +142,15 @@ class HostAdapters:
             before = stamp(path)
         raise ValueError(f"{path}: its files changed each time that they were read: wait until they are written")
 
+    def known(self, digest: str) -> Adapter:
+        """The adapter of this digest, which some request holds."""
+        return self._known[digest]
+
+    def receive(self, adapters: Sequence[Adapter]) -> None:
+        """Another process has read these. They stay until the next ones come."""
+        self._known.update((adapter.digest, adapter) for adapter in adapters)
+        self._received = adapters
+
     def load(self, slot: int, digest: str) -> None:
         """Copy the adapter of this digest, which some request holds, to ``slot`` of all layers."""
         changes = self._known[digest].changes
@@ -150,3 +164,10 @@ def adaptable(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, Ho
         return linears, None
     kind = Adaptable(linears, config.lora_slots, config.lora_rank, config.lora_target_modules)
     return kind, HostAdapters(kind.places, config.lora_rank, config.host_loras)
+
+
+def readable(linears: LinearKind, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> HostAdapters:
+    """To read adapters for layers that other processes have. ``linears``, ``dtype``: of the whole model."""
+    kind = Adaptable(linears, config.lora_slots, config.lora_rank, config.lora_target_modules, of_shapes=True)
+    kind.note_names(family_of(model_config).describe(model_config, dtype, kind).other_names)
+    return HostAdapters(kind.places, config.lora_rank, config.host_loras)

@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.adapters.peft import TENSORS_FILE
+from compiled_llm.adapters.peft import DTYPES, TENSORS_FILE, A, B, by_module
 from compiled_llm.adapters.peft_config import MERGE, PeftConfig
 from compiled_llm.checkpoint.loader import checked_tensors
 from compiled_llm.checkpoint.model_files import model_config
@@ -19,8 +20,6 @@ from compiled_llm.checkpoint.writing import CheckpointWriter
 from compiled_llm.models.linears.names import Names
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.registry import family_of
-
-_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 class Merged(NamedTuple):
@@ -92,29 +91,31 @@ def _changes(directory: Path, parts: Mapping[str, StoredLinear]) -> dict[str, _C
     config, path = PeftConfig.read(directory), directory / TENSORS_FILE
     if config.parameters or config.tokens:
         raise ValueError(f"{config.path}: must change linear layers alone, found target_parameters or tokens: {MERGE}")
-    stored = stored_tensors(path)
-    modules = {
-        name.removeprefix(_PREFIX).removesuffix(end) for name in stored for end in (_A, _B) if name.endswith(end)
-    }
-    rest = stored.keys() - {f"{_PREFIX}{module}{end}" for module in modules for end in (_A, _B)}
-    lacking = [f"{module}{end}" for module in modules for end in (_A, _B) if f"{_PREFIX}{module}{end}" not in stored]
-    by_end = {_from_layers(name): name for name in parts}
-    layers = {module: by_end.get(_from_layers(module), "") for module in sorted(modules)}
-    unknown = [module for module, layer in layers.items() if not layer]
-    if rest or lacking or unknown or not modules:
-        found = listed([*rest, *lacking, *unknown])
-        raise ValueError(f"{path}: must have {_A} and {_B} of linear layers of the model alone, found {found}: {MERGE}")
+    modules, by_end = by_module(path, stored_tensors(path)), {_from_layers(name): name for name in parts}
+    layers = {module: by_end.get(_from_layers(module), "") for module in modules}
+    counts = Counter(layers.values())
+    others = [
+        module
+        for module, tensors in modules.items()
+        if not layers[module] or counts[layers[module]] > 1 or tensors.keys() != {A, B}
+    ]
+    if others:
+        raise ValueError(
+            f"{path}: must have {A} and {B} of linear layers of the model alone, found {listed(others)}: {MERGE}"
+        )
     without = [name for name in parts if name not in set(layers.values()) and config.names(name)]
     if without:
         raise ValueError(f"{config.path}: target_modules names modules without tensors in {path}: {listed(without)}")
     changes = {}
     for module, layer in layers.items():
-        a, b, part = stored[f"{_PREFIX}{module}{_A}"], stored[f"{_PREFIX}{module}{_B}"], parts[layer]
+        a, b, part = modules[module][A], modules[module][B], parts[layer]
         rank = config.rank_of(module)
-        if a.shape != (rank, part.in_features) or b.shape != (part.out_features, rank):
+        fits = a.shape == (rank, part.in_features) and b.shape == (part.out_features, rank)
+        if not fits or not {a.dtype, b.dtype} <= {*DTYPES}:
             raise ValueError(
                 f"{path}: {module} must be {part.in_features} x {rank} x {part.out_features}, by the model and the "
-                f"rank of {config.path.name}, found {list(a.shape)} and {list(b.shape)}: give its own base model"
+                f"rank of {config.path.name}, in {', '.join(DTYPES)}, found {list(a.shape)} of {a.dtype:.20} and "
+                f"{list(b.shape)} of {b.dtype:.20}: give its own base model{config.base}"
             )
         changes[layer] = _Change(part, a, b, config.scale_of(module))
     return changes

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.ops.linear.lora import tiles_of
 
 TENSORS_FILE = "adapter_model.safetensors"
-_DTYPES = ("F32", "F16", "BF16")
+DTYPES = ("F32", "F16", "BF16")
 _PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+A, B = ".lora_A.weight", ".lora_B.weight"
 _ROWS_A, _ROWS_B = ".lora_embedding_A", ".lora_embedding_B"
 _TOKENS, _COPY = ".token_adapter.trainable_tokens_delta", ".base_layer.weight"
 # What modules are within, in transformers' model, and checkpoints leave out or call otherwise.
@@ -42,8 +43,28 @@ class Adapter:
     def __init__(self, name: str, digest: str, changes: Mapping[str, Change]) -> None:
         self.name, self.digest, self.changes = name, digest, changes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors as bytes: pickle takes a millisecond for each of torch's."""
+        changes = {
+            name: [
+                (tensor.contiguous().flatten().view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+                for tensor in change
+            ]
+            for name, change in self.changes.items()
+        }
+        return _from_bytes, (self.name, self.digest, changes)
+
     def __repr__(self) -> str:
         return f"<Adapter {self.name!r}: {len(self.changes)} layers, {self.digest[:12]}>"
+
+
+def _from_bytes(name: str, digest: str, changes: Mapping[str, list[tuple[Any, torch.dtype, torch.Size]]]) -> Adapter:
+    """What ``Adapter.__reduce__`` gives."""
+    made = {
+        layer: Change(*(torch.from_numpy(array).view(dtype).view(shape) for array, dtype, shape in tensors))
+        for layer, tensors in changes.items()
+    }
+    return Adapter(name, digest, made)
 
 
 def stamp(directory: Path) -> Stamp:
@@ -78,29 +99,29 @@ def read_adapter(name: str, directory: Path, places: Mapping[str, AnyPlace], mos
         ValueError: a file is missing, damaged or has what is not served, or does not fit the base model.
     """
     config, path = PeftConfig.read(directory), directory / TENSORS_FILE
-    reading = _Reading(config, path, places, most_rank, _by_module(path, stored_tensors(path)))
+    reading = _Reading(config, path, places, most_rank, by_module(path, stored_tensors(path)))
     return Adapter(name, *reading.all())
 
 
-def _by_module(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """By module and end of the name. Every tensor is in it, with all that belong to it."""
+def by_module(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """By module and end of the name. Every tensor is in it, with all that belong to it; else a ``ValueError``."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
-        end = next((end for end in (_A, _B, _ROWS_A, _ROWS_B, _TOKENS, _COPY) if name.endswith(end)), None)
+        end = next((end for end in (A, B, _ROWS_A, _ROWS_B, _TOKENS, _COPY) if name.endswith(end)), None)
         if end is None or not name.startswith(_PREFIX):
             what = next((f", {what}" for end, what in _OTHER_TENSORS.items() if name.endswith(end)), "")
             raise ValueError(
-                f"{path}: must have tensors {_PREFIX}MODULE{_A} and {_B}, or those of embeddings, found "
+                f"{path}: must have tensors {_PREFIX}MODULE{A} and {B}, or those of embeddings, found "
                 f"{name!r:.200}{what}: {MERGE}"
             )
         found.setdefault(name.removeprefix(_PREFIX).removesuffix(end), {})[end] = tensor
     alone = [
         f"{module}{end}"
         for module, tensors in found.items()
-        for end in (_A, _B, _ROWS_A, _ROWS_B)
-        if end not in tensors and tensors.keys() & {*((_A, _B) if end in (_A, _B) else (_ROWS_A, _ROWS_B))}
+        for end in (A, B, _ROWS_A, _ROWS_B)
+        if end not in tensors and tensors.keys() & {*((A, B) if end in (A, B) else (_ROWS_A, _ROWS_B))}
     ]
-    alone += [f"{module}{_A}" for module, tensors in found.items() if tensors.keys() == {_COPY}]
+    alone += [f"{module}{A}" for module, tensors in found.items() if tensors.keys() == {_COPY}]
     if alone:
         raise ValueError(f"{path}: lacks tensors whose counterparts it has: {listed(alone)}: save or download it again")
     if not found:
@@ -119,7 +140,7 @@ class _Reading:
     """The tensors of one adapter, on their way to the base model's layers.
 
     Args:
-        modules: as ``_by_module``.
+        modules: as ``by_module``.
     """
 
     def __init__(
@@ -131,6 +152,7 @@ class _Reading:
         modules: Mapping[str, Mapping[str, StoredTensor]],
     ) -> None:
         self._config, self._path, self._most_rank, self._modules = config, path, most_rank, modules
+        self._load_base = f"load the adapter's own base model{config.base}"
         self._places = {_stripped(name): place for name, place in places.items()}
         # What transformers' modules are called, where checkpoints have another name.
         self._names = {
@@ -158,9 +180,9 @@ class _Reading:
             elif _ROWS_A in tensors:
                 self._take_rows(module, tensors[_ROWS_A], tensors[_ROWS_B])
             elif self._stack_of(module) is not None:
-                self._take_stack(module, tensors[_A], tensors[_B])
+                self._take_stack(module, tensors[A], tensors[B])
             else:
-                self._take_linear(module, tensors[_A], tensors[_B])
+                self._take_linear(module, tensors[A], tensors[B])
             if _COPY in tensors:
                 self._check_copy(self._places[self._name(module)], tensors[_COPY])
         for name, by_expert in self._of_experts.items():
@@ -186,7 +208,7 @@ class _Reading:
         if _TOKENS in has:
             return len(has) == 1
         if place is not None:
-            return (place.of_rows is None) == (_A in has)
+            return (place.of_rows is None) == (A in has)
         return of_any_expert(name) in self._places or self._stack_of(module) is not None
 
     def _check_known(self) -> None:
@@ -196,7 +218,7 @@ class _Reading:
             raise ValueError(
                 f"{self._path}: changes modules that this engine lets no adapter change: {listed(unknown)}. It lets "
                 f"them change {', '.join(ends)}. Name others with lora_target_modules (experts, routers, lm_head and "
-                f"embed_tokens are not among 'all-linear'), load the adapter's own base model, or {MERGE}"
+                f"embed_tokens are not among 'all-linear'), {self._load_base}, or {MERGE}"
             )
 
     def _check_complete(self) -> None:
@@ -249,11 +271,9 @@ class _Reading:
         place, rank = self._places[name], self._config.rank_of(module)
         part, count = place.part, place.num_experts
         if expert is not None and expert >= count:
-            raise ValueError(
-                f"{self._path}: {module} must be one of {count} experts: load the adapter's own base model"
-            )
+            raise ValueError(f"{self._path}: {module} must be one of {count} experts: {self._load_base}")
         self._check(module, rank, (a, (rank, part.in_features)), (b, (part.out_features, rank)))
-        made = self._read(name, module, place, a, b)
+        made = self._read(self._name(module), module, place, a, b)
         change = Change(_in_order(made[0], part), tiles_of(_out_order(made[1], part)), self._scale(module))
         if expert is None:
             self._put(name, change)
@@ -272,7 +292,7 @@ class _Reading:
             told = ", ".join(f"{p}: [E r, {inputs}] and [{outputs}, r E]" for p, (inputs, outputs) in sizes.items())
             raise ValueError(
                 f"{self._path}: {a.name} and its B must be of a parameter of this model ({told}), found "
-                f"{list(a.shape)} and {list(b.shape)}: load the adapter's own base model, or save the adapter again "
+                f"{list(a.shape)} and {list(b.shape)}: {self._load_base}, or save the adapter again "
                 "with a newer PEFT, if it has the two the other way round"
             )
         parameter = fitting[0]
@@ -315,7 +335,7 @@ class _Reading:
         if ids and max(ids) >= vocab_size:
             raise ValueError(
                 f"{self._config.path}: trainable_token_indices must be below {vocab_size}, the base model's "
-                f"vocabulary, given {max(ids)}: load the adapter's own base model"
+                f"vocabulary, given {max(ids)}: {self._load_base}"
             )
         self._check(module, len(ids), (stored, (len(ids), size)))
         (rows,) = self._read(f"{name} {ids}", None, place, stored)
@@ -347,6 +367,7 @@ class _Reading:
         if name in self._changes:
             raise ValueError(f"{self._path}: has {name} twice, once with its embedding or under another name: {MERGE}")
         self._changes[name] = change
+        self._digest.update(f"{name}\n".encode())  # the same tensors may be those of an embedding and its head
 
     def _scale(self, module: str) -> Tensor:
         return torch.tensor(self._config.scale_of(module), dtype=torch.float32)
@@ -354,15 +375,14 @@ class _Reading:
     def _check(self, module: str, rank: int, *expected: tuple[StoredTensor, tuple[int, ...]]) -> None:
         """Raise unless tensors have the shapes of the layer and of the rank that the config says."""
         for tensor, shape in expected:
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in DTYPES:
                 raise ValueError(
-                    f"{self._path}: {tensor.name} must be in {', '.join(_DTYPES)}, found {tensor.dtype:.20}"
+                    f"{self._path}: {tensor.name} must be in {', '.join(DTYPES)}, found {tensor.dtype:.20}"
                 )
             if tensor.shape != shape:
                 raise ValueError(
                     f"{self._path}: {tensor.name} must be {list(shape)}, by the base model and the rank {rank} of "
-                    f"{CONFIG_FILE}, found {list(tensor.shape)}: load the adapter's own base model, or save the "
-                    "adapter again"
+                    f"{CONFIG_FILE}, found {list(tensor.shape)}: {self._load_base}, or save the adapter again"
                 )
         if rank > self._most_rank:
             raise ValueError(
@@ -385,7 +405,7 @@ class _Reading:
         """Raise where a copy of the base model's table is not what it is here. Quantised ones are not compared."""
         vocab_size, size = place.part.out_features, place.part.in_features
         assert isinstance(place, Place)
-        same = stored.shape == (vocab_size, size) and stored.dtype in _DTYPES
+        same = stored.shape == (vocab_size, size) and stored.dtype in DTYPES
         if same and not isinstance(place.linear, Quantized):
             copy, dtype = stored.read(), place.changes.a.dtype
             for start in range(0, vocab_size, _ROWS_AT_ONCE):

@@ -19,13 +19,13 @@ MERGE = "merge the adapter into its model with PEFT (merge_and_unload), and serv
 _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "peft_type", "bias", "init_lora_weights", "target_parameters",
-    "trainable_token_indices", "ensure_weight_tying", "peft_version",
+    "trainable_token_indices", "ensure_weight_tying", "peft_version", "base_model_name_or_path", "revision",
 }  # fmt: skip
 # What tells of the training, of the layout of the base model's weights, or of the files. None of it is needed to serve.
 _NOT_NEEDED = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ephemeral_gpu_offload",
-    "eva_config", "fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config",
-    "megatron_config", "megatron_core", "qalora_group_size", "revision", "runtime_config", "task_type",
+    "auto_mapping", "corda_config", "ephemeral_gpu_offload", "eva_config", "fan_in_fan_out", "inference_mode",
+    "loftq_config", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "qalora_group_size",
+    "runtime_config", "task_type",
 }  # fmt: skip
 _REFUSED = {
     "use_dora": f"a DoRA, whose magnitudes are of the changed weights: {MERGE}",
@@ -60,6 +60,7 @@ class PeftConfig:
     tokens: Mapping[str, tuple[int, ...]]  # by ends of names of embeddings and heads
     ties: bool  # whether changes of the embedding are those of a head that is the embedding, too
     version: str  # of the PEFT that wrote it
+    base: str  # " (NAME, revision HASH)" of its base model, as far as it says
 
     @classmethod
     def read(cls, directory: Path) -> "PeftConfig":
@@ -105,6 +106,7 @@ class PeftConfig:
             _tokens(path, fields.get("trainable_token_indices")),
             bool(fields.get("ensure_weight_tying")),
             str(fields.get("peft_version") or ""),
+            _base(fields),
         )
 
     def rank_of(self, module: str) -> int:
@@ -136,6 +138,11 @@ class PeftConfig:
             return False
         number = re.search(r"\.(\d+)\.", module)
         return not self.layers or (number is not None and int(number[1]) in self.layers)
+
+
+def _base(fields: Mapping[str, Any]) -> str:
+    name, revision = (str(fields.get(one) or "")[:200] for one in ("base_model_name_or_path", "revision"))
+    return f" ({name}{', revision ' * bool(revision)}{revision})" if name else ""
 
 
 def _is_set(value: Any) -> bool:

@@ -25,6 +25,7 @@ NAMED_VALUES = {
     "quantization_embedding": ("none", *QUANTIZATIONS),
     "quantization_activations": ("auto", "model", "int8"),
 }
+KV_KEY_VARIABLE = "COMPILED_LLM_KV_KEY"  # of the environment: what engines that give and take KV blocks share
 MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
 
 
@@ -98,11 +99,19 @@ class EngineConfig:
         kv_disk_path: with ``kv_host_bytes``: a directory of your own for files of KV blocks. Every block that can be
             found gets there by way of host memory, and a restarted engine finds it. Engines may share it.
         kv_disk_bytes: most bytes of these files, for each model; the least recently used are removed. None: 16 GiB.
+        role: "prefill": computes prompts, and gives their KV blocks to other engines; "decode": takes them from there,
+            for requests that say so; "both": serves requests alone. See docs/roles.md.
+        kv_transfer_address: where this engine gives KV blocks: unix:PATH for engines of this machine, or HOST:PORT
+            (port 0: a free one). None: it gives none. Needs the environment's COMPILED_LLM_KV_KEY, which they share.
+        kv_transfer_bytes: memory for blocks that are to be taken. None: 1 GiB.
+        kv_transfer_peers: hosts besides this machine that requests may name to take blocks from.
         preemption_mode: "recompute", "swap" (recompute where that space is full), or "auto": what was faster at start.
         scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
             waiting request may preempt running ones of a higher number.
         target_itl_ms: time between two tokens of a request to aim at. While requests decode, prompts are computed in
-            steps of the largest token bucket that was measured to take no longer. None: as ``max_num_batched_tokens``.
+            steps of the largest token bucket that takes no longer, as the start and all steps since have measured, or
+            at most half as long again as the smallest one. None: as ``max_num_batched_tokens``; with ``compiled-llm
+            serve`` 250, unless sizes of steps are given or prompts are not chunked.
         enable_prefix_caching: keep the KV blocks of finished requests, as long as there is room, for requests that
             start with the same tokens. A prompt's ``cache_salt`` keeps its blocks to requests of the same salt.
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
@@ -118,9 +127,8 @@ class EngineConfig:
         wait_for_compile: compile before anything is served. False, on a CPU: serve uncompiled at once, compile
             meanwhile, and change over as graphs are ready, with no other token. A GPU waits all the same, and so does
             an engine with ``logits_transforms``, with ``compile_workers=0`` or with torch's caches turned off, which
-            would have to compile in its own process, one with ranks, and one that measures its steps at the start: with
-            ``target_itl_ms``, ``speculative_config`` that is adaptive, or ``swap_space_bytes`` and
-            preemption_mode="auto".
+            would have to compile in its own process, one with ranks, and one that measures at the start what it chooses
+            by: with ``speculative_config`` that is adaptive, or ``swap_space_bytes`` and preemption_mode="auto".
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
             the cores that a container's quota grants. Each engine of a process sets its own number before each step.
@@ -200,6 +208,10 @@ class EngineConfig:
     kv_host_bytes: int = 0
     kv_disk_path: str | None = None
     kv_disk_bytes: int | None = None
+    role: Literal["both", "prefill", "decode"] = "both"
+    kv_transfer_address: str | None = None
+    kv_transfer_bytes: int | None = None
+    kv_transfer_peers: tuple[str, ...] = ()
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     target_itl_ms: float | None = None
@@ -276,7 +288,7 @@ class EngineConfig:
 
     def _check_quantization(self) -> None:
         """How weights are rounded."""
-        for name in ("quantization_skip", "lora_target_modules"):
+        for name in ("quantization_skip", "lora_target_modules", "kv_transfer_peers"):
             object.__setattr__(self, name, names(name, getattr(self, name)))
         size, head = self.quantization_group_size, self.quantization_head
         if size is not None and size not in GROUP_SIZES:
@@ -297,6 +309,16 @@ class EngineConfig:
         """``speculative_config``, once it is no dict any more."""
         assert not isinstance(self.speculative_config, dict)
         return self.speculative_config
+
+    @property
+    def transfers(self) -> bool:
+        """Whether KV blocks come from other engines, or go there."""
+        return self.role != "both" or self.kv_transfer_address is not None
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Memory for blocks that are to be taken."""
+        return self.kv_transfer_bytes or 1 << 30
 
     @property
     def disk_bytes(self) -> int:
@@ -321,7 +343,7 @@ class EngineConfig:
     @property
     def waits_for_compile(self) -> bool:
         """As ``wait_for_compile`` says, or because the start measures steps, which must be the compiled ones."""
-        measures_steps = self.target_itl_ms is not None or (self.swap_space_bytes and self.preemption_mode == "auto")
+        measures_steps = self.swap_space_bytes and self.preemption_mode == "auto"
         is_shared = self.tensor_parallel_size > 1 or self.pipeline_parallel_size > 1
         return self.wait_for_compile or bool(measures_steps) or self.adapts_drafts or is_shared
 
@@ -346,6 +368,7 @@ _INTEGERS = {
     "swap_space_bytes": (0, 2**48),
     "kv_host_bytes": (0, 2**48),
     "kv_disk_bytes": (1, 2**60),
+    "kv_transfer_bytes": (1, 2**48),
     "sliding_window": (1, 2**31 - 1),
     "attention_sink_tokens": (0, 2**20),
     "compile_workers": (0, 1024),
@@ -425,6 +448,17 @@ class EngineLimits:
             mixes_lens=one_graph,
             splits_loras=self.max_loras > 0 and not one_graph,
         )
+
+    @property
+    def most_decode_tokens(self) -> int:
+        """Most tokens of a step of a decode bucket: all drafts of one request, or 15 of each of the most."""
+        lens = self.draft_lens[-1]
+        return max(lens, min(lens, 16) * self.decode_bucket_sizes[-1])
+
+    def decode_tokens(self, num_requests: int) -> tuple[int, ...]:
+        """Tokens of the decode buckets of so many requests, rising."""
+        most = self.most_decode_tokens // num_requests
+        return tuple(dict.fromkeys(num_requests * min(length, most) for length in self.draft_lens))
 
     @classmethod
     def resolve(cls, config: EngineConfig, model_max_len: int, defaults: StepDefaults) -> "EngineLimits":

@@ -24,6 +24,7 @@ def check_pairs(config: Any) -> None:
     if config.preemption_mode == "swap" and config.swap_space_bytes == 0:
         raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
     _check_tiers(config)
+    _check_roles(config)
     if config.kv_cache_skip_layers and config.kv_cache_dtype not in QUANTISED_DTYPES:
         raise ValueError(
             "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
@@ -63,6 +64,34 @@ def _check_tiers(config: Any) -> None:
         raise ValueError("kv_host_bytes must be above 0 with kv_disk_path (files are read into it), given 0")
     if path is None and config.kv_disk_bytes is not None:
         raise ValueError(f"kv_disk_bytes must be None without kv_disk_path, given {config.kv_disk_bytes}")
+
+
+def _check_roles(config: Any) -> None:
+    """What an engine that gives or takes KV blocks needs, and what it does not serve yet."""
+    address = config.kv_transfer_address
+    if address is not None and (not isinstance(address, str) or not address):
+        raise ValueError(f"kv_transfer_address must be unix:PATH or HOST:PORT, or None, given {address!r}")
+    if config.role == "prefill" and address is None:
+        raise ValueError("kv_transfer_address must be given with role='prefill' (others take its blocks there)")
+    if config.kv_transfer_bytes is not None and address is None:
+        given = f"given {config.kv_transfer_bytes}"
+        raise ValueError(f"kv_transfer_bytes must be None without kv_transfer_address, {given}")
+    if not config.transfers:
+        if config.kv_transfer_peers:
+            given = f"given {config.kv_transfer_peers} with role='both'"
+            raise ValueError(f"kv_transfer_peers must be empty for an engine that takes no blocks, {given}")
+        return
+    given = f"role={config.role!r}, kv_transfer_address={address!r}"
+    if not config.kv_host_bytes:
+        raise ValueError(f"kv_host_bytes must be above 0 with {given} (blocks come and go by way of it), given 0")
+    if config.speculation is not None and config.speculation.method in NETWORK_METHODS:
+        raise ValueError(
+            f"speculative_config must name no network that drafts with {given} (what it keeps of a prompt is not given "
+            f"yet), given {config.speculation.method!r}"
+        )
+    for name, allowed in (("kv_disk_path", None), ("model_process", False), ("tensor_parallel_size", 1)):
+        if (value := getattr(config, name)) != allowed:
+            raise ValueError(f"{name} must be {allowed} with {given} (not served together yet), given {value!r}")
 
 
 def _check_lora(config: Any) -> None:
@@ -120,13 +149,6 @@ def _check_ranks(config: Any) -> None:
     if config.tensor_parallel_size == 1 and not config.tensor_parallel_exact:
         return
     name = "tensor_parallel_size above 1" if config.tensor_parallel_size > 1 else "tensor_parallel_exact=True"
-    if config.enable_lora:
-        raise ValueError(f"enable_lora must be False with {name} (adapters are not shared out yet), given True")
-    if config.speculation is not None and config.speculation.method in NETWORK_METHODS:
-        raise ValueError(
-            f"speculative_config must have a method that drafts from tokens, as 'suffix' and 'ngram', with {name} "
-            f"(networks that draft are not shared out yet), given {config.speculation.method!r}"
-        )
     for path in ("kv_disk_path", "weights_path"):
         if (given := getattr(config, path)) is not None:
             raise ValueError(f"{path} must be None with {name} (files there are of whole models), given {given!r}")

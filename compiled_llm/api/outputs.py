@@ -79,6 +79,7 @@ class RequestOutput:
         prompt_logprobs: as ``CompletionOutput.logprobs``, for the tokens of the prompt; None for the first one, which
             follows nothing. None as a whole unless asked for, or until all of it is computed.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
+        kv_transfer_params: of the last output, where its KV blocks are to be taken: what another engine needs for that.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
     __repr__ = readable_repr
 
@@ -172,6 +174,9 @@ class EngineStats:
         num_disk_failures: files that could not be written or used: gone, damaged, of others.
         num_fetches_dearer, num_fetches_late: blocks that were computed because fetching them was estimated to take
             longer, and requests that waited too long for files.
+        peer_hit_tokens: tokens whose blocks came from another engine. peer_taken_bytes: of blocks that did, and
+            peer_given_bytes of those laid ready for others. num_takes_failed: blocks that another engine did not have,
+            or not whole, or that it did not send in time.
         tier_copy_seconds: time of steps in copying blocks between host and device, on a CPU.
         tier_file_seconds: time of the thread that reads and writes files, beside steps.
         tier_idle_seconds: time in which nothing ran because all requests waited for files: the part that is not hidden.
@@ -236,6 +241,10 @@ class EngineStats:
     num_disk_failures: int
     num_fetches_dearer: int
     num_fetches_late: int
+    peer_hit_tokens: int
+    peer_taken_bytes: int
+    peer_given_bytes: int
+    num_takes_failed: int
     tier_copy_seconds: float
     tier_file_seconds: float
     tier_idle_seconds: float
@@ -278,6 +287,11 @@ class EngineStats:
                 f"{self.num_fetches_late:,} requests late; "
                 f"{self.tier_copy_seconds:.2f} s copying, {self.tier_file_seconds:.2f} s on files, "
                 f"{self.tier_idle_seconds:.2f} s of it not hidden"
+            )
+        if self.peer_taken_bytes or self.peer_given_bytes or self.num_takes_failed:
+            rows["other engines"] = (
+                f"{self.peer_hit_tokens:,} tokens from them; {self.peer_taken_bytes:,} bytes taken, "
+                f"{self.peer_given_bytes:,} laid ready for them, {self.num_takes_failed:,} blocks not got"
             )
         if self.num_preemptions:
             rows["preemptions"] = (

@@ -13,7 +13,9 @@ from compiled_llm.api.argument_checks import integer, number, one_of
 from compiled_llm.api.names import QUANTIZATIONS, SPECULATIVE_FIELDS, refuse_unknown_names
 from compiled_llm.api.readable import shown
 
-MOST_DRAFT_TOKENS = 15  # the attention op takes up to 16 rows of a request as a decode
+MOST_DRAFT_TOKENS = 63  # masks of trees have 64 bits
+MOST_NETWORK_TOKENS = 15  # of a chain, whose drafts are one graph
+SHARE_UNIT = 1 << 20  # a network gives shares of nodes in whole numbers of this part
 
 
 class Method(NamedTuple):
@@ -21,6 +23,7 @@ class Method(NamedTuple):
 
     Attributes:
         num_speculative_tokens: where the user gives none.
+        most: that may be given, for a chain.
         fields: its own fields of ``SpeculativeConfig``, with what they are where the user gives nothing.
         needs: those of these that the user has to give.
     """
@@ -28,12 +31,30 @@ class Method(NamedTuple):
     num_speculative_tokens: int
     fields: Mapping[str, Any]
     needs: tuple[str, ...] = ()
+    most: int = MOST_DRAFT_TOKENS
+
+
+_OF_NETWORKS = {"model": None, "revision": None, "quantization": None, "speculative_token_tree": None}
+
+
+class NetworkTree(NamedTuple):
+    """What a network gives of a tree of drafts, for the host to choose nodes from.
+
+    Attributes:
+        depth: levels; 0: as many as it has heads.
+        width: nodes of a level that it goes on from.
+        ranks: tokens after each.
+    """
+
+    depth: int
+    width: int
+    ranks: int
 
 
 METHODS: Mapping[str, Method] = {
     "ngram": Method(7, {"prompt_lookup_min": None, "prompt_lookup_max": None, "speculative_token_tree": None}),
     "suffix": Method(
-        MOST_DRAFT_TOKENS,
+        15,
         {
             "suffix_decoding_max_tree_depth": 24,
             "suffix_decoding_max_cached_requests": 10_000,
@@ -43,15 +64,16 @@ METHODS: Mapping[str, Method] = {
         },
     ),
     "lookahead": Method(7, {"lookahead_window": None, "lookahead_ngram": 4}),
-    "draft_model": Method(4, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
-    "eagle3": Method(3, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
-    "medusa": Method(3, {"model": None, "revision": None, "quantization": None}, needs=("model",)),
-    "mtp": Method(2, {}),
-    "layer_skip": Method(4, {"num_draft_layers": None}),
+    "draft_model": Method(4, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
+    "eagle3": Method(3, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
+    "medusa": Method(3, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
+    "mtp": Method(2, {}, most=MOST_NETWORK_TOKENS),
+    "layer_skip": Method(4, {"num_draft_layers": None}, most=MOST_NETWORK_TOKENS),
 }
 # Methods whose drafts a network of the worker makes behind each step.
 NETWORK_METHODS = ("draft_model", "eagle3", "medusa", "mtp", "layer_skip")
 _MOST_TREE_TEXT = 2000  # characters
+_TREE_TOKENS = 15  # of a network's tree, where no number is given
 _LOOKUP = 2, 5  # tokens, where neither bound is given: a run of 5 alone is there too seldom
 _INTEGERS = {
     "num_speculative_tokens": (1, MOST_DRAFT_TOKENS),
@@ -88,8 +110,9 @@ class SpeculativeConfig:
             last step sampled behind wrong drafts (lookahead decoding, Fu et al., 2024, arXiv:2402.02057).
             "layer_skip": what the model's own first layers and its head sample (LayerSkip, Elhoushi et al., 2024,
             arXiv:2404.16710). Of use for models that were trained to end early.
-        num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 15. None: 7 by "ngram", 15 by
-            "suffix", 7 by "lookahead", 4 by "draft_model" and "layer_skip", 3 by "eagle3" and "medusa", 2 by "mtp".
+        num_speculative_tokens: most tokens that are drafted for a request and step, 1 to 63; of a chain by a network 1 to 15.
+            None: 7 by "ngram", 15 by "suffix", 7 by "lookahead", 4 by "draft_model" and "layer_skip", 3 by "eagle3" and
+            "medusa", 15 for a tree of a network, 2 by "mtp".
         adaptive: draft fewer, or none, where measured acceptance and times of steps say that more would not pay.
             False: as many as the method proposes.
         prompt_lookup_min, prompt_lookup_max: by "ngram": the fewest and the most last tokens that are looked for, the
@@ -109,9 +132,9 @@ class SpeculativeConfig:
             ``num_speculative_tokens``. None: as many.
         lookahead_ngram: by "lookahead": tokens of the n-grams, 2 to 8. None: 4.
         num_draft_layers: by "layer_skip": how many of the first layers draft. None: a quarter of them, at least one.
-        speculative_token_tree: by "ngram" and "suffix": drafts are a tree, several of which may follow the
-            same token. "auto": of ``num_speculative_tokens`` nodes, those that were measured to be right most often. Or
-            the nodes as a list of tuples in a str, such as "[(0,), (1,), (0, 0)]": the likeliest and the second
+        speculative_token_tree: by "ngram", "suffix", "medusa", "eagle3" and "draft_model": drafts are a tree, several of
+            which may follow the same token. "auto": of ``num_speculative_tokens`` nodes, those that were measured to be
+            right most often. Or, by the first three, the nodes as a list of tuples in a str, such as "[(0,), (1,), (0, 0)]": the likeliest and the second
             likeliest first token, and the likeliest one after the former. None: drafts are a chain.
     """
 
@@ -153,6 +176,11 @@ class SpeculativeConfig:
         if self.speculative_token_tree is not None:
             self._check_tree()
         self._complete(method)
+        if not self.has_trees and self.num_tokens > method.most:
+            raise ValueError(
+                f"num_speculative_tokens must be an integer from 1 to {method.most} with method {self.method!r}, whose "
+                f"drafts are one graph, given {self.num_tokens}"
+            )
         if self.lookahead_window is not None and self.lookahead_window > self.num_tokens:
             raise ValueError(
                 f"lookahead_window must be at most num_speculative_tokens, {self.num_tokens}, given "
@@ -198,8 +226,27 @@ class SpeculativeConfig:
         """The nodes of ``speculative_token_tree``, each as its rank at each depth; None: there are none given."""
         return None if self.speculative_token_tree in (None, "auto") else _tree_shape(self.speculative_token_tree)
 
+    @property
+    def network_tree(self) -> NetworkTree | None:
+        """What a network has to give for ``speculative_token_tree``; None: chains, or what the host gives."""
+        if self.method not in NETWORK_METHODS or not self.has_trees:
+            return None
+        shape, number = self.tree_shape, self.num_tokens
+        if shape is not None:
+            return NetworkTree(max(map(len, shape)), 1, 1 + max(max(node) for node in shape))
+        if self.method == "medusa":
+            return NetworkTree(0, 1, min(8, 1 + number // 5))
+        depth = min(number, 2 + number.bit_length() // 2)
+        width = max(1, min(8, number // depth))
+        return NetworkTree(depth, width, max(2, width))
+
     def _check_tree(self) -> None:
         shape = self.tree_shape
+        if shape is not None and self.method in NETWORK_METHODS and self.method != "medusa":
+            raise ValueError(
+                f'speculative_token_tree must be "auto" or left out with method {self.method!r}, whose nodes are the '
+                f"likeliest paths, given {shown(self.speculative_token_tree)}"
+            )
         if shape is None:
             return
         if self.num_speculative_tokens not in (None, len(shape)):
@@ -222,7 +269,8 @@ class SpeculativeConfig:
                 raise ValueError(f"{name} must be given with method {self.method!r}, given None")
 
     def _complete(self, method: Method) -> None:
-        defaults = {"num_speculative_tokens": method.num_speculative_tokens, **method.fields}
+        number = _TREE_TOKENS if self.has_trees and self.method in NETWORK_METHODS else method.num_speculative_tokens
+        defaults = {"num_speculative_tokens": number, **method.fields}
         if self.method == "ngram":
             least, most = self.prompt_lookup_min, self.prompt_lookup_max
             bounds = _LOOKUP if least is None and most is None else (most, least)  # one alone is both

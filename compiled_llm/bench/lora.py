@@ -5,9 +5,11 @@
 Adapters are random, and change all layers that adapters may change. All requests of a run start at once, with
 ``--input-len`` tokens, and get ``--num-tokens``; request i has adapter i modulo the number of adapters. "base" is an
 engine without ``enable_lora``, "none" one with it whose requests have no adapters. Ratios are medians over rounds of
-the tokens a second within a round, to "base".
+the tokens a second within a round, to "base". With ``--vllm-python`` the same of vLLM, in the same turns: two engines
+in processes of their own, which are stopped while others are measured.
 """
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -27,11 +29,13 @@ from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish, in_turns, median_ratio
+from compiled_llm.bench.peers.processes import PeerFailed, Worker, vllm
 from compiled_llm.checkpoint.shapes import engine_parser, model_of
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.models.linears.protocol import StoredLinear
+from compiled_llm.system.resources import granted_cores
 
-_BASE = "base"
+_BASE, _VLLM = "base", "vllm "
 
 
 def parser(program: str) -> FlagParser:
@@ -43,6 +47,9 @@ def parser(program: str) -> FlagParser:
     add("--input-len", type=int, default=8, help="tokens of each prompt (default: 8)")
     add("--num-tokens", type=int, default=32, help="of each output (default: 32)")
     add("--rounds", type=int, default=5, help="(default: 5)")
+    add("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs, for a --model")
+    add("--vllm-preload", metavar="LIBS", help="LD_PRELOAD for vLLM (default: tcmalloc and libiomp5)")
+    add("--timeout", type=float, default=900, help="seconds for vLLM's start, or a run of it (default: 900)")
     tables.add_json_flag(made)
     return made
 
@@ -69,11 +76,40 @@ def tokens_per_second(
     return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - started)
 
 
+def _check(args: argparse.Namespace) -> None:
+    if args.vllm_python and args.model is None:
+        raise ValueError("--vllm-python needs --model, a directory with weights that vLLM can read, given none")
+
+
+def vllm_tokens_per_second(
+    worker: Worker, prompts: Sequence[Any], adapters: Sequence[LoRARequest | None], params: SamplingParams
+) -> float:
+    paths = [adapter and adapter.lora_path for adapter in adapters] or [None] * len(prompts)
+    requests = [(one["prompt_token_ids"], params.max_tokens, path) for one, path in zip(prompts, paths, strict=True)]
+    answer = worker.run(requests)
+    return sum(answer["output_lens"]) / answer["seconds"]
+
+
+def _vllm_workers(args: argparse.Namespace, directory: Path, stack: ExitStack) -> list[Worker]:
+    """Without and with adapters, as this engine's; none without ``--vllm-python``."""
+    if not args.vllm_python:
+        return []
+    like = {"max_num_seqs": max(args.batch_sizes), "max_model_len": args.input_len + args.num_tokens + 1}
+    rank = max(8, 1 << (args.rank - 1).bit_length())  # it takes powers of two
+    own = {"enable_lora": True, "max_loras": args.num_adapters, "max_lora_rank": rank}
+    workers = []
+    for name, options in (("base", like), ("lora", like | own)):
+        peer = vllm(args.vllm_python, Path(args.model), options, granted_cores(), args.vllm_preload)
+        workers.append(Worker(peer, directory / f"vllm {name}.log", args.timeout))
+        stack.callback(workers[-1].close)
+    return workers
+
+
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
     least = {"num_adapters": 1, "rank": 1, "batch_sizes": 1, "input_len": 1, "num_tokens": 1, "rounds": 1}
-    args = parser(program).parse_checked(None, arguments, **least)
+    args = parser(program).parse_checked(_check, arguments, timeout=0, **least)
     rows, results = list[dict[str, Any]](), dict[str, Any]()
-    with ExitStack() as stack, errors_end(program):
+    with ExitStack() as stack, errors_end(program), errors_end(program, (PeerFailed,), 1):
         given: dict[str, Any] = {**stack.enter_context(model_of(args)), "enable_prefix_caching": False}
         served: dict[str, Any] = {"enable_lora": True, "max_loras": args.num_adapters, "max_lora_rank": args.rank}
         base, engine = (
@@ -88,6 +124,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         adapters = [
             write_adapter(directory / str(seed), places.parts, args.rank, seed) for seed in range(args.num_adapters)
         ]
+        peers = _vllm_workers(args, directory, stack)
         params = SamplingParams(max_tokens=args.num_tokens, temperature=0, ignore_eos=True)
         vocab_size = engine.model_config.vocab_size
         for size in args.batch_sizes:
@@ -95,17 +132,27 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 {"prompt_token_ids": [(31 * row + 7 * place + 5) % vocab_size for place in range(args.input_len)]}
                 for row in range(size)
             ]
-            counts = sorted({1, min(size, args.num_adapters)})
-            runs = {_BASE: functools.partial(tokens_per_second, base, prompts, [], params)}
-            for count in (0, *counts):
-                chosen = [adapters[row % count] for row in range(size)] if count else []
-                runs[f"{count or 'none'}"] = functools.partial(tokens_per_second, engine, prompts, chosen, params)
+            chosen = {_BASE: [], "none": []} | {
+                f"{count}": [adapters[row % count] for row in range(size)]
+                for count in sorted({1, min(size, args.num_adapters)})
+            }
+            runs = {
+                name: functools.partial(tokens_per_second, base if name == _BASE else engine, prompts, own, params)
+                for name, own in chosen.items()
+            }
+            for name, own in chosen.items() if peers else ():
+                worker = peers[name != _BASE]
+                runs[_VLLM + name] = functools.partial(vllm_tokens_per_second, worker, prompts, own, params)
             found = in_turns(runs, rounds=args.rounds)
             results[f"batch {size}"] = {
-                name: {"tokens_per_second": statistics.median(speeds), "ratio": median_ratio(speeds, found[_BASE])}
+                name: {
+                    "tokens_per_second": statistics.median(speeds),
+                    "ratio": median_ratio(speeds, found[_VLLM * name.startswith(_VLLM) + _BASE]),
+                }
                 for name, speeds in found.items()
             }
             rows += [{"batch": size, "adapters": name, **row} for name, row in results[f"batch {size}"].items()]
         print(tables.text_table(rows))
-        finish("lora", {"rank": args.rank, "runs": results}, args.json, device=engine.runner.device)
+        versions = {"vllm": peers[0].versions} if peers else {}
+        finish("lora", {"rank": args.rank, "runs": results, **versions}, args.json, device=engine.runner.device)
     return 0

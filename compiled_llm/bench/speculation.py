@@ -8,7 +8,8 @@ others, a JSON string in each line. The model need not be good at it: what it re
 outputs here, since every round serves the same prompts. Every method must give the tokens of the engine without one, or
 the benchmark ends. Ratios are medians over rounds of the tokens a second within a round. ``--trees`` has methods that
 can draft trees do so, too. ``--acceptance`` runs each network that drafts once more, uncompiled, and says how often its
-drafts are right beside what rejection sampling would accept.
+drafts are right beside what rejection sampling would accept. ``--vllm-python`` has vLLM serve the same prompts, greedily,
+with those of ``--methods`` that it has and without: its ratio is that to itself (``bench/vllm_speculation.py``).
 """
 
 import argparse
@@ -25,9 +26,13 @@ from typing import Any
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS
+from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS, SpeculativeConfig
 from compiled_llm.bench.draft_acceptance import DraftAcceptance
 from compiled_llm.bench.harness import finish, in_turns, median_ratio
+from compiled_llm.bench.peers.engines import json_object
+from compiled_llm.bench.vllm_speculation import METHODS as METHODS_OF_BOTH
+from compiled_llm.bench.vllm_speculation import VllmSpeculation
+from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.checkpoint.shapes import engine_parser, model_of
 from compiled_llm.engine.engine import CompiledEngine
 
@@ -75,6 +80,8 @@ def parser(program: str) -> FlagParser:
     add("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], help="requests at once (default: 1 4 16)")
     add("--temperatures", nargs="+", type=float, default=[0.0], help="(default: 0)")
     add("--num-tokens", type=int, default=128, help="of each output (default: 128)")
+    add("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs, for its own ratios")
+    add("--vllm-args", type=json_object, default={}, metavar="JSON", help="arguments of its LLM besides")
     add("--prompts", type=Path, help="a file with a prompt in each line, as a JSON string")
     add("--rounds", type=int, default=5, help="(default: 5)")
     tables.add_json_flag(made)
@@ -155,7 +162,7 @@ def acceptance(engine: CompiledEngine, prompts: Sequence[str], temperature: floa
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    args = parser(program).parse_checked(None, arguments, batch_sizes=1, num_tokens=2, rounds=1)
+    args = parser(program).parse_checked(_check, arguments, batch_sizes=1, num_tokens=2, rounds=1)
     most = max(args.batch_sizes)
     prompts = edit_prompts(most)
     if args.prompts is not None:
@@ -177,6 +184,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 found = measure(engines, chosen, params, args.rounds)
                 results[f"batch {size}, temperature {temperature:g}"] = found
                 rows += [{"batch": size, "temperature": temperature, "method": n, **row} for n, row in found.items()]
+        if args.vllm_python is not None:
+            rows += _of_vllm(args, engines[_PLAIN].engine, prompts, results)
         print(tables.text_table(rows))
         accepted = list[dict[str, Any]]()
         for name in [name for name in args.methods if args.acceptance and name in NETWORK_METHODS]:
@@ -191,3 +200,32 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         results_of_all = {"runs": results, "acceptance": accepted}
         finish("speculation", results_of_all, args.json, device=engines[_PLAIN].engine.runner.device)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.vllm_python is not None and args.model is None:
+        raise ValueError("--model must be given with --vllm-python, which reads a checkpoint, not a shape's config")
+
+
+def _of_vllm(
+    args: argparse.Namespace, engine: CompiledEngine, prompts: Sequence[str], results: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Rows of the same greedy requests on vLLM, which ``results`` gets as well."""
+    tokenizer, config = engine.tokenizer, engine.config
+    assert tokenizer is not None, "its prompts are texts"
+    configs = dict[str, dict[str, Any]]()
+    for name in [name for name in args.methods if name in METHODS_OF_BOTH]:
+        ours = SpeculativeConfig.of(method_config(name, dict(args.drafters)))
+        fields = ("model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+        configs[name] = {"method": name, **{f: getattr(ours, f) for f in fields if getattr(ours, f) is not None}}
+    limits, dtype = engine.runner.limits, engine.model_config.dtype if config.dtype == "auto" else config.dtype
+    options = {"max_model_len": limits.max_model_len, "dtype": dtype}
+    rows = list[dict[str, Any]]()
+    model = checkpoint_directory(config)
+    with VllmSpeculation(args.vllm_python, model, configs, options | args.vllm_args) as peers:
+        for size in args.batch_sizes:
+            chosen = [tokenizer.encode(prompts[index % len(prompts)]) for index in range(size)]
+            found = peers.measure(chosen, args.num_tokens, args.rounds)
+            results[f"batch {size}, vLLM, temperature 0"] = found
+            rows += [{"batch": size, "temperature": 0.0, "method": name, **row} for name, row in found.items()]
+    return rows

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.api.speculative_config import NETWORK_METHODS, SpeculativeConfig
+from compiled_llm.api.speculative_config import NETWORK_METHODS, NetworkTree, SpeculativeConfig
 from compiled_llm.checkpoint.eagle3 import eagle3_config
 from compiled_llm.checkpoint.loader import located
 from compiled_llm.checkpoint.medusa import medusa_config
@@ -41,12 +41,14 @@ class DraftCheckpoint:
     Attributes:
         config: engine arguments as they are for the draft model.
         num_tokens: most that it drafts for a request and step.
+        tree: what it gives of a tree of drafts; None: they are a chain.
     """
 
     config: EngineConfig
     model_config: ModelConfig
     directory: Path
     num_tokens: int
+    tree: NetworkTree | None = None
 
 
 def draft_checkpoint(
@@ -74,21 +76,30 @@ def draft_checkpoint(
     assert wanted.model is not None
     directory = model_directory(wanted.model, wanted.revision, "speculative_config: model", with_weights)
     own = _own_arguments(config, wanted, target)
-    reads_hidden_states = wanted.method in _HEADS
+    reads_hidden_states, tree = wanted.method in _HEADS, wanted.network_tree
     if reads_hidden_states:
         found = _HEADS[wanted.method](read_json(directory / "config.json"), _tensor_names(directory), target)
         check_taps(target, head_family(found).taps(found))
-        if isinstance(found, MedusaConfig) and wanted.num_tokens > len(found.block_names):
-            raise ValueError(
-                f"speculative_config: num_speculative_tokens must be at most {len(found.block_names)}, the heads of "
-                f"{wanted.model!r}, given {wanted.num_tokens}"
-            )
+        if isinstance(found, MedusaConfig):
+            tree = _checked_heads(wanted, tree, len(found.block_names))
     else:
         found = model_config(directory, config.model_impl, own.dtype)
         _check_layers(wanted.model, found, config.max_model_len or target.max_position_embeddings)
     if not reads_hidden_states or has_tokenizer(own, directory):
         _check_vocabulary(wanted.model, found, load_tokenizer(own, directory), target, tokenizer)
-    return DraftCheckpoint(own, found, directory, wanted.num_tokens)
+    return DraftCheckpoint(own, found, directory, wanted.num_tokens, tree)
+
+
+def _checked_heads(wanted: SpeculativeConfig, tree: NetworkTree | None, num_heads: int) -> NetworkTree | None:
+    """``tree`` of so many heads. ``ValueError`` if a path or chain is longer."""
+    name, given = "num_speculative_tokens must be", wanted.num_tokens
+    if tree is not None:
+        name, given = "speculative_token_tree must have paths of", tree.depth
+    if given > num_heads:
+        raise ValueError(
+            f"speculative_config: {name} at most {num_heads}, the heads of {wanted.model!r}, given {given}"
+        )
+    return None if tree is None else tree._replace(depth=tree.depth or num_heads)
 
 
 def _own_arguments(config: EngineConfig, wanted: SpeculativeConfig, target: ModelConfig) -> EngineConfig:

@@ -92,6 +92,16 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "rms_norm_eps": 1e-5,
     },
+    "smollm2-135m": dict(zip(_SIZES, (576, 1536, 30, 9, True), strict=True))
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "vocab_size": 49152,
+        "rms_norm_eps": 1e-5,
+    },
     "qwen3-30b-a3b": _QWEN3_MOE,
     # Two layers of models with experts: what a layer costs shows beside a head that is read once for all of them.
     "qwen3-30b-a3b-2l": _QWEN3_MOE | {"num_hidden_layers": 2},

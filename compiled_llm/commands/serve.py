@@ -2,6 +2,7 @@
 
     compiled-llm serve
     compiled-llm serve DIR --data-parallel-size 2
+    compiled-llm serve DIR --data-parallel-size 2 --ray
     compiled-llm serve DIR --port 8000 --served-model-name my-model
     COMPILED_LLM_API_KEY=secret compiled-llm serve DIR --host 0.0.0.0
     compiled-llm serve DIR --enable-lora --lora-modules sql=adapters/sql chat=adapters/chat
@@ -14,24 +15,29 @@ the address is taken; 2 for bad arguments; 128 + the signal's number after a sec
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import os
+import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, attribute_docs, engine_config
-from compiled_llm.system.process import GuardedStream, StopSignals
+from compiled_llm.system.process import GuardedStream, StopSignals, UnwaitingStream
 from compiled_llm.system.program import run_program
 
 _PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 _SELDOM = (
     *("max_header_bytes", "max_stored_responses", "max_stored_bytes", "stored_seconds", "keep_alive_seconds", "dev"),
-    *("stall_seconds", "max_load_difference", "max_completions"),
+    *("stall_seconds", "max_load_difference", "max_completions", "min_prefill_tokens"),
+    "max_prefill_seconds",
 )
 _KEY_VARIABLE = "COMPILED_LLM_API_KEY"
+# Streams wait no longer than that for the prompts of others; steps of a bundled 0.1B model hold 64 tokens then.
+_TARGET_ITL_MS = 250.0
 
 
 def parser(program: str) -> FlagParser:
@@ -57,8 +63,23 @@ def parser(program: str) -> FlagParser:
             **options,
         )
     parser.seldom |= {f"--{name.replace('_', '-')}" for name in _SELDOM}
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run the engines on a Ray cluster, by Ray Serve: the one at HOST:PORT; without ADDRESS: that of "
+        "RAY_ADDRESS, else a new one of this machine alone",
+    )
+    group.add_argument(
+        "--max-replicas",
+        type=int,
+        metavar="N",
+        help="with --ray: engines at most, as many as requests and KV blocks in use ask for; --data-parallel-size is "
+        "how many at least (default: no more than these)",
+    )
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="a key a line, as --api-key")
-    add_engine_arguments(parser, wait_for_compile=False)
+    add_engine_arguments(parser, wait_for_compile=False, target_itl_ms=_TARGET_ITL_MS)
     return parser
 
 
@@ -72,24 +93,35 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         with flags.ending_errors():
             if missing:
                 raise ValueError(f"serve needs the packages {', '.join(missing)}: pip install 'compiled-llm[server]'")
-            return _serve(program, args)
+            return _serve(program, args, signals)
 
     return run_program(program, run)
 
 
-def _serve(program: str, args: argparse.Namespace) -> int:
+def _serve(program: str, args: argparse.Namespace, signals: StopSignals) -> int:
     if args.positional_model is not None:
         if args.model is not None:
             raise ValueError(f"MODEL and --model must not be given both, given {args.positional_model!r}")
         args.model = args.positional_model
     from compiled_llm.server.settings import ServerSettings
 
+    sizes_are_given = args.max_num_batched_tokens is not None or args.token_bucket_sizes is not None
+    if args.target_itl_ms is _TARGET_ITL_MS and (sizes_are_given or not args.enable_chunked_prefill):
+        args.target_itl_ms = None  # it was not asked for
     args.api_key = [*args.api_key, *_keys(args.api_key_file)]
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(ServerSettings)}
     config, settings = engine_config(args), ServerSettings(**values)
+    if args.ray is not None:
+        from compiled_llm.ray_serve.arguments import Replication
+        from compiled_llm.ray_serve.run import serve_on_ray
+
+        return serve_on_ray(program, args.ray, config, settings, Replication(args.max_replicas), signals)
+    if args.max_replicas is not None:
+        raise ValueError(f"max_replicas is for --ray, given {args.max_replicas}: give --data-parallel-size")
     from compiled_llm.server.run import serve
 
-    return serve(program, config, settings)
+    with contextlib.redirect_stderr(UnwaitingStream(sys.stderr)):
+        return serve(program, config, settings)
 
 
 def _keys(path: Path | None) -> list[str]:

@@ -8,8 +8,9 @@ from compiled_llm.drafting.lookahead import LookaheadDrafter
 from compiled_llm.drafting.ngram import NgramDrafter
 from compiled_llm.drafting.suffix import SuffixDrafter
 from compiled_llm.drafting.token_text import MOST_TOKENS
-from compiled_llm.drafting.trees import NgramTrees, SuffixTrees
+from compiled_llm.drafting.trees import NetworkTrees, NgramTrees, SuffixTrees
 from compiled_llm.scheduling.drafter import DraftSource
+from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
 # Methods that draft on the host, from tokens alone.
 HOST_METHODS: Mapping[str, Callable[[SpeculativeConfig], DraftSource]] = {
@@ -34,6 +35,11 @@ def host_source(config: SpeculativeConfig, vocab_size: int) -> DraftSource:
         )
     methods = HOST_METHODS if config.speculative_token_tree is None else TREE_METHODS
     return methods[config.method](config)
+
+
+def network_source(config: SpeculativeConfig) -> WorkerDrafts:
+    """What has the drafts of the network that ``config`` names."""
+    return NetworkTrees(config) if config.has_trees else WorkerDrafts(config.num_tokens, config.adaptive)
 
 
 @runtime_checkable

@@ -8,18 +8,22 @@ that is given, in which a place is a rank among siblings at each depth (Medusa, 
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
-from compiled_llm.api.speculative_config import SpeculativeConfig
+from compiled_llm.api.speculative_config import SHARE_UNIT, SpeculativeConfig
 from compiled_llm.drafting.suffix import SuffixDrafter
 from compiled_llm.drafting.token_text import as_text
 from compiled_llm.scheduling.draft_trees import DraftTree
 from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 
 Shape = frozenset[tuple[int, ...]]
 Continuation = tuple[str, float]  # tokens, and how much it counts
+Node = TypeVar("Node")
 
 _LEAST = 0.1  # that a node of n-grams is expected to be right, where no shape is given
+_LEAST_OF_NETWORKS = 0.002  # the same of a network's
 _MOST_PLACES = 8  # of n-grams, whose continuations are merged
 _MEMORY, _PRIOR = 0.995, 4.0  # what stays of what was measured with each observation; observations that it begins with
 _MOST_RANKS = 8
@@ -60,24 +64,36 @@ def merged(
 
     Without those that are expected less than ``least``.
     """
+    return best_tree(_children, list(continuations), most, measured, shape, least)
+
+
+def best_tree(
+    children_of: Callable[[Node, int], Iterable[tuple[int, float, Node]]],
+    root: Node,
+    most: int,
+    measured: Measured,
+    shape: Shape | None,
+    least: float,
+) -> tuple[DraftTree, list[float]]:
+    """As ``merged``. ``children_of``: of a node and its depth, tokens after it, the likeliest first: (id, share, node)."""
     tokens, parents, shares, worths = list[int](), list[int](), list[float](), list[float]()
     factors, order_of = measured.factors, itertools.count()
-    # (-what is expected, order, row of the parent, ranks, token, share, continuations of it and what follows)
-    waiting: list[tuple[float, int, int, tuple[int, ...], str, float, list[Continuation]]] = []
-    row, worth, texts = 0, 1.0, list(continuations)
+    # (-what is expected, order, row of the parent, ranks, token, share, node)
+    waiting: list[tuple[float, int, int, tuple[int, ...], int, float, Node]] = []
+    row, worth, node = 0, 1.0, root
     ranks: tuple[int, ...] = ()
     while len(tokens) < most:
         depth = len(ranks)
-        for rank, (token, share, following) in enumerate(_children(texts, depth)):
+        for rank, (token, share, following) in enumerate(children_of(node, depth)):
             expected = worth * min(1.0, share * factors.get((depth, rank), 1.0))
             place = (*ranks, rank)
             if expected >= least and (shape is None or place in shape):
                 heapq.heappush(waiting, (-expected, next(order_of), row, place, token, share, following))
         if not waiting:
             break
-        worth, _, parent, ranks, token, share, texts = heapq.heappop(waiting)
+        worth, _, parent, ranks, token, share, node = heapq.heappop(waiting)
         worth = -worth
-        tokens.append(ord(token))
+        tokens.append(token)
         parents.append(parent)
         shares.append(share)
         worths.append(worth)
@@ -85,55 +101,69 @@ def merged(
     return DraftTree(tokens, parents, worths), shares
 
 
-def _children(texts: list[Continuation], depth: int) -> list[tuple[str, float, list[Continuation]]]:
+def _children(texts: list[Continuation], depth: int) -> list[tuple[int, float, list[Continuation]]]:
     """The tokens that ``texts`` have at ``depth``, the most frequent first, with their shares and these texts."""
     if len(texts) == 1:
         text = texts[0][0]
-        return [(text[depth], 1.0, texts)] if len(text) > depth else []
+        return [(ord(text[depth]), 1.0, texts)] if len(text) > depth else []
     following = dict[str, list[Continuation]]()
     for one in texts:
         if len(one[0]) > depth:
             following.setdefault(one[0][depth], []).append(one)
     if len(following) == 1:
-        return [(token, 1.0, group) for token, group in following.items()]
+        return [(ord(token), 1.0, group) for token, group in following.items()]
     weights = {token: sum([weight for _, weight in group]) for token, group in following.items()}
     total = sum(weights.values())
     likeliest = sorted(weights, key=weights.__getitem__, reverse=True)[:_MOST_RANKS]
-    return [(token, weights[token] / total, following[token]) for token in likeliest]
+    return [(ord(token), weights[token] / total, following[token]) for token in likeliest]
 
 
-class TreeDrafter:
-    """A ``DraftSource`` whose proposals are trees, of a method's ``continuations``.
+class Proposals:
+    """The trees that were proposed last, to be measured once it is known what came.
 
     Args:
-        num_tokens: most nodes of a tree.
+        most: nodes of a tree.
         shape: the places of nodes; None: those that are expected most.
         least: chance to be right that a node must be expected to have.
     """
 
-    def __init__(self, num_tokens: int, shape: Shape | None, least: float) -> None:
-        self._most, self._shape, self._least, self._measured = num_tokens, shape, least, Measured()
+    def __init__(self, most: int, shape: Shape | None, least: float) -> None:
+        self._most, self._shape, self._least, self._measured = most, shape, least, Measured()
         self._last: dict[Request, tuple[int, DraftTree, list[float]]] = {}
+
+    def proposed(
+        self,
+        request: Request,
+        children_of: Callable[[Node, int], Iterable[tuple[int, float, Node]]],
+        root: Node,
+        most: int,
+    ) -> DraftTree:
+        """The tree of ``best_tree``."""
+        output = request.output_token_ids
+        if request in self._last:
+            start, tree, shares = self._last.pop(request)
+            self._measured.observe(tree, shares, output[start : start + self._most])
+        tree, shares = best_tree(children_of, root, most, self._measured, self._shape, self._least)
+        self._last[request] = len(output), tree, shares
+        return tree
+
+    def forget(self, request: Request) -> None:
+        self._last.pop(request, None)
+
+
+class TreeDrafter(Proposals):
+    """A ``DraftSource`` whose proposals are trees, of a method's ``continuations``."""
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[DraftTree]:
         """As ``DraftSource.propose``."""
         return [self._tree(request, count) for request, count in zip(requests, most, strict=True)]
-
-    def forget(self, request: Request) -> None:
-        self._last.pop(request, None)
 
     def continuations(self, request: Request, most: int) -> list[Continuation]:
         """What came after its last tokens before, up to ``most`` tokens each."""
         raise NotImplementedError
 
     def _tree(self, request: Request, most: int) -> DraftTree:
-        output = request.output_token_ids
-        if request in self._last:
-            start, tree, shares = self._last.pop(request)
-            self._measured.observe(tree, shares, output[start : start + self._most])
-        tree, shares = merged(self.continuations(request, most), most, self._measured, self._shape, self._least)
-        self._last[request] = len(output), tree, shares
-        return tree
+        return self.proposed(request, _children, self.continuations(request, most), most)
 
 
 class NgramTrees(TreeDrafter):
@@ -190,3 +220,56 @@ class SuffixTrees(SuffixDrafter, TreeDrafter):
                 length //= 2
                 after = places.find(last[:length]) if length else []
         return found
+
+
+class NetworkTrees(WorkerDrafts, Proposals):
+    """``WorkerDrafts`` whose proposals are trees, of what a network gives (``step/tree_drafting.py``)."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        WorkerDrafts.__init__(self, config.num_tokens, config.adaptive)
+        Proposals.__init__(self, config.num_tokens, config.tree_shape, 0.0 if config.tree_shape else _LEAST_OF_NETWORKS)
+        assert config.network_tree is not None
+        self._by_heads, self._ranks = config.method == "medusa", config.network_tree.ranks
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
+        """As ``DraftSource.propose``."""
+        found = list[Sequence[int]]()
+        for request, columns, count in zip(requests, self.newest(requests), most, strict=True):
+            if not columns:
+                found.append(())
+            elif self._by_heads:
+                heads: tuple[Sequence[int], int] = columns, self._ranks
+                found.append(self.proposed(request, _by_heads, heads, count))
+            else:
+                found.append(self.proposed(request, _by_nodes, (_families(columns), 0), count))
+        return found
+
+    def end(self, request: Request) -> None:
+        self.forget(request)
+        super().end(request)
+
+
+def _by_heads(heads: tuple[Sequence[int], int], depth: int) -> list[tuple[int, float, tuple[Sequence[int], int]]]:
+    """Any of a head's tokens may follow any of the head before it."""
+    (columns, ranks), half = heads, len(heads[0]) // 2
+    places = range(depth * ranks, min(half, (depth + 1) * ranks))
+    return [(columns[place], columns[half + place] / SHARE_UNIT, heads) for place in places if columns[half + place]]
+
+
+_Families = dict[int, list[tuple[int, float, int]]]  # of each parent: tokens, shares, numbers
+
+
+def _families(columns: Sequence[int]) -> _Families:
+    count = len(columns) // 3
+    found: _Families = {}
+    for number in range(count):
+        if columns[2 * count + number]:
+            family = found.setdefault(columns[count + number], [])
+            family.append((columns[number], columns[2 * count + number] / SHARE_UNIT, number + 1))
+    return found
+
+
+def _by_nodes(node: tuple[_Families, int], depth: int) -> list[tuple[int, float, tuple[_Families, int]]]:
+    """The tokens after a node that a network went on from."""
+    families, number = node
+    return [(token, share, (families, child)) for token, share, child in families.get(number, ())]

@@ -173,12 +173,24 @@ class Admission:
             )
         return self._adapters
 
-    def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> UserRequest:
+    def admit(
+        self,
+        request_id: str,
+        prepared: PreparedRequest,
+        priority: int,
+        order: int,
+        output_token_ids: Sequence[int] = (),
+    ) -> UserRequest:
         """The request with all its completions.
 
         Args:
             order: how many requests came before: it decides the random numbers where no seed is given.
+            output_token_ids: that are known already.
+
+        Raises:
+            ValueError: these do not leave a token to generate, or belong to more than one continuation.
         """
+        self._check_known(prepared, output_token_ids)
         prepared.is_used = True
         params, (text, token_ids, cache_salt) = prepared.params, prepared.prompt
         first_scored = None if params.prompt_logprobs is None else prepared.score_start or 1
@@ -204,12 +216,28 @@ class Admission:
                 num_scored=first_scored or 0,
                 waits_for_tokens=mask is not None and mask.needs_last_token,
                 keeps_blocks=is_first and params.n > 1,
+                output_token_ids=list(output_token_ids),
             )
             completions.append(Completion(index, request, output_text, mask))
         prompt_logprobs: list | None = None if first_scored is None else [None] * first_scored
         return UserRequest(
             request_id, text, list(token_ids), params, completions, prompt_logprobs, adapter=prepared.adapter
         )
+
+    def _check_known(self, prepared: PreparedRequest, output_token_ids: Sequence[int]) -> None:
+        """``ValueError``: an output cannot go on after these tokens."""
+        if not output_token_ids:
+            return
+        if prepared.params.n > 1 or prepared.score_start is not None:
+            raise ValueError(
+                f"output_token_ids must be empty with n above 1 and for scores, given n={prepared.params.n}"
+            )
+        check_token_ids("output_token_ids", output_token_ids, self._model_config.vocab_size)
+        most = prepared.max_num_tokens - len(prepared.prompt.token_ids) - 1
+        if len(output_token_ids) > most:
+            raise ValueError(f"output_token_ids must have at most {most} tokens, given {len(output_token_ids)}")
+        if not prepared.stop_token_ids.isdisjoint(output_token_ids):
+            raise ValueError("output_token_ids must have none that ends the output")
 
     def _adapter(self, lora_request: LoRARequest | None) -> HeldRequest | None:
         check_lora_request(lora_request)

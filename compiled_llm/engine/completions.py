@@ -38,7 +38,8 @@ class Completion:
         self.request = request
         self.text = text
         self.mask = mask
-        self.logprobs: list[Logprobs] | None = None if request.sampling_params.logprobs is None else []
+        known: list[Logprobs] = [{} for _ in request.output_token_ids]  # by the engine that began the output
+        self.logprobs: list[Logprobs] | None = None if request.sampling_params.logprobs is None else known
         self.cumulative_logprob = 0.0
         self.last_token_time: float | None = None
         self.num_read = 0

@@ -10,6 +10,7 @@ from compiled_llm.engine.completions import Completion, LogprobReader, UserReque
 from compiled_llm.engine.failures import is_out_of_memory
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.engine.step_logprobs import StepLogprobs
+from compiled_llm.engine.transfers import Transfers
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.roofline import windows_of
 from compiled_llm.report.step_log import StepLog
@@ -54,9 +55,11 @@ class EngineCore:
         tokenizer: Tokenizer | None,
         worker: Worker,
         drafter: DraftSource | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
+        self._transfers = transfers
         self.config, self.model_config, self.worker, self._drafter = config, model_config, worker, drafter
-        self.scheduler = _make_scheduler(config, worker.facts, self._drafter)
+        self.scheduler = self._new_scheduler()
         self.entries: dict[str, UserRequest] = {}
         self.updated: dict[str, None] = {}
         self.launched: deque[tuple[SchedulerOutput, Any]] = deque()
@@ -70,6 +73,12 @@ class EngineCore:
         self._most_launched = 2 if overlaps else config.pipeline_parallel_size
         reader = LogprobReader(tokenizer, config.max_logprobs)
         self._step_logprobs = StepLogprobs(reader, self._completions, self._beams)
+
+    def _new_scheduler(self) -> Scheduler:
+        scheduler = _make_scheduler(self.config, self.worker.facts, self._drafter)
+        if self._transfers is not None and scheduler.tiers is not None:
+            self._transfers.enter(scheduler.tiers)
+        return scheduler
 
     def add(self, entry: UserRequest) -> None:
         """Queue a request whose name is not in use."""
@@ -311,7 +320,7 @@ class EngineCore:
             group.failure = reason
         requests = [completion.request for _, completion in self._completions.values()]
         requests += [request for group in groups for request in group.requests]
-        broken, self.scheduler = self.scheduler, _make_scheduler(self.config, self.worker.facts, self._drafter)
+        broken, self.scheduler = self.scheduler, self._new_scheduler()
         self.scheduler.replace(broken, requests, reason)
         self._advanced = deque(requests)
 

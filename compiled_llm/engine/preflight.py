@@ -24,9 +24,12 @@ from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.draft_heads.family import prefix_of
 from compiled_llm.models.linears.published import rounds_activations
+from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of, with_stream
+from compiled_llm.models.sharding import Shard, rank_config
 from compiled_llm.models.weights import linear_layers
+from compiled_llm.ops import RankGroup
 from compiled_llm.step import kv_cache
 from compiled_llm.step.drafting import num_draft_layers
 from compiled_llm.text.tokenizer import Tokenizer
@@ -45,6 +48,7 @@ from compiled_llm.worker.memory import (
     total_bytes,
 )
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
+from compiled_llm.worker.rank_start import check_device
 
 _MIB = 2**20
 
@@ -80,7 +84,12 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     limits = EngineLimits.resolve(config, made.max_position_embeddings, STEP_DEFAULTS[device.type])
     if config.speculation is not None:
         limits = with_drafts(limits, config.speculation.num_tokens, config, made, device)
-    limits = with_state_slots(limits, config, made, dtype)
+    own, shard, num_ranks = made, None, config.tensor_parallel_size
+    if num_ranks > 1 or config.tensor_parallel_exact:
+        check_device(device)
+        shard = Shard(0, num_ranks, config.tensor_parallel_exact, config.enable_expert_parallel)
+        own = rank_config(made, shard)
+    limits = with_state_slots(limits, config, own, dtype)
     yield from _of_sampling(directory, limits)
 
     linears = linears_of(config, made, device, dtype)
@@ -89,11 +98,13 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     drafter = None if network is None else DraftPlan.of(network, limits.max_model_len, device, dtype)
     within = "" if drafter is None else prefix_of(drafter.model_config)
     served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
-    description = family_of(served).describe(served, dtype, linears)
+    taken = linears if shard is None else Sharding(linears, shard, RankGroup.alone())
+    of_each = f" of each of {num_ranks} ranks" if num_ranks > 1 else ""
+    description = family_of(served).describe(served, dtype, taken)
     weight_bytes = num_bytes(description.weights)
     kept = f", {described(json.loads(made.published), rounds_activations(linears))}" if made.published else ""
     kept += f", rounded to {config.quantization}" if config.quantization is not None else ""
-    yield "weights", f"{kv_cache.dtype_name(dtype)}{kept}: {weight_bytes / _MIB:,.1f} MiB in memory"
+    yield "weights", f"{kv_cache.dtype_name(dtype)}{kept}: {weight_bytes / _MIB:,.1f} MiB in memory{of_each}"
     if config.model is not None and not Path(config.model).expanduser().is_dir() and not _has_weights(directory):
         yield "files", "the weights were not downloaded from the hub, and their headers not read"
     elif config.load_format != "dummy":
@@ -121,14 +132,15 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
         )
     if num_layers := num_draft_layers(config.speculation, made):
         yield "drafts", f"by the first {num_layers} of {made.num_layers} layers, on the model's weights and KV cache"
-    sizes = PoolSizes.of(made, cache_dtypes, limits, dtype, 0 if drafter is None else drafter.token_bytes)
+    sizes = PoolSizes.of(own, cache_dtypes, limits, dtype, 0 if drafter is None else drafter.token_bytes)
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
-    yield "KV cache", f"{kv_cache.describe(made, cache_dtypes, dtype)}{state}"
+    yield "KV cache", f"{kv_cache.describe(own, cache_dtypes, dtype)}{state}{of_each}"
     yield "memory", _free(device)
-    how_much = description.weights, linears, config, served, directory, device, dtype
+    how_much = description.weights, taken, config, served, directory, device, dtype, num_ranks
     check_room_for_weights(*how_much, are_mapped=are_mapped)
-    activations = estimated_activations(made, limits, dtype, linears)
-    memory = StartMemory(config, limits, device, sizes, kv_cache.num_tensors(made, cache_dtypes), activations)
+    activations = estimated_activations(made, limits, dtype, taken)
+    num_tensors = kv_cache.num_tensors(own, cache_dtypes)
+    memory = StartMemory(config, limits, device, sizes, num_tensors, activations, num_ranks)
     mapped = num_bytes(tuple(linear_layers(description.weights))) if are_mapped else 0
     yield "room", _room(memory, limits, made, weight_bytes + draft_bytes, mapped)
 

@@ -16,6 +16,8 @@ _BYTES = {
     "host_loaded_bytes": "num_host_loads",
     "disk_written_bytes": "num_disk_writes",
     "disk_read_bytes": "num_disk_reads",
+    "peer_taken_bytes": "num_blocks_taken",
+    "peer_given_bytes": "num_blocks_given",
 }
 
 

@@ -1,9 +1,10 @@
 """StepEngine: requests are queued, served a step at a time, streamed and aborted. CompiledEngine is made of it."""
 
+import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,24 +23,25 @@ from compiled_llm.checkpoint.generation_config import (
     warn_of_unserved,
 )
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer, model_config, with_end_of_text
-from compiled_llm.drafting.methods import host_source
+from compiled_llm.drafting.methods import host_source, network_source
 from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
+from compiled_llm.engine.transfers import Transfers
 from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.parallel.rank_processes import RankProcesses
 from compiled_llm.parallel.stages import StageProcesses
 from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter, DraftSource, draft_length
-from compiled_llm.scheduling.request import Status
+from compiled_llm.scheduling.request import BlockSource, Status
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.worker_drafts import WorkerDrafts
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
+from compiled_llm.tiers.exchange import BlockExchange
 from compiled_llm.worker.runner import ModelRunner
 from compiled_llm.worker.worker_process import WorkerProcess
 
@@ -86,13 +88,18 @@ class StepEngine:
         if config.pipeline_parallel_size > 1:
             self.runner = StageProcesses(*of_all, progress, num_draft_tokens)
         elif config.tensor_parallel_size > 1:
-            self.runner = RankProcesses(*of_all, progress, num_draft_tokens)
+            self.runner = RankProcesses(*of_all, progress, num_draft_tokens, network)
         elif config.model_process:
             self.runner = WorkerProcess(*of_all, num_draft_tokens, network)
         else:
             self.runner = ModelRunner(*of_all, progress, num_draft_tokens, network)
         self._draft_source = self._source(drafter)
-        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, self._draft_source)
+        files = self.runner.files if isinstance(self.runner, ModelRunner) else None
+        exchange = None if files is None else files.folder
+        self._transfers = Transfers(config, exchange) if isinstance(exchange, BlockExchange) else None
+        self._core = EngineCore(
+            config, self.model_config, self.tokenizer, self.runner, self._draft_source, self._transfers
+        )
         self._closed = False
         self._own_process = OwnProcess()
         self._interrupts = Interrupts()
@@ -103,7 +110,7 @@ class StepEngine:
             self.runner.transforms,
             self.runner.limits,
             self.scheduler.request_capacity,
-            self.runner.adapters if isinstance(self.runner, ModelRunner) else None,
+            self.runner.adapters,
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._suggested_sampling = suggested_sampling(directory)
@@ -120,7 +127,7 @@ class StepEngine:
         """What drafts tokens, if anything does."""
         wanted = self.config.speculation
         if wanted is not None and wanted.method in NETWORK_METHODS:
-            return WorkerDrafts(wanted.num_tokens, wanted.adaptive)
+            return network_source(wanted)
         if wanted is not None:
             return host_source(wanted, self.model_config.vocab_size)
         return None if drafter is None else CheckedDrafter(drafter, self.model_config.vocab_size)
@@ -189,12 +196,18 @@ class StepEngine:
         priority: int = 0,
         *,
         lora_request: LoRARequest | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
         """Queue a request; ``step`` advances it.
 
         Args:
             prompt: as that of ``stream``, or what ``prepare`` made of it, the parameters and the adapter.
             lora_request: an adapter; None: the model as it is.
+            kv_transfer_params: vLLM's: ``do_remote_decode`` gives its KV blocks to whoever has what the last output has
+                as ``kv_transfer_params``; with that they are taken from there. For engines with a ``role``.
+            output_token_ids: of an output that another engine has begun, with the same seed: it goes on after them, and
+                the first output has them too. Not with ``n`` above 1. Their log-probabilities are left empty.
 
         Raises:
             ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
@@ -202,7 +215,65 @@ class StepEngine:
             ImportError: a package is missing that the parameters need.
             RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
-        self._add(request_id, prompt, sampling_params, priority, lora_request=lora_request)
+        source = self._source_of(kv_transfer_params)
+        gives = bool(kv_transfer_params and kv_transfer_params.get("do_remote_decode"))
+        try:
+            self._add(
+                request_id,
+                prompt,
+                sampling_params,
+                priority,
+                lora_request=lora_request,
+                transfer=(source, gives),
+                output_token_ids=output_token_ids,
+            )
+        except BaseException:
+            if source is not None and self._transfers is not None:
+                self._transfers.exchange.end(source)
+            raise
+
+    def check_transfer(self, params: Mapping[str, Any] | None) -> None:
+        """Raise what ``add_request`` raises for these ``kv_transfer_params``, and connect to the engine that they name.
+
+        Any thread may call it; it may wait.
+        """
+        self._source_of(params)
+
+    def hand_over(self, seconds: float) -> dict[str, tuple[list[int], dict[str, Any] | None]]:
+        """End all requests, streams left out, that have not ended, and lay their KV blocks ready for other engines.
+
+        Args:
+            seconds: that the blocks may take; those that are late are computed again.
+
+        Returns:
+            Of each request its output tokens (of its first continuation) and the ``kv_transfer_params`` with which
+            another engine goes on; None for one of which no block is ready.
+        """
+        with self._interrupts:
+            self._core.drain()
+            transfers, tiers, found = self._transfers, self.scheduler.tiers, {}
+            names = [one for one, entry in self._core.entries.items() if not entry.is_finished]
+            names = [one for one in names if one not in self._streams]
+            gives = transfers is not None and transfers.exchange.giver is not None
+            for name in names if gives else ():
+                request = self._core.entries[name].requests[0]
+                if request.num_published_blocks:
+                    transfers.give(name, request.block_digests[: request.num_published_blocks])
+            end = time.monotonic() + seconds
+            for name in names:
+                while gives and time.monotonic() < end and not transfers.may_end(name, tiers):
+                    self._core.move_blocks()
+                entry = self._core.entries[name]
+                tokens = list(entry.requests[0].output_token_ids)
+                self._core.abort(entry)
+                params = None if transfers is None else transfers.end(name, is_served=True)
+                found[name] = tokens, params
+        return found
+
+    def _source_of(self, params: Mapping[str, Any] | None) -> BlockSource | None:
+        if params is not None and self._transfers is None:
+            raise ValueError("kv_transfer_params must be None unless the engine has a role or a kv_transfer_address")
+        return None if self._transfers is None else self._transfers.check(params)
 
     def check_request(self, request_id: str, priority: int, preparing: Collection[str] = ()) -> None:
         """Raise what ``add_request`` raises whatever the prompt is. ``preparing``: ids that will be added before it."""
@@ -307,6 +378,8 @@ class StepEngine:
                 if entry is not None:
                     self._core.abort(entry)
                     self._streams.get(request_id, outputs).append(entry.output())
+                    if self._transfers is not None:
+                        self._transfers.end(request_id, is_served=False)
         return outputs
 
     def abort_waiting(self) -> list[str]:
@@ -415,13 +488,19 @@ class StepEngine:
         priority: int,
         output_kind: str | None = None,
         lora_request: LoRARequest | None = None,
+        transfer: tuple[BlockSource | None, bool] = (None, False),
+        output_token_ids: Sequence[int] = (),
     ) -> None:
         """``add_request``, with ``output_kind`` in the place of that of the parameters if it is given."""
         self.check_request(request_id, priority)
         prepared = self._admission.prepare(prompt, sampling_params, lora_request)
-        entry = self._admission.admit(request_id, prepared, priority, self._core.counts.num_requests)
+        order = self._core.counts.num_requests
+        entry = self._admission.admit(request_id, prepared, priority, order, output_token_ids)
         entry.output_kind = output_kind or prepared.params.output_kind
         with self._interrupts:
+            if self._transfers is not None:
+                digests = self.scheduler.prefix_cache.digests_below(entry.requests[0], 0)
+                self._transfers.begin(entry, digests, transfer[0], gives=transfer[1])
             self._core.add(entry)
 
     def _for_each(
@@ -460,6 +539,8 @@ class StepEngine:
         started = time.perf_counter()
         outputs = []
         for request_id in list(core.updated):
+            if not self._may_end(request_id):
+                continue
             output = self._next_output(request_id)
             del core.updated[request_id]
             if output is not None and request_id in self._streams:
@@ -478,7 +559,24 @@ class StepEngine:
         output = entry.output() if entry.output_kind != "final" or entry.is_finished else None
         if output is not None and output.finished:
             self._core.forget(entry)
+            if self._transfers is not None:
+                is_served = all(request.finish_reason not in ("abort", "error") for request in entry.requests)
+                params = self._transfers.end(request_id, is_served=is_served)
+                output = dataclasses.replace(output, kv_transfer_params=params)
         return output
+
+    def _may_end(self, request_id: str) -> bool:
+        """Whether nothing is left to do for a request that has ended: its blocks may be on their way to others."""
+        entry, transfers = self._core.entries.get(request_id), self._transfers
+        if transfers is None or entry is None or not entry.is_finished:
+            return True
+        tiers = self.scheduler.tiers
+        assert tiers is not None
+        while not transfers.may_end(request_id, tiers):
+            if self.scheduler.in_flight:
+                return False  # the steps of others move them
+            self._core.move_blocks()
+        return True
 
     def _abort_dropped_streams(self) -> None:
         """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""

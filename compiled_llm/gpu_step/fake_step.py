@@ -4,6 +4,7 @@ What the engine does at start and what is done here differ in the weights alone:
 describes. So a model of any size takes little memory.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable
@@ -23,8 +24,12 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import MixedLayers
 from compiled_llm.models.linears.adapted import Adaptable, Adapted, flags_on
 from compiled_llm.models.linears.dense import Dense, counters_on
+from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
+from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.models.sharding import Shard, rank_config
+from compiled_llm.ops import RankGroup
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized
 from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, keep_nothing, pretend_gpu
@@ -129,7 +134,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
 
 
 def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> TracedStep:
-    """A bucket's step for the GPU of ``pretend``, with its arguments.
+    """A bucket's step for the GPU of ``pretend``, with its arguments; of the first rank, if ``engine`` has several.
 
     Args:
         engine: its arguments, for ``device="cuda"``.
@@ -147,20 +152,24 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     bucket = buckets[bucket_name]
     # No position beyond max_model_len is ever asked for.
     config = dataclasses.replace(config, max_position_embeddings=limits.max_model_len)
+    size, is_exact = engine.tensor_parallel_size, engine.tensor_parallel_exact
+    shard = Shard(0, size, is_exact, engine.enable_expert_parallel) if size > 1 or is_exact else None
+    own = config if shard is None else rank_config(config, shard)
     windows, cache_dtypes = short_windows(config, limits.max_model_len), layer_dtypes(engine, dtype, config)
     use_device(DEVICE, cache_dtypes, config)
     check_cuda_graphs(engine.cuda_graphs, DEVICE)
     on_host = torch.device("cpu")
     buffers = StepBuffers(bucket, limits, on_host, windows, BlockTables(limits, on_host, len(windows)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    with mode if shard is None else contextlib.nullcontext():  # whose rows are numbers
         linears = linears_of(engine, config, DEVICE, dtype)
         if limits.max_loras and bucket.adapters is not False:
             linears = Adaptable(linears, limits.max_loras, engine.lora_rank, engine.lora_target_modules)
-        described = family_of(config).describe(config, dtype, linears).weights
-        weights, step_input, source = faked((described, buffers.step_input, buffers.feedback))
+        described = family_of(config).describe(config, dtype, linears if shard is None else shared(linears, shard))
+    with mode:
+        weights, step_input, source = faked((described.weights, buffers.step_input, buffers.feedback))
         places = dict.fromkeys(windows, _BLOCKS)
-        cache = allocate(config, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places, 1 + limits.num_state_slots)
+        cache = allocate(own, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places, 1 + limits.num_state_slots)
         feedback = Feedback(
             source,
             torch.empty(bucket.num_rows, dtype=torch.int64, device=DEVICE),
@@ -168,8 +177,13 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
         )
     for tensor in tensors_in((weights, step_input, feedback)):
         mark_static_address(tensor)
-    step = step_function(config, bucket.max_query_len, engine.exact, windows)
-    return TracedStep(bucket, config, dtype, step, (weights, step_input, cache, feedback), mode)
+    step = step_function(own, bucket.max_query_len, engine.exact, windows)
+    return TracedStep(bucket, own, dtype, step, (weights, step_input, cache, feedback), mode)
+
+
+def shared(linears: LinearKind, shard: Shard) -> LinearKind:
+    """Layers of a rank of several. What these exchange is described alone: no GPU has ops for it yet."""
+    return Sharding(linears, shard, RankGroup.of(shard.rank, shard.size, torch.zeros(0, dtype=torch.uint8)))
 
 
 def faked(tree: Any) -> Any:

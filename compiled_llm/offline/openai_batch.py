@@ -18,7 +18,7 @@ from compiled_llm.openai.requests import Kind, check_json, read_request
 OPENAI_KEYS = {"body", "url", "method"}  # any of them tells the format
 _URLS: Mapping[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 # Fields of a body that ask for what only a server does.
-_OF_A_SERVER = ("stream", "echo", "return_token_ids")
+_OF_A_SERVER = ("stream", "echo", "return_token_ids", "kv_transfer_params")
 
 
 def openai_fields(values: Mapping[str, Any]) -> dict[str, Any]:

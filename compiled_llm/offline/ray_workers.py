@@ -60,6 +60,13 @@ class RayCluster:
             for number, handler in handlers.items():  # Ray sets its own
                 signal.signal(number, handler)
 
+    @classmethod
+    def joined(cls) -> "RayCluster":
+        """The cluster that this process is connected to already; not to be closed."""
+        cluster = cls.__new__(cls)
+        cluster.ray = importlib.import_module("ray")
+        return cluster
+
     def device_type(self, device: str) -> str:
         """What an engine on ``device`` runs on: "cuda" or "cpu"; "auto" is a GPU if some machine has one.
 

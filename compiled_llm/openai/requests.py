@@ -38,6 +38,7 @@ class OpenAIRequest:
         include_usage: the last event of a stream counts tokens; ``continuous_usage``: every event does.
         echo: of a completion: its text begins with the prompt; ``only_echo``: and has no more (max_tokens is 0).
         return_token_ids: the answer has token ids beside the text.
+        kv_transfer_params: vLLM's: where KV blocks come from, or that they are to be taken.
     """
 
     kind: Literal["chat", "completion", "score"]
@@ -57,6 +58,7 @@ class OpenAIRequest:
     echo: bool = False
     only_echo: bool = False
     return_token_ids: bool = False
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 # Fields of either kind of body that are sampling parameters of the same name.
@@ -75,7 +77,10 @@ WITHOUT_EFFECT = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "request_id", "verbosity", "prediction"),
 )
-_SERVING = ("stream", "stream_options", "return_token_ids", "priority", "cache_salt", "logprobs", "best_of")
+_SERVING = (
+    *("stream", "stream_options", "return_token_ids", "priority", "cache_salt", "logprobs", "best_of"),
+    "kv_transfer_params",
+)
 # Fields of which only the default is served: the values that mean it.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -136,8 +141,16 @@ def read_request(kind: Kind, body: Mapping[str, Any]) -> OpenAIRequest:
         include_usage=flag(options, "include_usage") or flag(options, "continuous_usage_stats"),
         continuous_usage=flag(options, "continuous_usage_stats"),
         return_token_ids=flag(body, "return_token_ids"),
+        kv_transfer_params=_transfer(body),
         **{**own, "sampling": checked_sampling(sampling)},
     )
+
+
+def _transfer(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    params = body.get("kv_transfer_params")
+    if params is not None and not isinstance(params, Mapping):
+        raise ValueError(f"kv_transfer_params must be an object, given {shown(params)}")
+    return params
 
 
 def _completion_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:

@@ -7,15 +7,17 @@ of the others' are compared with them. A rank that ends, hangs or drifts apart e
 import contextlib
 import dataclasses
 import os
-import pickle
 import select
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from compiled_llm.adapters.host_adapters import HostAdapters, readable
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.draft_model import DraftCheckpoint
+from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.sharding import Shard
@@ -25,6 +27,7 @@ from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFailedError
 from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.memory import MemoryLedger
+from compiled_llm.worker.message import Message
 from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, map_memory
 from compiled_llm.worker.times import RunnerTimes
 from compiled_llm.worker.worker_process import COMPILED_AGAIN, UNCOMPILE, Answer, Failure, WorkerProcess, digest_of
@@ -33,6 +36,7 @@ PIECE_BYTES = 1 << 18  # that ranks exchange at once: few enough for a core's ow
 HANG_SECONDS = 60.0  # without a piece or a message of any rank, while a step runs
 FAILED_SECONDS = 5.0  # the same once a rank has failed in the step
 _LOOK_SECONDS = 0.5
+T = TypeVar("T")
 
 
 class RankProcesses(Worker):
@@ -44,6 +48,7 @@ class RankProcesses(Worker):
         ranks: the processes.
         facts, limits, device and so on: those of rank 0. weight_bytes, kv_cache_bytes, num_threads: of all ranks.
         profiler: none can look on.
+        adapters: those that this process has read. A rank gets an adapter whole before the step that it is needed in.
 
     Raises:
         ValueError: as ``ModelRunner``; or the ranks are not alike, with what differs.
@@ -52,6 +57,7 @@ class RankProcesses(Worker):
     """
 
     profiler: None = None
+    adapters: HostAdapters | None = None
     _alike: tuple[str, ...] = ("limits", "dtype", "cache_dtypes")  # in all processes, besides the blocks of pools
 
     def __init__(
@@ -61,6 +67,7 @@ class RankProcesses(Worker):
         directory: Path,
         progress: StartProgress,
         num_draft_tokens: int = 0,
+        drafter: DraftCheckpoint | None = None,
     ) -> None:
         size, cores = config.tensor_parallel_size, cores_of_ranks(config.tensor_parallel_size)
         if len({core for own in cores for core in own}) < size:
@@ -78,9 +85,13 @@ class RankProcesses(Worker):
             for rank, own in enumerate(cores):
                 shard = Shard(rank, size, config.tensor_parallel_exact, config.enable_expert_parallel)
                 start = RankStart(shard, Inherited(descriptor), tuple(own), f"rank {rank}")
-                of_all = quiet if rank else config, model_config, directory, num_draft_tokens, None, start
+                of_all = quiet if rank else config, model_config, directory, num_draft_tokens, drafter, start
                 self.ranks.append(WorkerProcess(*of_all))
             self._start()
+            if config.enable_lora:
+                self.adapters = readable(
+                    linears_of(config, model_config, self.device, self.dtype), config, model_config, self.dtype
+                )
         except BaseException:
             self._end(kill=True)
             raise
@@ -116,13 +127,22 @@ class RankProcesses(Worker):
     def launch(self, output: SchedulerOutput) -> int:
         """Send a step to all ranks. Its number, from 0, is what ``collect`` takes."""
         self._check()
-        content, step = pickle.dumps(output), 0
-        for number, process in enumerate(self.ranks):
-            try:
-                step = process.launch_pickled(content)
-            except RuntimeError:
-                self._end_of(number)
-        return step
+        if output.adapter_loads:
+            assert self.adapters is not None
+            loaded = [self.adapters.known(digest) for _, digest in output.adapter_loads]
+            self._send(loaded, WorkerProcess.send_message)
+        return self._send(output, WorkerProcess.launch_message)[0]
+
+    def _send(self, content: Any, how: Callable[[WorkerProcess, Message], T]) -> list[T]:
+        """To all ranks, packed once."""
+        with contextlib.closing(Message(content)) as message:
+            given = []
+            for number, process in enumerate(self.ranks):
+                try:
+                    given.append(how(process, message))
+                except RuntimeError:
+                    self._end_of(number)
+        return given
 
     def collect(self, step: int) -> StepResult:
         """Wait for a step of all ranks.

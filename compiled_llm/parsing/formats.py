@@ -209,6 +209,21 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": _THINK,
     "qwen3": _THINK,
 }
+# What vLLM and SGLang call formats that are the same -> the name here.
+CALL_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(("openai", "gpt-oss"), HARMONY),
+    **dict.fromkeys(("glm", "glm47"), "glm45"),
+    **dict.fromkeys(("granite4", "qwen", "qwen25", "qwen3_json"), "hermes"),
+    **dict.fromkeys(("llama3", "llama4_json"), "llama3_json"),
+    **dict.fromkeys(("llama4_pythonic", "olmo3"), "pythonic"),
+    **{"deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31"},
+    **{"phi4_mini_json": "phi4_mini", "qwen3_xml": "qwen3_coder"},
+}
+REASONING_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(("openai_gptoss", "gpt-oss"), HARMONY),
+    **dict.fromkeys(("deepseek-r1", "deepseek-v3", "deepseek_v3"), "deepseek_r1"),
+    **dict.fromkeys(("glm45", "glm47", "holo2", "olmo3", "qwen3-thinking"), "qwen3"),
+}
 
 
 def format_of(templates: Collection[str], formats: Mapping[str, CallFormat] | Mapping[str, ReasoningFormat]) -> str:

@@ -79,12 +79,15 @@ class Router:
 
         return min((replica for replica, load in loads.items() if load <= bound), key=rank)
 
+    def num_new(self, replica: Hashable, prompt: RoutedPrompt) -> int:
+        """How many tokens of a prompt ``replica`` would have to compute, as far as is known."""
+        return prompt.num_tokens - self._held[replica].blocks.num_first(prompt.digests) * self.block_size
+
     def send(self, replica: Hashable, prompt: RoutedPrompt) -> int:
         """A prompt goes to ``replica``. Returns how many of its tokens that has to compute, as far as is known."""
-        held = self._held[replica]
-        num_known = held.blocks.num_first(prompt.digests) * self.block_size
+        held, num_new = self._held[replica], self.num_new(replica, prompt)
         held.blocks.use(prompt.digests)
         held.adapters.use([prompt.adapter] if prompt.adapter else [])
         self._num_sent += 1
         held.last_sent = self._num_sent
-        return prompt.num_tokens - num_known
+        return num_new

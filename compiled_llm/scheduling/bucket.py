@@ -57,9 +57,9 @@ def buckets_of(limits: EngineLimits) -> list[Bucket]:
     """
     most, most_requests = 1 + limits.num_draft_tokens, limits.decode_bucket_sizes[-1]
     decode = [
-        Bucket("decode", size * length, size, 1 if length == 1 and not limits.mixes_lens else most, adapters)
+        Bucket("decode", tokens, size, 1 if tokens == size and not limits.mixes_lens else most, adapters)
         for size in limits.decode_bucket_sizes
-        for length in limits.draft_lens
+        for tokens in limits.decode_tokens(size)
         for adapters in ((False, True) if limits.splits_loras else (None,))
     ]
     return decode + [Bucket("tokens", size, most_requests) for size in limits.token_bucket_sizes]

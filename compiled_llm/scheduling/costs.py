@@ -1,49 +1,66 @@
 """StepCosts: measured seconds of what the scheduler may choose between. Plain Python."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 # A measurement moves its average by this share. One that differs by more than a factor of two counts as that factor, so
 # that one slow step cannot exclude a bucket for long.
 _WEIGHT = 0.1
 _MOST_CHANGE = 2.0
-# With each step in another bucket, an average moves back towards its start by this share: so a bucket that was slow for
-# a while, and is not used for that reason, is tried again later.
+# With each step in another bucket, an average moves back towards the least it has been by this share: so a bucket that
+# was slow for a while, and is not used for that reason, is tried again later.
 _FORGETTING = 0.005
+# The smallest bucket times this is always allowed: where a step reads all weights, more tokens take hardly longer.
+_HARDLY_LONGER = 1.5
 
 
 @dataclasses.dataclass
 class StepCosts:
-    """What was measured at the engine's start, and in each step since.
+    """What was measured at the engine's start, if anything was, and in each step since.
 
     Attributes:
-        bucket_seconds: of a step in each token bucket, by its size in tokens; a moving average from then on. Empty: not
-            measured.
+        bucket_seconds: of a step in each token bucket that was measured, by its size in tokens; moving averages.
         swap_seconds: of copying one block from the device to the host, or back. 0: not measured.
     """
 
     bucket_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
     swap_seconds: float = 0.0
-    _start_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._least_seconds = dict(self.bucket_seconds)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """A step in the token bucket of ``num_tokens`` took ``seconds``. Unknown buckets are ignored."""
-        if num_tokens not in self.bucket_seconds:
-            return
-        if not self._start_seconds:
-            self._start_seconds = dict(self.bucket_seconds)
-        for size, known in self.bucket_seconds.items():
-            if size == num_tokens:
-                self.bucket_seconds[size] = moved(known, seconds)
-            else:
-                self.bucket_seconds[size] = known + _FORGETTING * (self._start_seconds[size] - known)
+        """A step in the token bucket of ``num_tokens`` took ``seconds``.
 
-    def largest_within(self, seconds: float) -> int | None:
-        """The largest token bucket that takes at most ``seconds``; None when there is none."""
-        return max((size for size, taken in self.bucket_seconds.items() if taken <= seconds), default=None)
+        A step of twice the tokens takes twice as long at most. Averages of other buckets that contradict this one are
+        of another time, such as that before steps were compiled: they are moved as far as it says.
+        """
+        average = moved(self.bucket_seconds.get(num_tokens, seconds), seconds)
+        for size, known in self.bucket_seconds.items():
+            known += _FORGETTING * (self._least_seconds[size] - known)
+            bound = average * size / num_tokens
+            self.bucket_seconds[size] = max(known, bound) if size < num_tokens else min(known, bound)
+        self.bucket_seconds[num_tokens] = average
+        self._least_seconds[num_tokens] = min(average, self._least_seconds.get(num_tokens, average))
+
+    def expected(self, size: int) -> float:
+        """Seconds of a step in a token bucket, if it was not measured from smaller ones, else larger ones."""
+        shares = {known: taken * size / known for known, taken in self.bucket_seconds.items()}
+        at_most = [seconds for known, seconds in shares.items() if known <= size]
+        return min(at_most) if at_most else max(shares.values(), default=math.inf)
+
+    def largest_within(self, seconds: float, sizes: Sequence[int]) -> int:
+        """The largest of the token buckets ``sizes`` that takes at most ``seconds``, or hardly longer than the first.
+
+        The first, which is the smallest, where nothing was measured.
+        """
+        most = max(seconds, _HARDLY_LONGER * self.expected(sizes[0]))
+        return max((size for size in sizes if self.expected(size) <= most < math.inf), default=sizes[0])
 
     def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
         """Whether copying blocks out and back costs less than computing their tokens again, by the largest bucket."""
-        if not self.bucket_seconds:
+        if not self.bucket_seconds or not self.swap_seconds:
             return False
         size = max(self.bucket_seconds)
         return 2 * num_blocks * self.swap_seconds < num_tokens * self.bucket_seconds[size] / size

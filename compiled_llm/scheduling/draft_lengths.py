@@ -26,7 +26,7 @@ _FORGETTING, _OPTIMISM = 0.001, 0.8
 _FORGETTING_HOST = 0.05  # the same of the host's seconds, which single steps are far off
 _LOOKING = 0.003  # of the time of steps, that looking for drafts of no use may take
 _MOST_SKIPPED = 64  # steps
-_ORDERS = 4  # of lengths of proposals
+_ORDERS = 6  # of lengths of proposals
 _WEIGHT_OF_A_LOOK = 0.15  # in what looks are expected to save
 
 Seconds = Mapping[tuple[int, int], float]  # of steps in decode buckets, by (requests, tokens) of the bucket
@@ -105,7 +105,7 @@ class Acceptance:
 
 
 class Chances:
-    """How often drafts are right, by the order of a proposal's length: 1, 2 to 3, 4 to 7, or more drafts.
+    """How often drafts are right, by the order of a proposal's length: 1, 2 to 3, 4 to 7... drafts.
 
     ``others``: of all requests, which a request is taken to be like; None: these are all.
     """

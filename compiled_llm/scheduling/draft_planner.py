@@ -55,7 +55,7 @@ class DraftPlanner:
         self.costs = costs or DecodeCosts()
         self._adapts = source.adapts and bool(self.costs)
         self._sizes = {
-            size: [(size, size * length) for length in limits.draft_lens] for size in limits.decode_bucket_sizes
+            size: [(size, tokens) for tokens in limits.decode_tokens(size)] for size in limits.decode_bucket_sizes
         }
         self.running_set.counts.num_accepted_by_position = (0,) * limits.num_draft_tokens
         self._histories: dict[Request, History] = {}
@@ -89,7 +89,7 @@ class DraftPlanner:
         num_waiting = len(waiting) + self.running_set.prefix_cache.num_held_back
         none_comes_in = not num_waiting or len(running) >= limits.max_num_seqs
         if none_comes_in and all(request.num_tokens - request.num_computed_tokens == 1 for request in running):
-            return left, False
+            return min(left, limits.most_decode_tokens - len(running)), False
         rows = limits.decode_bucket_sizes[-1] - min(limits.max_num_seqs, len(running) + num_waiting)
         first = waiting.first()
         if limits.chunked_prefill or first is None:

@@ -18,7 +18,7 @@ class DraftSource(Protocol):
     What it gives changes the number of steps and never the tokens. What it raises ends all requests.
 
     Attributes:
-        num_tokens: most tokens of a proposal, 1 to 15. It must not change: the sizes of compiled steps depend on it.
+        num_tokens: most tokens of a proposal, 1 to 63. It must not change: the sizes of compiled steps depend on it.
         adapts: whether the scheduler asks for less, or not at all, where measured acceptance says that it does not pay.
     """
 
@@ -60,7 +60,7 @@ class Drafter(Protocol):
     accepts drafts as long as they are equal to these. What ``propose`` raises ends all requests.
 
     Attributes:
-        num_tokens: most tokens of a proposal, 1 to 15. It must not change: the sizes of compiled steps depend on it.
+        num_tokens: most tokens of a proposal, 1 to 63. It must not change: the sizes of compiled steps depend on it.
     """
 
     num_tokens: int

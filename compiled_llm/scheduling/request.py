@@ -24,6 +24,18 @@ class RequestId(NamedTuple):
         return f"{self.name} [{self.number}]" if self.number else self.name
 
 
+class BlockSource(NamedTuple):
+    """Another engine that has blocks of a request.
+
+    Attributes:
+        address: where it gives them, as ``kv_transfer_address``.
+        lease: what it calls the request: it keeps the blocks for that.
+    """
+
+    address: str
+    lease: bytes
+
+
 class Mask(Protocol):
     """Which tokens may come next in one generation."""
 
@@ -143,6 +155,7 @@ class Request:
         num_cached_tokens: prompt tokens found in the cache when it was first admitted; -1 before.
         num_lost_tokens: computed tokens that its last preemption threw away.
         num_unexplained_faults: how many steps failed that it was in, and of which no request was the cause.
+        source: another engine from which its first blocks are fetched when it is admitted; None: there is none.
     """
 
     request_id: RequestId
@@ -192,6 +205,7 @@ class Request:
     num_cached_tokens: int = -1
     num_lost_tokens: int = 0
     num_unexplained_faults: int = 0
+    source: BlockSource | None = None
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_swapped_tokens: int = 0

@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.api.sampling_params import SamplingParams
-from compiled_llm.scheduling.request import RequestId
+from compiled_llm.scheduling.request import BlockSource, RequestId
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,14 +68,15 @@ class FileOutput(NamedTuple):
     """What a step is to do with files of blocks, behind its copies; rows are host blocks, as those of swaps.
 
     Attributes:
-        reads: (digest, row): the file of a block is to be read into the row.
+        reads: (digest, row, source): the file of a block is to be read into the row, or the block to be fetched from
+            another engine.
         writes: (digest, row, windows): the row is to be written to a file, with the keys of the windows of these
             numbers.
         resets: whether all that is not done yet is to be dropped first, and waited for where that is not possible.
         wait_seconds: how long a step without requests waits until a file is read.
     """
 
-    reads: tuple[tuple[bytes, int], ...] = ()
+    reads: tuple[tuple[bytes, int, BlockSource | None], ...] = ()
     writes: tuple[tuple[bytes, int, tuple[int, ...]], ...] = ()
     resets: bool = False
     wait_seconds: float = 0.0

@@ -236,7 +236,7 @@ class StepPlanner:
             return self.limits.max_tokens_beside_decodes or budget
         sizes = self.limits.token_bucket_sizes
         # At least one token beside the decodes, so that prompts progress whatever the target is.
-        allowed = self.costs.largest_within(self.target_itl_ms / 1e3) or sizes[0]
+        allowed = self.costs.largest_within(self.target_itl_ms / 1e3, sizes)
         return min(budget, next((size for size in sizes if size >= allowed and size > num_decodes), budget))
 
     # -- Priorities

@@ -12,17 +12,19 @@ whatever becomes of the requests.
 """
 
 import dataclasses
+import itertools
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts, moved
-from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.request import BlockSource, Request
 from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutputBuilder
 from compiled_llm.scheduling.worker import FileResult
 
 _BYTES_A_SECOND = 200e6  # of reading files, until some were read: a slow disk's
+_PEER_WAIT = 2.0  # seconds without a block from another engine, after which what is left is computed
 _LATE = 4.0  # a file is late after so many times what the others took
 _MOST_IDLE_WAIT = 0.02  # seconds that a step without requests waits for a file: new requests wait as long
 
@@ -43,6 +45,10 @@ class TierCounts:
     num_disk_evictions: int = 0
     num_fetches_dearer: int = 0
     num_fetches_late: int = 0
+    peer_hit_tokens: int = 0
+    num_blocks_given: int = 0
+    num_blocks_taken: int = 0
+    num_takes_failed: int = 0
     tier_copy_seconds: float = 0.0
     tier_file_seconds: float = 0.0
     tier_idle_seconds: float = 0.0
@@ -58,7 +64,7 @@ class HostBlock:
         windows: numbers of the windows whose keys are there too.
         pins: copies and files in flight that use the row, and requests that wait for it.
         is_there: whether its keys are in the row, or will be before anything that a step does with them.
-        from_disk: whether they were read from a file.
+        source: where they were read from, until they are first used: "disk", "peer" (another engine) or "" (neither).
     """
 
     digest: bytes
@@ -66,7 +72,7 @@ class HostBlock:
     windows: frozenset[int] = frozenset()
     pins: int = 0
     is_there: bool = True
-    from_disk: bool = False
+    source: str = ""
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,6 +102,9 @@ class KVTiers:
     Attributes:
         counts: what was moved, and why not.
         least_wait: seconds after which a file may be late.
+        to_give: digests of blocks that other engines are to get as soon as they are published; None: all that are
+            published go to the disk.
+        on_taken: told of a request's source when it fetches no more from there.
         on_disk: digests of the blocks that are known to have a file.
     """
 
@@ -113,6 +122,8 @@ class KVTiers:
         self.pool, self.block_size = pool, block_size
         self.num_rows, self.has_disk = len(rows), on_disk is not None
         self.on_disk = set(on_disk or ())
+        self.to_give: Counter[bytes] | None = None
+        self.on_taken: Callable[[BlockSource], None] = _nothing
         self.counts = TierCounts()
         self._empty = list(reversed(rows))
         self._rows = frozenset(rows)
@@ -126,7 +137,7 @@ class KVTiers:
         self._unwritten: dict[bytes, HostBlock] = {}
         self._writing: dict[bytes, HostBlock] = {}
         self._reading: dict[bytes, HostBlock] = {}
-        self._to_read: list[HostBlock] = []
+        self._to_read: list[tuple[bytes, int, BlockSource | None]] = []
         self._waits: dict[Request, _Wait] = {}
         self._last_read = 0.0  # when a file was read last
         self._fetched: dict[Request, _Wait] = {}  # those that need not wait any more, until they are admitted
@@ -153,8 +164,25 @@ class KVTiers:
 
     def publish(self, block: int, digest: bytes) -> None:
         """``block`` can be found from now on: with a disk, it is to get there."""
-        if self.has_disk and digest not in self._blocks and digest not in self.on_disk:
+        wanted = self.has_disk if self.to_give is None else self.to_give[digest] > 0
+        if wanted and digest not in self._blocks and digest not in self.on_disk:
             self._unstored[digest] = block
+
+    def give(self, digests: Iterable[bytes]) -> int:
+        """Blocks of these digests are to be given to other engines. Returns how many are on their way."""
+        num_left = 0
+        for digest in digests:
+            held, block = self._blocks.get(digest), self.pool.lookup(digest)
+            if digest in self.on_disk:
+                continue
+            if held is not None and held.is_there:
+                num_left += 1
+                if digest not in self._writing and not any(held in step.stored for step in (*self._steps, self._step)):
+                    self._unwritten[digest] = held
+            elif block is not None:
+                num_left += 1
+                self._unstored[digest] = block
+        return num_left
 
     def _store_evicted(self, block: int) -> None:
         """A window is about to give the place of ``block`` away."""
@@ -237,11 +265,12 @@ class KVTiers:
         for digest in digests:
             held = self._blocks.get(digest)
             is_there = held is not None and held.is_there
-            if (held is None and digest not in self.on_disk) or (known and not is_there):
+            may_be_there = digest in self.on_disk or request.source is not None
+            if (held is None and not may_be_there) or (known and not is_there):
                 break
             away += not is_there
             chain.append(held or digest)
-        if away and self._pays(self._read_seconds * (away + len(self._reading)), away):
+        if away and (request.source or self._pays(self._read_seconds * (away + len(self._reading)), away)):
             if self._wait(request, chain):
                 return None
             away = 0  # there is no room
@@ -252,7 +281,7 @@ class KVTiers:
             if isinstance(one, bytes) or not one.is_there:
                 break
             found.append(one)
-        if found and not self._pays(self._copy_seconds * len(found), len(found)):
+        if found and not (request.source or self._pays(self._copy_seconds * len(found), len(found))):
             self.counts.num_fetches_dearer += len(found)
             return []
         return found
@@ -261,11 +290,13 @@ class KVTiers:
         """The next step copies these to the device. ``request``, which runs from now on, keeps no others pinned."""
         self.counts.num_host_loads += len(found)
         for held in reversed(found):
-            if held.from_disk:
+            if held.source == "disk":
                 self.counts.disk_hit_tokens += self.block_size
+            elif held.source == "peer":
+                self.counts.peer_hit_tokens += self.block_size
             else:
                 self.counts.host_hit_tokens += self.block_size
-            held.from_disk = False  # the next time it is found in host memory
+            held.source = ""  # the next time it is found in host memory
             self._pin_for_step(held)
             self._blocks.move_to_end(held.digest)
         self.forget(request)
@@ -285,7 +316,7 @@ class KVTiers:
             held.pins += 1  # before rows are taken
         taken, away = list[HostBlock](), 0
         for one in chain:
-            read = self._read(one) if isinstance(one, bytes) else one
+            read = self._read(one, request.source) if isinstance(one, bytes) else one
             if read is None:
                 break
             read.pins += isinstance(one, bytes)
@@ -302,14 +333,15 @@ class KVTiers:
         self._waits[request] = _Wait(taken, time.monotonic())
         return True
 
-    def _read(self, digest: bytes) -> HostBlock | None:
-        """Begin to read the file of a block. None: there is no row for it."""
+    def _read(self, digest: bytes, source: BlockSource | None) -> HostBlock | None:
+        """Begin to read the file of a block, or to fetch it from ``source``. None: there is no row for it."""
         row = self._take_row()
         if row is None:
             return None
-        held = self._blocks[digest] = HostBlock(digest, row, pins=1, is_there=False, from_disk=True)
+        kind = "peer" if source is not None and digest not in self.on_disk else "disk"
+        held = self._blocks[digest] = HostBlock(digest, row, pins=1, is_there=False, source=kind)
         self._reading[digest] = held
-        self._to_read.append(held)
+        self._to_read.append((digest, row, source if kind == "peer" else None))
         return held
 
     # -- Requests that wait
@@ -323,16 +355,18 @@ class KVTiers:
         for request, wait in list(self._waits.items()):
             left = sum(not held.is_there and held not in self._dropped for held in wait.blocks)
             is_over = not left
-            if is_over or now >= self._late_at(wait) or not self._pays(self._read_seconds * left, left):
+            is_dear = request.source is None and not self._pays(self._read_seconds * left, left)
+            if is_over or now >= self._late_at(request, wait) or is_dear:
                 self.counts.num_fetches_late += not is_over
                 self.counts.tier_wait_seconds += now - wait.began
                 self._fetched[request] = self._waits.pop(request)
                 ready.append(request)
         return ready
 
-    def _late_at(self, wait: _Wait) -> float:
-        """When ``wait`` ends, if no file is read until then."""
-        return max(wait.began, self._last_read) + max(self.least_wait, _LATE * self._read_seconds)
+    def _late_at(self, request: Request, wait: _Wait) -> float:
+        """When ``wait`` ends, if nothing is read until then."""
+        least = self.least_wait if request.source is None else _PEER_WAIT
+        return max(wait.began, self._last_read) + max(least, _LATE * self._read_seconds)
 
     def forget(self, request: Request) -> bool:
         """``request`` runs, or has ended: nothing is pinned for it. Returns whether it was held back."""
@@ -340,6 +374,9 @@ class KVTiers:
         wait = self._waits.pop(request, None) or self._fetched.pop(request, None)
         for held in wait.blocks if wait is not None else ():
             self._unpin(held)
+        if request.source is not None:
+            self.on_taken(request.source)
+            request.source = None
         return was_held_back
 
     # -- Steps
@@ -364,7 +401,7 @@ class KVTiers:
             self._writing[held.digest] = held
             held.pins += 1
         output.files = FileOutput(
-            tuple((held.digest, held.row) for held in self._to_read),
+            tuple(self._to_read),
             tuple((held.digest, held.row, tuple(sorted(held.windows))) for held in writes),
             self._resets_files,
         )
@@ -374,7 +411,7 @@ class KVTiers:
         """How long a step without requests may wait for files; 0: nobody waits for any."""
         if not self._waits:
             return 0.0
-        left = min(map(self._late_at, self._waits.values())) - time.monotonic()
+        left = min(itertools.starmap(self._late_at, self._waits.items())) - time.monotonic()
         return min(_MOST_IDLE_WAIT, max(left, 1e-4))
 
     @property
@@ -403,7 +440,8 @@ class KVTiers:
             self._unpin(held)
         if self.has_disk:
             for held in step.stored:
-                if held.digest not in self.on_disk and self._blocks.get(held.digest) is held:
+                wanted = self.to_give is None or self.to_give[held.digest] > 0
+                if wanted and held.digest not in self.on_disk and self._blocks.get(held.digest) is held:
                     self._unwritten[held.digest] = held
         if num_tokens:
             self._token_seconds = _averaged(self._token_seconds, seconds / num_tokens)
@@ -417,24 +455,30 @@ class KVTiers:
         for digest, is_written in result.written:
             held = self._writing.pop(digest)
             self._unpin(held)
-            self.counts.num_disk_writes += is_written
-            self.counts.num_disk_failures += not is_written
+            if self.to_give is None:
+                self.counts.num_disk_writes += is_written
+                self.counts.num_disk_failures += not is_written
+            else:
+                self.counts.num_blocks_given += is_written
             if is_written:
                 self.on_disk.add(digest)
         self.on_disk |= set(result.found)
         self.on_disk -= set(result.lost)
-        self.counts.num_disk_evictions += result.num_evicted
+        self.counts.num_disk_evictions += result.num_evicted if self.to_give is None else 0
         self.counts.tier_file_seconds += result.file_seconds
 
     def _end_read(self, digest: bytes, windows: tuple[int, ...] | None, seconds: float) -> None:
         held, self._last_read = self._reading.pop(digest), time.monotonic()
         self._read_seconds = _averaged(self._read_seconds, seconds)
+        is_peers = held.source == "peer"
         if windows is None:
-            self.counts.num_disk_failures += 1
+            self.counts.num_disk_failures += not is_peers
+            self.counts.num_takes_failed += is_peers
             self.on_disk.discard(digest)
             self._forget(held)
         else:
-            self.counts.num_disk_reads += 1
+            self.counts.num_disk_reads += not is_peers
+            self.counts.num_blocks_taken += is_peers
             held.is_there, held.windows = True, frozenset(windows)
         self._unpin(held)
 
@@ -466,12 +510,15 @@ class KVTiers:
     def forget_host(self) -> None:
         """Forget what host memory holds. Files stay: what they hold is right for whoever finds it."""
         self._unstored.clear()
+        if self.to_give is not None:
+            self.on_disk.clear()
         for held in list(self._blocks.values()):
             self._forget(held)
 
     def take_over(self, other: "KVTiers") -> None:
         """Take the place of ``other``, whose scheduler broke: what is on disk is known, what it moved is not."""
         self.on_disk, self.counts, self._resets_files = other.on_disk, other.counts, True
+        self.to_give, self.on_taken = other.to_give, other.on_taken
 
     def check_invariants(self) -> None:
         """Assert that no two blocks have a row, and that what is in flight is pinned."""
@@ -490,6 +537,10 @@ class KVTiers:
         assert all(self._blocks[digest].digest == digest for digest in self._blocks)
         assert all(one.pins for one in self._dropped), "a row is lost"
         assert all(one.is_there or one.digest in self._reading for one in self._blocks.values())
+
+
+def _nothing(source: BlockSource) -> None:
+    """Nobody is to be told."""
 
 
 def _averaged(average: float, value: float) -> float:

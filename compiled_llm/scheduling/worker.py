@@ -30,7 +30,7 @@ class WorkerFacts:
         num_state_slots: slots of layers with a state, numbered from 1; 0: there is no such layer.
         num_swap_slots: slots in host memory, numbered from 1.
         block_contents: what the content of a KV block depends on besides its tokens.
-        bucket_seconds: (tokens, seconds) of a step in each token bucket; empty where the scheduler has no use for it.
+        bucket_seconds: (tokens, seconds) of a step in token buckets; empty where they were not measured.
         decode_seconds: ((requests, tokens), seconds) of a greedy step in decode buckets; empty where the scheduler has
             no use for it.
         sampling_seconds: as ``decode_seconds``, that sampling a token in each row takes besides.

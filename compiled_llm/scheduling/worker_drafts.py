@@ -27,10 +27,14 @@ class WorkerDrafts:
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[Sequence[int]]:
         """As ``DraftSource.propose``. What was guessed before a request got other tokens, or was preempted, is lost."""
-        found: list[Sequence[int]] = []
-        for request, count in zip(requests, most, strict=True):
+        return [tokens[:count] for tokens, count in zip(self.newest(requests), most, strict=True)]
+
+    def newest(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+        """What came for each and still counts."""
+        found: list[tuple[int, ...]] = []
+        for request in requests:
             after, tokens = self._drafts.pop(request, (0, ()))
-            found.append(tokens[:count] if after == _num_known(request) else ())
+            found.append(tokens if after == _num_known(request) else ())
         return found
 
     def end(self, request: Request) -> None:

@@ -77,6 +77,8 @@ class OpenAIAnswer:
         async for output in self._outputs:
             prompt = self._take(output)
             extras |= self._of_the_prompt(prompt, is_first=True) if self._kind == "chat" else {}
+            if output.kv_transfer_params is not None:
+                extras["kv_transfer_params"] = output.kv_transfer_params
             for piece in output.pieces:
                 choices.append(self._choice(prompt, piece, "message"))
                 await asyncio.sleep(0)  # many continuations with log-probabilities take seconds; others go on meanwhile

@@ -20,6 +20,8 @@ from compiled_llm.server.messages import (
     Ask,
     DropAdapter,
     Failed,
+    HandedOver,
+    HandOver,
     Output,
     Outputs,
     ReadAdapter,
@@ -66,11 +68,11 @@ class EngineClient:
         num_running, num_waiting: requests in the engine, as it last said.
         ended: how the process has ended; None while it runs.
         on_output: gets each output of a request that has not ended.
-        on_end: gets its number and the ids of the requests that had not, when the process has ended.
+        on_end: gets its number, the ids of the requests that had not, and how, when the process has ended.
     """
 
     on_output: Callable[[Output], None]
-    on_end: Callable[[int, Sequence[str]], None]
+    on_end: Callable[[int, Sequence[str], str], None]
 
     def __init__(self, config: EngineConfig, place: Place = _ALONE) -> None:
         self.config, self.place = config, place
@@ -80,7 +82,7 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._unfinished: dict[str, None] = {}  # in the order in which they came
-        self._questions: dict[int, asyncio.Future[Answer]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}  # of ``Answer``, and of ``HandedOver``
         self._num_questions = 0
         self._heard_at = time.monotonic()
 
@@ -156,6 +158,10 @@ class EngineClient:
         if left and self.ended is None:
             self._write(Abort(left))
 
+    def forget(self, request_id: str) -> None:
+        """A request that the engine has handed over is another one's."""
+        self._unfinished.pop(request_id, None)
+
     async def stats(self) -> dict[str, Any]:
         """The engine's statistics, between two steps. ``EngineEndedError``: the process has ended."""
         return (await self._ask(Ask)).stats
@@ -188,7 +194,11 @@ class EngineClient:
         if self.ended is None:
             self._write(DropAdapter(adapter))
 
-    async def _ask(self, question: Callable[[int], Ask | ReadAdapter]) -> Answer:
+    async def hand_over(self, seconds: float) -> HandedOver:
+        """Have all requests end, to be served by others. ``EngineEndedError``: the process has ended."""
+        return await self._ask(lambda number: HandOver(number, seconds))
+
+    async def _ask(self, question: Callable[[int], Ask | ReadAdapter | HandOver]) -> Any:
         if self.ended is not None:
             raise EngineEndedError(self.ended)
         self._num_questions += 1
@@ -246,7 +256,7 @@ class EngineClient:
                     for output in message.outputs:
                         self._hand_out(output)
                 else:
-                    assert isinstance(message, Answer)
+                    assert isinstance(message, Answer | HandedOver)
                     question = self._questions.pop(message.number)
                     if not question.done():
                         question.set_result(message)
@@ -258,7 +268,7 @@ class EngineClient:
             self._questions.clear()
             self.num_running = self.num_waiting = 0
             lost, self._unfinished = list(self._unfinished), {}
-            self.on_end(self.place.number, lost)
+            self.on_end(self.place.number, lost, self.ended)
 
     def _hand_out(self, output: Output) -> None:
         if output.request_id not in self._unfinished:

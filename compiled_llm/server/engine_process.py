@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, redirect_stderr
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -39,6 +39,8 @@ from compiled_llm.server.messages import (
     DropAdapter,
     Failed,
     Generate,
+    HandedOver,
+    HandOver,
     LogprobRow,
     Output,
     Outputs,
@@ -53,6 +55,7 @@ from compiled_llm.server.messages import (
     encode,
 )
 from compiled_llm.system.child_process import Channel, own_channel
+from compiled_llm.system.process import UnwaitingStream
 from compiled_llm.system.resources import granted_cores
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, ScoredPrompt
 
@@ -71,7 +74,8 @@ class _Prepared(NamedTuple):
     request: PreparedRequest | Exception
 
 
-_Work = Generate | Abort | Ask | ReadAdapter | DropAdapter | _Prepared | Answer  # an answer is sent as it is
+# An answer is sent as it is.
+_Work = Generate | Abort | Ask | ReadAdapter | DropAdapter | HandOver | _Prepared | Answer
 _Command = _Work | None  # None: the server has gone
 
 
@@ -79,7 +83,8 @@ def main() -> int:
     """Returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the server too, which decides what they end
         signal.signal(number, signal.SIG_IGN)
-    return run(own_channel(), CompiledEngine.from_config)
+    with redirect_stderr(UnwaitingStream(sys.stderr)):
+        return run(own_channel(), CompiledEngine.from_config)
 
 
 def run(channel: Channel, make_engine: Callable[[EngineConfig], AbstractContextManager[CompiledEngine]]) -> int:
@@ -152,7 +157,7 @@ class EngineServer:
         """Until the server goes."""
         try:
             while True:
-                steps = self._engine.has_unfinished_requests()
+                steps = self._engine.has_unfinished_requests() or self._engine.move_blocks()
                 # Commands that come meanwhile wait for the next turn, so that they cannot keep steps from running.
                 for _ in range(max(self._commands.qsize(), 0 if steps else 1)):
                     command = self._commands.get()
@@ -181,6 +186,8 @@ class EngineServer:
             self._reading(command.adapter).add_done_callback(lambda read: self._commands.put(_answer(number, read)))
         elif isinstance(command, DropAdapter):
             self._engine.drop_adapter(_lora_request(command.adapter))
+        elif isinstance(command, HandOver):
+            self._hand_over(command)
         elif isinstance(command, Answer):
             self._send(command)
         else:
@@ -195,6 +202,15 @@ class EngineServer:
                 error = str(unfinished)
         self._send(Answer(question.number, _numbers(self._engine), error))
 
+    def _hand_over(self, asked: HandOver) -> None:
+        """Requests that are being prepared have no tokens and no blocks yet."""
+        found: dict[str, tuple[list[int], dict[str, Any] | None]] = dict.fromkeys(self._preparing, ([], None))
+        self._preparing.clear()
+        found |= self._engine.hand_over(asked.seconds)
+        for request_id in found:
+            self._ended.pop(request_id, None)
+        self._send(HandedOver(asked.number, found))
+
     def _prepare(self, asked: Generate) -> None:
         """What may take long is done in another thread."""
         self._preparing.add(asked.request_id)
@@ -203,7 +219,8 @@ class EngineServer:
         def prepare() -> None:
             self._commands.put(self._prepared(asked, reading))
 
-        if asked.sampling.get("structured_outputs") or asked.sampling.get("bad_words"):
+        takes = asked.kv_transfer_params is not None
+        if takes or asked.sampling.get("structured_outputs") or asked.sampling.get("bad_words"):
             reading.add_done_callback(lambda read: self._pool.submit(prepare))
         elif not reading.done():
             reading.add_done_callback(lambda read: prepare())
@@ -219,6 +236,7 @@ class EngineServer:
         if start is not None:
             prompt = ScoredPrompt(prompt, token_ids[start:])
         try:
+            self._engine.check_transfer(asked.kv_transfer_params)
             read = reading.result()
             return _Prepared(asked, self._engine.prepare(prompt, SamplingParams(**asked.sampling), lora_request=read))
         except Exception as error:
@@ -232,7 +250,13 @@ class EngineServer:
         try:
             if isinstance(request, Exception):
                 raise request
-            self._engine.add_request(asked.request_id, request, priority=asked.priority)
+            self._engine.add_request(
+                asked.request_id,
+                request,
+                priority=asked.priority,
+                kv_transfer_params=asked.kv_transfer_params,
+                output_token_ids=asked.output_token_ids,
+            )
             self._ended[asked.request_id] = set()
         except Exception as error:
             is_fault = not isinstance(error, ValueError | ImportError)
@@ -270,6 +294,7 @@ class EngineServer:
             output.num_cached_tokens,
             None if prompt_logprobs is None else [None if row is None else _row(row) for row in prompt_logprobs],
             _times(output.metrics) if output.finished else None,
+            kv_transfer_params=output.kv_transfer_params,
         )
 
     def _send_outputs(self, outputs: list[Output]) -> None:
@@ -315,7 +340,7 @@ def _numbers(engine: CompiledEngine) -> dict[str, Any]:
     """What ``Answer`` says."""
     compiled = [report.cache for report in engine.compile_report().reports if report.cache != "eager"]
     numbers = dataclasses.asdict(engine.stats())
-    numbers["external_hit_tokens"] = found = numbers["host_hit_tokens"] + numbers["disk_hit_tokens"]
+    numbers["external_hit_tokens"] = found = sum(numbers[f"{kind}_hit_tokens"] for kind in ("host", "disk", "peer"))
     numbers["external_queried_tokens"] = numbers["prefix_queried_tokens"] - numbers["prefix_hit_tokens"] + found
     numbers |= {"num_graphs": len(compiled), "num_pending_graphs": compiled.count("pending")}
     if (seconds := engine.limit_seconds()) is not None:

@@ -1,7 +1,7 @@
 """What passes between the server's process and the engine's: structs, in msgpack, one a frame of ``Channel``.
 
-    server -> engine    Start, Generate, Abort, Ask, ReadAdapter, DropAdapter
-    engine -> server    Started, or Failed; then Outputs, Answer
+    server -> engine    Start, Generate, Abort, Ask, ReadAdapter, DropAdapter, HandOver
+    engine -> server    Started, or Failed; then Outputs, Answer, HandedOver
 
 A message is an array that begins with its type's name, so it holds no code, and a field of another type is refused. The
 two sides compare ``VERSION`` in the first messages: they may come from different machines.
@@ -13,7 +13,7 @@ import msgspec
 
 from compiled_llm.text.tokenizer_parts import TokenizerParts
 
-VERSION = 4
+VERSION = 5
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -50,6 +50,8 @@ class Generate(Message, tag="generate"):
         sampling: arguments of ``SamplingParams``.
         scored_from: score the tokens from this index on, and generate none.
         adapter: None: the model as it is.
+        output_token_ids: of an output that another engine has begun; the pieces have them again.
+        kv_transfer_params: as those of ``CompiledEngine.add_request``.
     """
 
     request_id: str
@@ -59,6 +61,8 @@ class Generate(Message, tag="generate"):
     cache_salt: str = ""
     scored_from: int | None = None
     adapter: AdapterRef | None = None
+    output_token_ids: list[int] = []
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Abort(Message, tag="abort"):
@@ -89,6 +93,18 @@ class DropAdapter(Message, tag="drop adapter"):
     """Forget an adapter, but for the requests that have it."""
 
     adapter: AdapterRef
+
+
+class HandOver(Message, tag="hand over"):
+    """End all requests that have not ended, and lay their KV blocks ready for another engine. ``HandedOver`` answers.
+
+    Attributes:
+        number: of the question, which the answer repeats.
+        seconds: that the blocks may take.
+    """
+
+    number: int
+    seconds: float
 
 
 # -- To the server
@@ -164,6 +180,7 @@ class Output(msgspec.Struct, array_like=True):
         times: when it has ended.
         error: why it could not be taken in; ``is_fault``: by no fault of its own.
         engine: the number of the one that it comes from, as the server knows it.
+        kv_transfer_params: where its blocks are, when it has ended and they are to be taken.
     """
 
     request_id: str
@@ -174,6 +191,7 @@ class Output(msgspec.Struct, array_like=True):
     error: str | None = None
     is_fault: bool = False
     engine: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -208,8 +226,15 @@ class Answer(Message, tag="answer"):
     is_missing: bool = False
 
 
-ToEngine = Start | Generate | Abort | Ask | ReadAdapter | DropAdapter
-ToServer = Started | Failed | Outputs | Answer
+class HandedOver(Message, tag="handed over"):
+    """For each request that ``HandOver`` ended: its tokens so far, and where its blocks are (None: nowhere)."""
+
+    number: int
+    requests: dict[str, tuple[list[int], dict[str, Any] | None]]
+
+
+ToEngine = Start | Generate | Abort | Ask | ReadAdapter | DropAdapter | HandOver
+ToServer = Started | Failed | Outputs | Answer | HandedOver
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -35,7 +35,7 @@ _COUNTERS = {
     "vllm:prefix_cache_queries": ("Tokens that were looked for in the prefix cache", "prefix_queried_tokens"),
     "vllm:prefix_cache_hits": ("Tokens that were found there", "prefix_hit_tokens"),
     "vllm:external_prefix_cache_queries": ("Tokens that were looked for below it", "external_queried_tokens"),
-    "vllm:external_prefix_cache_hits": ("Tokens that host memory or files gave", "external_hit_tokens"),
+    "vllm:external_prefix_cache_hits": ("Tokens that host memory, files or other engines gave", "external_hit_tokens"),
     "compiled_llm:host_hit_tokens": ("Tokens that host memory gave", "host_hit_tokens"),
     "compiled_llm:disk_hit_tokens": ("Tokens that files gave", "disk_hit_tokens"),
     "compiled_llm:host_stored_bytes": ("Bytes of KV blocks copied to host memory", "host_stored_bytes"),
@@ -45,6 +45,10 @@ _COUNTERS = {
     "compiled_llm:disk_failures": ("Files of KV blocks that could not be used or written", "num_disk_failures"),
     "compiled_llm:fetches_dearer": ("Blocks computed since that was faster", "num_fetches_dearer"),
     "compiled_llm:fetches_late": ("Requests that waited too long for files", "num_fetches_late"),
+    "compiled_llm:peer_hit_tokens": ("Tokens whose KV blocks other engines gave", "peer_hit_tokens"),
+    "compiled_llm:peer_taken_bytes": ("Bytes of KV blocks taken from other engines", "peer_taken_bytes"),
+    "compiled_llm:peer_given_bytes": ("Bytes of KV blocks laid ready for other engines", "peer_given_bytes"),
+    "compiled_llm:takes_failed": ("KV blocks that other engines did not give", "num_takes_failed"),
     "compiled_llm:tier_file_seconds": ("Seconds of reading and writing files", "tier_file_seconds"),
     "compiled_llm:tier_idle_seconds": ("Seconds of it in which nothing ran", "tier_idle_seconds"),
     "vllm:num_preemptions": ("Preemptions", "num_preemptions"),
@@ -59,6 +63,13 @@ _COUNTERS = {
     # Only where the machine's limits are known. Divided, the share of them.
     "compiled_llm:limit_seconds": ("Seconds that steps would have taken at the machine's limits", "limit_seconds"),
     "compiled_llm:device_seconds": ("Seconds that they took on the device", "device_seconds"),
+}
+# What the server does with requests of several engines: counts of ``Replicas``.
+_OF_SERVER = {
+    "requests_served_again": "Requests that another engine served after theirs had ended",
+    "requests_handed_over": "Requests that went from a drained engine to others",
+    "prompts_apart": "Prompts that an engine of the role prefill computed",
+    "prompts_back": "Prompts that none of these computed in time",
 }
 
 
@@ -102,7 +113,7 @@ class Metrics:
             )
         }
         self._histogram = histogram
-        self.engines: list[_OfEngine] = []
+        self._engines: list[_OfEngine] = []
 
     def _labels(self, engine: int) -> dict[str, str]:
         return {"model_name": self._model, "engine": str(engine)}
@@ -114,15 +125,29 @@ class Metrics:
         self._generated = histogram("vllm:request_generation_tokens", "Tokens of an answer", sizes)
         self._max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a request", sizes)
         self._n = histogram("vllm:request_params_n", "n of a request", _N)
-        self.engines = [_OfEngine(self, self._labels(engine)) for engine in range(number_of)]
+        self.of_engine(number_of - 1)
+
+    def of_engine(self, number: int) -> "_OfEngine":
+        """Those of an engine. Before the first request of one they say 0."""
+        for new in range(len(self._engines), number + 1):
+            self._engines.append(_OfEngine(self, self._labels(new)))
+        return self._engines[number]
 
     def text(
-        self, stats: Sequence[Mapping[str, Any] | None], started: Started | None, num_served_again: int = 0
+        self,
+        stats: Sequence[Mapping[str, Any] | None],
+        started: Started | None,
+        counts: Mapping[str, int] | None = None,
     ) -> bytes:
-        """All of it, as Prometheus reads it. ``stats``: of each engine; None: it does not answer."""
+        """All of it, as Prometheus reads it.
+
+        Args:
+            stats: of each engine; None: it does not answer.
+            counts: of what the server did with requests, as ``Replicas.counts``; None: nothing.
+        """
         registry = CollectorRegistry()
         of_engines = [(tuple(self._labels(engine).values()), one) for engine, one in enumerate(stats)]
-        registry.register(_EngineCounts(of_engines, started, num_served_again))
+        registry.register(_EngineCounts(of_engines, started, counts or {}))
         return generate_latest(self._registry) + generate_latest(registry)
 
 
@@ -163,7 +188,7 @@ class RequestObserver:
 
     def take(self, output: Output) -> None:
         """An output came. Of several tokens at once, each took its share of the time."""
-        metrics, now = self._metrics.engines[output.engine], time.monotonic()
+        metrics, now = self._metrics.of_engine(output.engine), time.monotonic()
         for piece in output.pieces:
             num_tokens = len(piece.token_ids)
             self.num_tokens += num_tokens
@@ -208,23 +233,21 @@ class _EngineCounts:
         self,
         stats: Sequence[tuple[tuple[str, ...], Mapping[str, Any] | None]],
         started: Started | None,
-        num_served_again: int,
+        counts: Mapping[str, int],
     ) -> None:
         self._up = [(labels, float(one is not None)) for labels, one in stats]
         self._stats = [(labels, one) for labels, one in stats if one is not None]
-        self._started, self._num_served_again = started, num_served_again
+        self._started, self._counts = started, counts
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("compiled_llm:engine_up", "1: the engine answers; 0: it does not", labels=_LABELS)
-        again = CounterMetricFamily(
-            "compiled_llm:requests_served_again",
-            "Requests that another engine served after theirs had ended",
-            labels=_LABELS[:1],
-        )
-        again.add_metric(self._up[0][0][:1], self._num_served_again)
         for labels, value in self._up:
             up.add_metric(labels, value)
-        yield from (up, again)
+        yield up
+        for name, text in _OF_SERVER.items():
+            family = CounterMetricFamily(f"compiled_llm:{name}", text, labels=_LABELS[:1])
+            family.add_metric(self._up[0][0][:1], self._counts.get(name, 0))
+            yield family
         if self._started is None:
             return
         for name, (text, field) in _GAUGES.items():

@@ -119,6 +119,7 @@ _SCHEMAS: Mapping[str, Schema] = {
     "documents": _list(_OBJECT),
 }
 ABORT_FIELDS = ("request_id", "abort_all")
+DRAIN_FIELDS = ("engine", "grace_seconds")
 LOAD_FIELDS = ("lora_name", "lora_path", "load_inplace", "base_model_name")
 UNLOAD_FIELDS = ("lora_name", "lora_int_id")
 _NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
@@ -147,6 +148,7 @@ _BODIES: Mapping[str, tuple[Collection[str], Sequence[str], Mapping[str, Schema]
     "CountTokensRequest": (MESSAGE_FIELDS, ["messages"], _OF_MESSAGES),
     "ScoreRequest": (SCORE_FIELDS, ["prompt"], {"continuations": _SCHEMAS["prompt"]}),
     "AbortRequest": (ABORT_FIELDS, [], {"request_id": _TEXT, "abort_all": {"const": True}}),
+    "DrainRequest": (DRAIN_FIELDS, ["engine"], {"engine": _integer(0), "grace_seconds": {"type": "number"}}),
     "LoadAdapterRequest": (LOAD_FIELDS, ["lora_name", "lora_path"], _OF_ADAPTERS),
     "UnloadAdapterRequest": (UNLOAD_FIELDS, ["lora_name"], _OF_ADAPTERS),
     "TokenizeTextRequest": (TEXT_FIELDS, ["prompt"], {"prompt": _TEXT}),

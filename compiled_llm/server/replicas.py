@@ -1,29 +1,55 @@
 """Replicas: the engines of one server, each in a process of its own, as one. ``routing/`` chooses among them.
 
-A request whose engine dies is served again by another one, once at most, as long as nobody has read anything of its
-output. So a client gets each token once, and two engines at most die of a request that kills them. What is not seeded
-gets a seed here, so that it is the same tokens the second time.
+A request whose engine dies is served again by another one, once at most: two engines die of a request that kills them.
+What is not seeded gets a seed here, so that it is the same tokens the second time: a token follows from seed and
+position alone. So the second engine goes on after the tokens that are known here, or begins anew, and what the client
+has had already is left out: it gets each token once.
+
+With engines of the role "prefill" a long prompt goes to one of them first, and then to another one, which takes its KV
+blocks from there. Where that fails, or takes too long, the second one computes the prompt itself.
 """
 
 import asyncio
+import atexit
+import contextlib
 import dataclasses
 import itertools
 import os
+import secrets
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
-from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.config import KV_KEY_VARIABLE, EngineConfig
 from compiled_llm.api.sampling_params import derived_seed
 from compiled_llm.routing.router import RoutedPrompt, Router
 from compiled_llm.server.engine_client import EngineClient, Place
-from compiled_llm.server.messages import AdapterRef, Generate, Output, Started, encode
+from compiled_llm.server.messages import AdapterRef, Generate, Output, Piece, Started, encode
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.server.unread import EngineEndedError, RequestAbortedError, Unread
 from compiled_llm.system.child_process import framed
 from compiled_llm.system.resources import core_parts, granted_cores, threads_of
 
+_STATS_SECONDS = 2.0  # a step may take so long; then /metrics is without the engine's own counts
 _EXPECTED_TOKENS = 256  # of an output that may be longer, or as long as it likes
+_HOST_BYTES = 1 << 30  # by way of which blocks come and go, where nothing is given
+_HAND_OVER_SECONDS = 5.0  # beyond those for blocks, that an engine may take to answer
+# A prompt in an engine of the role "prefill".
+_PROMPT_ONLY = {"temperature": 0.0, "max_tokens": 1, "detokenize": False, "output_kind": "final"}
+
+
+@dataclasses.dataclass
+class _Had:
+    """What the client of a request had, or will read, of one continuation; and what of that is still to come again."""
+
+    num_tokens: int = 0
+    num_characters: int = 0
+    again_tokens: int = 0
+    again_characters: int = 0
+    has_ended: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,47 +57,140 @@ class _Request:
     """A request that has not ended.
 
     Attributes:
-        frame: itself, as a message; empty once it cannot be served again.
+        asked: itself.
         prompt: None where there is nothing to choose.
         unread: of its client.
         num_expected: tokens of its output, about.
         engine: the one that has it.
         num_left: tokens that this has still to compute for it, about.
+        token_ids: of its output that its client has had, or will read; where it has one continuation.
+        known_ids: these, or more of them, which an engine that goes on begins with.
+        had: by continuation.
+        late: while an engine of the role "prefill" has it: when that has taken too long.
+        is_second: the engine that had it before has died.
     """
 
-    frame: bytes
+    asked: Generate
     prompt: RoutedPrompt | None
     unread: Unread
     num_expected: int
     engine: int = 0
     num_left: int = 0
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    known_ids: list[int] = dataclasses.field(default_factory=list)
+    had: dict[int, _Had] = dataclasses.field(default_factory=dict)
+    late: asyncio.TimerHandle | None = None
+    has_prompt_logprobs: bool = False
     is_begun: bool = False
     is_second: bool = False
 
+    @property
+    def is_one(self) -> bool:
+        """Whether its output is one continuation, which another engine can go on with."""
+        return self.asked.scored_from is None and self.asked.sampling.get("n", 1) == 1
+
+    def frame(self, params: dict[str, Any] | None) -> bytes:
+        """As a message, which goes on after the tokens that are known. ``params``: where its blocks are."""
+        if not self.known_ids and params is None:
+            return framed(encode(self.asked))
+        more = {"output_token_ids": self.known_ids, "kv_transfer_params": params or self.asked.kv_transfer_params}
+        return framed(encode(msgspec.structs.replace(self.asked, **more)))
+
+    def prompt_frame(self) -> bytes:
+        """Its known tokens as a prompt, whose blocks another engine is to take."""
+        tokens = [*self.asked.prompt_token_ids, *self.known_ids]
+        more = {"prompt_token_ids": tokens, "sampling": _PROMPT_ONLY, "kv_transfer_params": {"do_remote_decode": True}}
+        return framed(encode(msgspec.structs.replace(self.asked, **more)))
+
+    def begin_again(self, token_ids: Sequence[int] = ()) -> None:
+        """Another engine has it from now on, which gives all of its output once more.
+
+        ``token_ids``: its output, as the engine knew it that had it before.
+        """
+        self.is_begun, self.known_ids = False, list(self.token_ids)
+        # Of tokens that nobody has had yet nothing else is known.
+        if self.is_one and self.asked.sampling.get("logprobs") is None and len(token_ids) > len(self.known_ids):
+            self.known_ids = list(token_ids)
+        for had in self.had.values():
+            had.again_tokens, had.again_characters = had.num_tokens, had.num_characters
+
+    def take(self, output: Output) -> Output:
+        """``output`` without what came before."""
+        pieces = []
+        for piece in output.pieces:
+            had = self.had.setdefault(piece.index, _Had())
+            if had.has_ended:
+                continue
+            if had.again_tokens or had.again_characters:
+                piece = _without_again(piece, had)
+                if not (piece.token_ids or piece.text or piece.finish_reason):
+                    continue
+            had.num_tokens += len(piece.token_ids)
+            had.num_characters += len(piece.text)
+            had.has_ended = piece.finish_reason is not None
+            if self.is_one:
+                self.token_ids += piece.token_ids
+            pieces.append(piece)
+        output.pieces = pieces
+        if output.prompt_logprobs is not None:
+            output.prompt_logprobs = None if self.has_prompt_logprobs else output.prompt_logprobs
+            self.has_prompt_logprobs = True
+        return output
+
+
+def _without_again(piece: Piece, had: _Had) -> Piece:
+    """What of a piece did not come before."""
+    tokens, characters = min(had.again_tokens, len(piece.token_ids)), min(had.again_characters, len(piece.text))
+    had.again_tokens, had.again_characters = had.again_tokens - tokens, had.again_characters - characters
+    logprobs = None if piece.logprobs is None else piece.logprobs[tokens:]
+    new = {"text": piece.text[characters:], "token_ids": piece.token_ids[tokens:], "logprobs": logprobs}
+    return msgspec.structs.replace(piece, **new)
+
 
 def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[EngineClient]:
-    """Clients for the engines of a server, each with its share of the cores. ``ValueError``: there are too few."""
-    count = settings.data_parallel_size
+    """Clients for the engines of a server, each with its share of the cores; those of the role "prefill" come last.
+
+    ``ValueError``: there are too few cores.
+    """
+    count_decode = settings.data_parallel_size
+    count = count_decode + settings.prefill_replicas
     if count == 1:
         return [EngineClient(config)]
+    if (settings.prefill_replicas or settings.allow_drain) and config.transfers:
+        raise ValueError(
+            "role must be 'both' and kv_transfer_address None with prefill_replicas and allow_drain, which set them "
+            f"for each engine, given {config.role!r} and {config.kv_transfer_address!r}"
+        )
     if config.device.startswith("cuda:"):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda' with data_parallel_size, given {config.device!r}")
     num_cores = len(os.sched_getaffinity(0))
     if count > num_cores:
-        raise ValueError(
-            f"data_parallel_size must be at most {num_cores}, the cores that this process may use, given {count}"
-        )
+        names = "data_parallel_size" + " and prefill_replicas together" * (settings.prefill_replicas > 0)
+        raise ValueError(f"{names} must be at most {num_cores}, the cores that this process may use, given {count}")
     if config.num_threads is None:  # the same number for all: code is compiled for one
         threads = threads_of(os.environ.get("OMP_NUM_THREADS", ""), max(1, granted_cores() // count))
         config = dataclasses.replace(config, num_threads=threads)
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [name.strip() for name in given.split(",")] if given else [str(index) for index in range(count)]
     clients = []
+    moves, secret, directory = settings.prefill_replicas > 0 or settings.allow_drain, {}, ""
+    if moves:
+        secret, directory = {KV_KEY_VARIABLE: secrets.token_hex(32)}, tempfile.mkdtemp(prefix="compiled-llm-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for number, cores in enumerate(core_parts(count)):
         own = config if number == 0 else dataclasses.replace(config, progress="off")
+        if settings.prefill_replicas or (moves and config.kv_host_bytes):
+            role: Any = "both" if not settings.prefill_replicas else "decode" if number < count_decode else "prefill"
+            host, address = config.kv_host_bytes or _HOST_BYTES, f"unix:{directory}/{number}"
+            own = dataclasses.replace(own, role=role, kv_transfer_address=address, kv_host_bytes=host)
         gpu = gpus[number] if number < len(gpus) else ""
-        clients.append(EngineClient(own, Place(number, count, cores, {"CUDA_VISIBLE_DEVICES": gpu})))
+        clients.append(EngineClient(own, Place(number, count, cores, {"CUDA_VISIBLE_DEVICES": gpu, **secret})))
     return clients
+
+
+def _may_be_apart(asked: Generate) -> bool:
+    """Whether another engine may compute the prompt: of no log-probability in it is asked."""
+    return asked.scored_from is None and not asked.kv_transfer_params and asked.sampling.get("prompt_logprobs") is None
 
 
 class Replicas:
@@ -80,15 +199,23 @@ class Replicas:
     Attributes:
         config: the engines' arguments.
         num_served_again: requests, after their engine had died.
+        num_prompts_apart: prompts that an engine of the role "prefill" computed; num_prompts_back: those that none did
+            in time.
+        num_handed_over: requests that went from one engine to another while they ran.
     """
 
     def __init__(self, clients: Sequence[EngineClient], settings: ServerSettings) -> None:
         self.clients, self.config, self._settings = tuple(clients), clients[0].config, settings
         self._requests: dict[str, _Request] = {}  # that have not ended
+        self._drained: set[int] = set()  # engines that get no requests
+        # Those that compute prompts for others, if there are others.
+        of_prefill = {client.place.number for client in clients if client.config.role == "prefill"}
+        self._prefill = of_prefill if len(of_prefill) < len(clients) else set()
         self._router: Router | None = None  # while there is nothing to choose
         self._loads = [0] * len(self.clients)
         self._numbers = itertools.count()
-        self.num_served_again = 0
+        self._serves_again = len(self.clients) > 1  # a request whose engine died, by another one
+        self.num_served_again = self.num_prompts_apart = self.num_prompts_back = self.num_handed_over = 0
         for client in self.clients:
             client.on_output, client.on_end = self._take, self._lose
 
@@ -132,6 +259,7 @@ class Replicas:
     async def restart(self, client: EngineClient) -> None:
         """Start one that has ended again, and wait until it serves. Errors as in ``EngineClient.ready``."""
         await client.restart()
+        self._drained.discard(client.place.number)
         self._add_to_router(client)
 
     async def read_adapter(self, adapter: AdapterRef) -> None:
@@ -147,7 +275,7 @@ class Replicas:
         """As ``EngineClient.reset_prefix_cache``, of all that serve."""
         for client in self._serving:
             self._add_to_router(client)
-        await self._all(EngineClient.reset_prefix_cache)
+        await self._all(lambda client: client.reset_prefix_cache())
 
     @property
     def _serving(self) -> list[EngineClient]:
@@ -160,7 +288,7 @@ class Replicas:
             if error is not None and not isinstance(error, EngineEndedError):
                 raise error
         if None not in answers:
-            raise EngineEndedError(self.ended or "the model is being loaded")
+            raise next(filter(None, answers), EngineEndedError(self.ended or "the model is being loaded"))
 
     async def close(self) -> None:
         """End the processes, whatever they do."""
@@ -182,6 +310,20 @@ class Replicas:
     def ended(self) -> str | None:
         """How the last one has ended; None while one runs."""
         return None if any(client.ended is None for client in self.clients) else self.clients[-1].ended
+
+    async def stats(self) -> list[dict[str, Any] | None]:
+        """The statistics of each engine; None: it does not answer."""
+        return await asyncio.gather(*map(_stats, self.clients))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was done with requests of several engines, by the names of metrics."""
+        return {
+            "requests_served_again": self.num_served_again,
+            "requests_handed_over": self.num_handed_over,
+            "prompts_apart": self.num_prompts_apart,
+            "prompts_back": self.num_prompts_back,
+        }
 
     def faults(self) -> list[str | None]:
         """Why each engine does not answer requests; None: it does."""
@@ -229,7 +371,6 @@ class Replicas:
                 self._send(request_id, request)
             while open_ids:
                 output = await unread.next()
-                made[output.request_id].frame = b""
                 if output.has_ended:
                     open_ids.remove(output.request_id)
                 yield output
@@ -238,35 +379,75 @@ class Replicas:
             self._forget(open_ids)
 
     def _made(self, request: Generate, unread: Unread) -> _Request:
-        n, most = request.sampling.get("n", 1), request.sampling.get("max_tokens")
-        expected = 0 if request.scored_from is not None else n * min(most or _EXPECTED_TOKENS, _EXPECTED_TOKENS)
-        if self._router is None:
-            return _Request(framed(encode(request)), None, unread, expected)
+        expected = num_expected_tokens(request)
+        if not self._serves_again:
+            return _Request(request, None, unread, expected)
         number = next(self._numbers)
         if request.sampling.get("seed") is None:  # as an engine alone has it
             seed = derived_seed(f"{self.config.seed}/{number}")
             request = msgspec.structs.replace(request, sampling={**request.sampling, "seed": seed})
+        if self._router is None:
+            return _Request(request, None, unread, expected)
         adapter = "" if request.adapter is None else request.adapter.path
         tokens, size = request.prompt_token_ids, self._router.block_size
-        return _Request(
-            framed(encode(request)), RoutedPrompt.of(tokens, size, adapter, request.cache_salt), unread, expected
-        )
+        return _Request(request, RoutedPrompt.of(tokens, size, adapter, request.cache_salt), unread, expected)
 
-    def _send(self, request_id: str, request: _Request) -> None:
-        """To the engine that is best for it. If none serves, it fails."""
-        serving = [client.place.number for client in self._serving]
-        working = [number for number in serving if self._fault(self.clients[number]) is None]
-        loads = {number: self._loads[number] for number in working or serving}
+    def _send(self, request_id: str, request: _Request, *, prefills: bool = True) -> None:
+        """To the engine that is best for it, or first to one of the role "prefill". If none serves, it fails."""
+        loads = self._of_role(prefill=False)
         if not loads:
             request.unread.fail(EngineEndedError(self.ended or "the model is being loaded"))
             return
+        engine = 0
+        if self._router is not None:
+            assert request.prompt is not None
+            engine = self._router.choose(request.prompt, loads)
+            of_prefill = self._of_role(prefill=True) if prefills else {}
+            num_new = self._router.num_new(engine, request.prompt) + len(request.known_ids)
+            if of_prefill and num_new >= self._settings.min_prefill_tokens and _may_be_apart(request.asked):
+                request.engine = min(of_prefill, key=of_prefill.__getitem__)
+                self._set_left(request, num_new)
+                seconds = self._settings.max_prefill_seconds
+                loop = asyncio.get_running_loop()
+                request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None)
+                self.clients[request.engine].send(request_id, request.prompt_frame())
+                return
+        self._send_to(engine, request_id, request, None)
+
+    def _of_role(self, *, prefill: bool) -> dict[int, int]:
+        """Engines that get requests, with what they have to do: those of the role "prefill", or the others.
+
+        While no other serves, those that hang or are drained.
+        """
+        of_role = [one for one in self._serving if (one.place.number in self._prefill) is prefill]
+        working = [one for one in of_role if self._fault(one) is None and one.place.number not in self._drained]
+        others = [] if prefill else of_role
+        return {one.place.number: self._loads[one.place.number] for one in working or others}
+
+    def _send_to(self, engine: int, request_id: str, request: _Request, params: dict[str, Any] | None) -> None:
+        """``params``: where blocks of it are."""
+        request.engine = engine
         num_tokens = 0
         if self._router is not None:
             assert request.prompt is not None
-            request.engine = self._router.choose(request.prompt, loads)
-            num_tokens = self._router.send(request.engine, request.prompt)
-        self._set_left(request, num_tokens + request.num_expected)
-        self.clients[request.engine].send(request_id, request.frame)
+            num_tokens = self._router.send(engine, request.prompt)
+        self._set_left(request, (0 if params else num_tokens) + request.num_expected)
+        self.clients[engine].send(request_id, request.frame(params))
+
+    def _end_prefill(self, request_id: str, request: _Request, params: dict[str, Any] | None) -> None:
+        """A prompt was computed, and its blocks are where ``params`` say; None: they are not, or too late."""
+        assert request.late is not None
+        request.late.cancel()
+        request.late = None
+        self._set_left(request, 0)
+        self.clients[request.engine].abort([request_id])  # if it has not ended
+        self.num_prompts_apart += params is not None
+        self.num_prompts_back += params is None
+        loads = self._of_role(prefill=False)
+        if params is None or not loads or request.prompt is None or self._router is None:
+            self._send(request_id, request, prefills=False)
+        else:
+            self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
 
     def _set_left(self, request: _Request, num_tokens: int) -> None:
         self._loads[request.engine] += num_tokens - request.num_left
@@ -279,12 +460,19 @@ class Replicas:
         }
         for request in left.values():
             self._set_left(request, 0)
+            if request.late is not None:
+                request.late.cancel()
         for client in self.clients if left else ():
             client.abort(left)
 
     def _take(self, output: Output) -> None:
         """An output came."""
         request = self._requests[output.request_id]
+        if request.late is not None:
+            if output.has_ended:
+                self._end_prefill(output.request_id, request, output.kv_transfer_params)
+            return
+        output = request.take(output)
         if output.has_ended:
             del self._requests[output.request_id]
             self._set_left(request, 0)
@@ -294,20 +482,75 @@ class Replicas:
             self._set_left(request, max(1, left - sum(len(piece.token_ids) for piece in output.pieces)))
         request.unread.put(output)
 
-    def _lose(self, engine: int, request_ids: Sequence[str]) -> None:
+    def _lose(self, engine: int, request_ids: Sequence[str], reason: str) -> None:
         """An engine has ended, with requests that had not."""
-        reason = self.clients[engine].ended
-        assert reason is not None
         for request_id in request_ids:
             request = self._requests[request_id]
             self._set_left(request, 0)
-            if not request.frame or request.is_second or self._router is None:
+            if request.late is not None:  # an engine of the role "prefill": nothing has come of it
+                self._end_prefill(request_id, request, None)
+                continue
+            if request.is_second or not self._serves_again:
                 request.unread.fail(EngineEndedError(reason))
                 continue
-            request.unread.drop(request_id)
-            request.is_begun, request.is_second = False, True
+            request.is_second = True
+            request.begin_again()
             self.num_served_again += 1
             self._send(request_id, request)
+
+    # -- Hand-over
+
+    async def drain(self, engine: int, seconds: float) -> int:
+        """No requests go to an engine any more, and those that it has go to others. Returns how many these are.
+
+        Blocks that it can lay ready within ``seconds`` are taken from it; other tokens are computed again. It serves
+        again after ``undrain``, or when it was restarted.
+
+        Raises:
+            ValueError: there is no such engine, or no other one serves.
+        """
+        if not 0 <= engine < len(self.clients):
+            raise ValueError(f"engine must be 0 to {len(self.clients) - 1}, given {engine}")
+        client = self.clients[engine]
+        others = [one for one in self._serving if one is not client and one.place.number not in self._prefill]
+        if engine not in self._prefill and all(one.place.number in self._drained for one in others):
+            raise ValueError(f"engine must not be the last one that serves requests, given {engine}")
+        self._drained.add(engine)
+        if not client.serves:
+            return 0
+        try:
+            asking = asyncio.wait_for(client.hand_over(seconds), seconds + _HAND_OVER_SECONDS)
+            handed = (await asking).requests
+        except TimeoutError:  # its requests are computed again elsewhere
+            handed = dict.fromkeys([one for one, found in self._requests.items() if found.engine == engine], ([], None))
+            client.abort(handed)
+        except EngineEndedError:
+            return 0  # ``_lose`` has sent them elsewhere
+        count = 0
+        for request_id, (tokens, params) in handed.items():
+            request = self._requests.get(request_id)
+            if request is None or request.engine != engine:
+                continue
+            client.forget(request_id)
+            count += 1
+            self._set_left(request, 0)
+            if request.late is not None:
+                self._end_prefill(request_id, request, None)
+                continue
+            request.begin_again(tokens)
+            loads = self._of_role(prefill=False)
+            assert request.prompt is not None
+            assert self._router is not None
+            if params is None or not loads:
+                self._send(request_id, request)
+            else:
+                self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
+        self.num_handed_over += count
+        return count
+
+    def undrain(self, engine: int) -> None:
+        """Requests go to an engine again."""
+        self._drained.discard(engine)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests, if they have not ended: they raise a ``RequestAbortedError``."""
@@ -324,3 +567,16 @@ class Replicas:
         """All requests raise an ``EngineEndedError`` with this reason, and the engines drop them."""
         for request in self._requests.values():
             request.unread.fail(EngineEndedError(reason))
+
+
+def num_expected_tokens(request: Generate) -> int:
+    """Of a request's output, about."""
+    n, most = request.sampling.get("n", 1), request.sampling.get("max_tokens")
+    return 0 if request.scored_from is not None else n * min(most or _EXPECTED_TOKENS, _EXPECTED_TOKENS)
+
+
+async def _stats(client: EngineClient) -> dict[str, Any] | None:
+    if client.serves:
+        with contextlib.suppress(EngineEndedError, TimeoutError):
+            return await asyncio.wait_for(client.stats(), _STATS_SECONDS)
+    return None

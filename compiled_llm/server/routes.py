@@ -1,7 +1,5 @@
 """The routes: FastAPI gets a request's body to the service, and its outputs into an answer."""
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +15,6 @@ from compiled_llm.server import schemas
 from compiled_llm.server.adapter_routes import add_adapters
 from compiled_llm.server.answering import FAULT, answered, read_body
 from compiled_llm.server.answers import OpenAIAnswer
-from compiled_llm.server.engine_client import EngineClient
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import (
     GONE_STATUS,
@@ -37,9 +34,6 @@ from compiled_llm.server.scores import ScoreAnswer, read_score
 from compiled_llm.server.server_routes import add_server
 from compiled_llm.server.service import Served, Service
 from compiled_llm.server.tokens import text_of, tokens_of
-from compiled_llm.server.unread import EngineEndedError
-
-_STATS_SECONDS = 2.0  # a step may take so long; then /metrics is without the engine's own counts
 
 
 def make_app(service: Service) -> Any:
@@ -207,14 +201,5 @@ def _add_states(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """For Prometheus."""
         client = service.client
-        found = await asyncio.gather(*map(_stats, client.clients))
-        text = service.metrics.text(found, client.started, client.num_served_again)
+        text = service.metrics.text(await client.stats(), client.started, client.counts)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
-
-
-async def _stats(client: EngineClient) -> dict[str, Any] | None:
-    """None: the engine does not answer."""
-    if client.serves:
-        with contextlib.suppress(EngineEndedError, TimeoutError):
-            return await asyncio.wait_for(client.stats(), _STATS_SECONDS)
-    return None

@@ -77,6 +77,7 @@ class Completion(Described):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class CompletionChunk(Described):
@@ -143,6 +144,7 @@ class ChatCompletion(Described):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Described):
@@ -307,3 +309,7 @@ class Reset(Described):
 
 class Aborted(Described):
     aborted: int
+
+
+class Drained(Described):
+    moved: int

@@ -205,7 +205,14 @@ class Service:
         ]
         requests = [
             Generate(
-                one.request_id, one.token_ids, sampling, asked.priority, asked.cache_salt, one.scored_from, adapter
+                one.request_id,
+                one.token_ids,
+                sampling,
+                asked.priority,
+                asked.cache_salt,
+                one.scored_from,
+                adapter,
+                kv_transfer_params=None if asked.kv_transfer_params is None else dict(asked.kv_transfer_params),
             )
             for one in prompts
         ]

@@ -3,11 +3,19 @@
 import dataclasses
 import os
 import ssl
+from collections.abc import Iterable, Mapping
 
 from compiled_llm.api.argument_checks import check_fields, names
 from compiled_llm.api.lora_request import read_lora_modules
-from compiled_llm.api.names import refuse_unknown_names
-from compiled_llm.parsing.formats import AUTO, CALL_FORMATS, NONE, REASONING_FORMATS
+from compiled_llm.api.names import did_you_mean, refuse_unknown_names
+from compiled_llm.parsing.formats import (
+    AUTO,
+    CALL_ALIASES,
+    CALL_FORMATS,
+    NONE,
+    REASONING_ALIASES,
+    REASONING_FORMATS,
+)
 
 DEMO_NAME = "compiled-llm-demo"
 
@@ -22,6 +30,7 @@ class ServerSettings:
         port: 0 takes a free one.
         served_model_name: what clients call the model, and answers name; given several times, each is a name of it.
         tool_call_parser: how the model writes tool calls; auto: as its chat template tells; none: tools are refused.
+            Names of vLLM and SGLang for the same formats are names of them, too.
         reasoning_parser: how the model writes its reasoning; auto: as its chat template tells; none: it is content.
         lora_modules: adapters that are served from the start, each NAME=PATH; clients give NAME as their model. Also
             {"name": NAME, "path": PATH, "base_model_name": NAME of the model}. Needs --enable-lora.
@@ -29,6 +38,10 @@ class ServerSettings:
             directories of this machine that are read. Needs --enable-lora.
         data_parallel_size: engines that serve the model side by side, each in a process of its own, with its share of a
             CPU's cores and memory or a GPU of its own. A prompt goes to the one that holds the longest part of it.
+        prefill_replicas: further engines, which compute prompts alone: the others take the KV blocks from them, so that
+            long prompts do not hold up who is being answered. See docs/roles.md.
+        min_prefill_tokens: of a prompt, not known to the engine that is to answer, from which on it goes there.
+        max_prefill_seconds: after which a prompt is computed where it is answered instead.
         max_load_difference: tokens that an engine may have to compute still, above the least busy one's, and get a
             prompt that it holds a part of. Of each output 256 count at most.
         api_key: a request needs one of these, as a bearer token or in the header x-api-key; none: all are answered.
@@ -49,6 +62,8 @@ class ServerSettings:
         keep_alive_seconds: without an event, after which a stream has a comment, lest a proxy takes it for dead; 0:
             never.
         drain_seconds: for answers that are under way when the server is told to end.
+        allow_drain: there are also /drain and /undrain, with which a client moves the requests of one engine to others;
+            KV blocks go along if the engines have kv_host_bytes. Needs several engines.
         dev: there are also /reset_prefix_cache and /abort, with which a client changes what others get.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
         restart_engine: start an engine again when its process has ended, 5 times within 10 minutes at most; without
@@ -65,6 +80,9 @@ class ServerSettings:
     lora_modules: tuple[str, ...] = ()
     allow_lora_updates: bool = False
     data_parallel_size: int = 1
+    prefill_replicas: int = 0
+    min_prefill_tokens: int = 256
+    max_prefill_seconds: float = 60.0
     max_load_difference: int = 4096
     api_key: tuple[str, ...] = ()
     ssl_certfile: str = ""
@@ -81,6 +99,7 @@ class ServerSettings:
     stored_seconds: float = 3600.0
     keep_alive_seconds: float = 15.0
     drain_seconds: float = 30.0
+    allow_drain: bool = False
     dev: bool = False
     stall_seconds: float = 120.0
     restart_engine: bool = False
@@ -91,12 +110,17 @@ class ServerSettings:
         for name in ("served_model_name", "lora_modules", "api_key", "cors_origin"):
             object.__setattr__(self, name, names(name, getattr(self, name)))
         read_lora_modules(self.lora_modules)
-        for name, formats in (("tool_call_parser", CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
-            allowed = (AUTO, NONE, *formats)
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, given {getattr(self, name)!r:.100}")
+        self._check_parser("tool_call_parser", CALL_FORMATS, CALL_ALIASES)
+        self._check_parser("reasoning_parser", REASONING_FORMATS, REASONING_ALIASES)
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host must be an address or a name of this machine, given {self.host!r}")
+
+    def _check_parser(self, name: str, formats: Iterable[str], aliases: Mapping[str, str]) -> None:
+        given, allowed = str(getattr(self, name)), (AUTO, NONE, *formats)
+        if given not in (*allowed, *aliases):
+            hint = did_you_mean(given, (*allowed, *aliases))
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, given {given!r:.100}{hint and ': ' + hint}")
+        object.__setattr__(self, name, aliases.get(given, given))
 
     def tls(self) -> ssl.SSLContext | None:
         """For connections; None without a certificate. ``ValueError``: the files are no certificate and its key."""
@@ -127,6 +151,8 @@ class ServerSettings:
 _INTEGERS = {
     "port": (0, 65535),
     "data_parallel_size": (1, 1024),
+    "prefill_replicas": (0, 1023),
+    "min_prefill_tokens": (1, 2**31 - 1),
     "max_load_difference": (0, 2**31 - 1),
     "max_body_bytes": (1024, 2**31 - 1),
     "max_header_bytes": (1024, 2**24),
@@ -136,6 +162,7 @@ _INTEGERS = {
     "max_stored_bytes": (0, 2**40),
 }
 _NUMBERS = {
+    "max_prefill_seconds": (0.1, 10**6),
     "max_request_seconds": (0.1, 10**6),
     "client_seconds": (0.1, 10**6),
     "stored_seconds": (0.0, 10**6),

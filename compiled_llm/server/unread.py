@@ -59,6 +59,7 @@ def _joined(earlier: Output, later: Output) -> Output:
         later.error,
         later.is_fault,
         later.engine,
+        later.kv_transfer_params,
     )
 
 

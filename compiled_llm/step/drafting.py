@@ -42,6 +42,9 @@ class DraftInput(NamedTuple):
     sampling: SamplingInput  # [R] each; its position is not read
     token_row: Tensor | None = None  # [R] int32, the row of the step's tokens that the first row of logits is of
     row_numbers: Tensor | None = None  # [R * (K + 1)] int32: 0, 1 and so on, where a network has so many rows at first
+    parents: Tensor | None = (
+        None  # [R, K + 1] int32, where drafts may be a tree: of each row that before it on its path
+    )
     window_tables: tuple[Tensor, ...] = ()  # as ``block_table``, of each window: of the model's own first layers alone
 
 

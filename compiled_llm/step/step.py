@@ -15,6 +15,7 @@ from compiled_llm.models.draft_heads.taps import Taps
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, make_plans, with_plans, with_window_tables
 from compiled_llm.models.linears.adapted import with_slots, with_slots_of_head
+from compiled_llm.models.linears.sharded import OwnLogits, shared_head
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.models.stages import is_first, is_last, with_stream
 from compiled_llm.ops import keep_greedy_tokens, keep_rows
@@ -41,6 +42,8 @@ def step_function(
     taps: tuple[int, ...] = (),
 ) -> Any:
     """The step of one bucket: a pure function (weights, step input, KV cache, feedback) -> logits [R, V].
+
+    Of several ranks each gives the logits of its own tokens; see ``shared_head``.
 
     It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
     ``feedback.hidden``. A stage begins with what the one before it has left in ``feedback.hidden``; another than the
@@ -75,8 +78,13 @@ def step_function(
         if not is_last(model_config):
             return hidden
         rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
+        shared = shared_head(of_head)
+        if shared is not None:
+            of_head = of_head._replace(head=OwnLogits(shared))
         logits = head(of_head, rows, model_config)
         keep_greedy_tokens(logits, feedback.last_tokens)
+        if shared is not None:
+            shared.join_greedy(logits, _of_rows(feedback.last_tokens, logits))
         return logits
 
     return step

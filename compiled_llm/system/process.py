@@ -1,9 +1,11 @@
-"""This process: signals that stop it, and output streams that fail."""
+"""This process: signals that stop it, and output streams that fail or that nobody reads."""
 
 import contextlib
 import io
 import os
+import select
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, TextIO
@@ -94,3 +96,49 @@ class GuardedStream:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
+
+
+class UnwaitingStream(GuardedStream):
+    """A log whose writes do not wait for a reader: what a pipe or a terminal has no room for is dropped.
+
+    How many lines that were is said before the next one that finds room. A stream without a descriptor is only guarded.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__(stream)
+        self._text, self._num_dropped, self._lock = "", 0, threading.RLock()
+        self._descriptor: int | None = None
+        self._poll = select.poll()
+        with contextlib.suppress(OSError):
+            self._descriptor = self._stream.fileno()
+            self._poll.register(self._descriptor, select.POLLOUT)
+
+    def write(self, text: str) -> int:
+        if self._descriptor is None:
+            return super().write(text)
+        with self._lock:
+            self._text += text
+            if "\n" in text:
+                self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        super().flush()
+        with self._lock:
+            text, self._text = self._text, ""
+            if text and self._num_dropped and self._poll.poll(0):
+                text = f"{self._num_dropped} lines of this log are missing: nobody read it\n{text}"
+                self._num_dropped = 0
+            data = text.encode(errors="backslashreplace")
+            for start in range(0, len(data), select.PIPE_BUF):  # a pipe that has room takes so many bytes
+                if not self._poll.poll(0):
+                    self._num_dropped += data.count(b"\n", start)
+                    return
+                self._send(data[start : start + select.PIPE_BUF])
+
+    def _send(self, data: bytes) -> None:
+        assert self._descriptor is not None
+        try:
+            os.write(self._descriptor, data)
+        except OSError as error:
+            self._drop(error)

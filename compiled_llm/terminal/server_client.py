@@ -40,6 +40,11 @@ class ServerClient:
             except (ValueError, KeyError, TypeError) as error:
                 raise OSError(f"{self.url}/v1/models is no list of models: {error}") from error
 
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What it answers to a body. Errors as ``stream``."""
+        with self._answer("POST", path, json.dumps(body).encode()) as answer:
+            return dict(json.load(answer))
+
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer. To close it ends the request.
 

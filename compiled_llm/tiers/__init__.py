@@ -1,1 +1,1 @@
-"""tiers: files of KV blocks, and the thread that reads and writes them. No torch."""
+"""tiers: files of KV blocks, blocks of other engines, and the thread that moves them. No torch."""

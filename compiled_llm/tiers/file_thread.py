@@ -1,16 +1,62 @@
-"""FileThread: reads and writes files of blocks beside the steps; the rows of host memory are the worker's."""
+"""FileThread: moves blocks beside the steps, from and to files or other engines; rows of host memory are the worker's.
+
+``BlockStore`` is what it moves them from and to.
+"""
 
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
 
+from compiled_llm.scheduling.request import BlockSource
 from compiled_llm.scheduling.scheduler_output import FileOutput
 from compiled_llm.scheduling.worker import FileResult
-from compiled_llm.tiers.folder import BlockFolder
 
 _SCAN_SECONDS = 30.0  # between two looks at what other engines have written
+_MOST_READS = 16  # blocks that are asked for at once
+
+_Read = tuple[bytes, int, BlockSource | None, Callable[[], object]]
+
+
+class Room(NamedTuple):
+    """Memory for a block of this digest: of layers without a window, and of those with each."""
+
+    digest: bytes
+    own: memoryview
+    of_windows: Sequence[memoryview]
+
+
+class BlockStore(Protocol):
+    """A place of blocks below host memory: ``BlockFolder``, or other engines (``BlockExchange``). Calls may wait.
+
+    Attributes:
+        key: SHA-256 of all that a block's bytes depend on besides its digest.
+        known: digests of the blocks that are there.
+    """
+
+    key: bytes
+
+    @property
+    def known(self) -> Collection[bytes]: ...
+
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
+        """Copy blocks to where there is room for them; returns the numbers of each one's windows; None: not there.
+
+        ``source``: the engine that has them; None: they are here.
+        """
+        ...
+
+    def write(self, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int]) -> tuple[bool, list[bytes]]:
+        """Keep a copy of a block. Returns whether it is there, and the digests of blocks that made room."""
+        ...
+
+    def scan(self) -> tuple[set[bytes], set[bytes]]:
+        """Digests that came and went by others' doing since the last call."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class FileThread:
@@ -20,9 +66,9 @@ class FileThread:
         rows: gives of a host block its memory: that of layers without a window, and of those with each.
     """
 
-    def __init__(self, folder: BlockFolder, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]) -> None:
+    def __init__(self, folder: BlockStore, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]) -> None:
         self.folder, self._rows = folder, rows
-        self._reads: deque[tuple[bytes, int, Callable[[], object]]] = deque()
+        self._reads: deque[_Read] = deque()
         self._writes: deque[tuple[bytes, int, tuple[int, ...], Callable[[], object]]] = deque()
         self._changed = threading.Condition()
         self._is_busy = self._is_closed = False
@@ -39,7 +85,7 @@ class FileThread:
                 self._writes.clear()
                 self._changed.wait_for(lambda: not self._is_busy)
                 self._result = self._result._replace(read=(), written=())
-            self._reads += ((digest, row, wait) for digest, row in files.reads)
+            self._reads += ((digest, row, source, wait) for digest, row, source in files.reads)
             self._writes += ((digest, row, windows, wait) for digest, row, windows in files.writes)
             self._changed.notify_all()
 
@@ -79,11 +125,11 @@ class FileThread:
                 if self._is_closed:
                     return
                 self._is_busy = True
-                read = self._reads.popleft() if self._reads else None
-                write = self._writes.popleft() if self._writes and read is None else None
+                reads = self._next_reads()
+                write = self._writes.popleft() if self._writes and not reads else None
             began = time.perf_counter()
-            if read is not None:
-                news = self._read(*read)
+            if reads:
+                news = self._read(reads)
             elif write is not None:
                 news = self._write(*write)
             else:
@@ -99,11 +145,20 @@ class FileThread:
                     last.file_seconds + time.perf_counter() - began,
                 )
 
-    def _read(self, digest: bytes, row: int, wait: Callable[[], object]) -> FileResult:
-        wait()
+    def _next_reads(self) -> list[_Read]:
+        """The next read; from another engine, a few that follow, since each way there and back takes time."""
+        reads = [self._reads.popleft()] if self._reads else []
+        while self._reads and reads[0][2] is not None and self._reads[0][2] == reads[0][2] and len(reads) < _MOST_READS:
+            reads.append(self._reads.popleft())
+        return reads
+
+    def _read(self, reads: Sequence[_Read]) -> FileResult:
+        for *_, wait in reads:
+            wait()
         began = time.perf_counter()
-        windows = self.folder.read(digest, *self._rows(row))
-        return FileResult(read=((digest, windows, time.perf_counter() - began),))
+        found = self.folder.read_all([Room(digest, *self._rows(row)) for digest, row, *_ in reads], reads[0][2])
+        seconds = (time.perf_counter() - began) / len(reads)
+        return FileResult(read=tuple((one[0], windows, seconds) for one, windows in zip(reads, found, strict=True)))
 
     def _write(self, digest: bytes, row: int, windows: tuple[int, ...], wait: Callable[[], object]) -> FileResult:
         wait()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiled_llm.ops.trusted_paths import check_trusted_directory, make_directory
+from compiled_llm.scheduling.request import BlockSource
 from compiled_llm.tiers.block_file import (
     HEADER_BYTES,
     BadFileError,
@@ -22,6 +23,7 @@ from compiled_llm.tiers.block_file import (
     remove_partial,
     write_file,
 )
+from compiled_llm.tiers.file_thread import Room
 
 _FREED = 0.95  # of the most bytes are left when files have to make room, so that they need not at each file
 _TOUCHED_SECONDS = 60.0  # a file that was used within so many seconds need not be marked as used again
@@ -73,6 +75,11 @@ class BlockFolder:
         before, self.known = self.known, found
         self._total = sum(size for size, _ in found.values())
         return found.keys() - before.keys(), before.keys() - found.keys()
+
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
+        """See ``BlockStore``."""
+        assert source is None, "files are this machine's"
+        return [self.read(*block) for block in blocks]
 
     def read(self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]) -> tuple[int, ...] | None:
         """Read a block, see ``read_file``. None: there is no file, or none that can be used: it is removed then."""

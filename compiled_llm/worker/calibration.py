@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -72,9 +73,12 @@ def worker_facts(
             decode_seconds=tuple((sizes, seconds) for sizes, (seconds, _) in decodes.items()),
             sampling_seconds=tuple((sizes, seconds) for sizes, (_, seconds) in decodes.items()),
         )
-    if config.target_itl_ms is None and not (facts.num_swap_blocks and config.preemption_mode == "auto"):
+    has_target = config.target_itl_ms is not None and config.waits_for_compile  # else steps are measured as they run
+    may_swap = facts.num_swap_blocks and config.preemption_mode == "auto"
+    if not has_target and not may_swap:
         return facts
-    bucket_seconds = measure_buckets(steps, limits, facts, progress)
+    most_seconds = math.inf if may_swap or config.target_itl_ms is None else config.target_itl_ms / 1e3
+    bucket_seconds = measure_buckets(steps, limits, facts, progress, most_seconds)
     fastest = min(bucket_seconds.values()) * 1e3
     if config.target_itl_ms is not None and fastest > config.target_itl_ms:
         warn(
@@ -86,9 +90,9 @@ def worker_facts(
 
 
 def measure_buckets(
-    steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts, progress: StartProgress
+    steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts, progress: StartProgress, most_seconds: float
 ) -> dict[int, float]:
-    """Seconds of a step in each token bucket, by the bucket's tokens.
+    """Seconds of a step in each token bucket up to the first that takes longer than most_seconds, by its tokens.
 
     Each bucket is full of one or more prompts, on blocks of the pool that no request uses yet.
     """
@@ -104,6 +108,8 @@ def measure_buckets(
             run = functools.partial(steps.run_step, bucket)
             bucket_seconds[bucket.num_tokens] = statistics.median(_timed(run, steps.device) for _ in range(_RUNS))
             steps.buffers[bucket].clear()
+            if bucket_seconds[bucket.num_tokens] > most_seconds:
+                break
     return bucket_seconds
 
 

@@ -21,8 +21,9 @@ from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
 from compiled_llm.models.linears.adapted import without_adapters
+from compiled_llm.models.linears.sharded import shared_head
 from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.pinned import give
@@ -122,6 +123,7 @@ class CompiledSteps:
         for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
+        shared = shared_head(weights)
         self.sampling = (
             SamplingStage(
                 model_config,
@@ -133,6 +135,7 @@ class CompiledSteps:
                 max_logprobs=config.max_logprobs,
                 dtype=dtype,
                 uses_trees=self.uses_trees,
+                gathered=None if shared is None else shared.gathered,
             )
             if is_last(model_config)
             else PassedOn()
@@ -189,7 +192,9 @@ class CompiledSteps:
     def move_keys(self, output: SchedulerOutput) -> None:
         """Move keys and values of accepted drafts, where ``output`` says so."""
         if output.moved_keys:
-            move_accepted(output, split_by_window(self.model_config, self._windows, self.kv_cache))
+            kept = () if self.drafting is None else self.drafting.kv_cache
+            features = kept[-1].features if kept and isinstance(kept[-1], FeatureCache) else None
+            move_accepted(output, split_by_window(self.model_config, self._windows, self.kv_cache), features)
 
     def hold(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
         """Take other caches in the place of those so far: see ``record_again``."""
@@ -464,7 +469,7 @@ class CompiledSteps:
         return self._host_tokens[self._slot]
 
     def run_step(self, bucket: Bucket) -> Tensor:
-        """Run the model on the step in the bucket's buffers: logits ``[R, V]``; ``last_tokens`` has the likeliest."""
+        """Run the model on the step in the bucket's buffers: its logits; ``last_tokens`` has the likeliest tokens."""
         self.buffers[bucket].start_graph()
         return self._functions[self._name(bucket)](*self.step_arguments(bucket))
 

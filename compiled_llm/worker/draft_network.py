@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.checkpoint import loader
 from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.checkpoint.mtp import as_stored
@@ -127,7 +128,7 @@ class DraftPlan(NamedTuple):
         size = num_bytes(weights)
         if self.head is not None:
             weights = self.head.share(weights, without_adapters(target))
-        return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size)
+        return DraftNetwork(c, weights, self.cache_dtypes, self.checkpoint.num_tokens, size, self.checkpoint.tree)
 
 
 class DraftNetwork(NamedTuple):
@@ -137,6 +138,7 @@ class DraftNetwork(NamedTuple):
         cache_dtypes: of each layer's KV cache.
         num_tokens: most that it drafts for a request and step.
         nbytes: of the weights that are not the model's.
+        tree: what it gives of a tree of drafts; None: they are a chain.
     """
 
     model_config: ModelConfig
@@ -144,6 +146,7 @@ class DraftNetwork(NamedTuple):
     cache_dtypes: tuple[torch.dtype, ...]
     num_tokens: int
     nbytes: int
+    tree: NetworkTree | None = None
 
     @property
     def has_cache(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import EngineLimits
+from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.compiling.build_processes import Job
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.inputs import KVCache, StepInput
@@ -25,6 +26,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.drafting import NO_DRAFT, DraftInput, Sampler, draft_model_function, draft_prompt_function
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
+from compiled_llm.step.tree_drafting import draft_tree_function
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.draft_coverage import DraftCoverage, Tokens
@@ -99,7 +101,8 @@ class DraftStage:
         depends: what the functions depend on besides K.
         last_tokens: ``[rows]`` int64, where a step leaves its tokens.
         tables: on a GPU, the block tables of all requests.
-        num_windows, numbers_rows: see ``DraftBuffers``.
+        num_windows, num_rows: see ``DraftBuffers``.
+        num_columns: of ``token_ids``; None: K.
     """
 
     kv_cache: KVCache = ()
@@ -117,19 +120,19 @@ class DraftStage:
         last_tokens: Tensor,
         tables: BlockTables | None,
         num_windows: int = 0,
-        numbers_rows: bool = False,
+        num_rows: int = 0,
+        num_columns: int | None = None,
     ) -> None:
         self._weights, self._num_layers, self._last_tokens = weights, num_layers, last_tokens
-        self._limits, self._recipe = limits, recipe
+        self._limits, self._recipe, self._num_passes = limits, recipe, num_tokens
         self._one_for_all = device.type == "cpu"
         sizes = limits.decode_bucket_sizes
-        self.token_ids = torch.full((sizes[-1], num_tokens), NO_DRAFT, dtype=torch.int64, device=device)
+        self.token_ids = torch.full((sizes[-1], num_columns or num_tokens), NO_DRAFT, dtype=torch.int64, device=device)
         mark_static_address(self.token_ids)
         if self._one_for_all:
             mark_dynamic_size(self.token_ids, 0, DynamicSize("most drafted requests", 17))
         self._inputs = {
-            size: DraftBuffers(size, num_tokens, limits, device, tables, num_windows, numbers_rows=numbers_rows)
-            for size in sizes
+            size: DraftBuffers(size, num_tokens, limits, device, tables, num_windows, num_rows) for size in sizes
         }
         self._depends = {**depends, "num_speculative_tokens": num_tokens}
         self._functions: dict[str, CompiledFunction] = {}
@@ -180,7 +183,7 @@ class DraftStage:
         """All to compile. On a GPU the largest come first: their memory serves all."""
         for size in sorted(self._inputs, reverse=not self._one_for_all):
             arguments = functools.partial(self._arguments, size)
-            yield Part(self._name("draft", size), self._recipe, arguments, self.token_ids.shape[1])
+            yield Part(self._name("draft", size), self._recipe, arguments, self._num_passes)
 
     def _name(self, kind: str, size: int) -> str:
         return kind if self._one_for_all else f"{kind}_{size}"
@@ -240,8 +243,9 @@ class NetworkStage(DraftStage):
     """
 
     _draft_function: Callable[..., Any] = staticmethod(draft_model_function)
+    _tree_function: Callable[..., Any] = staticmethod(draft_tree_function)
     _prompt_function = staticmethod(draft_prompt_function)
-    _numbers_rows = False  # whether it has ``DraftInput.row_numbers``
+    _numbers_rows = False  # whether it has ``DraftInput.row_numbers`` for chains
 
     def __init__(
         self,
@@ -256,19 +260,28 @@ class NetworkStage(DraftStage):
         tables: BlockTables | None,
         exact: bool,
     ) -> None:
-        config = network.model_config
+        config, tree = network.model_config, network.tree
+        depends = graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device)
+        recipe = functools.partial(self._draft_function, config, limits.block_size, vocab_size, exact)
+        num_rows = network.num_tokens + 1 if self._numbers_rows else 0
+        if tree is not None:
+            depends |= {"draft_tree": tuple(tree)}
+            recipe = functools.partial(self._tree_function, config, limits.block_size, vocab_size, exact, tree=tree)
+            num_rows = tree.depth + 2
         super().__init__(
             network.weights,
             network.num_tokens,
             config.num_layers,
-            functools.partial(self._draft_function, config, limits.block_size, vocab_size, exact),
-            {**graph_fields.of_step(config, limits, dtype, network.cache_dtypes, device), "vocab_size": vocab_size},
+            recipe,
+            {**depends, "vocab_size": vocab_size},
             limits,
             device,
             last_tokens=step.last_tokens,
             tables=tables,
-            numbers_rows=self._numbers_rows,
+            num_rows=num_rows,
+            num_columns=None if tree is None else self._num_columns(tree),
         )
+        self._num_passes = network.num_tokens if tree is None else tree.depth
         self.network, self.kv_cache = network, kv_cache
         self._step, self._exact = step, exact
         sizes = StepSizes.of(limits, device)
@@ -281,6 +294,11 @@ class NetworkStage(DraftStage):
             for size in (limits.token_bucket_sizes if network.has_cache else ())
         }
         self.coverage: DraftCoverage | None = None
+
+    @staticmethod
+    def _num_columns(tree: NetworkTree) -> int:
+        """What a request's tree takes of ``token_ids``."""
+        return 3 * tree.width * (1 + (tree.depth - 1) * tree.ranks)
 
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         """The KV pool and the swap space have so many blocks from now on."""
@@ -386,6 +404,7 @@ class DraftBuffers:
 
     Args:
         num_windows: block tables of windows that it has besides.
+        num_rows: of each request in a network's first pass, for ``DraftInput.row_numbers``; 0: it has no use for them.
     """
 
     def __init__(
@@ -396,8 +415,7 @@ class DraftBuffers:
         device: torch.device,
         tables: BlockTables | None,
         num_windows: int = 0,
-        *,
-        numbers_rows: bool = False,
+        num_rows: int = 0,
     ) -> None:
         self._limits, self._padding_row = limits, None if tables is None else tables.padding_row
         self._num_tokens = num_tokens
@@ -412,8 +430,10 @@ class DraftBuffers:
         else:
             fields["table_rows"] = each, torch.int32
         fields |= {field.name: ((num_requests, *field.shape), field.dtype) for field in SAMPLING}
-        if numbers_rows:
-            fields["row_numbers"] = (num_requests * (num_tokens + 1),), torch.int32
+        if num_rows:
+            fields["row_numbers"] = (num_requests * num_rows,), torch.int32
+        if limits.has_draft_trees:
+            fields["parents"] = (num_requests, num_tokens + 1), torch.int32
         self.buffers = FieldBuffers(fields, device)
         views = dict(self.buffers.tensors)
         if device.type == "cpu":
@@ -429,7 +449,7 @@ class DraftBuffers:
         self.input = DraftInput(**own | {"sampling": sampling})
         for arrays in self.buffers.all_arrays():
             self._pad(arrays, 0)
-            if numbers_rows:
+            if num_rows:
                 arrays["row_numbers"][:] = np.arange(len(arrays["row_numbers"]))
         self.buffers.copy()
 
@@ -446,6 +466,12 @@ class DraftBuffers:
         arrays["token_row"][:n] = ends - samples_of
         indices = np.minimum((ends - samples_of)[:, None] + np.arange(self._num_tokens + 1), (ends - 1)[:, None])
         arrays["token_ids"][:n] = np.array(output.token_ids, dtype=np.int32)[indices]
+        if self._limits.has_draft_trees:
+            arrays["parents"][:n] = np.maximum(np.arange(self._num_tokens + 1) - 1, 0)
+            trees = dict(output.trees)
+            for row, place in enumerate(places.tolist()):
+                if place in trees:
+                    arrays["parents"][row, 1 : 1 + len(trees[place])] = trees[place]
         starts = np.array(output.num_computed_tokens, dtype=np.int32)[places]
         arrays["position"][:n] = positions = starts + counts[places] - samples_of + 1
         num_blocks = store.num_blocks[own]

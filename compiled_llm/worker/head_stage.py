@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from compiled_llm.api.speculative_config import NetworkTree
 from compiled_llm.models.draft_heads.family import HeadFamily
 from compiled_llm.models.registry import family_of
 from compiled_llm.scheduling.bucket import Bucket
@@ -16,6 +17,7 @@ from compiled_llm.step.head_drafting import (
     head_features_function,
     head_prompt_function,
 )
+from compiled_llm.step.tree_drafting import draft_medusa_tree_function
 from compiled_llm.worker.draft_network import DraftNetwork
 from compiled_llm.worker.draft_stage import Drafts, DraftStage, NetworkStage, Part
 from compiled_llm.worker.head_coverage import HeadCoverage
@@ -74,9 +76,14 @@ class MedusaStage(NetworkStage):
     """Heads that keep nothing of tokens: they read what the step that has just run leaves."""
 
     _draft_function = staticmethod(draft_medusa_function)
+    _tree_function = staticmethod(draft_medusa_tree_function)
 
     def make_coverage(self, num_blocks: int, num_host_blocks: int) -> None:
         """There is nothing that they could lack."""
+
+    @staticmethod
+    def _num_columns(tree: NetworkTree) -> int:
+        return 2 * tree.depth * tree.ranks
 
     def run(self, output: SchedulerOutput, bucket: Bucket, rows: np.ndarray, store: RequestRows) -> Drafts | None:
         return DraftStage.run(self, output, bucket, rows, store)

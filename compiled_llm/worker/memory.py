@@ -406,7 +406,7 @@ def estimated_activations(
     """
     weights = family_of(model_config).describe(model_config, dtype, linears).weights
     per_token = max(sum(map(_width, linear_layers(layer))) for layer in weights.layers)
-    rows = limits.decode_bucket_sizes[-1] * (1 + limits.num_draft_tokens)
+    rows = limits.most_decode_tokens
     logits = rows * model_config.vocab_size * 16
     return limits.token_bucket_sizes[-1] * per_token * dtype.itemsize + logits * len(limits.decode_bucket_sizes)
 

@@ -18,6 +18,15 @@ from compiled_llm.models.sharding import Shard
 from compiled_llm.ops import RankGroup, native
 
 
+def check_device(device: torch.device) -> None:
+    """``ValueError`` for one on which no rank runs."""
+    if device.type != "cpu":
+        raise ValueError(
+            "device must be 'cpu' with tensor_parallel_size or pipeline_parallel_size above 1 or tensor_parallel_exact=True "
+            f"(ranks share the memory of a host), given {str(device)!r}"
+        )
+
+
 class Inherited:
     """A descriptor that a process gets as it is spawned: there it is a number."""
 

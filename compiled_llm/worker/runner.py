@@ -83,10 +83,11 @@ from compiled_llm.worker.memory import (
 )
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
+from compiled_llm.worker.rank_start import check_device
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
-from compiled_llm.worker.tier_files import open_files
+from compiled_llm.worker.tier_files import open_exchange, open_files
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
@@ -306,7 +307,7 @@ class ModelRunner(Worker):
         if self.files is None or not (files.reads or files.writes or files.resets):
             return
         if files.reads and (drafting := self.steps.drafting) is not None:
-            drafting.lack_on_host([row for _, row in files.reads])
+            drafting.lack_on_host([row for _, row, _ in files.reads])
         wait: Callable[[], object] = int  # on a CPU copies are done
         if self.device.type == "cuda":
             event = torch.cuda.Event()
@@ -434,11 +435,8 @@ class ModelRunner(Worker):
         self.peers = self.group if peers is None else peers
         self.model_config = model_config
         self._own_config = model_config if shard is None else rank_config(model_config, shard)
-        if (self.shard is not None or self.num_ranks > 1) and self.device.type != "cpu":
-            raise ValueError(
-                "device must be 'cpu' with tensor_parallel_size or pipeline_parallel_size above 1 or "
-                f"tensor_parallel_exact=True (ranks share the memory of a host), given {str(self.device)!r}"
-            )
+        if self.shard is not None or self.num_ranks > 1:
+            check_device(self.device)
 
     def _start_builds(self, config: EngineConfig, progress: StartProgress, target: GpuTarget | None) -> Builds | None:
         sizes = self.limits, self.dtype, self.cache_dtypes
@@ -467,8 +465,9 @@ class ModelRunner(Worker):
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         description = family_of(c).describe(c, self.dtype, self._taken)
-        if isinstance(self._taken, Adaptable):
-            self._taken.check_targets()
+        adaptable = self._taken.plain if isinstance(self._taken, Sharding) else self._taken
+        if isinstance(adaptable, Adaptable):
+            adaptable.check_targets()
         if config.enable_expert_parallel and not experts(description.weights):
             raise ValueError(
                 f"enable_expert_parallel must be False for {c.architecture}, which has no experts, given True"
@@ -488,8 +487,8 @@ class ModelRunner(Worker):
                 how = self.dtype, self.device, self._taken, stage.advance
                 weights = loader.load_weights(directory, c, *how, others)
             weights = own_weights(weights, c)
-        if isinstance(self._taken, Adaptable):
-            self._taken.note_names(description.other_names)
+        if isinstance(adaptable, Adaptable):
+            adaptable.note_names(description.other_names)
         say_cost_of_rounding(progress, self.linears, config.quantization)
         for tensor in tensors(weights):
             mark_static_address(tensor)
@@ -601,11 +600,12 @@ class ModelRunner(Worker):
             return least(int(seconds * 1e9), self.group) / 1e9
 
         known: tuple[bytes, ...] | None = None
-        if config.kv_disk_path is not None:
+        if config.kv_disk_path is not None or config.transfers:
             drafter = () if self._drafter is None else (self._drafter,)
             facts = self.model_config, self.dtype, self.exact, *(one.model_config for one in drafter)
             directories = self._directory, *(one.directory for one in drafter)
-            self.files = open_files(config, facts, directories, self.device, self.steps, self.swap_space)
+            opens = open_exchange if config.transfers else open_files
+            self.files = opens(config, facts, directories, self.device, self.steps, self.swap_space)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
         found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
         return dataclasses.replace(found, blocks_on_disk=known)

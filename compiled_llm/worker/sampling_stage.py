@@ -75,6 +75,7 @@ class SamplingStage:
         hidden: ``[T, D]`` in the model's dtype, where it leaves the input of the head.
         max_logprobs: most likely tokens whose log-probabilities are computed.
         dtype: of logits.
+        gathered: makes the logits of all tokens of what a step gives, if that is a rank's own.
         uses_trees: whether torch's CUDA graph trees record what runs here. Else a function serves all numbers of rows.
     """
 
@@ -90,8 +91,9 @@ class SamplingStage:
         max_logprobs: int,
         dtype: torch.dtype,
         uses_trees: bool = False,
+        gathered: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._uses_trees = uses_trees
+        self._uses_trees, self._gathered = uses_trees, gathered
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._device = device
         self._sizes = StepSizes.of(limits, device, uses_trees)
@@ -108,9 +110,10 @@ class SamplingStage:
         sizes = {} if self._sizes.vocabulary is not None else {"vocab_size": vocab_size}
         sizes |= {} if self._sizes.most_rows is not None else {"most_logits_rows": len(last_tokens)}
         of_counts = {} if self._sizes.most_requests is not None else {"max_num_seqs": limits.max_num_seqs}
-        # One function for all numbers of drafts: each is compiled for long.
-        most_drafts = MOST_DRAFT_TOKENS if limits.num_draft_tokens else 0
+        # One function for many numbers of drafts: each is compiled for long.
+        most_drafts = next(most for most in (0, 15, MOST_DRAFT_TOKENS) if most >= limits.num_draft_tokens)
         of_counts |= {"has_drafts": True} if most_drafts else {}
+        of_counts |= {"most_drafts": most_drafts} if most_drafts > 15 else {}
         of_counts |= {"has_trees": True} if limits.has_draft_trees else {}
         of_logprobs = {"max_logprobs": max_logprobs}
         self._depends = {
@@ -241,7 +244,8 @@ class SamplingStage:
         rows = bucket.num_rows
 
         def arguments() -> tuple:
-            logits = self._marked(make_logits())
+            logits = make_logits()
+            logits = self._marked(logits if self._gathered is None else self._gathered(logits))
             all_arguments = self._of_rows(rows, logits, sampling_input)
             if between is not None:
                 self._functions[self._name(between, rows)](*all_arguments[between])
@@ -275,6 +279,8 @@ class SamplingStage:
     ) -> LogprobRows | None:
         """After the bucket's step: leave the tokens in ``last_tokens``; returns log-probabilities where needed."""
         rows = bucket.num_rows
+        if self._gathered is not None and any(needs):
+            logits = self._gathered(logits)
         if needs.changed_logits or needs.sampling:
             kind = "sample_changed" if needs.changed_logits else "sample"
             self._functions[self._name(kind, rows)](*self._of_rows(rows, logits, sampling_input)[kind])

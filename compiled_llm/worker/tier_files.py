@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.config import KV_KEY_VARIABLE, EngineConfig
 from compiled_llm.system.hardware import hardware
+from compiled_llm.tiers.exchange import BlockExchange, hello
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.tiers.folder import BlockFolder
+from compiled_llm.tiers.giver import BlockGiver
 from compiled_llm.worker.block_copies import Caches, SwapSpace
 from compiled_llm.worker.compiled_steps import CompiledSteps
 
 _PACKAGE = Path(__file__).parents[1]
+_LEAST_SECRET = 16  # characters
 _SAMPLED, _SAMPLE = 1 << 20, 4096  # of each so many bytes of a file of weights so many are hashed, and its first piece
 # Engine arguments that say nothing about what keys and values are.
 _OF_NO_MATTER = frozenset(
@@ -41,6 +44,10 @@ _OF_NO_MATTER = frozenset(
         "kv_host_bytes",
         "kv_disk_path",
         "kv_disk_bytes",
+        "role",
+        "kv_transfer_address",
+        "kv_transfer_bytes",
+        "kv_transfer_peers",
         "weights_path",
         "weights_bytes",
         "preemption_mode",
@@ -85,6 +92,34 @@ def open_files(
     folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes)
     folder.scan()
     return FileThread(folder, HostRows(swap_space.pools[:-1]))
+
+
+def open_exchange(
+    config: EngineConfig,
+    facts: Sequence[Any],
+    directories: Sequence[Path],
+    device: torch.device,
+    steps: CompiledSteps,
+    swap_space: SwapSpace,
+) -> FileThread:
+    """Blocks of other engines, and for them. ``ValueError``: the environment has no key, or too short a one."""
+    secret = os.environ.get(KV_KEY_VARIABLE, "")
+    if len(secret) < _LEAST_SECRET:
+        raise ValueError(
+            f"the environment's {KV_KEY_VARIABLE} must have at least {_LEAST_SECRET} characters with "
+            f"role={config.role!r} and kv_transfer_address={config.kv_transfer_address!r}, given {len(secret)}"
+        )
+    key = folder_key(config, facts, directories, device, steps.cache_groups()[:-1])
+    rows = HostRows(swap_space.pools[:-1])
+    own, of_windows = rows(swap_space.num_blocks + 1)
+    block_bytes = sum(map(len, (own, *of_windows)))
+    named: dict[str, Any] = {"model": str(config.model), "dtype": config.dtype, "kv_cache_dtype": config.kv_cache_dtype}
+    named |= {"block_size": config.block_size, "block_bytes": block_bytes}
+    giver = None
+    if config.kv_transfer_address is not None:
+        of_blocks = hello(key, named)
+        giver = BlockGiver(config.kv_transfer_address, secret.encode(), of_blocks, block_bytes, config.transfer_bytes)
+    return FileThread(BlockExchange(key, named, secret.encode(), giver), rows)
 
 
 def folder_key(

@@ -27,6 +27,7 @@ from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.launched_step import LaunchedStep
 from compiled_llm.worker.memory import MemoryLedger
+from compiled_llm.worker.message import Message, receive
 from compiled_llm.worker.rank_start import Alike, RankStart, alike, begin_rank
 from compiled_llm.worker.runner import ModelRunner
 from compiled_llm.worker.stage_link import Stage, StageStart
@@ -114,6 +115,7 @@ class WorkerProcess(Worker):
     """
 
     profiler: None = None
+    adapters: None = None
 
     def __init__(
         self,
@@ -187,11 +189,12 @@ class WorkerProcess(Worker):
 
     def launch(self, output: SchedulerOutput) -> int:
         """Send a step. Its number, from 0, is what ``collect`` takes."""
-        return self.launch_pickled(pickle.dumps(output))
+        with contextlib.closing(Message(output)) as message:
+            return self.launch_message(message)
 
-    def launch_pickled(self, output: bytes) -> int:
-        """The same of what ``pickle`` made of an output."""
-        self._send(output)
+    def launch_message(self, output: Message) -> int:
+        """The same of an output that several get."""
+        self.send_message(output)
         self._num_launched += 1
         return self._num_launched - 1
 
@@ -260,16 +263,18 @@ class WorkerProcess(Worker):
 
     def send(self, what: str) -> None:
         """Ask one of the questions above, for ``answer``."""
-        self._send(pickle.dumps(what))
+        with contextlib.closing(Message(what)) as message:
+            self.send_message(message)
 
     def answer(self) -> Any:
         while not isinstance(message := self._message(), Answer):
             self._early.append(message)
         return _value(message.value)
 
-    def _send(self, message: bytes) -> None:
+    def send_message(self, message: Message) -> None:
+        """To be read before what is sent later."""
         try:
-            self.connection.send_bytes(message)
+            message.send(self.connection)
         except OSError as error:
             raise self.ended() from error
 
@@ -314,8 +319,10 @@ def _serve(
     torch.set_num_threads(num_threads)
     try:
         shard, group = (None, None) if rank is None else (rank.shard, begin_rank(rank))
-        if rank is not None and not _may_start(connection, config, directory):
-            return
+        if rank is not None:
+            places = [(directory, config), *([] if drafter is None else [(drafter.directory, drafter.config)])]
+            if not _may_start(connection, " ".join(model_digest(path, own.load_format) for path, own in places)):
+                return
         progress = StartProgress(config.progress)
         of_stage: StageStart | None = None if rank is None else rank.stage
         peers = None if of_stage is None else of_stage.group()
@@ -333,7 +340,11 @@ def _serve(
     uncompiled = contextlib.ExitStack()
     try:
         while True:
-            message = connection.recv()
+            message = receive(connection)
+            if isinstance(message, list):
+                assert runner.adapters is not None
+                runner.adapters.receive(message)
+                continue
             try:
                 launched.put(_do(message, runner, launch, uncompiled))
             except Exception as error:
@@ -345,11 +356,11 @@ def _serve(
         runner.close()
 
 
-def _may_start(connection: Connection, config: EngineConfig, directory: Path) -> bool:
-    """Of a rank: whether the engine finds that all are alike."""
-    connection.send(Answer(alike(model_digest(directory, config.load_format))))
+def _may_start(connection: Connection, files: str) -> bool:
+    """Of a rank, whose models' files have this digest: whether the engine finds that all are alike."""
+    connection.send(Answer(alike(files)))
     try:
-        return connection.recv() == _GO
+        return receive(connection) == _GO
     except EOFError:
         return False
 
@@ -372,7 +383,7 @@ def _do(
 
 def digest_of(result: StepResult) -> int:
     """Of what ranks must have in common after a step. The same in all processes, as numbers hash."""
-    return hash(result.sampled_token_ids)
+    return hash((result.sampled_token_ids, result.draft_token_ids or ()))
 
 
 def _send_results(

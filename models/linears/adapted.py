@@ -229,7 +229,7 @@ class Place(NamedTuple):
     def rows_of_model(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` of a head or an embedding without adapters, on the host."""
         assert self.linear is not None
-        if self.piece is not None:
+        if self.piece is not None or self.changes.a.is_meta:
             raise ValueError(
                 "tensor_parallel_size must be 1 for adapters with rows of the model's embedding or head "
                 "(trainable_token_indices, copies of tables). Serve them so, or merge them by compiled-llm merge-lora"
@@ -307,6 +307,7 @@ class Adaptable(AroundKind):
         places: of the layers that have been taken, by their names in a checkpoint of plain weights; of experts with "*"
             for the number.
         matched: the targets that named one.
+        of_shapes: whether these are also layers that have been taken as shapes alone, to read adapters for others.
     """
 
     plain: LinearKind
@@ -315,6 +316,7 @@ class Adaptable(AroundKind):
     targets: tuple[str, ...] = (ALL_LINEAR,)
     places: dict[str, AnyPlace] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     matched: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
+    of_shapes: bool = False
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         linear, (part, *_) = self.plain.take(take, parts), parts
@@ -414,7 +416,7 @@ class Adaptable(AroundKind):
         return RowChanges(a, expand)
 
     def _note(self, take: Take, place: AnyPlace) -> None:
-        if take.device.type == "meta":  # nothing but names and shapes are asked for
+        if take.device.type == "meta" and not self.of_shapes:  # nothing but names and shapes are asked for
             return
         name = place.part.name
         if isinstance(take, CutTake):

@@ -31,8 +31,10 @@ from compiled_llm.models.linears.protocol import (
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.sharding import PARTS, REPLICATED, Section, Shard
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
+
 from compiled_llm.ops.parallel.rank_group import RankGroup
 from compiled_llm.ops.parallel.reductions import all_gather, all_reduce, join_parts
+from compiled_llm.ops.sampling.reference import NO_TOKEN
 
 
 class Ranks(NamedTuple):
@@ -110,8 +112,22 @@ class VocabularyRows(NamedTuple):
         return (*self.plain.cpu_ops, "parallel_cpu")
 
     def apply(self, x: Tensor) -> Tensor:
-        y = self.ranks.gathered(self.plain.apply(x))
+        return self.gathered(self.plain.apply(x))
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """The logits of all tokens ``[T, V]``, of the rank's ``[T, n]``."""
+        y = self.ranks.gathered(own)
         return y if y.shape[1] == self.out_features else y[:, : self.out_features].contiguous()
+
+    def join_greedy(self, own: Tensor, tokens: Tensor) -> None:
+        """Of the rank's logits ``[T, n]`` and the likeliest of its tokens ``[T]`` int64: that of all in their place."""
+        largest = own.amax(1).double()
+        of_ranks = self.ranks.gathered(torch.stack((largest, (tokens.clamp(min=0) + self.first).double()), 1))
+        values, ids = of_ranks[:, ::2], of_ranks[:, 1::2]
+        best = values.amax(1)
+        # The lowest id of equally likely ones. Rows past the vocabulary repeat its last one, which comes first.
+        first = torch.where(values == best[:, None], ids, self.out_features).amin(1)
+        tokens.copy_(torch.where(best.isfinite(), first.long(), NO_TOKEN))
 
     def rows(self, ids: Tensor) -> Tensor:
         count = self.plain.out_features
@@ -119,6 +135,40 @@ class VocabularyRows(NamedTuple):
         y = self.plain.rows(own.clamp(0, count - 1))
         # All others give zeros, so the sum is exact.
         return all_reduce(torch.where(((own >= 0) & (own < count))[:, None], y, 0), self.ranks.group)
+
+
+class OwnLogits(NamedTuple):
+    """A ``VocabularyRows`` that gives the logits of the rank's tokens ``[T, n]`` alone."""
+
+    of: VocabularyRows
+
+    @property
+    def out_features(self) -> int:
+        return self.of.plain.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.of.in_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.of.nbytes
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return self.of.cpu_ops
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.of.plain.apply(x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.of.rows(ids)
+
+
+def shared_head(weights: Any) -> VocabularyRows | None:
+    """The head of a model's weights, where each of several ranks has the rows of some tokens."""
+    head = weights.head
+    return head if isinstance(head, VocabularyRows) and head.ranks.size > 1 else None
 
 
 class NormOverRanks(NamedTuple):

@@ -51,6 +51,7 @@ from compiled_llm.ops.attention.triton_kernels import (
     MAX_SPLITS,
     MIN_MAX_SPLITS,
     SHORT_QUERY,
+    TREE_QUERY,
     split_kernel,
 )
 from compiled_llm.ops.attention.triton_prefill import prefill_kernel
@@ -186,7 +187,8 @@ def paged_attention(
     tiles = tiles or tile_config(head_dim, q.element_size(), k_cache.element_size(), capability, gpu)
     assert sm_scale > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    counter_rows = max(1, min(max_query_len, SHORT_QUERY.value))
+    short = (SHORT_QUERY if ancestors is None else TREE_QUERY).value
+    counter_rows = max(1, min(max_query_len, short))
     # The last one is the prefill kernel's.
     counters = torch.empty(num_requests * num_kv_heads * counter_rows + 1, dtype=torch.int32, device=q.device)
     # What the split and prefill kernels share, in the order of their arguments.
@@ -209,9 +211,10 @@ def paged_attention(
             k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out, counters, turn
         )  # fmt: skip
         of_split = *inputs, ancestors
-        _split(of_split, strides, shape, tiles, counters, sm_scale, max_query_len, table_width * block_size, num_sms)
-        if min(max_query_len, q.shape[0]) > SHORT_QUERY.value:
-            _prefill(inputs, strides, shape, tiles, counters[-1:], sm_scale, num_sms)
+        table_tokens = table_width * block_size
+        _split(of_split, strides, shape, tiles, counters, sm_scale, short, max_query_len, table_tokens, num_sms)
+        if min(max_query_len, q.shape[0]) > short:
+            _prefill(inputs, strides, shape, tiles, counters[-1:], sm_scale, short, num_sms)
     return out
 
 
@@ -223,18 +226,18 @@ def _check_trees(ancestors: Tensor | None, window: int) -> None:
 
 def _split(
     inputs: tuple, strides: tuple[int, int, int], shape: dict, tiles: TileConfig, counters: Tensor, sm_scale: float,
-    max_query_len: int, table_tokens: int, num_sms: int,
+    short: int, max_query_len: int, table_tokens: int, num_sms: int,
 ) -> None:  # fmt: skip
-    """Launch the split kernel, for requests of few rows."""
+    """Launch the split kernel, for requests of few rows: up to ``short``."""
     q, block_table, is_fp8 = inputs[0], inputs[5], inputs[1].dtype == torch.float8_e4m3fn
     num_requests, (_, num_heads, head_dim) = block_table.shape[0], q.shape
     num_kv_heads, block_h, block_g = shape["NUM_KV_HEADS"], shape["BLOCK_H"], triton.next_power_of_2(shape["GROUP"])
     # Requests of up to `fitting` rows take the smallest tile; the others as many of the wide ones as they need.
     small_m = max(16, block_g)
-    wide_m = max(small_m, min(tiles.short_block_m, SHORT_QUERY.value * block_g))
-    fitting = SHORT_QUERY.value if wide_m == small_m else small_m // block_g
+    wide_m = max(small_m, min(tiles.short_block_m, short * block_g))
+    fitting = short if wide_m == small_m else small_m // block_g
     table_splits = triton.cdiv(table_tokens, tiles.split_tokens)
-    splits = {rows: min(table_splits, _most_splits(rows)) for rows in range(1, SHORT_QUERY.value + 1)}
+    splits = {rows: min(table_splits, _most_splits(rows)) for rows in range(1, short + 1)}
     partial_rows = max(rows * most for rows, most in splits.items() if rows <= max(1, max_query_len))
     parts = (num_requests, num_heads, partial_rows)
     partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
@@ -244,7 +247,7 @@ def _split(
     # Else ptxas makes room for one program more than there are, and some kernels spill.
     at_once = 32 * tiles.split_warps * tiles.split_programs_per_sm
     most_registers = min(255, SM_REGISTERS // at_once) if block_h >= 512 else None
-    for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
+    for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, short, wide_m)):
         if min_query > min(max_query, max_query_len):
             continue
         tasks = max(splits[rows] * triton.cdiv(rows, block_m // block_g) for rows in range(min_query, max_query + 1))
@@ -271,15 +274,15 @@ def pairs_of_codes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor,
 
 def _prefill(
     inputs: tuple, strides: tuple[int, int, int], shape: dict, tiles: TileConfig, counter: Tensor, sm_scale: float,
-    num_sms: int,
+    short: int, num_sms: int,
 ) -> None:  # fmt: skip
-    """Launch the prefill kernel, for requests of more rows."""
+    """Launch the prefill kernel, for requests of more rows than ``short``."""
     num_tokens, num_requests, group = len(inputs[0]), len(inputs[5]), shape["GROUP"]
     block_m = max(tiles.prefill_block_m, triton.next_power_of_2(group))
-    max_tiles = num_tokens // (block_m // group) + min(num_requests, num_tokens // (SHORT_QUERY.value + 1))
+    max_tiles = num_tokens // (block_m // group) + min(num_requests, num_tokens // (short + 1))
     most, at_once = max_tiles * shape["NUM_KV_HEADS"], num_sms * tiles.prefill_programs_per_sm
     prefill_kernel[(min(most, at_once or most),)](
-        *inputs, counter, sm_scale, num_requests, *strides, ONE_TASK=at_once == 0,
+        *inputs, counter, sm_scale, num_requests, *strides, ONE_TASK=at_once == 0, SHORT=short,
         BLOCK_M=block_m, BLOCK_N=tiles.prefill_block_n, **shape,
         num_warps=tiles.prefill_warps,
         num_stages=tiles.prefill_stages,

@@ -23,6 +23,7 @@ from compiled_llm.ops.attention.triton_softmax import (
 # Triton's interpreter computes garbage in a tl.dot of bfloat16 operands: there they are cast to float32 first.
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 SHORT_QUERY = tl.constexpr(16)  # rows of a request that the split kernel serves at most
+TREE_QUERY = tl.constexpr(64)  # the same where rows may be a tree
 MAX_SPLITS = tl.constexpr(64)  # splits of a request of one row; its keys are cut coarser where they would be more
 MIN_MAX_SPLITS = tl.constexpr(8)  # requests of q rows have MAX_SPLITS / q at most, but never fewer than this
 

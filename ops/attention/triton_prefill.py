@@ -15,7 +15,6 @@ import triton.language as tl
 
 from compiled_llm.ops.attention.triton_codes import row_units
 from compiled_llm.ops.attention.triton_kernels import (
-    SHORT_QUERY,
     add_sinks,
     load_rows,
     normalised,
@@ -239,10 +238,10 @@ def prefill_kernel(
     q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out, counter,
     scale, num_requests, table_stride, q_stride_t, q_stride_n,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ONE_TASK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ONE_TASK: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """All requests of more than ``SHORT_QUERY`` rows.
+    """All requests of more than ``SHORT`` rows.
 
     A task is ``BLOCK_M // GROUP`` tokens of one request for one KV head. There are as many programs as run at once.
     Each looks through the requests once, and then takes task after task, as it comes to them: ``counter``, zero before
@@ -254,7 +253,7 @@ def prefill_kernel(
     known = requests < num_requests
     first_rows = tl.load(query_start_loc + requests, mask=known, other=0)
     query_lens = tl.load(query_start_loc + requests + 1, mask=known, other=0) - first_rows
-    ends = tl.cumsum(tl.where(query_lens > SHORT_QUERY, tl.cdiv(query_lens, BLOCK_Q), 0), 0)
+    ends = tl.cumsum(tl.where(query_lens > SHORT, tl.cdiv(query_lens, BLOCK_Q), 0), 0)
     num_tasks = tl.max(ends, 0) * NUM_KV_HEADS
     # Last tiles first: in a causal prompt they are the longest, and the short ones then fill the gaps at the end.
     if ONE_TASK:

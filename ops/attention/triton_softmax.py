@@ -48,7 +48,7 @@ def seen_keys(positions, inside, visible, WINDOW: tl.constexpr, nodes=None, cont
         return inside[None, :]
     elif nodes is not None:
         node = positions - context
-        is_seen = ((nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]) & 1) != 0
+        is_seen = (((nodes[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]) & 1) != 0) & inside[None, :]
         before = positions[None, :] < visible[:, None]
         before = tl.where((node >= 0)[None, :] & (nodes != 0)[:, None], is_seen, before)
         if WINDOW > 0:
@@ -80,5 +80,11 @@ def keys_before(ancestors, rows, row_mask, context, tokens):
         return context + tokens + 1, None
     else:
         nodes = tl.load(ancestors + rows, mask=row_mask, other=0)
-        count = tl.sum(((nodes[:, None] >> tl.arange(0, 16)[None, :]) & 1).to(tl.int32), 1)
-        return context + tl.where(nodes != 0, count, tokens + 1), nodes
+        # Ones of 2 bits, of 4, of 8, and of all; shifts of a negative number bring in ones, which are masked.
+        count = nodes - ((nodes >> 1) & 0x5555555555555555)
+        count = (count & 0x3333333333333333) + ((count >> 2) & 0x3333333333333333)
+        count = (count + (count >> 4)) & 0x0F0F0F0F0F0F0F0F
+        count += count >> 32
+        count += count >> 16
+        count += count >> 8
+        return context + tl.where(nodes != 0, (count & 127).to(tl.int32), tokens + 1), nodes

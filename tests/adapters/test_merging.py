@@ -76,6 +76,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "missing": write_adapter(tmp_path / "missing", {name: modules[name]}, target_modules=["q_proj"]),
         "dora": write_adapter(tmp_path / "dora", {name: modules[name]}),
         "tokens": write_adapter(tmp_path / "tokens", {name: modules[name]}, trainable_token_indices=[1, 2]),
+        "integers": write_adapter(tmp_path / "integers", {name: modules[name]}, dtype=torch.int32),
+        "twice": write_adapter(tmp_path / "twice", dict.fromkeys((name, name.removeprefix("model.")), modules[name])),
     }
     tensors = load_file(others["dora"] / "adapter_model.safetensors")
     save_file(tensors | {f"base_model.model.{name}.lora_magnitude_vector": torch.ones(3)},
@@ -86,6 +88,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("missing", "target_modules names modules without tensors"),
         ("dora", "lora_magnitude_vector"),
         ("tokens", "found target_parameters or tokens"),
+        ("integers", "of I32"),
+        ("twice", "of linear layers of the model alone, found"),
     ):
         with pytest.raises(ValueError, match=words):
             merge_adapter(base, others[which], out)

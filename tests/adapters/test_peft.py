@@ -162,6 +162,31 @@ def test_the_digest_is_of_the_content(path: Path, tmp_path: Path) -> None:
     assert len({digest, other, read(path).digest}) == 3
 
 
+def test_the_digest_is_of_what_the_tensors_change(tmp_path: Path) -> None:
+    """The same ones of another expert; of an embedding, and of the head that it is as well."""
+    digests = set()
+    for expert in range(2):
+        module = f"{STACK}.{expert}.up_proj"
+        path = write_adapter(tmp_path / f"{expert}", {module: (24, 16)}, target_modules=[module])
+        digests.add(read_adapter("mine", path, of_experts(), 8).digest)
+    kind = Adaptable(Dense, 1, 8, ("lm_head", "embed_tokens"))
+    part = StoredLinear("model.embed_tokens", 48, 16, also="lm_head", role="head")
+    kind.take(Zeros(), [part])  # type: ignore[arg-type]
+    for ties in (False, True):
+        path = write_adapter(tmp_path / f"{ties}", {}, {part.name: (48, 16)}, ensure_weight_tying=ties)
+        adapter = read_adapter("mine", path, kind.places, 8)
+        assert len(adapter.changes) == 1 + ties
+        digests.add(adapter.digest)
+    assert len(digests) == 4
+
+
+def test_messages_name_the_base_model_of_the_adapter(path: Path) -> None:
+    edit_tensors(path, lambda tensors: tensors.update({A: torch.zeros(4, 17)}))
+    edit_config(path, base_model_name_or_path="org/model", revision="0a1b")
+    with pytest.raises(ValueError, match=r"own base model \(org/model, revision 0a1b\), or save"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("fields", "module", "expected"),
     [

@@ -105,11 +105,13 @@ def test_ranks() -> None:
     assert EngineConfig(wait_for_compile=False, tensor_parallel_size=2).waits_for_compile
     assert not EngineConfig(wait_for_compile=False, tensor_parallel_exact=True).waits_for_compile
     EngineConfig(tensor_parallel_size=2, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    for name in ({"tensor_parallel_size": 2}, {"tensor_parallel_exact": True}):
-        with pytest.raises(ValueError, match="enable_lora must be False with tensor_parallel"):
-            EngineConfig(enable_lora=True, **name)
-        with pytest.raises(ValueError, match=r"must have a method that drafts from tokens.*given 'layer_skip'"):
-            EngineConfig(speculative_config={"method": "layer_skip", "num_speculative_tokens": 3}, **name)
+    drafts = {"method": "layer_skip", "num_speculative_tokens": 3}
+    EngineConfig(tensor_parallel_size=2, speculative_config=drafts, enable_lora=True)
+    for path in ("kv_disk_path", "weights_path"):
+        files = {path: "x"} | ({"kv_host_bytes": 2**20} if path == "kv_disk_path" else {})
+        for name in ({"tensor_parallel_size": 2}, {"tensor_parallel_exact": True}):
+            with pytest.raises(ValueError, match=f"{path} must be None with tensor_parallel"):
+                EngineConfig(**files, **name)
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True"):
         EngineConfig(tensor_parallel_size=3, tensor_parallel_exact=True)
 

@@ -14,7 +14,7 @@ from compiled_llm.drafting.methods import HOST_METHODS
 # Field -> (a method that takes it, values that are refused).
 REFUSED: dict[str, tuple[str, list[Any]]] = {
     "method": ("ngram", ["", "ngrm", None, 3, ["ngram"]]),
-    "num_speculative_tokens": ("ngram", [0, 16, 1.0, True, "3"]),
+    "num_speculative_tokens": ("ngram", [0, 64, 1.0, True, "3"]),
     "adaptive": ("ngram", [0, None, "no"]),
     "prompt_lookup_min": ("ngram", [0, 17, 2.0, True]),
     "prompt_lookup_max": ("ngram", [0, 17, 2.0, True]),
@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[str, list[Any]]] = {
     "revision": ("draft_model", ["", 3]),
     "quantization": ("draft_model", ["", "int5", 8]),
     "num_draft_layers": ("layer_skip", [0, 1024, 1.0, True, "1"]),
-    "lookahead_window": ("lookahead", [0, 8, 16, 1.0, True]),
+    "lookahead_window": ("lookahead", [0, 8, 64, 1.0, True]),
     "lookahead_ngram": ("lookahead", [1, 9, 2.0, True]),
     "speculative_token_tree": (
         "ngram",
@@ -109,7 +109,7 @@ def test_a_dict_becomes_a_config_with_all_that_the_method_takes() -> None:
 def test_defaults() -> None:
     ngram, suffix = SpeculativeConfig(method="ngram"), SpeculativeConfig(method="suffix")
     assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (2, 5)
-    assert (suffix.num_tokens, suffix.suffix_decoding_max_tree_depth) == (MOST_DRAFT_TOKENS, 24)
+    assert (suffix.num_tokens, suffix.suffix_decoding_max_tree_depth) == (15, 24)
     assert (suffix.suffix_decoding_max_cached_requests, suffix.suffix_decoding_max_spec_factor) == (10_000, 1.0)
     assert (suffix.suffix_decoding_min_token_prob, suffix.prompt_lookup_min) == (0.1, None)
 
@@ -132,3 +132,21 @@ def test_a_tree_has_as_many_drafts_as_nodes() -> None:
     assert SpeculativeConfig(method="suffix", speculative_token_tree="auto").tree_shape is None
     with pytest.raises(ValueError, match="num_speculative_tokens must be left out with speculative_token_tree"):
         SpeculativeConfig(method="ngram", speculative_token_tree="[(0,)]", num_speculative_tokens=2)
+
+
+def test_what_networks_draft_at_most() -> None:
+    """A chain is one graph; a tree has as many nodes as a mask has bits, less the last known token's."""
+    given = {"model": "somewhere", "num_speculative_tokens": MOST_DRAFT_TOKENS}
+    for method in ("draft_model", "eagle3", "medusa"):
+        with pytest.raises(ValueError, match="num_speculative_tokens must be an integer from 1 to 15 with method"):
+            SpeculativeConfig(method=method, **given)
+        tree = SpeculativeConfig(method=method, speculative_token_tree="auto", **given).network_tree
+        assert tree is not None
+        # The rows of all levels but the last one are a tree for the attention op as well.
+        assert 1 + tree.width * (max(tree.depth, 1) - 1) <= 64
+        assert SpeculativeConfig(method=method, model="x", speculative_token_tree="auto").num_tokens == 15
+    assert SpeculativeConfig(method="ngram", speculative_token_tree="auto").network_tree is None
+    shape = SpeculativeConfig(method="medusa", model="x", speculative_token_tree="[(0,), (1,), (1, 0)]")
+    assert shape.network_tree == (2, 1, 2)
+    with pytest.raises(ValueError, match='speculative_token_tree must be "auto" or left out with method'):
+        SpeculativeConfig(method="eagle3", model="x", speculative_token_tree="[(0,)]")

@@ -102,7 +102,7 @@ def complaint(name: str, outcome: dict[str, Any]) -> str | None:
 GOOD: dict[str, bad_models.Spoil] = {
     f"{kind}nothing": lambda _: None for kind in ("", "index ", "experts ", "mxfp4 ", "quantised ")
 }
-SIZES = [pytest.param((4, 2), id="small"), pytest.param((None, 500), id="full", marks=pytest.mark.battery)]
+SIZES = [pytest.param((2, 2), id="small"), pytest.param((None, 500), id="full", marks=pytest.mark.battery)]
 
 
 @pytest.mark.parametrize("size", SIZES)

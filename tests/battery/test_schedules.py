@@ -365,7 +365,7 @@ def run_schedule(seed: int, counts: Counter[str], *, tiers: bool = False) -> Non
 
 @pytest.mark.parametrize(
     "num_schedules",
-    [pytest.param(60, id="small"), pytest.param(2_000, id="full", marks=pytest.mark.battery)],
+    [pytest.param(30, id="small"), pytest.param(2_000, id="full", marks=pytest.mark.battery)],
 )
 def test_random_schedules(num_schedules: int, battery_counts: Counter[str]) -> None:
     for seed in range(num_schedules):

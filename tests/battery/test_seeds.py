@@ -136,6 +136,15 @@ def compiled(requests: list[Seeded], counts: Counter[str]) -> list[RequestOutput
     return all_at_once(requests, counts, **sizes, dtype="bfloat16", enforce_eager=False, async_scheduling=True)
 
 
+def of_two_ranks(requests: list[Seeded], counts: Counter[str]) -> list[RequestOutput]:
+    sizes = {"bucket_sizes": (1, 8), "block_size": 4, "num_kv_blocks": 30, "swap_space_bytes": 2**22}
+    outputs = all_at_once(
+        requests, counts, **sizes, preemption_mode="swap", async_scheduling=True, tensor_parallel_size=2
+    )
+    counts["swapped by ranks"] += sum(output.metrics.num_swapped_tokens for output in outputs)
+    return outputs
+
+
 # What each is about, and must have happened.
 MIXES: dict[Callable[[list[Seeded], Counter[str]], list[RequestOutput]], str] = {
     together: "compared",
@@ -144,6 +153,7 @@ MIXES: dict[Callable[[list[Seeded], Counter[str]], list[RequestOutput]], str] = 
     swapped: "swapped",
     in_a_warm_cache: "tokens found",
     compiled: "graphs",
+    of_two_ranks: "swapped by ranks",
 }
 CASES = [
     pytest.param(10, preempted, id="small-preempted"),

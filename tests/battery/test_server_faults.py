@@ -1,6 +1,8 @@
 """What the server does when something around it breaks: each time it ends, or goes on, as docs/serving.md says."""
 
 import contextlib
+import fcntl
+import os
 import re
 import resource
 import signal
@@ -89,6 +91,20 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
         server.wait_until("/health")
         for _ in range(300):
             assert server.http.post("/v1/completions", json=SHORT).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+
+
+def test_a_log_that_nobody_reads_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    with open(reader, "rb", buffering=0) as read, open(writer, "w") as pipe, program(stderr=pipe) as server:
+        server.wait_until("/health")
+        for _ in range(100):
+            assert server.http.post("/v1/completions", json=SHORT).status_code == 200
+        assert b"missing" not in read.read(1 << 16)
+        assert server.http.post("/v1/completions", json=SHORT).status_code == 200
+        assert b"lines of this log are missing: nobody read it\n" in read.read(1 << 16)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
 

@@ -56,6 +56,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--base-url ftp://here", "URL must be as http://127.0.0.1:8000"),
     ],
     "servers": [("--model m --vllm-python p --concurrency 1,many", "--concurrency must be numbers")],
+    "roles": [("--input-len 100", "--input-len must be at least 256"), ("--streams 0", "--streams must be at least 1")],
     "arrivals": [
         ("--request-rate 0", "--request-rate must be above 0"),
         ("--burstiness -1", "--burstiness must be above 0"),
@@ -87,6 +88,8 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--shape tiny --enforce-eager --precisions none int3", "quantization"),
         ("--precisions none int8 --repeats 0", "--repeats"),
     ],
+    "step-costs": [("--costs /no/such/directory/costs.json", "its directory is not there"), ("", "required: --costs")],
+    "plan": [("--load 0", "--load must be"), ("--seconds 1", "--seconds must be at least 5"), ("--cvs -1", "--cvs")],
     "shared": [("--rounds 0", "--rounds")],
     "start": [
         ("--warm-runs 0", "--warm-runs"),
@@ -96,7 +99,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "loading": [("--rounds 0", "--rounds")],
     "host": [("--requests 0", "--requests"), ("--kinds-of x", "unknown flag")],
     "speculation": [("--num-tokens 1", "--num-tokens must be at least 2")],
-    "lora": [("--rank 0", "--rank must be at least 1"), ("--batch-sizes 0", "--batch-sizes")],
+    "lora": [
+        ("--rank 0", "--rank must be at least 1"),
+        ("--batch-sizes 0", "--batch-sizes"),
+        ("--vllm-python x", "--vllm-python needs --model"),
+    ],
     "tiers": [("--input-len 8", "--input-len must be at least 32")],
     "sampling": [("--context 1", "--context must be at least 2")],
     "kernels": [("--layers 0", "--layers must be at least 1"), ("--model DIR --layers 2", "for a --shape")],

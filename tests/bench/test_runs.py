@@ -260,6 +260,61 @@ def test_lora(run: Run) -> None:
     assert all(row["tokens_per_second"] > 0 for row in runs.values())
 
 
+# What ``worker.py`` imports of vLLM, each step of which gives every request a token.
+VLLM = {
+    "__init__.py": """
+from pathlib import Path
+from types import SimpleNamespace
+
+SamplingParams = SimpleNamespace
+
+class LLM:
+    def __init__(self, directory, *, enable_lora=False, max_loras=1, max_lora_rank=16, **options):
+        self.most, self.open, self.llm_engine = max_loras if enable_lora else 0, {}, self
+        assert not enable_lora or max_lora_rank == 8
+
+    def add_request(self, request_id, prompt, params, lora_request):
+        if lora_request is not None:
+            assert 1 <= lora_request.lora_int_id <= self.most
+            assert Path(lora_request.lora_path, "adapter_config.json").exists()
+        self.open[request_id] = params.max_tokens
+
+    def has_unfinished_requests(self):
+        return bool(self.open)
+
+    def step(self):
+        given = [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[5])]) for name in self.open]
+        self.open = {name: left - 1 for name, left in self.open.items() if left > 1}
+        return given
+
+    def reset_prefix_cache(self):
+        return True
+""",
+    "sampling_params.py": "class RequestOutputKind:\n    DELTA = 1\n",
+    "lora/__init__.py": "",
+    "lora/request.py": """
+class LoRARequest:
+    def __init__(self, lora_name, lora_int_id, lora_path):
+        self.lora_int_id, self.lora_path = lora_int_id, lora_path
+""",
+}
+
+
+def test_lora_beside_vllm(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in VLLM.items():
+        file = tmp_path / "vllm" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    words = ("--model", DEMO, "--enforce-eager", "--bucket-sizes", "4", "--batch-sizes", "3", "--num-adapters", "2")
+    words += ("--rounds", "1", "--num-tokens", "2", "--rank", "5")
+    result, _ = run(lora, *words, "--vllm-python", sys.executable, "--vllm-preload", "")
+    runs = result["runs"]["batch 3"]
+    assert list(runs) == ["base", "none", "1", "2", "vllm base", "vllm none", "vllm 1", "vllm 2"]
+    assert runs["vllm base"]["ratio"] == 1.0
+    assert result["vllm"]["torch"] == torch.__version__
+
+
 def test_tiers(run: Run) -> None:
     words = (*TINY, "--bucket-sizes", "4", "--input-len", "64", "--num-tokens", "2", "--rounds", "1")
     result, out = run(tiers, *words)

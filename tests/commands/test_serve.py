@@ -38,9 +38,7 @@ def test_model_and_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         main(["serve", "--api-key-file", str(keys)])
 
 
-@pytest.mark.parametrize(
-    ("flags", "waits"), [([], False), (["--wait-for-compile"], True), (["--target-itl-ms", "5"], True)]
-)
+@pytest.mark.parametrize(("flags", "waits"), [([], False), (["--wait-for-compile"], True)])
 def test_it_serves_before_graphs_are_compiled_unless_it_is_told_to_wait(
     flags: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,3 +46,24 @@ def test_it_serves_before_graphs_are_compiled_unless_it_is_told_to_wait(
     monkeypatch.setattr(run, "serve", lambda program, config, settings: given.append(config) or 0)
     assert main(["serve", *flags]) == 0
     assert [config.waits_for_compile for config in given] == [waits]
+
+
+@pytest.mark.parametrize(
+    ("flags", "target"),
+    [
+        ([], 250),
+        (["--target-itl-ms", "5"], 5),
+        (["--target-itl-ms", "none"], None),
+        (["--max-num-batched-tokens", "64"], None),
+        (["--token-bucket-sizes", "32,64"], None),
+        (["--no-enable-chunked-prefill"], None),
+        (["--target-itl-ms", "250", "--max-num-batched-tokens", "64"], 250),
+    ],
+)
+def test_streams_wait_for_prompts_of_others_for_a_time_unless_sizes_of_steps_are_given(
+    flags: list[str], target: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(run, "serve", lambda program, config, settings: given.append(config) or 0)
+    assert main(["serve", *flags]) == 0
+    assert [config.target_itl_ms for config in given] == [target]

@@ -16,7 +16,7 @@ ARGUMENTS: dict[str, Any] = {
     "check_invariants": True, "progress": "off", "num_threads": 1,
 }  # fmt: skip
 TREE: dict[str, Any] = {
-    "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "num_speculative_tokens": 15, "adaptive": False,
+    "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "num_speculative_tokens": 63, "adaptive": False,
     "speculative_token_tree": "auto",
 }  # fmt: skip
 PROMPT = "def area(width, height):\n    return width * height\n\n\ndef area(width, depth):\n    return width"
@@ -68,10 +68,10 @@ def test_who_refuses_trees() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     llama = read_config(checkpoint("llama"))
     for device in (cpu, gpu):
-        check_trees(llama, device, exact=device == cpu)
+        check_trees(llama, device, 63, exact=device == cpu)
         with pytest.raises(ValueError, match=r"must be left out for .* \(latent attention"):
-            check_trees(read_config(checkpoint("deepseek-v2")), device, exact=False)
+            check_trees(read_config(checkpoint("deepseek-v2")), device, 63, exact=False)
     with pytest.raises(ValueError, match=r"must be left out for .* on 'cuda' \(exact=True"):
-        check_trees(llama, gpu, exact=True)
+        check_trees(llama, gpu, 63, exact=True)
     with pytest.raises(ValueError, match="layers with a state"):
         CompiledEngine(str(checkpoint("lfm2")), **ARGUMENTS, speculative_config=TREE)

@@ -277,7 +277,7 @@ def test_a_target_that_no_bucket_meets_is_said_and_served() -> None:
     with pytest.warns(UserWarning, match=r"target_itl_ms=0.001 cannot be met beside a prompt: the fastest of"):
         engine = CompiledEngine(target_itl_ms=0.001, **sizes)
     with engine:
-        assert set(engine.scheduler.costs.bucket_seconds) == {16, 64}
+        assert set(engine.scheduler.costs.bucket_seconds) == {16}, "larger ones take longer"
         outputs = engine.generate([PROMPT, PROMPT * 20], GREEDY, use_tqdm=False)
         assert [output.finished for output in outputs] == [True, True]
 

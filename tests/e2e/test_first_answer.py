@@ -66,10 +66,9 @@ class WaitsError(Exception):
     [
         {"compile_workers": 0},
         {"logits_transforms": [Steer()]},
-        {"target_itl_ms": 5.0},
         {"swap_space_bytes": 2**22},
     ],
-    ids=["compile_workers=0", "logits_transforms", "target_itl_ms", "swap_space_bytes"],
+    ids=["compile_workers=0", "logits_transforms", "swap_space_bytes"],
 )
 def test_an_engine_waits_where_its_own_process_would_compile_and_where_steps_are_measured(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch

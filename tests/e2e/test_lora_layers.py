@@ -84,16 +84,28 @@ def test_without_adapters_it_is_the_engine_without_them(
     assert engine.memory_report().bytes_of("weights") == without.bytes_of("weights")
 
 
+@pytest.fixture(params=["int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4"])
+def quantized(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Engine arguments."""
+    return {"quantization": request.param, "quantization_head": "int8", "quantization_embedding": "int8"}
+
+
 @pytest.mark.battery
-@pytest.mark.parametrize("quantization", ["int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4"])
-def test_quantised_weights(quantization: str, name: str, adapters: list[LoRARequest | None]) -> None:
-    arguments = {"quantization": quantization, "quantization_head": "int8", "quantization_embedding": "int8"}
-    with serve(name, **arguments) as engine:
+def test_quantised_weights(quantized: dict[str, Any], name: str, adapters: list[LoRARequest | None]) -> None:
+    with serve(name, **quantized) as engine:
         separate = alone(engine, adapters)
         engine.reset_prefix_cache()
         assert results(engine, adapters) == separate
-        with CompiledEngine(str(checkpoint(name)), dtype="bfloat16", **SIZES, **arguments) as plain:
+        with CompiledEngine(str(checkpoint(name)), dtype="bfloat16", **SIZES, **quantized) as plain:
             assert results(plain, [None] * 6) == results(engine, [None] * 6)
+
+
+@pytest.mark.battery
+def test_compiled_steps_of_quantised_weights(
+    quantized: dict[str, Any], name: str, adapters: list[LoRARequest | None]
+) -> None:
+    with serve(name, **quantized) as engine, serve(name, **quantized, enforce_eager=False) as compiled:
+        assert results(compiled, adapters) == results(engine, adapters)
 
 
 @pytest.mark.battery

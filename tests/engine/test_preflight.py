@@ -1,8 +1,10 @@
 """What is said of a model before it starts is what its engine finds."""
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,20 @@ def test_what_is_not_served_is_named(tmp_path: Path) -> None:
     assert ("sampling", "generation_config.json suggests temperature=0.6") in rows
     (note,) = (text for name, text in rows if name == "note")
     assert "no_repeat_ngram_size=3" in note
+
+
+def test_ranks_have_their_parts() -> None:
+    def looked_at(**arguments: Any) -> dict[str, str]:
+        return dict(look_at(EngineConfig(model=str(checkpoint("mixtral")), **arguments)))
+
+    one, two = looked_at(), looked_at(tensor_parallel_size=2)
+    sizes = [float(rows["weights"].split(": ")[1].split(" MiB")[0]) for rows in (one, two)]
+    assert sizes[0] / 2 <= sizes[1] < 0.6 * sizes[0]
+    assert "of each of 2 ranks" in two["weights"]
+    sizes = [float(re.findall(r"([\d,]+) bytes", rows["KV cache"])[0].replace(",", "")) for rows in (one, two)]
+    assert sizes[0] == 2 * sizes[1], one["KV cache"]
+    with pytest.raises(ValueError, match="tensor_parallel_size must divide num_attention_heads=4, given 3"):
+        looked_at(tensor_parallel_size=3)
 
 
 def test_headers_are_checked_and_values_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,17 @@
 import dataclasses
 import json
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.api.config import EngineConfig
 from compiled_llm.checkpoint import loader
-from compiled_llm.checkpoint.quantization import published
+from compiled_llm.checkpoint.model_files import checkpoint_directory, model_config
+from compiled_llm.checkpoint.quantization import linears_of, published
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import StepInput
@@ -26,7 +29,9 @@ from compiled_llm.models.sharding import Section, Shard, of_elements, rank_confi
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.parallel.rank_group import RankGroup
+from tests.checkpoint.gguf.writing import MODELS, metadata_of, tensors_of, write
 from tests.drawn import marked
+from tests.e2e.test_gguf import kind_of
 from tests.families import checkpoint
 from tests.models.ranks import CPU, SHARED, config_of, logits_of_ranks, random_weights, rank_logits
 from tests.models.steps import step_input
@@ -133,12 +138,19 @@ def test_quantised_layers_have_the_codes_of_one_rank(scheme: str) -> None:
         torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
 
 
-def check_exact(config: ModelConfig, kind: LinearKind, dtype: torch.dtype, **how: Any) -> None:
+@pytest.mark.parametrize("name", marked(["llama", "olmo2", "mixtral", "deepseek-v3", "qwen3.5"], ["llama"]))
+def test_exact_sums_of_eight_ranks(name: str) -> None:
+    check_exact(config_of(name), Packed, HALF, (8,))
+
+
+def check_exact(
+    config: ModelConfig, kind: LinearKind, dtype: torch.dtype, sizes: tuple[int, ...] = (2, 4), **how: Any
+) -> None:
     steps = steps_of(config)
     (one,) = logits_of_ranks(config, 1, kind, steps, dtype, exact=True, **how)
     near = rank_logits(config, random_weights(config, kind, dtype), Shard(0, 1), steps, dtype)
     assert real(one - near).abs().median() < (1e-5 if dtype == FLOAT else 0.05) * near.std()
-    for size in (2, 4):
+    for size in sizes:
         for logits in logits_of_ranks(config, size, kind, steps, dtype, exact=True, **how):
             assert torch.equal(real(logits), real(one)), f"{size} ranks"
 
@@ -186,6 +198,25 @@ def test_ranks_of_a_checkpoint(name: str) -> None:
 
     whole = real(rank_logits(config, take(config, Dense, FLOAT), Shard(0, 1), steps))
     for logits in logits_of_ranks(config, 2, Packed, steps, take=take):
+        torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_of_a_gguf_file(name: str, tmp_path: Path) -> None:
+    """Files of blocks of all kinds, and of values where a name does not say blocks."""
+    kinds = {"kind_of": kind_of} if name.endswith("blocks") else {}
+    file = write(tmp_path / "model.gguf", MODELS[name][0], metadata_of(name), tensors_of(name), **kinds)
+    asked = EngineConfig(model=str(file), dtype="float32")
+    directory = checkpoint_directory(asked)
+    config = model_config(directory, "auto", "float32")
+    kind, steps = linears_of(asked, config, CPU, FLOAT), steps_of(config)
+
+    def take(config: ModelConfig, kind: LinearKind, dtype: torch.dtype) -> Any:
+        return loader.load_weights(directory, config, dtype, CPU, kind)
+
+    whole = real(rank_logits(config, take(config, kind, FLOAT), Shard(0, 1), steps))
+    for logits in logits_of_ranks(config, 2, kind, steps, take=take):
         torch.testing.assert_close(real(logits), whole, atol=1e-4, rtol=1e-4)
 
 

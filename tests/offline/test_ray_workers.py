@@ -17,16 +17,31 @@ from tests.offline.runs import COMMAND, write_prompts
 NUM_ROWS = 900
 FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--num-kv-blocks", "300", "--quiet"]
 FAST += ["--dtype", "float32", "--progress", "off"]
-# A head without cores, and two machines of one core. Each line that it reads takes the place of one of them.
+# A head without cores, and as many machines as it is told, with so many cores. A line that it reads has one replaced.
 CLUSTER = """
-import sys
+import sys, time
 
+from ray._private import services
 from ray.cluster_utils import Cluster
+
+get_node = services.get_node
+
+
+def get_node_at_last(*arguments):  # Ray gives a raylet 30 s, which other work may hold the cores for
+    for _ in range(100):
+        try:
+            return get_node(*arguments)
+        except RuntimeError:
+            time.sleep(3)
+    return get_node(*arguments)
+
+
+services.get_node = get_node_at_last
 
 head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2**27, "node_ip_address": "127.0.0.2"}
 cluster = Cluster(initialize_head=True, head_node_args=head)
-machine = {"num_cpus": 1, "object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
-machines = [cluster.add_node(**machine) for _ in range(2)]
+machine = {"num_cpus": int(sys.argv[2]), "object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
+machines = [cluster.add_node(**machine) for _ in range(int(sys.argv[1]))]
 print(cluster.address, flush=True)
 for line in sys.stdin:
     cluster.remove_node(machines.pop(0), allow_graceful=False)
@@ -37,10 +52,13 @@ cluster.shutdown()
 
 
 class MachinesOfRay:
-    def __init__(self) -> None:
+    def __init__(self, count: int = 2, cores: int = 1) -> None:
         environment = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, **pipes)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER, str(count), str(cores)], env=environment, **pipes
+        )
+        self.pid = self._process.pid
         self.address = self._answer()
 
     def replace_one(self) -> None:

@@ -57,6 +57,15 @@ def test_where_one_graph_serves_all_there_is_a_bucket_for_every_doubling_of_toke
     assert LIMITS.with_drafts(0, one_graph=True).draft_lens == (1,)
 
 
+def test_trees_of_many_nodes_do_not_make_every_bucket_so_large() -> None:
+    """One request may have 63 drafts, or each of the most requests 15."""
+    for one_graph, of_four in ((True, (4, 8, 16, 32, 64)), (False, (4, 64))):
+        limits = LIMITS.with_drafts(63, one_graph=one_graph)
+        assert limits.decode_tokens(1)[-1] == limits.most_decode_tokens == 64
+        assert limits.decode_tokens(4) == of_four
+        assert {bucket.max_query_len for bucket in buckets_of(limits) if bucket.num_tokens == 64} == {64}
+
+
 def test_on_a_gpu_there_is_one_bucket_without_drafts_and_one_with_all() -> None:
     buckets = buckets_of(ON_GPU)
     assert [bucket.name for bucket in buckets] == [

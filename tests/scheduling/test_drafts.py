@@ -275,9 +275,9 @@ def test_a_bad_proposal_is_refused_by_name(proposal: list) -> None:
         CheckedDrafter(drafter, VOCABULARY).propose([make_request("x", [1], 4)], [2])
 
 
-@pytest.mark.parametrize("num_tokens", [0, 16, True, 2.0, None])
+@pytest.mark.parametrize("num_tokens", [0, 64, True, 2.0, None])
 def test_a_drafter_of_a_wrong_length_is_refused_by_name(num_tokens: Any) -> None:
-    with pytest.raises(ValueError, match="drafter must have num_tokens, an integer from 1 to 15"):
+    with pytest.raises(ValueError, match="drafter must have num_tokens, an integer from 1 to 63"):
         draft_length(FakeDrafter(num_tokens, lambda: 0))
 
 
@@ -286,7 +286,7 @@ def test_what_is_no_drafter_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"propose\(request_id, token_ids\), given SimpleNamespace without it"):
         draft_length(no_drafter)
     assert draft_length(None) == 0
-    assert draft_length(FakeDrafter(15, lambda: 0)) == 15
+    assert draft_length(FakeDrafter(63, lambda: 0)) == 63
 
 
 def test_a_request_of_one_token_takes_no_drafts() -> None:

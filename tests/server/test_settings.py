@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.parsing.formats import CALL_ALIASES, CALL_FORMATS, REASONING_ALIASES, REASONING_FORMATS
 from compiled_llm.server.settings import ServerSettings
 
 TLS = Path(__file__).with_name("tls")
@@ -24,6 +25,9 @@ TLS = Path(__file__).with_name("tls")
         ({"ssl_certfile": str(TLS / "certificate.pem"), "ssl_keyfile": "/dev/null"}, "ssl_keyfile must be a file"),
         ({"ssl_certfile": str(TLS / "key.pem")}, "must be a certificate and its private key in PEM form, given"),
         ({"ssl_certfile": str(TLS / "certificate.pem")}, "must be a certificate and its private key in PEM form"),
+        ({"tool_call_parser": "hermess"}, "llama3_json, given 'hermess': did you mean 'hermes'?"),
+        ({"reasoning_parser": "qwen"}, "reasoning_parser must be one of auto, none, gpt_oss,"),
+        ({"tool_call_parser": None}, "tool_call_parser must be one of auto, none, gpt_oss,"),
         ({"ports": 1}, "unknown server argument 'ports': did you mean 'port'?"),
     ],
 )
@@ -31,3 +35,13 @@ def test_what_is_out_of_range(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         ServerSettings(**arguments).tls()
     assert words in str(refused.value)
+
+
+def test_other_servers_names_of_formats_are_understood() -> None:
+    for aliases, formats in ((CALL_ALIASES, CALL_FORMATS), (REASONING_ALIASES, REASONING_FORMATS)):
+        assert not aliases.keys() & formats.keys()
+        assert set(aliases.values()) <= formats.keys()
+    settings = ServerSettings(tool_call_parser="openai", reasoning_parser="openai_gptoss")
+    assert (settings.tool_call_parser, settings.reasoning_parser) == ("gpt_oss", "gpt_oss")
+    assert ServerSettings(tool_call_parser="qwen25").tool_call_parser == "hermes"
+    assert ServerSettings(tool_call_parser="none").tool_call_parser == "none"

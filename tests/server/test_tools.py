@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from compiled_llm import CompiledEngine
-from compiled_llm.parsing.formats import CALL_FORMATS, REASONING_FORMATS
+from compiled_llm.parsing.formats import CALL_ALIASES, CALL_FORMATS, REASONING_ALIASES, REASONING_FORMATS
 from compiled_llm.server.settings import DEMO_NAME
 from tests.chat_templates import CHATML_TOOLS
 from tests.docs.markdown import ROOT, blocks
@@ -178,4 +178,5 @@ def test_the_snippet_of_the_document(with_tools: Running, capsys: pytest.Capture
 
 def test_every_format_is_in_the_document() -> None:
     text = (ROOT / "docs" / "serving.md").read_text()
-    assert [name for name in (*CALL_FORMATS, *REASONING_FORMATS) if f"`{name}`" not in text] == []
+    names = (*CALL_FORMATS, *REASONING_FORMATS, *CALL_ALIASES, *REASONING_ALIASES)
+    assert [name for name in names if f"`{name}`" not in text] == []

@@ -1,5 +1,6 @@
-"""Signals: the first stops, the second ends. Streams that fail take text and drop it."""
+"""Signals: the first stops, the second ends. Streams that fail take text and drop it, and logs that nobody reads."""
 
+import fcntl
 import io
 import os
 import signal
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from compiled_llm.system.process import GuardedStream, StopSignals
+from compiled_llm.system.process import GuardedStream, StopSignals, UnwaitingStream
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -94,3 +95,39 @@ def test_a_stream_that_is_not_there_takes_everything() -> None:
     print("text", file=stream, flush=True)
     assert stream.failure is None
     stream.close()
+
+
+def test_a_log_that_nobody_reads_drops_lines_and_counts_them() -> None:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 8192)
+    with open(reader, "rb", buffering=0) as read, open(writer, "w") as pipe:
+        stream = UnwaitingStream(pipe)
+        lines = [f"{number:099}" for number in range(1000)]
+        for line in lines:
+            print(line, file=stream, flush=True)
+        kept = read.read(1 << 20).decode().splitlines()
+        assert kept == lines[: len(kept)]
+        assert 4096 <= 100 * len(kept) <= 8192
+        print("é", file=stream)
+        missing = f"{1000 - len(kept)} lines of this log are missing: nobody read it"
+        assert read.read(1 << 20).decode().splitlines() == [missing, "é"]
+        print("x" * 10_000, file=stream)
+        assert 4096 <= len(read.read(1 << 20)) <= 8192
+        print("last", file=stream)
+        assert read.read(1 << 20) == b"1 lines of this log are missing: nobody read it\nlast\n"
+
+
+def test_a_log_takes_parts_of_lines_and_goes_anywhere() -> None:
+    content = io.StringIO()
+    stream = UnwaitingStream(content)
+    print("a", end="", file=stream)
+    print("b", file=stream, flush=True)
+    assert content.getvalue() == "ab\n"
+    for path, failure in (("/dev/full", "No space left on device"), ("/dev/null", None)):
+        with open(path, "w") as file:
+            stream = UnwaitingStream(file)
+            print("a", end="", file=stream, flush=True)
+            assert (stream.failure and stream.failure.strerror) == failure
+    nowhere = UnwaitingStream(None)
+    nowhere.write("text\n")
+    nowhere.close()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,10 +85,11 @@ class Worker:
         self.start_seconds = time.perf_counter() - started
         self._signal(signal.SIGSTOP)
 
-    def run(self, requests: Requests, before: Requests | None = None) -> dict[str, Any]:
+    def run(self, requests: Sequence[tuple[Any, ...]], before: Requests | None = None) -> dict[str, Any]:
         """Answer of ``worker.py`` to these requests, its output lengths checked.
 
         Args:
+            requests: as ``worker.py`` takes them.
             before: requests that are run first: what was stopped for minutes may be slow for a moment.
         """
         self._signal(signal.SIGCONT)
@@ -98,13 +99,13 @@ class Worker:
         self._signal(signal.SIGSTOP)
         return answer
 
-    def _ask(self, requests: Requests) -> dict[str, Any]:
+    def _ask(self, requests: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # _answer raises with the reason
             self._process.stdin.write(json.dumps(requests) + "\n")
             self._process.stdin.flush()
         answer = self._answer()
-        if answer["output_lens"] != [output_len for _, output_len in requests]:
+        if answer["output_lens"] != [request[1] for request in requests]:
             raise PeerFailed(f"{self.peer.name}: generated {answer['output_lens']} tokens, not the requested lengths")
         return answer
 

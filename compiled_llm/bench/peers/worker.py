@@ -4,10 +4,11 @@
 
 It runs in the peer's Python environment, so it imports only the standard library and that peer. Each line of stdin is
 a list of requests, ``[[prompt token ids, output tokens], ...]``, which are submitted at once and decoded greedily to
-exactly that length. The answer to a line is a JSON line on stdout: ``seconds`` from the submission to the last token,
-``ttft`` (seconds to the first token of each request), ``output_lens`` and ``token_ids`` (of each request, what was
-generated), and ``decode_tokens`` and ``decode_seconds`` from the moment when all requests have their first token. This
-engine adds ``work``: what its report counts in its decode steps, ``tokens``, ``bytes`` and ``flops``. A first line with
+exactly that length; for vLLM with ``enable_lora`` each may have a third item, its adapter's directory or null. The
+answer to a line is a JSON line on stdout: ``seconds`` from the submission to the last token, ``ttft`` (seconds to the
+first token of each request), ``output_lens`` and ``token_ids`` (of each request, what was generated), and
+``decode_tokens`` and ``decode_seconds`` from the moment when all requests have their first token. This engine adds
+``work``: what its report counts in its decode steps, ``tokens``, ``bytes`` and ``flops``. A first line with
 ``versions`` means that the model is loaded. The output of the libraries goes to stderr.
 """
 
@@ -29,7 +30,8 @@ Request = tuple[list[int], int]  # prompt token ids, output tokens
 class Run:
     """Keeps and times the tokens of one list of requests."""
 
-    def __init__(self, num_requests: int) -> None:
+    def __init__(self, num_requests: int, adapters: Sequence[str | None] = ()) -> None:
+        self.adapters = adapters or [None] * num_requests
         self.token_ids: list[list[int]] = [[] for _ in range(num_requests)]
         self.ttft: list[float | None] = [None] * num_requests
         self.arrivals: list[tuple[float, int]] = []  # seconds since the start, new tokens
@@ -104,11 +106,18 @@ class Vllm:
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
         self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
         self._engine = LLM(directory, skip_tokenizer_init=True, **options).llm_engine
-        self._runs = 0
+        self._runs, self._lora_request, self._numbers = 0, LoRARequest, dict[str, int]()
+
+    def _adapter(self, directory: str | None) -> Any:
+        if directory is None:
+            return None
+        number = self._numbers.setdefault(directory, len(self._numbers) + 1)
+        return self._lora_request(directory, number, directory)
 
     def run(self, requests: list[Request], run: Run) -> None:
         self._runs += 1
@@ -117,7 +126,8 @@ class Vllm:
             params = self._params(
                 temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False, output_kind=self._delta
             )
-            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+            adapter = self._adapter(run.adapters[index_of[request_id]])
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=adapter)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 run.add(index_of[output.request_id], list(output.outputs[0].token_ids))
@@ -249,8 +259,9 @@ def serve(peer: Peer, requests_file: TextIO, answers: TextIO) -> None:
     """Answers the lines of ``requests_file`` until it ends."""
     print(json.dumps({"versions": versions(peer.packages)}), file=answers, flush=True)
     for line in requests_file:
-        requests = [(prompt, output_len) for prompt, output_len in json.loads(line)]
-        run = Run(len(requests))
+        rows = json.loads(line)
+        requests = [(prompt, output_len) for prompt, output_len, *_ in rows]
+        run = Run(len(requests), [adapter for *_, adapter in rows] if rows and len(rows[0]) > 2 else ())
         peer.run(requests, run)
         print(json.dumps(run.result()), file=answers, flush=True)
 

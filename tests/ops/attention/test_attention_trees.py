@@ -33,7 +33,7 @@ CONTEXTS = [505, 30, 120, 3, 250, 0]
 
 def trees_of(seed: int) -> list:
     generator = random.Random(seed)
-    large, middle, small = (random_parents(count, generator) for count in (16, 11, 4))
+    large, middle, small = (random_parents(count, generator) for count in (64, 11, 4))
     return [large, 1, middle, 20, [0, 1, 2, 3], small]
 
 
@@ -55,7 +55,7 @@ def test_a_row_has_the_bits_of_its_path_as_a_chain(attend: Attend, name: str) ->
 
 
 def test_a_chain_of_masks_is_a_chain(attend: Attend) -> None:
-    case = make_tree_case([list(range(15)), [0, 1]], [500, 20], num_heads=8)
+    case = make_tree_case([list(range(63)), [0, 1]], [500, 20], num_heads=8)
     assert torch.equal(attend(*case.args()), attend(*replace(case, ancestors=None).args()))
 
 
@@ -77,7 +77,7 @@ def test_moved_keys_are_those_of_a_chain(
     attend: Attend, name: str, kernels_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of the cache, bit for bit, but for the slots of what is not kept."""
-    tree, context = random_parents(16, random.Random(2)), 250
+    tree, context = random_parents(64, random.Random(2)), 250
     case = make_tree_case([tree], [context], **NAMES[name][1])
     path = path_to(tree, max(leaves(tree), key=lambda leaf: len(path_to(tree, leaf)) * (leaf != len(tree))))
     assert path != list(range(len(path)))

@@ -158,10 +158,10 @@ def agrees_with_the_reference(**kwargs) -> None:
     check(make_case(**kwargs), OP)
 
 
-def trees_agree_with_the_reference(**kwargs) -> None:
+def trees_agree_with_the_reference(rows: int = 64, **kwargs) -> None:
     """Two trees beside a decode, a chain of masks and, by the prefill kernel, a prompt; some across splits."""
     rng = random.Random(5)
-    trees = [random_parents(16, rng), 1, random_parents(7, rng), [0, 1, 2], 20]
+    trees = [random_parents(rows, rng), 1, random_parents(7, rng), [0, 1, 2], 70]
     check(make_tree_case(trees, [300, 20, 129, 5, 3], **kwargs), OP)
 
 
@@ -169,7 +169,10 @@ MORE |= {
     "tree": (trees_agree_with_the_reference, {"dtype": BF16, "num_heads": 8, "trailing_rows": 2}),
     "tree-int8-window": (trees_agree_with_the_reference, {"dtype": BF16, "kv_dtype": INT8, "window": 70}),
     "tree-fp8": (trees_agree_with_the_reference, {"dtype": FP16, "kv_dtype": FP8, "soft_cap": 2.0, "sinks": True}),
-    "tree-float32-window": (trees_agree_with_the_reference, {"dtype": torch.float32, "window": 16, "head_dim": 40}),
+    "tree-float32-window": (
+        trees_agree_with_the_reference,
+        {"dtype": torch.float32, "window": 16, "head_dim": 40, "rows": 16},
+    ),
 }
 INTERPRETED = {
     **{name: functools.partial(agrees_with_the_reference, **kwargs) for name, kwargs in interpreted_cases()},
@@ -198,8 +201,7 @@ def launches(
 
 
 # Capability, head_dim, dtype, KV dtype, whether with window, soft cap and sinks. Head dims 80 and 96 take the tiles of
-# 128. Not all products, since each is ten seconds of compilation; one by default, of the smallest tiles, which compile
-# soonest. That of all branches is interpreted by default, and compiled with -m battery.
+# 128. Not all products, since each is ten seconds of compilation. By default they are interpreted.
 SM_80, SM_90 = (8, 0), (9, 0)
 COMPILED = [
     (SM_90, 64, BF16, None, False), (SM_90, 64, FP16, INT8, True), (SM_80, 128, BF16, None, False),
@@ -212,7 +214,8 @@ COMPILED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [COMPILED[0], *(pytest.param(c, marks=pytest.mark.battery) for c in COMPILED[1:])])
+@pytest.mark.battery
+@pytest.mark.parametrize("case", COMPILED)
 def test_compiles_without_spills(case: tuple) -> None:
     capability, head_dim, _, kv_dtype, features = case
     recorded = launches(*case)
@@ -238,9 +241,9 @@ TREES = [(SM_90, 128, BF16, None), (SM_80, 128, BF16, None), (SM_90, 128, BF16, 
 @pytest.mark.battery
 @pytest.mark.parametrize("case", TREES, ids=str)
 def test_trees_compile_without_spills(case: tuple) -> None:
-    """What a step of trees of up to 16 rows launches."""
+    """What a step of trees of up to 64 rows launches."""
     capability = case[0]
-    for launch in launches(*case, num_requests=8, max_query_len=16, trees=True):
+    for launch in launches(*case, num_requests=8, max_query_len=64, trees=True):
         ahead_of_time.without_spills(launch, capability, 1)
 
 

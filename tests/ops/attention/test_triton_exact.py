@@ -144,7 +144,7 @@ def how_it_adds_up(binary: CompiledKernel) -> tuple[list[str], list[str]]:
 
 
 COMPILED = [
-    ((9, 0), 128, {"dtype": BF16}), ((8, 0), 128, {"dtype": BF16, "kv_dtype": INT8}),
+    ((9, 0), 64, {"dtype": BF16}), ((9, 0), 128, {"dtype": BF16}), ((8, 0), 128, {"dtype": BF16, "kv_dtype": INT8}),
     ((9, 0), 64, {"dtype": FP16, "kv_dtype": INT8, "features": True}),
     ((8, 0), 256, {"dtype": BF16, "features": True}), ((9, 0), 256, {"dtype": BF16, "kv_dtype": FP8}),
     ((8, 0), 512, {"dtype": BF16}), ((9, 0), 512, {"dtype": BF16, "kv_dtype": INT8}),
@@ -153,9 +153,10 @@ COMPILED = [
 ]  # fmt: skip
 
 
+@pytest.mark.battery
 @pytest.mark.parametrize(
     ("capability", "head_dim", "options"),
-    [((9, 0), 64, {"dtype": BF16}), *(pytest.param(*case, marks=pytest.mark.battery) for case in COMPILED)],
+    COMPILED,
     ids=str,
 )
 def test_every_launch_adds_up_alike(capability: tuple[int, int], head_dim: int, options: dict[str, Any]) -> None:

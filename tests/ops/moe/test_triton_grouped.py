@@ -115,7 +115,7 @@ LAYERS = {  # outputs, inputs, experts, experts of a token, activation: "" for t
     "down of few": (4096, 14336, 8, 2, ""),
     "clamped": (2880, 2880, 32, 4, "clamped_swiglu"),
 }
-SOME = [("alone", 1, (8, 0)), ("down", 256, (9, 0))]
+SOME = [("alone", 1, (8, 0))]
 CASES = [
     (name, tokens, capability)
     for name, (*_, activation) in LAYERS.items()

@@ -144,9 +144,10 @@ CASES = [
 ]
 
 
+@pytest.mark.battery
 @pytest.mark.parametrize(
     ("name", "capability", "rows"),
-    [pytest.param(*case, marks=() if case == ("qwen3-moe", (9, 0), 256) else pytest.mark.battery) for case in CASES],
+    CASES,
     ids=str,
 )
 def test_nothing_spills(name: str, capability: tuple[int, int], rows: int) -> None:

@@ -197,7 +197,7 @@ COMPILED = [
 @pytest.mark.parametrize(
     ("capability", "dtype", "titles"),
     [
-        ((9, 0), torch.bfloat16, ("delta rule of Qwen3-Next",)),
+        ((9, 0), torch.bfloat16, ("convolution of LFM2",)),
         *(pytest.param(*case, marks=pytest.mark.battery) for case in COMPILED),
     ],
     ids=str,
@@ -240,6 +240,6 @@ def test_refuses_by_name(make: Callable, name: str, value: object, message: str)
 
 ORDINARY = [
     "convolution of 150 channels, bias-mixed-float32", "convolution-cut", "delta rule-mixed-bfloat16",
-    "delta rule-none", "scan-mixed-float16", "scan by chunks-bfloat16", "delta rule by chunks-bfloat16",
+    "delta rule-none", "scan-mixed-float16", "scan by chunks-bfloat16",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

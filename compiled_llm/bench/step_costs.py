@@ -1,0 +1,227 @@
+"""What steps of an engine take on this machine, for ``compiled-llm plan --costs``.
+
+    compiled-llm bench step-costs --model DIR --costs costs.json
+    compiled-llm bench step-costs --replicas 2 --num-threads 1 --costs costs.json
+
+Measured are steps that give each request a token, with each number of requests that a bucket begins and ends with, and
+steps with prompts alike; what contexts add is told by longer ones. With ``--replicas`` as many engines measure at the
+same time, since they share the machine; a device of the file is what one of their ranks has. The times are those of
+``engine.step``, the host's included, medians over ``--rounds``.
+
+``--json FILE`` writes the last line there too.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compiled_llm.api import tables
+from compiled_llm.api.command_line import FlagParser, engine_config
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.sampling_params import SamplingParams
+from compiled_llm.bench.harness import finish
+from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.planning.costs import MeasuredCosts, ReplicaCosts
+from compiled_llm.system import hardware
+from compiled_llm.system.resources import total_memory
+
+_PROMPT, _STEPS = 16, 12  # tokens of a short prompt; steps of a measurement
+
+
+class Engines:
+    """Engines in processes of their own, which measure or serve when they are told to. Close them."""
+
+    def __init__(self, config: EngineConfig, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connections: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            own, other = context.Pipe()
+            process = context.Process(target=_serve, args=(other, config))
+            process.start()
+            other.close()
+            self.connections.append(own)
+            self._processes.append(process)
+        try:
+            for connection in self.connections:
+                connection.recv()
+        except EOFError:
+            self.close()
+            raise SystemExit("an engine did not start: see above") from None
+
+    def measure(self, rounds: int) -> ReplicaCosts:
+        """All at the same time; the mean of what they found."""
+        for connection in self.connections:
+            connection.send(rounds)
+        found: list[ReplicaCosts] = [connection.recv() for connection in self.connections]
+        return mean_of(found)
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self._processes:
+            process.join()
+
+
+def mean_of(found: Sequence[ReplicaCosts]) -> ReplicaCosts:
+    """Costs of one engine, measured several times."""
+
+    def mean(points: Iterator[tuple[tuple[int, float], ...]]) -> tuple[tuple[int, float], ...]:
+        return tuple((column[0][0], statistics.mean(s for _, s in column)) for column in zip(*points, strict=True))
+
+    return dataclasses.replace(
+        found[0],
+        decode=mean(one.decode for one in found),
+        chunk=mean(one.chunk for one in found),
+        key_seconds=statistics.mean(one.key_seconds for one in found),
+        pair_seconds=statistics.mean(one.pair_seconds for one in found),
+    )
+
+
+def _serve(connection: Connection, config: EngineConfig) -> None:
+    """A message is how many rounds to measure, or the first request of a load."""
+    rng = np.random.default_rng(0)  # one for all: no prompt begins like another
+    with CompiledEngine.from_config(config) as engine, contextlib.suppress(EOFError):
+        measure(engine, 1, rng)
+        connection.send("ready")
+        while True:
+            message = connection.recv()
+            if isinstance(message, int):
+                connection.send(measure(engine, message, rng))
+            else:
+                _serve_load(connection, engine, message, rng)
+
+
+def _serve_load(connection: Connection, engine: CompiledEngine, first: Any, rng: np.random.Generator) -> None:
+    """Serve (index, prompt tokens, output tokens) as they come, until None.
+
+    Sends (index, time, whether it is the first token, whether it is the last) and, when all have ended, None.
+    """
+    come, is_open, begun = [first], True, set[str]()
+    while is_open or engine.has_unfinished_requests():
+        while is_open and (come or connection.poll(0) or not engine.has_unfinished_requests()):
+            message = come.pop() if come else connection.recv()
+            if message is None:
+                is_open = False
+                continue
+            index, prompt, output = message
+            engine.add_request(f"{index}", _tokens(engine, rng, prompt), _params(output))
+        for done in engine.step() if engine.has_unfinished_requests() else ():
+            is_first = done.request_id not in begun
+            begun.add(done.request_id)
+            if is_first or done.finished:
+                connection.send((int(done.request_id), time.monotonic(), is_first, done.finished))
+    connection.send(None)
+
+
+def _tokens(engine: CompiledEngine, rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(1, engine.model_config.vocab_size, count).tolist()
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def measure(engine: CompiledEngine, rounds: int, rng: np.random.Generator) -> ReplicaCosts:
+    """The costs of an idle engine's steps."""
+    limits, config = engine.runner.limits, engine.config
+    longest = limits.max_model_len - _STEPS - 2
+    rows = [size for size in _ends(limits.decode_bucket_sizes) if size <= limits.max_num_seqs]
+    sizes = [size for size in _ends(limits.token_bucket_sizes) if size <= limits.max_num_batched_tokens]
+
+    def seconds(lengths: Sequence[int], outputs: int) -> list[float]:
+        """Of each step that serves random prompts of these lengths."""
+        for number, length in enumerate(lengths):
+            engine.add_request(f"{number}", _tokens(engine, rng, length), _params(outputs))
+        found = []
+        while engine.has_unfinished_requests():
+            start = time.perf_counter()
+            engine.step()
+            found.append(time.perf_counter() - start)
+        return found
+
+    def decode(count: int, prompt: int) -> float:
+        return statistics.median(seconds([prompt] * count, _STEPS)[-_STEPS + 2 : -1])
+
+    def chunk(tokens: int, most: int) -> float:
+        """A step of ``tokens`` in prompts of up to ``most``."""
+        parts = -(-tokens // most)
+        return seconds([tokens // parts + (n < tokens % parts) for n in range(parts)], 1)[0]
+
+    half, most_tokens = max(1, min(longest, sizes[-1]) // 4), sizes[-1]
+    decodes, chunks, keys, pairs = [], [], [], []
+    for _ in range(rounds):
+        decodes.append([decode(count, _PROMPT) for count in rows])
+        chunks.append([chunk(tokens, half) for tokens in sizes])
+        count = rows[-1]
+        more = decode(count, min(longest, half)) - decode(count, _PROMPT)
+        keys.append(more / (count * (min(longest, half) - _PROMPT)))
+        parts, whole = -(-most_tokens // half), -(-most_tokens // longest)
+        between = most_tokens**2 / 2 * (1 / whole - 1 / parts)
+        pairs.append((chunk(most_tokens, longest) - chunk(most_tokens, half)) / between)
+    key_seconds, pair_seconds = (max(0.0, statistics.median(each)) for each in (keys, pairs))
+
+    def without(found: list[list[float]], sizes: Sequence[int], per: Any) -> tuple[tuple[int, float], ...]:
+        """Medians, what contexts took left out, never falling."""
+        medians = [
+            statistics.median(each) - per(size) for size, each in zip(sizes, zip(*found, strict=True), strict=True)
+        ]
+        return tuple(zip(sizes, itertools.accumulate(medians, max), strict=True))
+
+    ledger, ranks = engine.memory_report(), config.tensor_parallel_size
+    kv_tokens = engine.stats().num_kv_blocks * limits.block_size
+    return ReplicaCosts(
+        tp=ranks,
+        pp=1,
+        decode=without(decodes, rows, lambda count: key_seconds * count * (_PROMPT + _STEPS / 2)),
+        chunk=without(chunks, sizes, lambda tokens: pair_seconds * tokens**2 / 2 / -(-tokens // half)),
+        key_seconds=key_seconds,
+        pair_seconds=pair_seconds,
+        weight_bytes=ledger.bytes_of("weights") / ranks,
+        kv_bytes=ledger.bytes_of("KV pool") / kv_tokens / ranks,
+        max_num_seqs=limits.max_num_seqs,
+        max_tokens=limits.max_num_batched_tokens,
+        max_tokens_beside_decodes=limits.max_tokens_beside_decodes or limits.max_num_batched_tokens,
+        kv_tokens=kv_tokens,
+    )
+
+
+def _ends(buckets: Sequence[int]) -> list[int]:
+    """The first and last sizes of each bucket."""
+    return sorted({1, *buckets, *(size + 1 for size in buckets[:-1])})
+
+
+def parser(program: str) -> FlagParser:
+    made = engine_parser(program, "What steps of an engine take on this machine, for compiled-llm plan.")
+    made.add_argument("--costs", type=tables.output_file, metavar="FILE", required=True, help="to write")
+    made.add_argument("--replicas", type=int, default=1, help="engines that measure at the same time (default: 1)")
+    made.add_argument("--rounds", type=int, default=5, help="of all measurements (default: 5)")
+    tables.add_json_flag(made)
+    return made
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    args = parser(program).parse_checked(None, arguments, replicas=1, rounds=1)
+    with model_of(args) as model:
+        config = dataclasses.replace(engine_config(args), **model)  # type: ignore[arg-type]
+        with contextlib.closing(Engines(config, args.replicas)) as engines:
+            costs = engines.measure(args.rounds)
+    name = Path(args.model).name if args.model else args.shape
+    devices, machine = args.replicas * costs.tp, hardware.describe(torch.device("cpu"))
+    MeasuredCosts([(name, costs)], machine["cpu"], total_memory() / devices).write(args.costs)
+    rows = [{"step": f"{count} tokens", "ms": seconds * 1e3} for count, seconds in costs.decode]
+    rows += [{"step": f"prompts of {tokens}", "ms": seconds * 1e3} for tokens, seconds in costs.chunk]
+    print(tables.text_table(rows))
+    finish("step_costs", {"model": name, "replicas": args.replicas, "costs": dataclasses.asdict(costs)}, args.json)
+    return 0

@@ -1,0 +1,264 @@
+"""BlockGiver: blocks of this engine that others take, in memory without a name, under leases.
+
+What a step hands down is copied here, so that no taker ever reads memory that a step may write to. A block stays while
+a lease has it, or a taker reads it; then the least recently written one goes where there is no room. A lease lasts as
+long as its request runs, and 30 seconds from its end, or from the last sign of life of the engine that takes. It ends
+when that says so. A lapsed lease costs time, not truth: what was taken is checked by its digest and checksum.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_llm.tiers.peer_session import (
+    DONE,
+    FOUND,
+    GET,
+    MISSING,
+    RELEASE,
+    RENEW,
+    Message,
+    PeerError,
+    PeerSession,
+    parse_address,
+)
+
+LEASE_SECONDS = 30.0
+_PEER_SECONDS = 10.0  # that a peer may take for its part of the handshake, and to read a block
+_MOST_PEERS = 64
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # a taker's mapping stays valid
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Where a block lies. ``readers``: of takers that are being sent it."""
+
+    index: int
+    windows: int
+    size: int
+    checksum: bytes
+    readers: int = 0
+
+
+class BlockGiver:
+    """Listens at ``address``; a thread for each engine that takes.
+
+    Args:
+        address: "unix:PATH", which must be in a directory of this user's own, or "HOST:PORT"; port 0 is a free one.
+        secret: that takers have to know.
+        facts: what the blocks are; takers compare them with their own.
+        block_bytes: most of a block.
+        most_bytes: of all blocks.
+
+    Attributes:
+        address: with the port that was found.
+        num_given, given_bytes: blocks that takers got.
+        num_lapsed: leases that nobody ended in time.
+
+    Raises:
+        ValueError: ``most_bytes`` has no room for a block, or the address is none.
+        OSError: it cannot listen there.
+    """
+
+    def __init__(self, address: str, secret: bytes, facts: dict[str, Any], block_bytes: int, most_bytes: int) -> None:
+        if most_bytes < block_bytes:
+            raise ValueError(f"kv_transfer_bytes must be at least {block_bytes}, a block, given {most_bytes}")
+        self._secret, self._facts, self._slot_bytes = secret, facts, -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        count = most_bytes // self._slot_bytes or 1
+        self._memory = os.memfd_create("compiled-llm blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._memory, count * self._slot_bytes)
+        fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
+        self._map = mmap.mmap(self._memory, count * self._slot_bytes)
+        self._view = memoryview(self._map)
+        self._lock = threading.Lock()
+        self._free = list(range(count))
+        self._slots: OrderedDict[bytes, _Slot] = OrderedDict()
+        self._leases: dict[bytes, tuple[tuple[bytes, ...], float | None]] = {}
+        self._held: Counter[bytes] = Counter()
+        self._peers: set[socket.socket] = set()
+        self.num_given = self.given_bytes = self.num_lapsed = 0
+        family, place = parse_address(address)
+        self._path = Path(place) if family == socket.AF_UNIX else None
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        else:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(place)
+        self._listener.listen()
+        if self._path is None:
+            host, port = self._listener.getsockname()[:2]
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = address
+        threading.Thread(target=self._accept, name="compiled-llm gives", daemon=True).start()
+
+    # -- Blocks, for the thread that moves them
+
+    def write(self, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int]) -> tuple[bool, list[bytes]]:
+        """Keep a copy of a block. Returns whether it is there, and the digests of blocks that made room."""
+        with self._lock:
+            if digest in self._slots:
+                return True, []
+            gone = []
+            if not self._free:
+                self._end_lapsed()
+                last = next((one for one, slot in self._slots.items() if not (self._held[one] or slot.readers)), None)
+                if last is None:
+                    return False, []
+                gone, self._free = [last], [self._slots.pop(last).index]
+            index = self._free.pop()
+        content, start = hashlib.sha256(), index * self._slot_bytes
+        for part in parts:
+            self._view[start : start + len(part)] = part
+            content.update(part)
+            start += len(part)
+        size = sum(map(len, parts))
+        with self._lock:
+            self._slots[digest] = _Slot(index, sum(1 << one for one in windows), size, content.digest())
+        return True, gone
+
+    def read(self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]) -> tuple[int, ...] | None:
+        """One that this engine gave itself. None: it is not here any more."""
+        with self._lock:
+            slot = self._slots.get(digest)
+            if slot is None:
+                return None
+            slot.readers += 1
+        try:
+            return scattered(self._content(slot), slot.windows, slot.checksum, own, of_windows)
+        finally:
+            with self._lock:
+                slot.readers -= 1
+
+    # -- Leases
+
+    def hold(self, lease: bytes, digests: Iterable[bytes], seconds: float | None) -> None:
+        """Blocks of these digests, here or to come, stay for so long; None: until ``release``, or another ``hold``."""
+        with self._lock:
+            self._release(lease)
+            self._leases[lease] = tuple(digests), None if seconds is None else time.monotonic() + seconds
+            self._held.update(self._leases[lease][0])
+
+    def release(self, lease: bytes) -> None:
+        """A lease has ended; an unknown one is passed over."""
+        with self._lock:
+            self._release(lease)
+
+    @property
+    def num_leases(self) -> int:
+        with self._lock:
+            self._end_lapsed()
+            return len(self._leases)
+
+    def _release(self, lease: bytes) -> None:
+        digests, _ = self._leases.pop(lease, ((), None))
+        self._held.subtract(digests)
+        for digest in digests:
+            if not self._held[digest]:
+                del self._held[digest]
+
+    def _end_lapsed(self) -> None:
+        now = time.monotonic()
+        for lease in [lease for lease, (_, end) in self._leases.items() if end is not None and end < now]:
+            self._release(lease)
+            self.num_lapsed += 1
+
+    # -- Takers
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                if len(self._peers) >= _MOST_PEERS:
+                    peer.close()
+                    continue
+                self._peers.add(peer)
+            threading.Thread(target=self._serve, args=(peer,), name="compiled-llm gives", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            with peer, contextlib.suppress(OSError, PeerError):
+                peer.settimeout(_PEER_SECONDS)
+                session = PeerSession(peer, self._secret, gives=True)
+                session.send_hello(self._facts, None if self._path is None else self._memory)
+                while True:
+                    if not session.has_input:
+                        session.flush()
+                        peer.settimeout(None)  # it may have nothing to ask for long
+                    message = session.take()
+                    peer.settimeout(_PEER_SECONDS)
+                    self._answer(session, message)
+        finally:
+            with self._lock:
+                self._peers.discard(peer)
+
+    def _answer(self, session: PeerSession, asked: Message) -> None:
+        if asked.kind == RELEASE:
+            self.release(asked.lease)
+            session.send(Message(DONE))
+            return
+        with self._lock:
+            digests, end = self._leases.get(asked.lease, ((), None))
+            if end is not None:
+                self._leases[asked.lease] = digests, time.monotonic() + LEASE_SECONDS
+            slot = self._slots.get(asked.digest) if asked.kind == GET else None
+            if slot is not None:
+                slot.readers += 1
+                self.num_given, self.given_bytes = self.num_given + 1, self.given_bytes + slot.size
+        if slot is None:
+            session.send(Message(DONE if asked.kind == RENEW else MISSING))
+            return
+        try:
+            offset = slot.index * self._slot_bytes
+            found = Message(FOUND, asked.lease, asked.digest, slot.windows, offset, slot.size, slot.checksum)
+            session.send(found, self._content(slot) if self._path is None else None)
+        finally:
+            with self._lock:
+                slot.readers -= 1
+
+    def _content(self, slot: _Slot) -> memoryview:
+        start = slot.index * self._slot_bytes
+        return self._view[start : start + slot.size]
+
+    def close(self) -> None:
+        """End all connections. What is mapped elsewhere stays there."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        os.close(self._memory)
+
+
+def scattered(
+    content: memoryview, windows: int, checksum: bytes, own: memoryview, of_windows: Sequence[memoryview]
+) -> tuple[int, ...] | None:
+    """Copy a block's bytes to where they belong. None: they are not what they should be."""
+    numbers = tuple(number for number in range(len(of_windows)) if windows >> number & 1)
+    parts = [own, *(of_windows[number] for number in numbers)]
+    if windows >> len(of_windows) or len(content) != sum(map(len, parts)):
+        return None
+    start, found = 0, hashlib.sha256()
+    for part in parts:
+        part[:] = content[start : start + len(part)]
+        found.update(part)  # of the copy: what it was copied from may have changed meanwhile
+        start += len(part)
+    return numbers if found.digest() == checksum else None

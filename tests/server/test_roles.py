@@ -1,0 +1,322 @@
+"""Engines of several roles behind one server: answers are those of one engine, whoever computes, dies or is drained."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm import CompiledEngine
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.server import replicas as module
+from compiled_llm.server.engine_client import Place
+from compiled_llm.server.messages import HandedOver, Output, Piece
+from compiled_llm.server.replicas import Replicas, engine_clients
+from compiled_llm.server.settings import ServerSettings
+from tests.server.conftest import SIZES, BrokenEngineError, Running, running_with
+from tests.server.test_manners import events, until
+from tests.server.test_replicas import PIECE, TIMES, FakeClient, asked, collected, runs, settle
+
+GIVEN = {"do_remote_prefill": True, "remote_host": "unix:somewhere"}
+
+
+class RoleClient(FakeClient):
+    """``handed``: what it hands over; None: it does not answer."""
+
+    handed: dict[str, Any] | None = None
+
+    def __init__(self, place: Place, role: Any) -> None:
+        super().__init__(place)
+        self.config = dataclasses.replace(
+            self.config, role=role, kv_transfer_address=f"unix:{place.number}", kv_host_bytes=1
+        )
+
+    async def hand_over(self, seconds: float) -> HandedOver:
+        if self.handed is None:
+            await asyncio.sleep(3600)
+        return HandedOver(0, self.handed or {})
+
+    def end_prompt(self, request_id: str, params: dict[str, Any] | None = GIVEN) -> None:
+        self._hand_out(Output(request_id, [Piece(0, "", [9])], times=TIMES, kv_transfer_params=params))
+
+
+@contextlib.asynccontextmanager
+async def serving(*roles: str, **settings: Any) -> AsyncIterator[tuple[Replicas, list[RoleClient]]]:
+    clients = [RoleClient(Place(number, len(roles)), role) for number, role in enumerate(roles)]
+    replicas = Replicas(clients, ServerSettings(**{"min_prefill_tokens": 30, **settings}))
+    await replicas.start()
+    await replicas.ready()
+    yield replicas, clients
+    assert replicas._requests == {}
+    assert replicas._loads == [0] * len(roles), "what was counted is counted off"
+    assert all(client._unfinished == {} for client in clients)
+
+
+def texts(outputs: Any) -> str:
+    assert isinstance(outputs, list), outputs
+    return "".join(piece.text for one in outputs for piece in one.pieces)
+
+
+@runs
+async def test_a_long_new_prompt_goes_by_way_of_a_prefill_engine() -> None:
+    async with serving("decode", "prefill") as (replicas, (decode, prefill)):
+        task = asyncio.create_task(collected(replicas, asked("a", stop=["."], n=2)))
+        await settle()
+        assert decode.sent == []
+        (prompt,) = prefill.sent
+        assert (prompt.sampling["max_tokens"], prompt.kv_transfer_params) == (1, {"do_remote_decode": True})
+        assert "stop" not in prompt.sampling
+        prefill.end_prompt("a")
+        (sent,) = decode.sent
+        assert (sent.kv_transfer_params, sent.sampling["n"]) == (GIVEN, 2)
+        decode.give("a", PIECE, ends=True)
+        assert texts(await task) == "x"
+        again = asyncio.create_task(collected(replicas, asked("b")))
+        await settle()
+        assert [one.request_id for one in prefill.sent] == ["a"], "of this prompt too little is new"
+        scored = asyncio.create_task(collected(replicas, asked("c", group=5, prompt_logprobs=1)))
+        await settle()
+        assert [one.request_id for one in decode.sent] == ["a", "b", "c"]
+        for name in "bc":
+            decode.give(name, PIECE, ends=True)
+        await asyncio.gather(again, scored)
+        assert replicas.counts == {
+            **{"requests_served_again": 0, "requests_handed_over": 0, "prompts_apart": 1, "prompts_back": 0}
+        }
+
+
+@runs
+async def test_a_prefill_engine_that_dies_is_slow_or_has_no_room_is_done_without() -> None:
+    async with serving("decode", "prefill", max_prefill_seconds=0.1) as (replicas, (decode, prefill)):
+        tasks = [asyncio.create_task(collected(replicas, asked(name, group=g))) for g, name in enumerate("ab")]
+        await settle()
+        assert len(prefill.sent) == 2
+        prefill.end_prompt("b", None)
+        assert [one.kv_transfer_params for one in decode.sent] == [None]
+        await asyncio.sleep(0.15)
+        assert prefill.aborted == ["a"]
+        assert [one.request_id for one in decode.sent] == ["b", "a"]
+        tasks.append(asyncio.create_task(collected(replicas, asked("c", group=2))))
+        await settle()
+        prefill.die()
+        tasks.append(asyncio.create_task(collected(replicas, asked("d", group=3))))
+        await settle()
+        assert [one.request_id for one in decode.sent] == ["b", "a", "c", "d"]
+        for name in "abcd":
+            decode.give(name, PIECE, ends=True)
+        assert [texts(await task) for task in tasks] == ["x"] * 4
+        assert replicas.num_prompts_back == 3
+
+
+@runs
+async def test_a_death_while_it_decodes_goes_by_way_of_the_prefill_engine_again() -> None:
+    async with serving("decode", "decode", "prefill") as (replicas, (first, second, prefill)):
+        task = asyncio.create_task(collected(replicas, asked("a")))
+        await settle()
+        prefill.end_prompt("a")
+        first.give("a", PIECE)
+        await settle()
+        first.die()
+        assert prefill.sent[1].prompt_token_ids == [*asked("a").prompt_token_ids, 5]
+        prefill.end_prompt("a")
+        assert (second.sent[0].output_token_ids, second.sent[0].kv_transfer_params) == ([5], GIVEN)
+        second.give("a", PIECE)
+        second.give("a", Piece(0, "y", [6], finish_reason="stop"), ends=True)
+        assert texts(await task) == "xy"
+
+
+@runs
+async def test_a_drained_engine_hands_over_what_it_knows_and_gets_nothing_more() -> None:
+    async with serving("both", "both", min_prefill_tokens=1) as (replicas, (first, second)):
+        tasks = [asyncio.create_task(collected(replicas, asked(name, **more))) for name, more in
+                 (("a", {}), ("b", {"logprobs": 1}), ("c", {"n": 2}))]  # fmt: skip
+        await settle()
+        for name in "abc":
+            first.give(name, PIECE)
+        first.handed = {"a": ([5, 6, 7], GIVEN), "b": ([5, 6, 7], GIVEN), "c": ([5, 6], None)}
+        assert await replicas.drain(0, 1.0) == 3
+        assert [(one.output_token_ids, one.kv_transfer_params) for one in second.sent] == [
+            ([5, 6, 7], GIVEN),
+            ([5], GIVEN),  # the log-probabilities of the others are not known
+            ([], None),
+        ]
+        second.give("a", Piece(0, "xyz", [5, 6, 7]), Piece(0, "", [], finish_reason="stop"), ends=True)
+        for name in "bc":
+            second.give(name, Piece(0, "xyz", [5, 6, 7], finish_reason="stop"), ends=True)
+        assert [texts(await task) for task in tasks] == ["xyz"] * 3
+        with pytest.raises(ValueError, match="engine must not be the last one that serves requests, given 1"):
+            await replicas.drain(1, 1.0)
+        with pytest.raises(ValueError, match="engine must be 0 to 1, given 2"):
+            await replicas.drain(2, 1.0)
+        task = asyncio.create_task(collected(replicas, asked("d")))
+        await settle()
+        assert [one.request_id for one in second.sent][3:] == ["d"], "though the first holds its prefix"
+        second.give("d", PIECE, ends=True)
+        await task
+        replicas.undrain(0)
+        assert await replicas.drain(1, 1.0) == 0 if second.handed is not None else True
+
+
+@runs
+async def test_an_engine_that_does_not_answer_or_dies_in_a_drain_loses_nothing() -> None:
+    module_seconds, module._HAND_OVER_SECONDS = module._HAND_OVER_SECONDS, 0.05
+    try:
+        async with serving("both", "both") as (replicas, (first, second)):
+            task = asyncio.create_task(collected(replicas, asked("a")))
+            await settle()
+            first.give("a", PIECE)
+            assert await replicas.drain(0, 0.0) == 1
+            assert first.aborted == ["a"]
+            assert second.sent[0].output_token_ids == [5]
+            second.give("a", PIECE, Piece(0, "", [], finish_reason="stop"), ends=True)
+            assert texts(await task) == "x"
+    finally:
+        module._HAND_OVER_SECONDS = module_seconds
+
+
+def test_engines_get_their_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(4)))
+    made = engine_clients(EngineConfig(), ServerSettings(data_parallel_size=2, prefill_replicas=1))
+    assert [client.config.role for client in made] == ["decode", "decode", "prefill"]
+    keys = {client.place.environment["COMPILED_LLM_KV_KEY"] for client in made}
+    assert len(keys) == 1
+    assert len(min(keys)) == 64
+    addresses = [Path(str(client.config.kv_transfer_address).removeprefix("unix:")) for client in made]
+    assert len({*addresses}) == 3
+    assert addresses[0].parent.stat().st_mode & 0o777 == 0o700
+    plain = engine_clients(EngineConfig(), ServerSettings(data_parallel_size=2, allow_drain=True))
+    assert [client.config.kv_transfer_address for client in plain] == [None] * 2, "tokens are computed again"
+    moving = engine_clients(EngineConfig(kv_host_bytes=1), ServerSettings(data_parallel_size=2, allow_drain=True))
+    assert all(client.config.role == "both" and client.config.kv_transfer_address for client in moving)
+    config = EngineConfig(role="decode", kv_host_bytes=1)
+    with pytest.raises(ValueError, match="role must be 'both'"):
+        engine_clients(config, ServerSettings(prefill_replicas=1))
+
+
+# -- With engines
+
+PROMPT = "import os\n" * 40
+BODIES: tuple[dict[str, Any], ...] = (
+    {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 2},
+    {"prompt": "# one\n" + PROMPT, "max_tokens": 12, "n": 3, "seed": 2},
+    {"prompt": [f"class A\n{PROMPT}", f"for i in\n{PROMPT}"], "max_tokens": 8, "temperature": 0.7, "seed": 3},
+    {"prompt": "# two\n" + PROMPT, "max_tokens": 12, "seed": 5, "stop": ["\n"], "echo": True, "logprobs": 1},
+    {"prompt": "# three\n" + PROMPT, "max_tokens": 12, "seed": 5, "structured_outputs": {"regex": "[a-z]{20}"}},
+)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[CompiledEngine]]:
+    """Two engines that decode, and one that computes prompts for them."""
+    place = tmp_path_factory.mktemp("blocks")
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setenv("COMPILED_LLM_KV_KEY", "a key that all of them share")
+        more = {"enforce_eager": True, "progress": "off", "kv_host_bytes": 2**22, **SIZES}
+        yield [
+            stack.enter_context(CompiledEngine(role=role, kv_transfer_address=f"unix:{place}/{number}", **more))
+            for number, role in enumerate(("decode", "decode", "prefill"))
+        ]
+
+
+def choices(running: Running, body: dict[str, Any]) -> list[Any]:
+    answer = running.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+def test_answers_are_those_of_one_engine(three: list[CompiledEngine], reference: CompiledEngine) -> None:
+    with running_with(reference) as one:
+        expected = [choices(one, body) for body in BODIES]
+    with running_with(*three, min_prefill_tokens=32) as apart:
+        for engine in three:
+            engine.reset_prefix_cache()
+        assert [choices(apart, body) for body in BODIES] == expected
+        assert apart.client.num_prompts_apart == 5, "one asks for log-probabilities of its prompt"
+        assert apart.client.num_prompts_back == 0
+    assert sum(engine.stats().peer_hit_tokens for engine in three[:2]) >= 5 * 96
+    assert three[2]._transfers.exchange.giver.num_leases == 0, "each was given back"  # type: ignore[union-attr]
+
+
+def test_proxies_of_vllm_find_their_fields(three: list[CompiledEngine]) -> None:
+    body = {"prompt": "# proxy\n" + PROMPT, "max_tokens": 6, "temperature": 0}
+    nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    asks = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
+    with running_with(three[2]) as prefill, running_with(three[0]) as decode:
+        before = three[0].stats().peer_hit_tokens
+        first = prefill.http.post("/v1/completions", json={**body, "max_tokens": 1, "kv_transfer_params": asks}).json()
+        params = first["kv_transfer_params"]
+        assert params["do_remote_prefill"]
+        assert not params["do_remote_decode"]
+        answer = decode.http.post("/v1/completions", json={**body, "kv_transfer_params": params})
+        assert answer.json()["choices"][0]["text"].startswith(first["choices"][0]["text"])
+        assert three[0].stats().peer_hit_tokens > before
+        for wrong, said in (
+            ({**params, "tp_size": 2}, "tp_size of kv_transfer_params must be 1 here, given 2"),
+            ({**params, "remote_host": "example.org", "remote_port": 80}, "must be this machine, or one of"),
+            ({**params, "remote_request_id": "x"}, "remote_request_id of kv_transfer_params"),
+            ({"nonsense": 1}, "must be a dict with names of"),
+        ):
+            refused = decode.http.post("/v1/completions", json={**body, "kv_transfer_params": wrong})
+            assert refused.status_code == 400
+            assert said in refused.json()["error"]["message"]
+
+
+def streamed(running: Running, body: dict[str, Any], found: list[Any], begun: threading.Event) -> None:
+    with running.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                found.append(json.loads(line.removeprefix("data: ")))
+                begun.set()
+
+
+def test_streams_go_on_when_their_engine_is_drained_or_dies(
+    three: list[CompiledEngine], reference: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, failures, slow = CompiledEngine.step, list[CompiledEngine](), threading.Event()
+
+    def stepping(self: CompiledEngine) -> Any:
+        if self in failures:
+            self.abort([*self._core.entries])  # another process would not have them
+            raise BrokenEngineError
+        if slow.is_set():
+            threading.Event().wait(0.005)
+        return step(self)
+
+    body = {"prompt": "# four\n" + PROMPT, "max_tokens": 150, "temperature": 0.8, "seed": 4, "ignore_eos": True,
+            "logprobs": 1}  # fmt: skip
+    with running_with(reference) as one:
+        text = one.http.post("/v1/completions", json={**body, "stream": True}).text
+        expected = [event["choices"][0] for event in events(text)]
+    monkeypatch.setattr(CompiledEngine, "step", stepping)
+    with running_with(*three[:2], allow_drain=True) as running:
+        for kills in (False, True):
+            found, begun = list[Any](), threading.Event()
+            slow.set()
+            asking = threading.Thread(target=streamed, args=(running, body, found, begun))
+            asking.start()
+            assert begun.wait(20)
+            until(lambda found=found: len(found) > 10)
+            (request,) = running.client._requests.values()
+            before = three[1].stats().peer_hit_tokens
+            if kills:
+                failures.append(three[request.engine])
+            else:
+                answer = running.http.post("/drain", json={"engine": request.engine, "grace_seconds": 5})
+                assert answer.json() == {"moved": 1}
+            slow.clear()
+            asking.join()
+            got = [event["choices"][0] for event in found]
+            assert "".join(one["text"] for one in got) == "".join(one["text"] for one in expected)
+            logprobs = [[row for one in some for row in one["logprobs"]["token_logprobs"]] for some in (got, expected)]
+            assert logprobs[0] == logprobs[1]
+            assert len(logprobs[0]) == 150
+            if not kills:
+                assert three[1].stats().peer_hit_tokens > before
+                assert running.http.post("/undrain", json={"engine": 0}).status_code == 200
+                assert running.http.post("/drain", json={"engine": 7}).status_code == 400
+        assert running.client.num_handed_over == running.client.num_served_again == 1
