@@ -22,8 +22,8 @@ def check_device(device: torch.device) -> None:
     """``ValueError`` for one on which no rank runs."""
     if device.type != "cpu":
         raise ValueError(
-            "device must be 'cpu' with tensor_parallel_size or pipeline_parallel_size above 1 or tensor_parallel_exact=True "
-            f"(ranks share the memory of a host), given {str(device)!r}"
+            "device must be 'cpu' with tensor_parallel_size or pipeline_parallel_size above 1 or "
+            f"tensor_parallel_exact=True (ranks share the memory of a host), given {str(device)!r}"
         )
 
 
