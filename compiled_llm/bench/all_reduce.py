@@ -52,6 +52,7 @@ def repeat(call: Callable[[], object]) -> None:
 def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: Connection) -> None:
     """In a process of its own: measure, and send the rows."""
     group = begin_rank(start)
+    assert start.shard is not None
     torch.set_num_threads(1)
     rank, size = start.shard.rank, start.shard.size
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
@@ -84,7 +85,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     processes, connections = [], []
     with tempfile.TemporaryDirectory() as directory:
         for rank, cores in enumerate(cores_of_ranks(args.ranks)):
-            start = RankStart(Shard(rank, args.ranks), Inherited(descriptor), tuple(cores[:1]))
+            start = RankStart(Shard(rank, args.ranks), Inherited(descriptor), tuple(cores[:1]), f"rank {rank}")
             own, theirs = context.Pipe()
             arguments: Any = start, args, os.path.join(directory, "meeting"), theirs
             processes.append(context.Process(target=run_rank, args=arguments, daemon=True))

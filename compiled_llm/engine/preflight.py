@@ -29,6 +29,7 @@ from compiled_llm.models.linears.sharded import Sharding
 from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of, with_stream
 from compiled_llm.models.sharding import Shard, rank_config
+from compiled_llm.models.stages import check_stages
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.ops import RankGroup
 from compiled_llm.step import kv_cache
@@ -87,6 +88,9 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
         limits = with_drafts(limits, config.speculation.num_tokens, config, made, device)
     linears = linears_of(config, made, device, dtype)
     own, taken, of_each = _of_rank(config, made, linears, device)
+    if config.pipeline_parallel_size > 1:
+        check_device(device)
+        check_stages(made, config.pipeline_parallel_size)
     limits = with_state_slots(limits, config, own, dtype)
     yield from _of_sampling(directory, limits)
 

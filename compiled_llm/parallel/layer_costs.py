@@ -96,6 +96,8 @@ def _alone(config: EngineConfig, num_threads: int) -> EngineConfig:
         target_itl_ms=None,
         enable_chunked_prefill=True,
         speculative_config=None,
+        sliding_window=None,
+        attention_sink_tokens=0,
         logits_transforms=(),
         pipeline_parallel_size=1,
         tensor_parallel_size=1,
@@ -110,7 +112,7 @@ def _alone(config: EngineConfig, num_threads: int) -> EngineConfig:
 
 @own_settings()
 def _seconds(config: EngineConfig, model_config: ModelConfig, directory: Path, number: int) -> float:
-    stage = dataclasses.replace(model_config, own_layers=(number, number + 1))
+    stage = dataclasses.replace(model_config, own_layers=(number, number + 1), stream=None)
     runner = ModelRunner(config, stage, directory, StartProgress("off"))
     runner.steps.hidden.normal_()  # so that tokens choose different experts
     bucket = next(bucket for bucket in runner.steps.buckets if bucket.kind == "decode")

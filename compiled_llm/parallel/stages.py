@@ -29,7 +29,8 @@ from compiled_llm.parallel.rank_processes import PIECE_BYTES, RankProcesses
 from compiled_llm.scheduling.worker import StepResult, WorkerFacts
 from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.system.progress import StartProgress
-from compiled_llm.worker.rank_start import Inherited, RankStart, map_memory
+from compiled_llm.worker.device import resolve_device
+from compiled_llm.worker.rank_start import Inherited, RankStart, check_device, map_memory
 from compiled_llm.worker.stage_link import LinkEnd, SkippedError, StageStart
 from compiled_llm.worker.worker_process import Failure, WorkerProcess, digest_of
 
@@ -59,6 +60,7 @@ class StageProcesses(RankProcesses):
         num_draft_tokens: int = 0,
     ) -> None:
         self.num_stages, self.num_ranks = config.pipeline_parallel_size, config.tensor_parallel_size
+        check_device(resolve_device(config.device))
         check_stages(model_config, self.num_stages)
         size = self.num_stages * self.num_ranks
         cores = cores_of_ranks(size)
@@ -209,7 +211,7 @@ def _facts(facts: Sequence[WorkerFacts]) -> WorkerFacts:
         columns = [dict(getattr(each, name)) for each in facts]
         return tuple((key, sum(column[key] for column in columns)) for key in columns[0])
 
-    sums = {name: total(name) for name in ("bucket_seconds", "decode_seconds", "sampling_seconds")}
+    sums: dict[str, Any] = {name: total(name) for name in ("bucket_seconds", "decode_seconds", "sampling_seconds")}
     swap_seconds = sum(each.swap_seconds for each in facts)
     return dataclasses.replace(facts[0], **sums, swap_seconds=swap_seconds)
 

@@ -99,7 +99,8 @@ def engine_config(arguments: Arguments, cluster: RayCluster) -> dict[str, Any]:
     Raises:
         ValueError: ``device`` is one GPU of several.
     """
-    config, ranks = arguments.engine, arguments.engine.tensor_parallel_size
+    config = arguments.engine
+    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     values: dict[str, Any] = {"device": cluster.device_type(config.device), "progress": "off"}
     if values["device"] == "cpu":
         threads = config.num_threads or cluster.cores_each(arguments.most_replicas * ranks)
@@ -110,7 +111,8 @@ def engine_config(arguments: Arguments, cluster: RayCluster) -> dict[str, Any]:
 
 def engine_options(arguments: Arguments, config: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the deployment of engines. ``config``: of ``engine_config``."""
-    replicas, server, ranks = arguments.replicas, arguments.server, config["tensor_parallel_size"]
+    replicas, server = arguments.replicas, arguments.server
+    ranks = config["tensor_parallel_size"] * config["pipeline_parallel_size"]
     needs = {"CPU": config["num_threads"]} if config["device"] == "cpu" else {"CPU": 1, "GPU": 1}
     actor = {f"num_{name.lower()}s": number for name, number in needs.items()}
     options: dict[str, Any] = {"ray_actor_options": actor, "max_ongoing_requests": _MOST_CALLS}

@@ -51,5 +51,5 @@ class PassedOn(SamplingStage):
     def run(self, *of_all: Any) -> None:
         return None
 
-    def prompt_logprobs(self, *of_all: Any) -> None:
+    def prompt_logprobs(self, *of_all: Any) -> Any:
         return None

@@ -22,8 +22,8 @@ def check_device(device: torch.device) -> None:
     """``ValueError`` for one on which no rank runs."""
     if device.type != "cpu":
         raise ValueError(
-            "device must be 'cpu' with tensor_parallel_size or pipeline_parallel_size above 1 or tensor_parallel_exact=True "
-            f"(ranks share the memory of a host), given {str(device)!r}"
+            "device must be 'cpu' with tensor_parallel_size or pipeline_parallel_size above 1 or "
+            f"tensor_parallel_exact=True (ranks share the memory of a host), given {str(device)!r}"
         )
 
 
@@ -78,14 +78,14 @@ def map_memory(descriptor: int) -> Tensor:
         os.close(descriptor)
 
 
-def begin_rank(start: RankStart) -> RankGroup | None:
+def begin_rank(start: RankStart) -> RankGroup:
     """In the rank's process, first of all: it keeps to its cores, and ends when the engine's process does."""
     os.sched_setaffinity(0, start.cores)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     assert isinstance(start.memory, int)
     if start.shard is None:
         os.close(start.memory)
-        return None
+        return RankGroup.alone()
     return RankGroup.of(start.shard.rank, start.shard.size, map_memory(start.memory))
 
 

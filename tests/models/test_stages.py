@@ -29,11 +29,8 @@ from tests.models.test_sharding import steps_of
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 STAGED = [name for name in EVERY_CONFIG if name != "gemma4"]  # which has embeddings that go into each layer
-# One of each kind: biases, norms behind blocks, a scaled embedding, windows, latents, experts, states, another end.
-SAMPLE = [
-    *("llama", "llama-biases", "qwen3", "granite", "gemma2", "olmo2", "phi3", "gpt2", "gpt-neox", "mixtral"),
-    *("deepseek-v3", "gpt-oss", "qwen3-next", "nemotron-h"),
-]
+# A scaled embedding with norms behind blocks and windows, learned positions, experts, latents, states.
+SAMPLE = ["llama", "gemma2", "gpt2", "mixtral", "deepseek-v3", "nemotron-h"]
 
 
 def stage_of(config: ModelConfig, first: int, end: int) -> ModelConfig:
@@ -84,7 +81,7 @@ def test_logits_have_the_bits_of_one_process(name: str) -> None:
     check(config_of(name), Packed, FLOAT)
 
 
-@pytest.mark.parametrize("name", marked(STAGED, ["llama", "gemma3", "qwen3.5"]))
+@pytest.mark.parametrize("name", marked(STAGED, ["gemma3"]))
 def test_logits_have_the_bits_of_one_process_in_bfloat16(name: str) -> None:
     check(config_of(name), Packed, HALF)
 
@@ -98,7 +95,7 @@ def test_quantised_layers(scheme: str) -> None:
 
 def test_a_stage_reads_its_own_layers_alone() -> None:
     """Of all kinds: experts, latents, tables; the embedding with the first stage, the head with the last."""
-    for name in ("deepseek-v3", "qwen3-next", "gpt-oss", "llama", "qwen3", "nemotron-h"):
+    for name in ("deepseek-v3", "gpt-oss", "qwen3", "nemotron-h"):
         config = config_of(name)
         count = len(layers_of(config))
         stages = [stage_of(config, first, first + 1) for first in range(count)]
