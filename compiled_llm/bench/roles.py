@@ -157,7 +157,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
              "num_bursts": 1, "rounds": 1, "stream_len": 16, "seconds": 1}  # fmt: skip
     args = parser(program).parse_checked(None, arguments, **least)
     with errors_end(program), model_of(args) as model:
-        given = dataclasses.replace(engine_config(args), **model)
+        of_model: dict[str, Any] = dict(model)
+        given = dataclasses.replace(engine_config(args), **of_model)
         size = given.block_size
         blocks = (args.burst + 2) * -(-(args.input_len + args.output_len) // size)
         blocks += args.streams * -(-(args.stream_len + 32) // size)

@@ -248,23 +248,26 @@ class StepEngine:
         """
         with self._interrupts:
             self._core.drain()
-            transfers, tiers, found = self._transfers, self.scheduler.tiers, {}
-            names = [one for one, entry in self._core.entries.items() if not entry.is_finished]
-            names = [one for one in names if one not in self._streams]
-            gives = transfers is not None and transfers.exchange.giver is not None
-            for name in names if gives else ():
-                request = self._core.entries[name].requests[0]
-                if request.num_published_blocks:
-                    transfers.give(name, request.block_digests[: request.num_published_blocks])
+            transfers, tiers = self._transfers, self.scheduler.tiers
+            entries = {
+                name: entry
+                for name, entry in self._core.entries.items()
+                if not entry.is_finished and name not in self._streams
+            }
             end = time.monotonic() + seconds
-            for name in names:
-                while gives and time.monotonic() < end and not transfers.may_end(name, tiers):
-                    self._core.move_blocks()
-                entry = self._core.entries[name]
+            if transfers is not None and transfers.exchange.giver is not None and tiers is not None:
+                for name, entry in entries.items():
+                    request = entry.requests[0]
+                    if request.num_published_blocks:
+                        transfers.give(name, request.block_digests[: request.num_published_blocks])
+                for name in entries:
+                    while time.monotonic() < end and not transfers.may_end(name, tiers):
+                        self._core.move_blocks()
+            found = {}
+            for name, entry in entries.items():
                 tokens = list(entry.requests[0].output_token_ids)
                 self._core.abort(entry)
-                params = None if transfers is None else transfers.end(name, is_served=True)
-                found[name] = tokens, params
+                found[name] = tokens, None if transfers is None else transfers.end(name, is_served=True)
         return found
 
     def _source_of(self, params: Mapping[str, Any] | None) -> BlockSource | None:
