@@ -247,13 +247,14 @@ class StepEngine:
             another engine goes on; None for one of which no block is ready.
         """
         with self._interrupts:
-            self._core.drain()
             transfers, tiers = self._transfers, self.scheduler.tiers
             entries = {
                 name: entry
                 for name, entry in self._core.entries.items()
                 if not entry.is_finished and name not in self._streams
             }
+            counts = {name: len(entry.requests[0].output_token_ids) for name, entry in entries.items()}
+            self._core.drain()
             end = time.monotonic() + seconds
             if transfers is not None and transfers.exchange.giver is not None and tiers is not None:
                 for name, entry in entries.items():
@@ -265,7 +266,7 @@ class StepEngine:
                         self._core.move_blocks()
             found = {}
             for name, entry in entries.items():
-                tokens = list(entry.requests[0].output_token_ids)
+                tokens = entry.requests[0].output_token_ids[: counts[name]]
                 self._core.abort(entry)
                 found[name] = tokens, None if transfers is None else transfers.end(name, is_served=True)
         return found

@@ -132,6 +132,23 @@ async def test_a_death_while_it_decodes_goes_by_way_of_the_prefill_engine_again(
 
 
 @runs
+async def test_while_no_other_serves_a_prefill_engine_does_all() -> None:
+    async with serving("decode", "prefill") as (replicas, (decode, prefill)):
+        tasks = [asyncio.create_task(collected(replicas, asked("a")))]
+        await settle()
+        prefill.end_prompt("a")
+        decode.give("a", PIECE)
+        decode.die()
+        assert prefill.sent[-1].output_token_ids == [5]
+        tasks.append(asyncio.create_task(collected(replicas, asked("b", group=1))))
+        await settle()
+        assert prefill.sent[-1].sampling["max_tokens"] == 8
+        for name in "ab":
+            prefill.give(name, PIECE, ends=True)
+        assert [texts(await task) for task in tasks] == ["x", "x"]
+
+
+@runs
 async def test_a_drained_engine_hands_over_what_it_knows_and_gets_nothing_more() -> None:
     async with serving("both", "both", min_prefill_tokens=1) as (replicas, (first, second)):
         tasks = [asyncio.create_task(collected(replicas, asked(name, **more))) for name, more in
