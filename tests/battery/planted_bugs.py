@@ -1214,8 +1214,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         all idle prompts go to one replica
             Router.choose.rank: held.last_sent => 0
         what is cached counts as work
-            Router.num_new: prompt.num_tokens - self._held[replica].blocks.num_first(prompt.digests) * self.block_size =>
-                prompt.num_tokens
+            Router.num_new: self._held[replica].blocks.num_first(prompt.digests) => 0
         a dead replica's blocks are still known
             Router.add: self._held[replica] = _Held(num_blocks, num_adapters) =>
                 self._held.setdefault(replica, _Held(num_blocks, num_adapters))
