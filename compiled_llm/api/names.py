@@ -31,6 +31,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "give kv_cache_memory_bytes": "kv_cache_memory",
         "there is none: on a GPU weights stay on the device; on a CPU give weights_path": "cpu_offload_gb",
         "give kv_host_bytes and kv_disk_path": "kv_offloading_size kv_offloading_backend",
+        "give role and kv_transfer_address": "kv_transfer_config kv_connector kv_role",
         "give bucket_sizes (requests of a decode step) and token_bucket_sizes (tokens of a step with prompts)": (
             "cudagraph_capture_sizes cuda_graph_sizes max_seq_len_to_capture max_cudagraph_capture_size "
             "max_context_len_to_capture"

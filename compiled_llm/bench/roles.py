@@ -108,7 +108,7 @@ class Load:
         while True:
             await self._serve(16, self._args.stream_len, is_steady=True)
 
-    async def run(self, num_bursts: int, seconds: float) -> dict[str, float]:
+    async def run(self, num_bursts: int, burst: int, seconds: float) -> dict[str, float]:
         """A round. Returns its figures."""
         args = self._args
         streams = [asyncio.create_task(self._stream()) for _ in range(args.streams)]
@@ -117,7 +117,7 @@ class Load:
         began, prompts = time.perf_counter(), list[asyncio.Task[None]]()
         for _ in range(num_bursts):
             await asyncio.sleep(1.0)
-            one = (self._serve(args.input_len, args.output_len, is_steady=False) for _ in range(args.burst))
+            one = (self._serve(args.input_len, args.output_len, is_steady=False) for _ in range(burst))
             prompts += map(asyncio.create_task, one)
             await asyncio.sleep(max(0.0, seconds - 1.0))
         await asyncio.gather(*prompts)
@@ -144,8 +144,8 @@ async def measured(
     try:
         started = await replicas.ready()
         load = Load(replicas, args, started.vocab_size)
-        await load.run(1, 1.0)  # what is done once is done then
-        rounds = [await load.run(args.num_bursts, args.seconds) for _ in range(args.rounds)]
+        await load.run(1, 1, 1.0)  # what is done once is done then
+        rounds = [await load.run(args.num_bursts, args.burst, args.seconds) for _ in range(args.rounds)]
         counts = [{**(await client.stats()), **replicas.counts} for client in replicas.clients]
     finally:
         await replicas.close()
@@ -157,7 +157,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
              "num_bursts": 1, "rounds": 1, "stream_len": 16, "seconds": 1}  # fmt: skip
     args = parser(program).parse_checked(None, arguments, **least)
     with errors_end(program), model_of(args) as model:
-        given = dataclasses.replace(engine_config(args), **model)
+        of_model: dict[str, Any] = dict(model)
+        given = dataclasses.replace(engine_config(args), **of_model)
         size = given.block_size
         blocks = (args.burst + 2) * -(-(args.input_len + args.output_len) // size)
         blocks += args.streams * -(-(args.stream_len + 32) // size)

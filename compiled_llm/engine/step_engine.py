@@ -30,7 +30,7 @@ from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
-from compiled_llm.engine.transfers import Transfers
+from compiled_llm.engine.transfers import Transfers, hand_over
 from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.parallel.rank_processes import RankProcesses
@@ -250,25 +250,8 @@ class StepEngine:
             another engine goes on; None for one of which no block is ready.
         """
         with self._interrupts:
-            self._core.drain()
-            transfers, tiers, found = self._transfers, self.scheduler.tiers, {}
-            names = [one for one, entry in self._core.entries.items() if not entry.is_finished]
-            names = [one for one in names if one not in self._streams]
-            gives = transfers is not None and transfers.exchange.giver is not None
-            for name in names if gives else ():
-                request = self._core.entries[name].requests[0]
-                if request.num_published_blocks:
-                    transfers.give(name, request.block_digests[: request.num_published_blocks])
-            end = time.monotonic() + seconds
-            for name in names:
-                while gives and time.monotonic() < end and not transfers.may_end(name, tiers):
-                    self._core.move_blocks()
-                entry = self._core.entries[name]
-                tokens = list(entry.requests[0].output_token_ids)
-                self._core.abort(entry)
-                params = None if transfers is None else transfers.end(name, is_served=True)
-                found[name] = tokens, params
-        return found
+            names = [name for name in self._core.entries if name not in self._streams]
+            return hand_over(self._core, self._transfers, names, seconds)
 
     def _source_of(self, params: Mapping[str, Any] | None) -> BlockSource | None:
         if params is not None and self._transfers is None:
@@ -539,7 +522,7 @@ class StepEngine:
         started = time.perf_counter()
         outputs = []
         for request_id in list(core.updated):
-            if not self._may_end(request_id):
+            if self._transfers is not None and not self._transfers.may_end(core, request_id):
                 continue
             output = self._next_output(request_id)
             del core.updated[request_id]
@@ -564,19 +547,6 @@ class StepEngine:
                 params = self._transfers.end(request_id, is_served=is_served)
                 output = dataclasses.replace(output, kv_transfer_params=params)
         return output
-
-    def _may_end(self, request_id: str) -> bool:
-        """Whether nothing is left to do for a request that has ended: its blocks may be on their way to others."""
-        entry, transfers = self._core.entries.get(request_id), self._transfers
-        if transfers is None or entry is None or not entry.is_finished:
-            return True
-        tiers = self.scheduler.tiers
-        assert tiers is not None
-        while not transfers.may_end(request_id, tiers):
-            if self.scheduler.in_flight:
-                return False  # the steps of others move them
-            self._core.move_blocks()
-        return True
 
     def _abort_dropped_streams(self) -> None:
         """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""

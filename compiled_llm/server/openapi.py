@@ -115,6 +115,7 @@ _SCHEMAS: Mapping[str, Schema] = {
     "chat_template_kwargs": _OBJECT,
     "tools": _list(_OBJECT),
     "tool_choice": _either(_TEXT, _OBJECT),
+    "kv_transfer_params": _OBJECT,
     "parallel_tool_calls": _FLAG,
     "documents": _list(_OBJECT),
 }

@@ -402,7 +402,7 @@ class Replicas:
         if self._router is not None:
             assert request.prompt is not None
             engine = self._router.choose(request.prompt, loads)
-            of_prefill = self._of_role(prefill=True) if prefills else {}
+            of_prefill = self._of_role(prefill=True) if prefills and engine not in self._prefill else {}
             num_new = self._router.num_new(engine, request.prompt) + len(request.known_ids)
             if of_prefill and num_new >= self._settings.min_prefill_tokens and _may_be_apart(request.asked):
                 request.engine = min(of_prefill, key=of_prefill.__getitem__)
@@ -417,11 +417,11 @@ class Replicas:
     def _of_role(self, *, prefill: bool) -> dict[int, int]:
         """Engines that get requests, with what they have to do: those of the role "prefill", or the others.
 
-        While no other serves, those that hang or are drained.
+        While no other serves, those that hang or are drained; then those of the role "prefill", which can do all.
         """
         of_role = [one for one in self._serving if (one.place.number in self._prefill) is prefill]
         working = [one for one in of_role if self._fault(one) is None and one.place.number not in self._drained]
-        others = [] if prefill else of_role
+        others = [] if prefill else of_role or self._serving
         return {one.place.number: self._loads[one.place.number] for one in working or others}
 
     def _send_to(self, engine: int, request_id: str, request: _Request, params: dict[str, Any] | None) -> None:

@@ -26,10 +26,6 @@ class Unread:
         self._outputs[output.request_id] = output if earlier is None else _joined(earlier, output)
         self._news.set()
 
-    def drop(self, request_id: str) -> None:
-        """Forget what came of a request: it is served again."""
-        self._outputs.pop(request_id, None)
-
     def fail(self, error: EngineEndedError | RequestAbortedError | TimeoutError) -> None:
         self._error = error
         self._news.set()

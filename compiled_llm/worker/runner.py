@@ -87,7 +87,7 @@ from compiled_llm.worker.rank_start import check_device
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
-from compiled_llm.worker.tier_files import open_exchange, open_files
+from compiled_llm.worker.tier_files import open_files
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
@@ -604,8 +604,7 @@ class ModelRunner(Worker):
             drafter = () if self._drafter is None else (self._drafter,)
             facts = self.model_config, self.dtype, self.exact, *(one.model_config for one in drafter)
             directories = self._directory, *(one.directory for one in drafter)
-            opens = open_exchange if config.transfers else open_files
-            self.files = opens(config, facts, directories, self.device, self.steps, self.swap_space)
+            self.files = open_files(config, facts, directories, self.device, self.steps, self.swap_space)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
         found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
         return dataclasses.replace(found, blocks_on_disk=known)

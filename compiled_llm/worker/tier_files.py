@@ -86,40 +86,35 @@ def open_files(
     steps: CompiledSteps,
     swap_space: SwapSpace,
 ) -> FileThread:
-    """The files of ``kv_disk_path`` that are this engine's, looked at once. See ``folder_key``."""
-    assert config.kv_disk_path is not None
+    """The files of ``kv_disk_path`` that are this engine's, looked at once; or other engines. See ``folder_key``.
+
+    ``ValueError``: there is no key for engines to know each other by, or too short a one.
+    """
     key = folder_key(config, facts, directories, device, steps.cache_groups()[:-1])
+    rows = HostRows(swap_space.pools[:-1])
+    if config.transfers:
+        own, of_windows = rows(swap_space.num_blocks + 1)
+        return FileThread(_exchange(config, key, sum(map(len, (own, *of_windows)))), rows)
+    assert config.kv_disk_path is not None
     folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes)
     folder.scan()
-    return FileThread(folder, HostRows(swap_space.pools[:-1]))
+    return FileThread(folder, rows)
 
 
-def open_exchange(
-    config: EngineConfig,
-    facts: Sequence[Any],
-    directories: Sequence[Path],
-    device: torch.device,
-    steps: CompiledSteps,
-    swap_space: SwapSpace,
-) -> FileThread:
-    """Blocks of other engines, and for them. ``ValueError``: the environment has no key, or too short a one."""
+def _exchange(config: EngineConfig, key: bytes, block_bytes: int) -> BlockExchange:
     secret = os.environ.get(KV_KEY_VARIABLE, "")
     if len(secret) < _LEAST_SECRET:
         raise ValueError(
             f"the environment's {KV_KEY_VARIABLE} must have at least {_LEAST_SECRET} characters with "
             f"role={config.role!r} and kv_transfer_address={config.kv_transfer_address!r}, given {len(secret)}"
         )
-    key = folder_key(config, facts, directories, device, steps.cache_groups()[:-1])
-    rows = HostRows(swap_space.pools[:-1])
-    own, of_windows = rows(swap_space.num_blocks + 1)
-    block_bytes = sum(map(len, (own, *of_windows)))
     named: dict[str, Any] = {"model": str(config.model), "dtype": config.dtype, "kv_cache_dtype": config.kv_cache_dtype}
     named |= {"block_size": config.block_size, "block_bytes": block_bytes}
     giver = None
     if config.kv_transfer_address is not None:
         of_blocks = hello(key, named)
         giver = BlockGiver(config.kv_transfer_address, secret.encode(), of_blocks, block_bytes, config.transfer_bytes)
-    return FileThread(BlockExchange(key, named, secret.encode(), giver), rows)
+    return BlockExchange(key, named, secret.encode(), giver)
 
 
 def folder_key(

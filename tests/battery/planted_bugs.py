@@ -151,7 +151,7 @@ DRAFTS = Checks(
     load_torch=False,
 )
 ROUTING = Checks(("tests/routing/test_router.py", "tests/routing/test_prefixes.py"), load_torch=False)
-REPLICAS = Checks(("tests/server/test_replicas.py",), load_torch=True)
+REPLICAS = Checks(("tests/server/test_replicas.py", "tests/server/test_roles.py"), load_torch=True)
 MASKS = Checks(("tests/scheduling/test_masks.py",), load_torch=False)
 DRAFTED = Checks(
     (
@@ -1214,7 +1214,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         all idle prompts go to one replica
             Router.choose.rank: held.last_sent => 0
         what is cached counts as work
-            Router.send: prompt.num_tokens - num_known => prompt.num_tokens
+            Router.num_new: self._held[replica].blocks.num_first(prompt.digests) => 0
         a dead replica's blocks are still known
             Router.add: self._held[replica] = _Held(num_blocks, num_adapters) =>
                 self._held.setdefault(replica, _Held(num_blocks, num_adapters))
@@ -1224,13 +1224,26 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         "server.replicas",
         REPLICAS,
         """
-        a request is served again though something of it was read
-            Replicas._lose: not request.frame => False
         a request that kills engines kills them all
-            Replicas._lose: not request.frame or request.is_second or self._router is None =>
-                not request.frame or self._router is None
-        what a dead engine gave is read before all of it comes again
-            Replicas._lose: request.unread.drop(request_id) =>
+            Replicas._lose: request.is_second or self._router is None => self._router is None
+        what a dead engine gave comes again
+            Replicas._lose: request.begin_again() => request.is_begun = False
+        text comes again after a death
+            _without_again: piece.text[characters:] => piece.text
+        tokens come again after a death
+            _without_again: piece.token_ids[tokens:] => piece.token_ids
+        a continuation that has ended goes on after a death
+            _Request.take: had.has_ended = piece.finish_reason is not None =>
+        the prompt of another engine is the answer
+            Replicas._take: request.late is not None => False
+        a slow prefill engine is waited for
+            Replicas._send: request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None) =>
+                request.late = loop.call_later(3600, self._end_prefill, request_id, request, None)
+        a drained engine gets requests
+            Replicas._of_role: self._fault(one) is None and one.place.number not in self._drained =>
+                self._fault(one) is None
+        tokens whose log-probabilities are not known are gone on with
+            _Request.begin_again: self.asked.sampling.get("logprobs") is None => True
         a request that was left runs on
             Replicas._forget: client.abort(left) => None
         a dead engine's requests count as its work
@@ -1238,7 +1251,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a request without a seed is another one the second time
             Replicas._made: request.sampling.get("seed") is None => False
         a hanging engine gets requests
-            Replicas._send: working or serving => serving
+            Replicas._of_role: working or others => of_role
         """,
     ),
     (

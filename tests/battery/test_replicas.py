@@ -210,6 +210,75 @@ def test_an_engine_killed_at_any_moment_under_load(restarts: bool, tmp_path: Pat
     assert served_again > 0
 
 
+@pytest.mark.parametrize(
+    "flags", [("--prefill-replicas", "1", "--min-prefill-tokens", "48"), TWO], ids=["roles", "same"]
+)
+def test_streams_go_on_whichever_engine_is_killed_or_drained(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """50 moments: each answer is that of one engine, to the token, whole and once."""
+    rng, faults, ends = random.Random(1), list[BaseException](), Counter[str]()
+    asked = [
+        {"prompt": TEXT[7 * n :][:300], "max_tokens": 40, "seed": n, "temperature": 0.9, "ignore_eos": True,
+         "logprobs": 1, **({"presence_penalty": 0.5} if n % 3 == 1 else {"n": 2} if n % 3 == 2 else {})}
+        for n in range(12)
+    ]  # fmt: skip
+    with serving() as server:
+        expected = [server.http.post("/v1/completions", json=body).json()["choices"] for body in asked]
+    tokens = [[(one["text"], one["logprobs"]["token_logprobs"]) for one in choices] for choices in expected]
+
+    def client(number: int, url: str, is_over: threading.Event) -> None:
+        own = random.Random(number)
+        try:
+            with httpx.Client(base_url=url, timeout=120) as http:
+                while not is_over.is_set():
+                    n = own.randrange(len(asked))
+                    found = [("", list[float]()) for _ in tokens[n]]
+                    with http.stream("POST", "/v1/completions", json={**asked[n], "stream": True}) as stream:
+                        for line in stream.iter_lines():
+                            if not line.startswith("data: {"):
+                                continue
+                            event = json.loads(line.removeprefix("data: "))
+                            assert "error" not in event, event
+                            for one in event["choices"]:
+                                text, logprobs = found[one["index"]]
+                                more = one["logprobs"]["token_logprobs"] if one["logprobs"] else []
+                                found[one["index"]] = text + one["text"], logprobs + more
+                    assert found == tokens[n], f"request {n}"
+                    ends["whole"] += 1
+        except BaseException as error:
+            faults.append(error)
+
+    for _ in range(10):
+        drains = ("--allow-drain", "--kv-host-bytes", "100000000", "--restart-engine")
+        with (tmp_path / "log").open("w") as log, serving(*flags, *drains, stderr=log) as server:
+            url, is_over = str(server.http.base_url), threading.Event()
+            threads = [threading.Thread(target=client, args=(one, url, is_over), daemon=True) for one in range(4)]
+            for thread in threads:
+                thread.start()
+            for _ in range(5):
+                time.sleep(rng.uniform(1.0, 3.0))  # no request meets two ends
+                if rng.random() < 0.3:
+                    engine = rng.randrange(2)
+                    drained = server.http.post("/drain", json={"engine": engine, "grace_seconds": rng.uniform(0, 1)})
+                    ends["drained" if drained.status_code == 200 else "not drained"] += 1
+                    server.http.post("/undrain", json={"engine": engine})
+                    continue
+                rng.choice(server.engines()).send_signal(signal.SIGKILL)
+                ends["killed"] += 1
+                until(lambda: len(server.engines()) == 2)
+                until(lambda: server.http.get("/health").json()["engines"] == ["ok", "ok"])
+            is_over.set()
+            for thread in threads:
+                thread.join()
+            assert faults == []
+            until(lambda: server.http.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0})
+            for name in ("prompts_apart", "prompts_back", "requests_handed_over", "requests_served_again"):
+                ends[name] += int(total(server, f"compiled_llm:{name}_total")[""])
+    print(dict(ends))
+    assert ends["whole"] > 50
+    assert ends["requests_served_again"] > 0
+    assert ends["requests_handed_over"] > 0 or "--prefill-replicas" in flags
+
+
 def test_the_start_ends_with_the_error_of_any_engine_and_sigterm_drains_all() -> None:
     with program(*TWO, "--num-threads", "64") as server:
         status, err = server.ended()

@@ -152,6 +152,7 @@ NOT_RUN = (
     NotRun(rf"({_UNSET})?compiled-llm bench \S.*", "needs a quiet machine, and up to an hour", parse_command),
     NotRun(_COMMAND + r" (compile --shape|report (kv-cache|weights)) .*", "minutes", parse_command),
     NotRun(_COMMAND + r" report lm-eval .*", "needs lm-eval, and its tasks the network", parse_command),
+    NotRun(_COMMAND + r" drain .*", "needs a server; tests/server/test_roles.py runs it", parse_command),
     NotRun(_COMMAND + r" serve\b.*", "serves until it is ended; tests/server/test_run.py runs it", parse_command),
     NotRun(r"serve deploy \S+", "Ray Serve's; tests/ray_serve/test_on_a_cluster.py gives it files", check_nothing),
     NotRun(r"curl .*", "tests/server/test_documents.py sends it to a server", check_nothing),

@@ -13,6 +13,7 @@ import pytest
 
 from compiled_llm import CompiledEngine
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.commands.drain import main
 from compiled_llm.server import replicas as module
 from compiled_llm.server.engine_client import Place
 from compiled_llm.server.messages import HandedOver, Output, Piece
@@ -128,6 +129,23 @@ async def test_a_death_while_it_decodes_goes_by_way_of_the_prefill_engine_again(
         second.give("a", PIECE)
         second.give("a", Piece(0, "y", [6], finish_reason="stop"), ends=True)
         assert texts(await task) == "xy"
+
+
+@runs
+async def test_while_no_other_serves_a_prefill_engine_does_all() -> None:
+    async with serving("decode", "prefill") as (replicas, (decode, prefill)):
+        tasks = [asyncio.create_task(collected(replicas, asked("a")))]
+        await settle()
+        prefill.end_prompt("a")
+        decode.give("a", PIECE)
+        decode.die()
+        assert prefill.sent[-1].output_token_ids == [5]
+        tasks.append(asyncio.create_task(collected(replicas, asked("b", group=1))))
+        await settle()
+        assert prefill.sent[-1].sampling["max_tokens"] == 8
+        for name in "ab":
+            prefill.give(name, PIECE, ends=True)
+        assert [texts(await task) for task in tasks] == ["x", "x"]
 
 
 @runs
@@ -275,7 +293,10 @@ def streamed(running: Running, body: dict[str, Any], found: list[Any], begun: th
 
 
 def test_streams_go_on_when_their_engine_is_drained_or_dies(
-    three: list[CompiledEngine], reference: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+    three: list[CompiledEngine],
+    reference: CompiledEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     step, failures, slow = CompiledEngine.step, list[CompiledEngine](), threading.Event()
 
@@ -306,8 +327,9 @@ def test_streams_go_on_when_their_engine_is_drained_or_dies(
             if kills:
                 failures.append(three[request.engine])
             else:
-                answer = running.http.post("/drain", json={"engine": request.engine, "grace_seconds": 5})
-                assert answer.json() == {"moved": 1}
+                arguments = [running.url, "--engine", str(request.engine), "--grace-seconds", "5"]
+                assert main("drain", arguments) == 0
+                assert capfd.readouterr().out == "engine 0 is drained: 1 requests moved\n"
             slow.clear()
             asking.join()
             got = [event["choices"][0] for event in found]
@@ -317,6 +339,6 @@ def test_streams_go_on_when_their_engine_is_drained_or_dies(
             assert len(logprobs[0]) == 150
             if not kills:
                 assert three[1].stats().peer_hit_tokens > before
-                assert running.http.post("/undrain", json={"engine": 0}).status_code == 200
+                assert main("drain", [running.url, "--engine", "0", "--undo"]) == 0
                 assert running.http.post("/drain", json={"engine": 7}).status_code == 400
         assert running.client.num_handed_over == running.client.num_served_again == 1
