@@ -182,7 +182,8 @@ for dtype in DTYPES:
 KERNELS = ["maxima", *["narrow"] * triton_sampling.LEVELS.value, "gather", "limit", "bounds", "draw"]
 # Capability, rows, vocabulary, dtype: aligned rows and others, one program a row and many, one chunk and thousands.
 COMPILED = [
-    ((8, 0), 1, 151936, torch.bfloat16), ((9, 0), 1, 151936, torch.bfloat16), ((8, 0), 32, 50257, torch.float32), ((9, 0), 256, 151936, torch.float32),
+    ((8, 0), 1, 151936, torch.bfloat16), ((9, 0), 1, 151936, torch.bfloat16), ((8, 0), 32, 50257, torch.float32),
+    ((9, 0), 256, 151936, torch.float32),
     ((9, 0), 4, 2**22, torch.float16),
 ]  # fmt: skip
 
