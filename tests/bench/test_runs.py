@@ -530,6 +530,7 @@ class _Threads:
         return own, other
 
 
+@pytest.mark.battery  # requests arrive for seconds
 def test_step_costs_are_what_the_plan_reads_and_requests_are_served_beside_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
