@@ -27,10 +27,11 @@ from compiled_llm.drafting.methods import host_source, network_source
 from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.core import EngineCore
+from compiled_llm.engine.hand_over import hand_over
 from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
-from compiled_llm.engine.transfers import Transfers, hand_over
+from compiled_llm.engine.transfers import Transfers
 from compiled_llm.models.registry import with_stream
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.parallel.rank_processes import RankProcesses
@@ -522,7 +523,8 @@ class StepEngine:
         started = time.perf_counter()
         outputs = []
         for request_id in list(core.updated):
-            if self._transfers is not None and not self._transfers.may_end(core, request_id):
+            entry, transfers = core.entries.get(request_id), self._transfers
+            if transfers and entry and not transfers.may_end(entry, core.scheduler, core.move_blocks):
                 continue
             output = self._next_output(request_id)
             del core.updated[request_id]

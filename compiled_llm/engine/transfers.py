@@ -12,19 +12,17 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.readable import shown
 from compiled_llm.engine.completions import UserRequest
 from compiled_llm.scheduling.request import BlockSource
+from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.tiers.exchange import BlockExchange
 from compiled_llm.tiers.giver import LEASE_SECONDS
-
-if TYPE_CHECKING:
-    from compiled_llm.engine.core import EngineCore
 
 _GIVING_SECONDS = 1.0  # without a block given, after which a request ends all the same
 _LEASE_BYTES = 32
@@ -133,18 +131,17 @@ class Transfers:
         self.exchange.giver.hold(giving.lease, digests, None)
         self._to_give.update(digests)
 
-    def may_end(self, core: "EngineCore", request_id: str) -> bool:
+    def may_end(self, entry: UserRequest, scheduler: Scheduler, move_blocks: Callable[[], object]) -> bool:
         """Whether nothing is left to do for a request, which may have ended: its blocks may be on their way to others.
 
         Where no step is under way, they are moved here.
         """
-        entry, tiers = core.entries.get(request_id), core.scheduler.tiers
-        if entry is None or not entry.is_finished or tiers is None:
+        if not entry.is_finished or scheduler.tiers is None:
             return True
-        while not self.has_given(request_id, tiers):
-            if core.scheduler.in_flight:
+        while not self.has_given(entry.request_id, scheduler.tiers):
+            if scheduler.in_flight:
                 return False  # the steps of others move them
-            core.move_blocks()
+            move_blocks()
         return True
 
     def has_given(self, request_id: str, tiers: KVTiers) -> bool:
@@ -191,27 +188,3 @@ class Transfers:
             "remote_port": port,
             "tp_size": 1,
         }
-
-
-def hand_over(
-    core: "EngineCore", transfers: Transfers | None, names: Sequence[str], seconds: float
-) -> dict[str, tuple[list[int], dict[str, Any] | None]]:
-    """End the requests of these names, and lay their blocks ready. See ``StepEngine.hand_over``."""
-    entries = {name: core.entries[name] for name in names if not core.entries[name].is_finished}
-    counts = {name: len(entry.requests[0].output_token_ids) for name, entry in entries.items()}
-    core.drain()  # tokens that come now are sampled again elsewhere
-    tiers, end = core.scheduler.tiers, time.monotonic() + seconds
-    if transfers is not None and transfers.exchange.giver is not None and tiers is not None:
-        for name, entry in entries.items():
-            request = entry.requests[0]
-            if request.num_published_blocks:
-                transfers.give(name, request.block_digests[: request.num_published_blocks])
-        for name in entries:
-            while time.monotonic() < end and not transfers.has_given(name, tiers):
-                core.move_blocks()
-    found = {}
-    for name, entry in entries.items():
-        tokens = entry.requests[0].output_token_ids[: counts[name]]
-        core.abort(entry)
-        found[name] = tokens, None if transfers is None else transfers.end(name, is_served=True)
-    return found

@@ -1,0 +1,32 @@
+"""Requests that end here and go on in another engine, their KV blocks included."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from compiled_llm.engine.core import EngineCore
+from compiled_llm.engine.transfers import Transfers
+
+
+def hand_over(
+    core: EngineCore, transfers: Transfers | None, names: Sequence[str], seconds: float
+) -> dict[str, tuple[list[int], dict[str, Any] | None]]:
+    """End the requests of these names, and lay their blocks ready. See ``StepEngine.hand_over``."""
+    entries = {name: core.entries[name] for name in names if not core.entries[name].is_finished}
+    counts = {name: len(entry.requests[0].output_token_ids) for name, entry in entries.items()}
+    core.drain()  # tokens that come now are sampled again elsewhere
+    tiers, end = core.scheduler.tiers, time.monotonic() + seconds
+    if transfers is not None and transfers.exchange.giver is not None and tiers is not None:
+        for name, entry in entries.items():
+            request = entry.requests[0]
+            if request.num_published_blocks:
+                transfers.give(name, request.block_digests[: request.num_published_blocks])
+        for name in entries:
+            while time.monotonic() < end and not transfers.has_given(name, tiers):
+                core.move_blocks()
+    found = {}
+    for name, entry in entries.items():
+        tokens = entry.requests[0].output_token_ids[: counts[name]]
+        core.abort(entry)
+        found[name] = tokens, None if transfers is None else transfers.end(name, is_served=True)
+    return found
