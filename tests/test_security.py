@@ -55,6 +55,8 @@ ALLOWED = {
     ("compiled_llm/worker/worker_process.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/worker/rank_start.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/worker/message.py", "multiprocessing"): _OWN_PIPE,
+    ("compiled_llm/worker/stage_link.py", "multiprocessing"): _OWN_PIPE,
+    ("compiled_llm/parallel/stages.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/worker/message.py", "pickle"): _OWN_PIPE,
     ("compiled_llm/bench/shared.py", "multiprocessing"): _OWN_PIPE,
     ("compiled_llm/bench/step_costs.py", "multiprocessing"): _OWN_PIPE,

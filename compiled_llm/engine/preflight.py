@@ -88,9 +88,6 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
         limits = with_drafts(limits, config.speculation.num_tokens, config, made, device)
     linears = linears_of(config, made, device, dtype)
     own, taken, of_each = _of_rank(config, made, linears, device)
-    if config.pipeline_parallel_size > 1:
-        check_device(device)
-        check_stages(made, config.pipeline_parallel_size)
     limits = with_state_slots(limits, config, own, dtype)
     yield from _of_sampling(directory, limits)
 
@@ -146,6 +143,9 @@ def _of_rank(
     config: EngineConfig, made: ModelConfig, linears: LinearKind, device: torch.device
 ) -> tuple[ModelConfig, LinearKind, str]:
     """The config and the layers of the first of several ranks, and words for "of each"; those given and "" for one."""
+    if config.pipeline_parallel_size > 1:
+        check_device(device)
+        check_stages(made, config.pipeline_parallel_size)
     size = config.tensor_parallel_size
     if size == 1 and not config.tensor_parallel_exact:
         return made, linears, ""

@@ -16,6 +16,8 @@ from compiled_llm.api.version import __version__
 from compiled_llm.compiling.keys import source_digests
 from compiled_llm.models.sharding import Shard
 from compiled_llm.ops import RankGroup, native
+from compiled_llm.ops.parallel.reductions import least
+from compiled_llm.system.resources import granted_cores
 
 
 def check_device(device: torch.device) -> None:
@@ -68,6 +70,37 @@ class Alike(NamedTuple):
     python: str
     instructions: str
     model_files: str
+
+
+class CompileTurn:
+    """The first of several ranks compiles, on the cores of all, and the others then load what it has made.
+
+    A process alone is the first.
+
+    Attributes:
+        waits: whether another rank compiles for this one.
+    """
+
+    def __init__(self, shard: Shard | None, group: RankGroup) -> None:
+        self._group, self._cores = group, os.sched_getaffinity(0)
+        self.waits = shard is not None and shard.rank > 0
+        self._is_for_others = shard is not None and shard.size > 1 and not self.waits
+
+    def begin(self) -> None:
+        """Take the cores of all: other ranks sleep meanwhile."""
+        if self._is_for_others:
+            os.sched_setaffinity(0, self._cores | os.sched_getaffinity(os.getppid()))
+
+    def num_workers(self, asked: int | None) -> int | None:
+        """Processes that compile. What the first rank compiles itself, the others would not find."""
+        return granted_cores() if self._is_for_others and asked is None else asked
+
+    def end(self) -> None:
+        """Give the cores back, and let the other ranks load."""
+        if self._is_for_others:
+            os.sched_setaffinity(0, self._cores)
+        if not self.waits:
+            least(0, self._group)
 
 
 def map_memory(descriptor: int) -> Tensor:

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -51,7 +50,6 @@ from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.system.progress import StartProgress
-from compiled_llm.system.resources import granted_cores
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.worker import exactness
 from compiled_llm.worker.block_copies import SwapSpace
@@ -83,7 +81,7 @@ from compiled_llm.worker.memory import (
 )
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
-from compiled_llm.worker.rank_start import check_device
+from compiled_llm.worker.rank_start import CompileTurn, check_device
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
@@ -169,7 +167,7 @@ class ModelRunner(Worker):
             self._taken = OwnLayers.of(self.model_config, self._taken)
         if self.shard is not None:
             self._taken = Sharding(self._taken, self.shard, self.group)
-        builds = None if self._waits_for_first else self._start_builds(config, progress, gpu_target(pool))
+        builds = None if self._turn.waits else self._start_builds(config, progress, gpu_target(pool))
         self.start_times.device = time.perf_counter() - started
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         memory = self._start_memory(config, draft)
@@ -200,7 +198,7 @@ class ModelRunner(Worker):
         self._host_slots = HostSlot.in_turns(self.steps.last_tokens, drafts, self.device)
         self.steps.leave_tokens_in([slot.tokens for slot in self._host_slots])
         memory.before_compiling()
-        if self._waits_for_first:
+        if self._turn.waits:
             least(0, self.group)  # until the first rank has compiled: what it made is on disk
             builds = self._start_builds(config, progress, gpu_target(pool))
         self._compile(config, builds, progress)
@@ -409,16 +407,6 @@ class ModelRunner(Worker):
         """Processes that share the model."""
         return int(self.peers.place[1])
 
-    @property
-    def _compiles_for_others(self) -> bool:
-        """Whether this is the first rank, which compiles on the cores of all: they sleep meanwhile."""
-        return self.shard is not None and self.shard.size > 1 and self.shard.rank == 0
-
-    @property
-    def _waits_for_first(self) -> bool:
-        """Whether another rank compiles for this one."""
-        return self.shard is not None and self.shard.rank > 0
-
     # -- Starting
 
     def _set_rank(
@@ -433,6 +421,7 @@ class ModelRunner(Worker):
             shard = Shard(0, 1, exact=True)
         self.shard, self.group = shard, RankGroup.alone() if group is None else group
         self.peers = self.group if peers is None else peers
+        self._turn = CompileTurn(shard, self.group)
         self.model_config = model_config
         self._own_config = model_config if shard is None else rank_config(model_config, shard)
         if self.shard is not None or self.num_ranks > 1:
@@ -530,35 +519,25 @@ class ModelRunner(Worker):
             f"graphs that are missing are made now and kept in {native.cache_directory()}: the next start with the "
             "same arguments takes seconds. compiled-llm compile makes them ahead"
         )
-        own_cores = os.sched_getaffinity(0)
-        if self._compiles_for_others:
-            os.sched_setaffinity(0, own_cores | os.sched_getaffinity(os.getppid()))
+        self._turn.begin()
         self.steps.compile(
             self.cache_dtypes,
             enforce_eager=enforce_eager,
-            num_workers=self._num_workers(config),
+            num_workers=self._turn.num_workers(config.compile_workers),
             progress=progress,
             processes=None if builds is None else builds.processes,
-            before_first_step=functools.partial(self._before_first_step, kernels, own_cores),
+            before_first_step=functools.partial(self._before_first_step, kernels),
         )
         times = self.start_times
         times.kernels = 0.0 if kernels is None else kernels.seconds_waited
         times.build = self.steps.build_seconds
         times.load = time.perf_counter() - started - times.kernels - times.build
 
-    def _num_workers(self, config: EngineConfig) -> int | None:
-        """Processes that compile. What the first rank compiles itself, the others would not find."""
-        is_open = self._compiles_for_others and config.compile_workers is None
-        return granted_cores() if is_open else config.compile_workers
-
-    def _before_first_step(self, kernels: KernelBuild | None, cores: set[int]) -> None:
-        """Everything that other processes can compile is compiled. ``cores``: that this rank keeps to."""
+    def _before_first_step(self, kernels: KernelBuild | None) -> None:
+        """Everything that other processes can compile is compiled."""
         if kernels is not None:
             kernels.finish()
-        if self._compiles_for_others:
-            os.sched_setaffinity(0, cores)
-        if not self._waits_for_first:
-            least(0, self.group)
+        self._turn.end()
 
     def _record_on(self, num_blocks: int) -> None:
         """Exchange the KV pool; on a GPU, what the graphs and the pool before held is free before the new one comes."""

@@ -55,7 +55,7 @@ REFUSED: dict[str, list[Any]] = {
     "split_special_tokens": [1, "no"],
     "skip_special_tokens": [1, None],
     "detokenize": [0, None],
-    "num_speculative_tokens": [-1, 16, 1.0, True, "3"],
+    "num_speculative_tokens": [-1, 64, 1.0, True, "3"],
     "output_kind": ["", "DELTA", "final_only", 1, True, None, ["delta"]],
 }
 

@@ -1225,7 +1225,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         REPLICAS,
         """
         a request that kills engines kills them all
-            Replicas._lose: request.is_second or self._router is None => self._router is None
+            Replicas._lose: request.is_second or not self._serves_again => not self._serves_again
         what a dead engine gave comes again
             Replicas._lose: request.begin_again() => request.is_begun = False
         text comes again after a death
