@@ -566,7 +566,7 @@ class FakeFiles:
 
     def __init__(self, runner: "FakeRunner", disk: dict[bytes, Any], seed: int) -> None:
         self.runner, self.disk, self._rng = runner, disk, random.Random(seed)
-        self._reads: list[tuple[bytes, int]] = []
+        self._reads: list[tuple[bytes, int, object]] = []
         self._writes: list[tuple[bytes, int, tuple[int, ...]]] = []
 
     def work(self, output: SchedulerOutput) -> FileResult:
@@ -577,7 +577,7 @@ class FakeFiles:
         self._writes += output.files.writes
         host, windows = self.runner.host, self.runner.windows
         read, written, lost = [], [], []
-        for digest, row in self._some(self._reads, bool(output.files.wait_seconds)):
+        for digest, row, _ in self._some(self._reads, bool(output.files.wait_seconds)):
             file = self.disk.get(digest)
             assert row > self.runner.num_swap_blocks
             host.pop(row, None)

@@ -32,8 +32,8 @@ from compiled_llm.system.program import run_program
 _PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 _SELDOM = (
     *("max_header_bytes", "max_stored_responses", "max_stored_bytes", "stored_seconds", "keep_alive_seconds", "dev"),
-    *("stall_seconds", "max_load_difference", "max_completions", "min_prefill_tokens"),
-    "max_prefill_seconds",
+    *("stall_seconds", "max_load_difference", "max_completions", "min_prefill_tokens", "max_prefill_seconds"),
+    *("prefill_replicas", "allow_drain", "otlp_traces_endpoint", "max_replicas"),
 )
 _KEY_VARIABLE = "COMPILED_LLM_API_KEY"
 # Streams wait no longer than that for the prompts of others; steps of a bundled 0.1B model hold 64 tokens then.

@@ -16,7 +16,7 @@ from compiled_llm.constraints.mask_maker import MaskMaker
 from compiled_llm.constraints.token_masks import TokenMask
 from compiled_llm.engine.completions import Completion, UserRequest
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.scheduling.request import Request, RequestId
+from compiled_llm.scheduling.request import BlockSource, Request, RequestId
 from compiled_llm.step.logits_transforms import LogitsTransform, field_rows
 from compiled_llm.text.output_text import OutputText
 from compiled_llm.text.prompts import (
@@ -180,12 +180,14 @@ class Admission:
         priority: int,
         order: int,
         output_token_ids: Sequence[int] = (),
+        source: BlockSource | None = None,
     ) -> UserRequest:
         """The request with all its completions.
 
         Args:
             order: how many requests came before: it decides the random numbers where no seed is given.
             output_token_ids: that are known already.
+            source: another engine that has blocks of it.
 
         Raises:
             ValueError: these do not leave a token to generate, or belong to more than one continuation.
@@ -217,6 +219,7 @@ class Admission:
                 waits_for_tokens=mask is not None and mask.needs_last_token,
                 keeps_blocks=is_first and params.n > 1,
                 output_token_ids=list(output_token_ids),
+                source=source if is_first else None,
             )
             completions.append(Completion(index, request, output_text, mask))
         prompt_logprobs: list | None = None if first_scored is None else [None] * first_scored

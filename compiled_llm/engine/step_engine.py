@@ -479,12 +479,12 @@ class StepEngine:
         self.check_request(request_id, priority)
         prepared = self._admission.prepare(prompt, sampling_params, lora_request)
         order = self._core.counts.num_requests
-        entry = self._admission.admit(request_id, prepared, priority, order, output_token_ids)
+        entry = self._admission.admit(request_id, prepared, priority, order, output_token_ids, transfer[0])
         entry.output_kind = output_kind or prepared.params.output_kind
         with self._interrupts:
             if self._transfers is not None:
                 digests = self.scheduler.prefix_cache.digests_below(entry.requests[0], 0)
-                self._transfers.begin(entry, digests, transfer[0], gives=transfer[1])
+                self._transfers.begin(entry, digests, gives=transfer[1])
             self._core.add(entry)
 
     def _for_each(

@@ -113,9 +113,9 @@ class Transfers:
 
     # -- Requests
 
-    def begin(self, entry: UserRequest, digests: list[bytes], source: BlockSource | None, *, gives: bool) -> None:
+    def begin(self, entry: UserRequest, digests: list[bytes], *, gives: bool) -> None:
         """A request was added, with so many full blocks. ``gives``: others are to take them."""
-        entry.requests[0].source = source
+        source = entry.requests[0].source
         if source is not None:
             self._taking[entry.request_id] = source
             self.exchange.begin(source)

@@ -45,8 +45,8 @@ _PROMPT_ONLY = {"temperature": 0.0, "max_tokens": 1, "detokenize": False, "outpu
 class _Had:
     """What the client of a request had, or will read, of one continuation; and what of that is still to come again."""
 
-    num_tokens: int = 0
-    num_characters: int = 0
+    tokens: int = 0
+    characters: int = 0
     again_tokens: int = 0
     again_characters: int = 0
     has_ended: bool = False
@@ -112,7 +112,7 @@ class _Request:
         if self.is_one and self.asked.sampling.get("logprobs") is None and len(token_ids) > len(self.known_ids):
             self.known_ids = list(token_ids)
         for had in self.had.values():
-            had.again_tokens, had.again_characters = had.num_tokens, had.num_characters
+            had.again_tokens, had.again_characters = had.tokens, had.characters
 
     def take(self, output: Output) -> Output:
         """``output`` without what came before."""
@@ -125,8 +125,8 @@ class _Request:
                 piece = _without_again(piece, had)
                 if not (piece.token_ids or piece.text or piece.finish_reason):
                     continue
-            had.num_tokens += len(piece.token_ids)
-            had.num_characters += len(piece.text)
+            had.tokens += len(piece.token_ids)
+            had.characters += len(piece.text)
             had.has_ended = piece.finish_reason is not None
             if self.is_one:
                 self.token_ids += piece.token_ids

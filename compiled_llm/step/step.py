@@ -56,6 +56,7 @@ def step_function(
     layers = for_queries(layers, max_query_len, exact=exact)
     # On a GPU it is found once for all layers which program attends to which keys (``DecodePlan``).
     planned = with_plans(layers) if max_query_len == 1 and not exact else None
+    begins, ends = is_first(model_config), is_last(model_config)
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         step_input = _fed_back(step_input, feedback)
@@ -66,7 +67,7 @@ def step_function(
             weights = with_slots(weights, own.adapter_slots)
         read = Taps(taps)
         tapped = read.on(weights) if taps else weights
-        if not is_first(model_config):
+        if not begins:
             tapped = with_stream(tapped, feedback.hidden.narrow(0, 0, step_input.input_ids.shape[0]))
         if planned is None or not step_input.seq_lens.is_cuda:
             hidden = forward(tapped, own, kv_cache, model_config, layers)
@@ -75,7 +76,7 @@ def step_function(
             hidden = forward(tapped, own._replace(plans=plans), kv_cache, model_config, planned)
         if feedback.taken is not None:
             feedback.taken.narrow(0, 0, hidden.shape[0]).copy_(read.taken(hidden))
-        if not is_last(model_config):
+        if not ends:
             return hidden
         rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
         shared = shared_head(of_head)

@@ -113,7 +113,7 @@ void for_heads(const Problem& p, int64_t heads, const Work& work) {
 Tensor short_convolution(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& state,
                          const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& read_slot,
                          const Tensor& write_slot, const Tensor& write_after, const OptionalTensor& gate_before,
-                         const OptionalTensor& gate_after, int64_t silu) {
+                         const OptionalTensor& gate_after, bool silu) {
   const char* op = "short_convolution";
   const RecurrentKernels& kernels = kernels_for(op, x);
   CHECK_VALUE(x.dim() == 2 && weight.dim() == 2 && state.dim() == 3, op,
@@ -133,7 +133,7 @@ Tensor short_convolution(const Tensor& x, const Tensor& weight, const OptionalTe
   clear_padding(rows, out, channels * bytes_of(dtype));
   const Convolution p{rows, x.data(), gate_before ? gate_before->data() : nullptr, gate_after ? gate_after->data() : nullptr,
                       x.stride(0), gate_before ? gate_before->stride(0) : 0, gate_after ? gate_after->stride(0) : 0,
-                      weight.data(), bias ? bias->data() : nullptr, state.data(), out.data(), channels, width, silu != 0};
+                      weight.data(), bias ? bias->data() : nullptr, state.data(), out.data(), channels, width, silu};
   // An item is a request's channels; those of one block follow each other, which turn its weights once.
   const int64_t blocks = ceil_div(channels, kChannels), requests = rows.requests;
   const int64_t grain = std::max<int64_t>(1, kGrain * blocks * requests / std::max<int64_t>(1, tokens * channels * width));

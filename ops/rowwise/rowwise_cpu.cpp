@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& delta, 
 }
 
 Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps, int64_t group_size,
-                      int64_t norm_first) {
+                      bool norm_first) {
   const char* op = "gated_rms_norm";
   const RowKernels& kernels = kernels_for(x, op);
   const Rows from = rows_of(x, op, "x"), gates = rows_of(gate, op, "gate");
@@ -91,7 +91,7 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight,
   Tensor out = empty({rows, size}, x.dtype());
   const Rows to = rows_of(out, op, "out");
   for_rows(rows, 4 * size, [&](int64_t row) {
-    kernels.gated_norm({from[row], gates[row], w, to[row], size, group_size, weights, static_cast<float>(eps), norm_first != 0});
+    kernels.gated_norm({from[row], gates[row], w, to[row], size, group_size, weights, static_cast<float>(eps), norm_first});
   });
   return out;
 }

@@ -163,7 +163,7 @@ class TagRunner:
         self.swap_space = SwapSpace(self.groups, scheduler.swap_pool.num_blocks, scheduler.swap_pool.states.num_slots)
         self.last_tokens = torch.full((max(bucket.num_rows for bucket in self.buckets),), POISON, dtype=torch.int64)
         self.hidden = torch.zeros(max(bucket.num_tokens for bucket in self.buckets), 4, dtype=torch.int64)
-        config = SimpleNamespace(architecture="tags", stream=None)
+        config = SimpleNamespace(architecture="tags", stream=None, own_layers=None)
         self.steps = {bucket: step_function(config, bucket.max_query_len) for bucket in self.buckets}
         self.truths: dict[str, Truth] = {}
         self._poisoned_rows: set[int] = set()
@@ -177,7 +177,7 @@ class TagRunner:
             self.swap_space.copy(output, self.groups)
         before = [[cache.clone() for cache in caches] for caches in self.groups]
         feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
-        self.steps[bucket](None, buffers.step_input, self.kv_cache, feedback)
+        self.steps[bucket](SimpleNamespace(head=None), buffers.step_input, self.kv_cache, feedback)
         tables = [buffers.step_input, *buffers.step_input.windows]
         for table, caches, old in zip(tables, self.groups[:-1], before[:-1], strict=True):
             self._check_writes(table.slot_mapping, output, caches, old)
@@ -333,7 +333,7 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "num_schedules",
-    [pytest.param(20, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)],
+    [pytest.param(30, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)],
 )
 def test_random_schedules(num_schedules: int, battery_counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(num_schedules):

@@ -114,7 +114,7 @@ REFUSED = {
     "tune speculation --trace none.jsonl": "No such file",
     "tune speculation --trace t --batch-sizes 4 1": "--batch-sizes must rise, given 4 1",
     "tune speculation --trace t --batch-sizes 3 --bucket-sizes 1,4": "--batch-sizes must be among --bucket-sizes, 1, 4",
-    "tune speculation --trace t --draft-tokens 3 16": "--draft-tokens must be at most 15, given 16",
+    "tune speculation --trace t --draft-tokens 3 64": "--draft-tokens must be at most 63, given 64",
     "tune speculation --trace t --prompt-lookups 4-2": "must be MIN-MAX within 1-16, as 2-4",
     "tune speculation --trace t --max-requests 0": "--max-requests must be at least 1",
     "tune speculation --trace t --methods eagle": "must be one of ngram, suffix",

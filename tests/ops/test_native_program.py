@@ -1,7 +1,9 @@
 """A native program does what its calls do one by one, with every kind of argument, and keeps nothing."""
 
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +71,23 @@ def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     made = run.args[0]
     del run
     assert deleted == [made]
+
+
+WORDS = {"Optional[Tensor]": "OptionalTensor", "int": "int64_t", "float": "double", "str": "std::string"}
+ENTRIES = [
+    (path, *entry)
+    for path in sorted(Path(ops.__file__).parent.rglob("*_cpu.cpp"))
+    for entry in re.findall(r'\{"(\w+)", Boxed<(\w+)>::call', path.read_text())
+]
+
+
+@pytest.mark.parametrize(("path", "op", "function"), ENTRIES, ids=[op for _, op, _ in ENTRIES])
+def test_a_function_takes_what_the_schema_says(path: Path, op: str, function: str) -> None:
+    """A program hands on addresses: of a ``bool`` that is read as an ``int64_t``, seven bytes would be others'."""
+    found = rf"^(?:inline )?[\w:<>, ]+ {function}\(([^)]*)\) \{{"
+    sources = path, *path.parent.parent.rglob("*_cpu.h")  # which has ops of other folders
+    taken = next(each for source in sources for each in re.findall(found, source.read_text(), re.MULTILINE))
+    parameters = taken.replace("std::optional<Tensor>", "OptionalTensor").replace("const ", "").split(",")
+    words = [parameter.split()[0].rstrip("&") for parameter in parameters]
+    asked = [str(each.type) for each in getattr(torch.ops.compiled_llm, op).default._schema.arguments]
+    assert words == [WORDS.get(each, each) for each in asked]

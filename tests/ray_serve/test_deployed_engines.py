@@ -148,15 +148,21 @@ async def test_what_was_not_read_is_asked_for_again_once_and_has_its_seed() -> N
 
 
 @runs
-async def test_what_was_read_ends_with_an_error() -> None:
+async def test_a_stream_goes_on_and_each_token_comes_once() -> None:
     async with deployed() as (engines, handle):
         task = asyncio.create_task(collected(engines, asked("a")))
         await settle()
         handle.calls[0].give("a", PIECE)
         await settle()
         handle.calls[0].lose()
-        assert isinstance(await task, EngineEndedError)
-        assert len(handle.calls) == 1
+        await settle()
+        handle.calls[1].give("a", PIECE, Piece(0, "y", [6], finish_reason="length"), ends=True)
+        found = await task
+        assert isinstance(found, list)
+        pieces = [piece for output in found for piece in output.pieces]
+        assert [(piece.text, piece.token_ids) for piece in pieces] == [("x", [5]), ("y", [6])]
+        assert engines.num_served_again == 1
+        assert len(handle.calls) == 2
 
 
 @runs

@@ -39,7 +39,8 @@ def test_the_prefix_cache_is_forgotten(engine: CompiledEngine) -> None:
             usage = running.http.post("/v1/completions", json=body).json()["usage"]
             return usage["prompt_tokens_details"]["cached_tokens"]
 
-        assert (cached(), cached() > 0) == (0, True)
+        cached()
+        assert cached() > 0
         assert running.http.post("/reset_prefix_cache").json() == {"reset": True}
         assert cached() == 0
         with open_request(running, {**LONG, "stream": True}):
