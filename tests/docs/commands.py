@@ -176,6 +176,7 @@ EXPENSIVE = (
     r"compiled-llm check .*--compare\b.*",
     # These start like those beside them; tests/offline, tests/commands and tests/e2e test what the flags do.
     r"compiled-llm generate .* --speculative-config .*",
+    r"compiled-llm generate .* --(tensor|pipeline)-parallel-size .*",
     r"compiled-llm batch --input compiled_llm/demo_model/prompts\.jsonl .*",
     _BATCH + r"\b.* --(check|retry-errors) .*",
     r"(cat \S+ \| )?" + _BATCH + r"\b.* --input (-|\S+ \S+\.gz) .*",
