@@ -134,12 +134,12 @@ class Transfers:
     def may_end(self, entry: UserRequest, scheduler: Scheduler, move_blocks: Callable[[], object]) -> bool:
         """Whether nothing is left to do for a request, which may have ended: its blocks may be on their way to others.
 
-        Where no step is under way, they are moved here.
+        Where no step is under way or to come, they are moved here.
         """
         if not entry.is_finished or scheduler.tiers is None:
             return True
         while not self.has_given(entry.request_id, scheduler.tiers):
-            if scheduler.in_flight:
+            if scheduler.in_flight or scheduler.has_unfinished_requests():
                 return False  # the steps of others move them
             move_blocks()
         return True

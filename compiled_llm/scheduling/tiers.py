@@ -334,8 +334,11 @@ class KVTiers:
         return True
 
     def _read(self, digest: bytes, source: BlockSource | None) -> HostBlock | None:
-        """Begin to read the file of a block, or to fetch it from ``source``. None: there is no row for it."""
-        row = self._take_row()
+        """Begin to read the file of a block, or to fetch it from ``source``. None: there is no row for it.
+
+        Nor is there one while what ``forget_host`` forgot is still being read: results are told apart by the digest.
+        """
+        row = None if digest in self._reading else self._take_row()
         if row is None:
             return None
         kind = "peer" if source is not None and digest not in self.on_disk else "disk"
@@ -395,7 +398,8 @@ class KVTiers:
         self._steps.append(self._step)
         self._step = _Step()
         room = max(1, self.num_rows // 2) - len(self._writing)  # the other half stays for blocks that come and go
-        writes = [held for held in self._unwritten.values() if not held.pins][: max(0, room)]
+        free = (held for held in self._unwritten.values() if not held.pins and held.digest not in self._writing)
+        writes = list(itertools.islice(free, max(0, room)))
         for held in writes:
             del self._unwritten[held.digest]
             self._writing[held.digest] = held
@@ -475,7 +479,8 @@ class KVTiers:
             self.counts.num_disk_failures += not is_peers
             self.counts.num_takes_failed += is_peers
             self.on_disk.discard(digest)
-            self._forget(held)
+            if held not in self._dropped:
+                self._forget(held)
         else:
             self.counts.num_disk_reads += not is_peers
             self.counts.num_blocks_taken += is_peers

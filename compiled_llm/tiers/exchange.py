@@ -1,6 +1,7 @@
 """BlockExchange: blocks that come from other engines, and those that go to them, as a ``BlockStore``."""
 
 import contextlib
+import fcntl
 import mmap
 import os
 import socket
@@ -44,6 +45,8 @@ class _Peer:
             self.facts, descriptor = self._session.take_hello(has_descriptor=family == socket.AF_UNIX)
             if descriptor is not None:
                 try:
+                    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                        raise PeerError("its memory may shrink")  # reading what is gone would end this process
                     size = os.fstat(descriptor).st_size
                     self._memory = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
                 finally:
@@ -115,7 +118,7 @@ class BlockExchange:
     def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
         if source is None:
             return [None if self.giver is None else self.giver.read(*block) for block in blocks]
-        with self._failing(source.address):
+        with contextlib.suppress(ValueError), self._failing(source.address):  # another engine may be there by now
             peer = self._peer(source.address)
             if peer is not None:
                 return peer.read(source.lease, blocks)
@@ -190,7 +193,10 @@ class BlockExchange:
             peer.close()
             raise ValueError(_difference(hello(self.key, self._facts), peer.facts))
         with self._changed:
-            return self._peers.setdefault(address, peer)
+            kept = self._peers.setdefault(address, peer)
+        if kept is not peer:  # another thread was faster
+            peer.close()
+        return kept
 
     @contextlib.contextmanager
     def _failing(self, address: str) -> Iterator[None]:
@@ -199,7 +205,9 @@ class BlockExchange:
             yield
         except (OSError, PeerError):
             with self._changed:
-                self._broken[address] = time.monotonic() + _BROKEN_SECONDS
+                now = time.monotonic()
+                self._broken = {one: until for one, until in self._broken.items() if until > now}  # clients name them
+                self._broken[address] = now + _BROKEN_SECONDS
                 peer = self._peers.pop(address, None)
             if peer is not None:
                 peer.close()

@@ -7,6 +7,7 @@ when that says so. A lapsed lease costs time, not truth: what was taken is check
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import mmap
@@ -36,6 +37,7 @@ from compiled_llm.tiers.peer_session import (
 LEASE_SECONDS = 30.0
 _PEER_SECONDS = 10.0  # that a peer may take for its part of the handshake, and to read a block
 _MOST_PEERS = 64
+_ACCEPT_SECONDS = 0.1  # until the next try
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # a taker's mapping stays valid
 
 
@@ -73,6 +75,11 @@ class BlockGiver:
     def __init__(self, address: str, secret: bytes, facts: dict[str, Any], block_bytes: int, most_bytes: int) -> None:
         if most_bytes < block_bytes:
             raise ValueError(f"kv_transfer_bytes must be at least {block_bytes}, a block, given {most_bytes}")
+        self._listener, self._path = _listening(address)
+        if self._path is None:
+            host, port = self._listener.getsockname()[:2]
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = address
         self._secret, self._facts, self._slot_bytes = secret, facts, -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         count = most_bytes // self._slot_bytes or 1
         self._memory = os.memfd_create("compiled-llm blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -86,20 +93,8 @@ class BlockGiver:
         self._leases: dict[bytes, tuple[tuple[bytes, ...], float | None]] = {}
         self._held: Counter[bytes] = Counter()
         self._peers: set[socket.socket] = set()
+        self._is_closed = False
         self.num_given = self.given_bytes = self.num_lapsed = 0
-        family, place = parse_address(address)
-        self._path = Path(place) if family == socket.AF_UNIX else None
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-        else:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(place)
-        self._listener.listen()
-        if self._path is None:
-            host, port = self._listener.getsockname()[:2]
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.address = address
         threading.Thread(target=self._accept, name="compiled-llm gives", daemon=True).start()
 
     # -- Blocks, for the thread that moves them
@@ -180,9 +175,12 @@ class BlockGiver:
             try:
                 peer, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._is_closed:
+                    return
+                time.sleep(_ACCEPT_SECONDS)  # too many files are open, or it went before it was met
+                continue
             with self._lock:
-                if len(self._peers) >= _MOST_PEERS:
+                if self._is_closed or len(self._peers) >= _MOST_PEERS:
                     peer.close()
                     continue
                 self._peers.add(peer)
@@ -235,6 +233,7 @@ class BlockGiver:
 
     def close(self) -> None:
         """End all connections. What is mapped elsewhere stays there."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -246,6 +245,32 @@ class BlockGiver:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         os.close(self._memory)
+
+
+def _listening(address: str) -> tuple[socket.socket, Path | None]:
+    """A socket that listens there, and its path."""
+    family, place = parse_address(address)
+    path = Path(place) if family == socket.AF_UNIX else None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if path is not None:
+            _remove_stale(path)
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"{error.strerror or error}: kv_transfer_address {address!r:.200}") from error
+    return listener, path
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket of an engine that was killed. What is anything else stays, and nobody can listen there."""
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.setblocking(False)
+        if path.is_socket() and asked.connect_ex(str(path)) == errno.ECONNREFUSED:
+            path.unlink(missing_ok=True)
 
 
 def scattered(

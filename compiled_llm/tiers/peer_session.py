@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import struct
+import time
 from typing import Any, NamedTuple
 
 MAGIC = b"CLLMPR\0\1"
@@ -56,7 +57,7 @@ class PeerSession:
     """One side of a connection.
 
     Args:
-        own: a connected socket, with a timeout.
+        own: a connected socket; its timeout is that of all that is read before the first message.
         secret: of all engines that may speak to each other.
         gives: whether this is the giver.
 
@@ -67,6 +68,9 @@ class PeerSession:
 
     def __init__(self, own: socket.socket, secret: bytes, *, gives: bool) -> None:
         self.socket, self._input, self._output = own, bytearray(), bytearray()
+        seconds = own.gettimeout()
+        assert seconds, "a peer may be silent"
+        self._met_until = time.monotonic() + seconds
         mine, names = os.urandom(_NONCE), (b"giver", b"taker")
         if gives:
             own.sendall(MAGIC + mine)
@@ -132,23 +136,40 @@ class PeerSession:
         descriptor = None
         if has_descriptor:
             head, descriptors, _, _ = socket.recv_fds(self.socket, 4, 1)
-            head += self._exactly(4 - len(head))
             descriptor = descriptors[0] if descriptors else None
         else:
-            head = self._exactly(4)
+            head = b""
+        try:
+            return self._facts_after(head), descriptor
+        except BaseException:
+            if descriptor is not None:
+                os.close(descriptor)
+            raise
+
+    def _facts_after(self, head: bytes) -> dict[str, Any]:
+        head += self._exactly(4 - len(head))
         size = int.from_bytes(head, "little")
         if size > _MOST_HELLO:
             raise PeerError("it says too much")
         mac, content = self._exactly(_MAC), self._exactly(size)
         if not hmac.compare_digest(mac, _hmac(self._their_key, b"hello", content)):
             raise PeerError("its first message is damaged")
-        return json.loads(content), descriptor
+        facts: dict[str, Any] = json.loads(content)
+        return facts
 
     def _exactly(self, size: int) -> bytes:
-        """So many bytes, and none that come after them: a descriptor may."""
-        content = bytearray(size)
-        self.receive_into(memoryview(content))
-        return bytes(content)
+        """So many bytes before the first message, and none that come after them: a descriptor may."""
+        content = b""
+        while len(content) < size:
+            left = self._met_until - time.monotonic()
+            if left <= 0:
+                raise PeerError("it is too slow")
+            self.socket.settimeout(left)
+            more = self.socket.recv(size - len(content))
+            if not more:
+                raise PeerError("it has closed the connection")
+            content += more
+        return content
 
     def receive(self, size: int) -> bytes:
         """Bytes that are not a block's; what has come after them is kept for later."""

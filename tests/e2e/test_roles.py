@@ -228,6 +228,24 @@ def test_an_output_goes_on_elsewhere(pair: tuple[CompiledEngine, CompiledEngine]
         decode.add_request("b", prompt, dataclasses.replace(params, n=2), output_token_ids=[5])
 
 
+def test_a_full_giver_holds_nobody_up(
+    pair: tuple[CompiledEngine, CompiledEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output of a prompt waits for blocks that nobody has room for; steps of others do not."""
+    prefill, _ = pair
+    prompt, other = prompts_of(2, seed=5)
+    monkeypatch.setattr(BlockGiver, "write", lambda *given: (False, []))
+    prompt_only = dataclasses.replace(GREEDY, max_tokens=1, logprobs=None)
+    prefill.add_request("other", other, dataclasses.replace(GREEDY, max_tokens=30))
+    prefill.add_request("gives", prompt, prompt_only, kv_transfer_params={"do_remote_decode": True})
+    ended: dict[str, float] = {}
+    while prefill.has_unfinished_requests():
+        for output in prefill.step():
+            if output.finished:
+                ended[output.request_id] = time.monotonic()
+    assert ended["other"] < ended["gives"]
+
+
 # -- Planted bugs: what the tests above would see
 
 

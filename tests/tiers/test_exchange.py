@@ -1,7 +1,9 @@
 """Blocks between engines: what is given is taken whole or not at all, under leases, from nobody else."""
 
 import contextlib
+import errno
 import hashlib
+import os
 import random
 import socket
 import threading
@@ -240,6 +242,94 @@ def test_what_is_no_engine_is_noticed() -> None:
     own.sendall(MAGIC)
     for one in (own, theirs):
         one.close()
+
+
+def test_an_engine_of_other_blocks_in_the_place_of_one_that_was_met(tmp_path: Path, taker: BlockExchange) -> None:
+    """It was started anew, with another model, while a request had its blocks still to take."""
+    giver = made(f"unix:{tmp_path}/blocks")
+    write(giver, DIGESTS[0])
+    assert take(taker, giver) == ((), OWN)
+    giver.close()
+    other = BlockGiver(giver.address, SECRET, hello(b"k" * 32, FACTS), 1300, 4096)
+    assert take(taker, giver) is None, "the connection has ended"
+    taker._broken.clear()
+    assert take(taker, giver) is None
+    other.close()
+
+
+def test_memory_that_may_shrink_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(giver_module, "_SEALS", 0)
+    giver, taker = made(f"unix:{tmp_path}/blocks"), BlockExchange(KEY, FACTS, SECRET, None)
+    write(giver, DIGESTS[0])
+    before = len(os.listdir("/proc/self/fd"))
+    assert take(taker, giver) is None
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    giver.close()
+    taker.close()
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_a_peer_that_says_little_at_a_time_is_not_waited_for(gives: bool) -> None:
+    own, theirs = socket.socketpair()
+    own.settimeout(0.3)
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            for byte in MAGIC + bytes(56):
+                theirs.send(bytes([byte]))
+                time.sleep(0.05)
+
+    thread, began = threading.Thread(target=drip), time.monotonic()
+    thread.start()
+    with pytest.raises((PeerError, OSError)):
+        PeerSession(own, SECRET, gives=gives)
+    assert time.monotonic() - began < 1.5
+    for one in (own, theirs):
+        one.close()
+    thread.join()
+
+
+def test_what_lies_at_the_address(tmp_path: Path) -> None:
+    """The socket of an engine that was killed is in nobody's way; all else stays."""
+    path = tmp_path / "blocks"
+    killed = socket.socket(socket.AF_UNIX)
+    killed.bind(str(path))
+    killed.close()
+    giver = made(f"unix:{path}")
+    write(giver, DIGESTS[0])
+    with pytest.raises(OSError, match="in use"):
+        made(f"unix:{path}")
+    taker = BlockExchange(KEY, FACTS, SECRET, None)
+    assert take(taker, giver) == ((), OWN)
+    taker.close()
+    giver.close()
+    path.write_text("a user's own")
+    with pytest.raises(OSError, match="in use"):
+        made(f"unix:{path}")
+    assert path.read_text() == "a user's own"
+
+
+def test_a_giver_goes_on_when_too_many_files_were_open(
+    giver: BlockGiver, taker: BlockExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(giver, DIGESTS[0])
+    own, failures = socket.socket.accept, [OSError(errno.EMFILE, "too many"), OSError(errno.ECONNABORTED, "gone")]
+
+    def accept(self: socket.socket) -> Any:
+        made = own(self)
+        if failures:
+            made[0].close()
+            raise failures.pop()
+        return made
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    family, place = parse_address(giver.address)
+    for _ in range(3):  # the first call has begun before
+        with socket.socket(family) as one:
+            one.connect(place)
+            time.sleep(0.05)
+    until(lambda: not failures)
+    assert take(taker, giver) == ((), OWN)
 
 
 def test_addresses() -> None:

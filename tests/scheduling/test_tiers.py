@@ -1,0 +1,67 @@
+"""KVTiers by itself: what is in flight when host memory is forgotten."""
+
+import pytest
+
+from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.request import BlockSource
+from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutputBuilder
+from compiled_llm.scheduling.state_pool import StatePool
+from compiled_llm.scheduling.tiers import KVTiers
+from compiled_llm.scheduling.worker import FileResult
+
+DIGEST, SOURCE = bytes(32), BlockSource("unix:a", bytes(32))
+
+
+class _Request:
+    source: BlockSource | None = SOURCE
+
+
+def sent(tiers: KVTiers) -> FileOutput:
+    output = SchedulerOutputBuilder(0)
+    tiers.send(output)
+    return output.files
+
+
+def ended(tiers: KVTiers, result: FileResult) -> None:
+    tiers.end_step(result, 0, 0.0, 0)
+    tiers.check_invariants()
+
+
+@pytest.mark.parametrize("windows", [None, ()])
+def test_a_block_that_is_read_while_all_is_forgotten(windows: tuple[int, ...] | None) -> None:
+    """Its request was aborted. Another one wants the block before it has come: that is not taken for the other's."""
+    tiers = KVTiers(BlockPool(4, states=StatePool(0)), range(1, 5), 16, StepCosts({}, 0.0), ())
+    first, second = _Request(), _Request()
+    assert tiers.find(first, [DIGEST]) is None  # type: ignore[arg-type]
+    assert len(sent(tiers).reads) == 1
+    ended(tiers, FileResult())
+    tiers.forget(first)  # type: ignore[arg-type]
+    tiers.forget_host()
+    assert tiers.find(second, [DIGEST]) == []  # type: ignore[arg-type]
+    assert not sent(tiers).reads
+    ended(tiers, FileResult(read=((DIGEST, windows, 0.1),)))
+    assert tiers.num_used == 0
+    assert tiers.find(second, [DIGEST]) is None  # type: ignore[arg-type]
+    assert len(sent(tiers).reads) == 1
+
+
+def test_a_block_that_is_written_while_all_is_forgotten() -> None:
+    pool = BlockPool(4, states=StatePool(0))
+    tiers = KVTiers(pool, range(1, 5), 16, StepCosts({}, 0.0), ())
+
+    def stored() -> FileOutput:
+        tiers._store(1, DIGEST, makes_room=True)
+        sent(tiers)
+        ended(tiers, FileResult())
+        return sent(tiers)
+
+    is_written = FileResult(written=((DIGEST, True),))
+    assert len(stored().writes) == 1
+    ended(tiers, FileResult())
+    tiers.forget_host()
+    assert not stored().writes, "it is computed again, while the first is still written"
+    ended(tiers, is_written)
+    assert len(sent(tiers).writes) == 1
+    ended(tiers, is_written)
+    assert DIGEST in tiers.on_disk
