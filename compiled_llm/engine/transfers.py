@@ -134,15 +134,15 @@ class Transfers:
     def may_end(self, entry: UserRequest, scheduler: Scheduler, move_blocks: Callable[[], object]) -> bool:
         """Whether nothing is left to do for a request, which may have ended: its blocks may be on their way to others.
 
-        Where no step is under way or to come, they are moved here.
+        Where no step is under way or to come, some are moved here: what is to be done meanwhile does not wait for all.
         """
         if not entry.is_finished or scheduler.tiers is None:
             return True
-        while not self.has_given(entry.request_id, scheduler.tiers):
-            if scheduler.in_flight or scheduler.has_unfinished_requests():
-                return False  # the steps of others move them
+        if self.has_given(entry.request_id, scheduler.tiers):
+            return True
+        if not (scheduler.in_flight or scheduler.has_unfinished_requests()):  # else the steps of others move them
             move_blocks()
-        return True
+        return self.has_given(entry.request_id, scheduler.tiers)
 
     def has_given(self, request_id: str, tiers: KVTiers) -> bool:
         """Whether all blocks of a request are given, or come no more."""

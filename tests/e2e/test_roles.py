@@ -243,7 +243,7 @@ def test_a_full_giver_holds_nobody_up(
         for output in prefill.step():
             if output.finished:
                 ended[output.request_id] = time.monotonic()
-    assert ended["other"] < ended["gives"]
+    assert ended["other"] + 0.2 < ended["gives"]
 
 
 # -- Planted bugs: what the tests above would see
