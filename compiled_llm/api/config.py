@@ -453,8 +453,8 @@ class EngineLimits:
     @property
     def most_decode_tokens(self) -> int:
         """Most tokens of a step of a decode bucket: all drafts of one request, or 15 of each of the most."""
-        lens = self.draft_lens[-1]
-        return max(lens, min(lens, 16) * self.decode_bucket_sizes[-1])
+        lens, most_requests = self.draft_lens[-1], self.decode_bucket_sizes[-1]
+        return max(-(-lens // most_requests), min(lens, 16)) * most_requests  # which the largest bucket holds in full
 
     def decode_tokens(self, num_requests: int) -> tuple[int, ...]:
         """Tokens of the decode buckets of so many requests, rising."""

@@ -39,7 +39,7 @@ def layer_costs(
         config: the engine's; ``model_config``: of the whole model, in ``directory``.
     """
     path = _path(config, model_config, num_threads)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):  # what is no list of numbers is measured again
         costs = json.loads(path.read_bytes())
         if len(costs) == len(layers_of(model_config)):
             return [float(cost) for cost in costs]
@@ -51,12 +51,11 @@ def layer_costs(
     last = len(weights.layers) - 1
     of_each = {numbers[len(numbers) // 2]: numbers for numbers in alike.values()}
     measured = sorted({0, last, *of_each})
-    found, threads = dict[int, float](), torch.get_num_threads()
+    found = dict[int, float]()
     with progress.stage("measuring layers", {str(number): 1.0 for number in measured}, is_long=False) as stage:
         for number in measured:
             stage.next(str(number))
             found[number] = _seconds(_alone(config, num_threads), model_config, directory, number)
-    torch.set_num_threads(threads)
     costs = [0.0] * (last + 1)
     for number, numbers in of_each.items():
         for one in numbers:

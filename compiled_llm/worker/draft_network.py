@@ -32,6 +32,7 @@ from compiled_llm.step.kv_cache import (
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.cpu_kernels import ops_of
 from compiled_llm.worker.device import use_device
+from compiled_llm.worker.draft_trees import check_trees
 from compiled_llm.worker.memory import check_room_for_weights, estimated_activations, num_bytes
 
 
@@ -54,11 +55,13 @@ class DraftPlan(NamedTuple):
     def of(
         cls, checkpoint: DraftCheckpoint, max_model_len: int, device: torch.device, dtype: torch.dtype
     ) -> "DraftPlan":
-        """``ValueError`` for a cache or a quantisation that the network cannot have."""
+        """``ValueError`` for a cache, a quantisation or trees that the network cannot have."""
         config = checkpoint.config
         model_config = dataclasses.replace(checkpoint.model_config, max_position_embeddings=max_model_len)
         cache_dtypes = layer_dtypes(config, dtype, model_config)
         use_device(device, cache_dtypes, model_config)
+        if checkpoint.tree is not None:
+            check_trees(model_config, device, checkpoint.num_tokens, exact=config.exact)
         linears = linears_of(config, model_config, device, dtype)
         if prefix_of(model_config):
             linears = as_stored(linears, checkpoint.directory)

@@ -94,6 +94,8 @@ class PoolSizes:
 
     def swapped_within(self, size: int, blocks_per_request: int) -> tuple[int, int]:
         """Blocks and slots of swap space of ``size`` bytes: a slot for each half of the longest request."""
+        if not size:
+            return 0, 0
         per_request = self.slot_bytes + self.block_bytes * -(-blocks_per_request // 2)
         slots = min(self.num_slots, size // per_request)
         return (size - slots * self.slot_bytes) // self.block_bytes, slots

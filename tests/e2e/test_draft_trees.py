@@ -64,6 +64,22 @@ def test_keys_are_those_of_a_run_without_trees(options: dict[str, Any]) -> None:
         assert torch.equal(one[:count].view(torch.uint8), other[:count].view(torch.uint8))
 
 
+@pytest.mark.parametrize(("sizes", "count", "num_requests"), [((2,), 40, 1), ((1, 2), 40, 2), ((1, 3), 63, 3)])
+def test_drafts_that_no_number_of_requests_divides(sizes: tuple[int, ...], count: int, num_requests: int) -> None:
+    """A step of as many drafts as there is room for has a bucket."""
+    prompts, params = ["a = 1\n" * 6] * num_requests, SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    config = {"method": "ngram", "num_speculative_tokens": count, "adaptive": False}
+    found = []
+    for drafting in (None, config):
+        arguments = ARGUMENTS | {"bucket_sizes": sizes, "max_model_len": 160}
+        with CompiledEngine(**arguments, speculative_config=drafting) as engine:
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            stats = engine.stats()
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+    assert stats.num_accepted_draft_tokens > 40 * num_requests
+
+
 def test_who_refuses_trees() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     llama = read_config(checkpoint("llama"))
@@ -75,3 +91,7 @@ def test_who_refuses_trees() -> None:
         check_trees(llama, gpu, 63, exact=True)
     with pytest.raises(ValueError, match="layers with a state"):
         CompiledEngine(str(checkpoint("lfm2")), **ARGUMENTS, speculative_config=TREE)
+    drafting = {"method": "draft_model", "model": str(checkpoint("deepseek-v2")), "speculative_token_tree": "auto"}
+    for name, config in (("deepseek-v2", TREE), ("llama", drafting)):  # the model itself, and what drafts for it
+        with pytest.raises(ValueError, match=r"left out for DeepseekV2ForCausalLM on 'cpu' \(latent attention"):
+            CompiledEngine(str(checkpoint(name)), **ARGUMENTS, speculative_config=config)

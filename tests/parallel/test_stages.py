@@ -183,9 +183,9 @@ def test_each_stage_runs_one_graph(dtype: str) -> None:
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "glm4-moe", "gemma2", "mistral", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "glm4-moe", "gemma2", "mistral", "olmo3", "qwen3.5"])
 def test_families_have_the_same_bits(name: str) -> None:
-    """Among them windows that one stage has and the other has not."""
+    """Among them windows that one stage has and the other has not, and layers with a state."""
     sizes = {**SIZES, "model": str(checkpoint(name)), "load_format": "dummy"}
     prompts = [{"prompt_token_ids": [*range(5, 5 + count)]} for count in (3, 40, 21, 7)]
     params = [SamplingParams(temperature=1.0, seed=number, max_tokens=20, logprobs=2) for number in range(4)]

@@ -1,5 +1,7 @@
 """Buckets: which ones an engine has, and which one a step runs in."""
 
+import dataclasses
+
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -64,6 +66,18 @@ def test_trees_of_many_nodes_do_not_make_every_bucket_so_large() -> None:
         assert limits.decode_tokens(1)[-1] == limits.most_decode_tokens == 64
         assert limits.decode_tokens(4) == of_four
         assert {bucket.max_query_len for bucket in buckets_of(limits) if bucket.num_tokens == 64} == {64}
+
+
+def test_the_largest_bucket_holds_the_most_tokens_of_a_step() -> None:
+    """Whatever ``DraftPlanner.room`` lets a step have, though no number of requests divides the drafts."""
+    for sizes in ((1,), (1, 2), (2,), (1, 3), (3, 5), (4,)):
+        sized = dataclasses.replace(LIMITS, decode_bucket_sizes=sizes)
+        for count in range(64):
+            for one_graph in (True, False):
+                limits = sized.with_drafts(count, one_graph=one_graph)
+                most = limits.most_decode_tokens
+                assert limits.decode_tokens(sizes[-1])[-1] == most >= 1 + count, (sizes, count)
+                assert most == (1 + count) * sizes[-1] or count > 15
 
 
 def test_on_a_gpu_there_is_one_bucket_without_drafts_and_one_with_all() -> None:
