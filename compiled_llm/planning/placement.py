@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ _LEAST_TOKENS = 4096  # of a replica's KV pool
 _LEAST_GAIN = 0.001  # of attainment, that another replica has to bring
 _WIDTH = 2  # models, and contents of groups, that are tried for the next replica
 _ENOUGH_REQUESTS = 3000  # that a search simulates at a time
-_MOST_MOVES = 4  # of devices between buckets
+_MOST_MOVES = 32  # of devices between buckets
 _MOST_SHAPES = 3  # of a bucket, the best, that more replicas are tried for
 
 
@@ -229,33 +229,39 @@ class Planner:
         devices = self._shares_of(buckets, trace)
         if devices is None:
             return None
-        found = [self._bucket(bucket, count, trace) for bucket, count in zip(buckets, devices, strict=True)]
+
+        @functools.cache
+        def best_of(number: int, devices: int) -> Rated | None:
+            return self._bucket(buckets[number], devices, trace) if devices else None
+
+        found = [best_of(number, count) for number, count in enumerate(devices)]
         rated = [one for one in found if one is not None]
         if len(rated) < len(found):
             return None
         for _ in range(_MOST_MOVES):
-            moved = self._moved(buckets, rated, trace) if len(buckets) > 1 else None
+            moved = self._moved(rated, best_of) if len(buckets) > 1 else None
             if moved is None:
                 break
             rated = moved
         return self.rate([group for one in rated for group in one.groups], trace)
 
-    def _moved(
-        self, buckets: Sequence[Sequence[str]], rated: Sequence[Rated], trace: Sequence[TraceRequest]
-    ) -> list[Rated] | None:
-        """With some devices of the bucket with least to do in that which misses most. None: that does not help."""
+    def _moved(self, rated: Sequence[Rated], best_of: Callable[[int, int], Rated | None]) -> list[Rated] | None:
+        """With devices that no bucket uses, or of one with less to do, where most is missed. None: nothing helps."""
         missed = [int((~one.kept).sum()) for one in rated]
-        to = int(np.argmax(missed))
-        giver = min((n for n in range(len(rated)) if n != to), key=lambda n: float(rated[n].outcome.busy.mean()))
         counts = [sum(group.devices for group in one.groups) for one in rated]
-        count = min(max(group.devices for group in rated[to].groups), counts[giver] // 2)
-        if not missed[to] or not count:
-            return None
-        again = {n: self._bucket(buckets[n], counts[n] + change, trace) for n, change in ((to, count), (giver, -count))}
-        known = {n: one for n, one in again.items() if one is not None}
-        if len(known) < 2 or sum(int((~one.kept).sum()) for one in known.values()) >= missed[to] + missed[giver]:
-            return None
-        return [known.get(n, one) for n, one in enumerate(rated)]
+        free = self.cluster.devices - sum(counts)
+        by_load = sorted(range(len(rated)), key=lambda n: float(rated[n].outcome.busy.mean()))
+        for to in sorted(range(len(rated)), key=lambda n: -missed[n])[:_WIDTH]:
+            size = rated[to].groups[0].devices
+            changes = [{to: free}] if free else []
+            changes += [{to: free + size, giver: -size} for giver in by_load if giver != to and counts[giver] > size]
+            for change in changes if missed[to] else ():
+                again = {n: best_of(n, counts[n] + more) for n, more in change.items()}
+                known = {n: one for n, one in again.items() if one is not None}
+                misses = sum(int((~one.kept).sum()) for one in known.values())
+                if len(known) == len(change) and misses < sum(missed[n] for n in change):
+                    return [known.get(n, one) for n, one in enumerate(rated)]
+        return None
 
     def _bucket(self, models: Sequence[str], devices: int, trace: Sequence[TraceRequest]) -> Rated | None:
         """The best groups of one shape for these models. None: they have no room."""

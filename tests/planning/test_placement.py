@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from compiled_llm.planning.placement import Cluster, Group, Planner, Targets
+from compiled_llm.planning.placement import Cluster, Group, Planner, Rated, Targets
 from compiled_llm.planning.results import curves, group_rows, model_rows, text_of
+from compiled_llm.planning.simulator import Outcome
 from compiled_llm.planning.traces import Load, TraceRequest
 from tests.planning.made_up import ScaledCosts
 
@@ -109,3 +110,20 @@ def test_devices_move_to_the_models_that_miss_most() -> None:
     devices = [sum(group.devices for group in found.groups if model in group.models) for model in ("quick", "slow")]
     assert devices[1] > devices[0]
     assert sum(group.devices for group in found.groups) <= 8
+
+
+def test_what_no_model_uses_and_what_others_can_spare_moves() -> None:
+    """The one with least to do has nothing to give; the one after it gives as long as it keeps its own targets."""
+    needed = {0: 1, 1: 8, 2: 9}
+
+    def best_of(number: int, devices: int) -> Rated:
+        missed = max(0, needed[number] - devices)
+        outcome = Outcome(np.zeros(0), np.zeros(0), np.array([(0.1, 0.5, 0.9)[number]]), 0)
+        return Rated((Group(1, 1),) * devices, outcome, np.arange(20) >= missed, 1.0)
+
+    one, rated = planner({"a": 1.0}, 20), [best_of(0, 1), best_of(1, 16), best_of(2, 1)]
+    counts = []
+    while (moved := one._moved(rated, best_of)) is not None:
+        rated = moved
+        counts.append([len(each.groups) for each in rated])
+    assert counts == [[1, 16, 3], *([1, 16 - n, 3 + n] for n in range(1, 7))]
