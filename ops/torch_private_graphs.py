@@ -74,6 +74,13 @@ def size_text(size: Any) -> str:
     return PythonPrinter().doprint(size.node.expr)
 
 
+def as_named(size: Any) -> Any:
+    """A size that was found equal to another and is called as that one, so that Inductor makes its name from it."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return size.node.shape_env.create_symintnode(size.node.expr, hint=size.node.hint)
+
+
 def size_names(size: Any) -> set[str]:
     """The names in ``size_text``."""
     return {str(name) for name in size.node.expr.free_symbols} if isinstance(size, torch.SymInt) else set()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from compiled_llm.ops.torch_private_graphs import (
+    as_named,
     is_op,
     may_be_view,
     op_name,
@@ -88,6 +89,8 @@ class _Cutter:
 
     def _add_argument(self, node: fx.Node) -> None:
         """A tensor, or a size, which is called as in the texts of other sizes."""
+        if isinstance(_value(node), torch.SymInt):
+            node.meta["example_value"] = as_named(_value(node))
         name = size_text(_value(node)) if isinstance(_value(node), torch.SymInt) else ""
         if not name.isidentifier() or name in self._arguments:  # a size that another argument gives as well
             name = f"a{len(self._arguments)}"

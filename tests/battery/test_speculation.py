@@ -40,6 +40,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 12,
         "speculative_token_tree": "auto",
     },
+    "suffix, 63 drafts": {"method": "suffix", "suffix_decoding_min_token_prob": 0.0, "num_speculative_tokens": 63},
+    **{
+        f"{method} tree": {"method": method, "num_speculative_tokens": 12, "speculative_token_tree": "auto"}
+        for method in ("draft_model", "eagle3", "medusa")
+    },
 }
 SMALL_METHODS = ("ngram", "suffix", "draft_model")  # heads: tests/e2e/test_draft_heads.py
 HEADS = {"eagle3": write_eagle3, "medusa": write_medusa}  # of random weights
@@ -207,12 +212,11 @@ def test_the_same_as_without(
     work, plain = served_without(engine, count)
     for adaptive in (False, True) if count != _SMALL else (method == "suffix",):
         config = {**METHODS[method], "adaptive": adaptive}
-        if method == "draft_model":
+        if config["method"] == "draft_model":
             drafting = DRAFT_MODELS[model]
             config["model"] = drafting if model is None else str(checkpoint(drafting))
-        elif method in HEADS:
-            target = DEMO_MODEL if model is None else checkpoint(model)
-            config["model"] = HEADS[method](tmp_path / method, target)
+        elif write := HEADS.get(config["method"]):
+            config["model"] = write(tmp_path / method, DEMO_MODEL if model is None else checkpoint(model))
         with CompiledEngine(**arguments_of(engine), speculative_config=config) as drafting_engine:
             drafted_work = [(prompt, _with_drafts(asks, index)) for index, (prompt, asks) in enumerate(work)]
             drafted = serve(drafting_engine, drafted_work, random.Random(2))
@@ -225,7 +229,7 @@ def test_the_same_as_without(
         assert sum(stats.num_accepted_by_position) == stats.num_accepted_draft_tokens
     assert battery_counts["compared to the end"] > count / 2
     # Heads of random weights are hardly ever right.
-    assert battery_counts["accepted"] > 0 or method in HEADS
+    assert battery_counts["accepted"] > 0 or METHODS[method]["method"] in HEADS
 
 
 def _with_drafts(asks: SamplingParams, index: int) -> SamplingParams:

@@ -54,18 +54,26 @@ def only_ops(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
     return ops.rms_norm(ops.rms_norm(x, weights[0], 1e-6), weights[1], 1e-6)
 
 
+def equal_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
+    """A piece that sees nothing but a multiple of a size, which has two names: each is found equal to the other."""
+    both = torch.cat((weights[4] + x, x + weights[4]), 1).view(-1, 8)
+    return ops.rms_norm(ops.rms_norm(both, weights[0], 1e-6).abs() * 2, weights[1], 1e-6)
+
+
 def arguments(rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(rows)
     x, weights = torch.randn(rows, 8, generator=generator), torch.rand(4, 8, generator=generator)
-    mark_dynamic_size(x, 0, DynamicSize("rows", 3))
-    return x, tuple(weights.clone())
+    others = torch.randn(rows, 8, generator=generator)
+    for tensor in (x, others):
+        mark_dynamic_size(tensor, 0, DynamicSize("rows", 3))
+    return x, (*weights.clone(), others)
 
 
 @pytest.mark.parametrize(
     ("function", "num_pieces"),
     [
         *(pytest.param(*case, marks=pytest.mark.battery) for case in ((layers, 2), (views, 2))),
-        (writes, 4), (parts, 2), (only_ops, 0),
+        (writes, 4), (parts, 2), (only_ops, 0), (equal_sizes, 2),
     ],
 )  # fmt: skip
 def test_does_what_the_function_does(function: Callable[..., Any], num_pieces: int) -> None:
