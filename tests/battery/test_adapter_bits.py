@@ -117,7 +117,8 @@ def test_the_same_bits_as_alone(
         assert bits(served(engine, adapters)) == expected
         again = served(engine, adapters)
         assert bits(again) == expected
-        assert engine.stats().num_kv_blocks < 256 or all(output.num_cached_tokens >= 32 for output in again)
+        is_warm = any if name == "gpt-oss" else all  # the pool of its windows keeps the blocks of few prompts
+        assert engine.stats().num_kv_blocks < 256 or is_warm(output.num_cached_tokens >= 32 for output in again)
         seen = {
             "together": watched.most_together == COUNT,
             "loaded again": watched.num_loads > 2 * COUNT - 5,
