@@ -106,6 +106,7 @@ class StartedModel:
         ValueError: an argument, the checkpoint or the memory does not allow it; the message says what would.
     """
 
+    facts: WorkerFacts
     files: FileThread | None = None
     read_ahead: ReadAhead | None = None
 
