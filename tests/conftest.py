@@ -1,5 +1,6 @@
 """Fixtures and hooks shared by all tests."""
 
+import atexit
 import gc
 import os
 import signal
@@ -100,12 +101,9 @@ def pytest_collection_finish() -> None:
     And it looks less often at what tests make, which takes 8% of the time of those that serve.
     """
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain at the end of what is left of them
     gc.set_threshold(50_000)
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries complain at the end of what is left of them
 
 
 class _Summary:
