@@ -29,6 +29,10 @@ StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
 class ModelRunner(StartedModel, Worker):
     """The worker of this process: a ``StartedModel``, and how it runs steps.
 
+    With what its start has made: ``steps``, the compiled functions of all buckets with the weights, the KV cache and
+    the buffers that they read; ``rows``, what is known of the running requests; ``swap_space``, host memory for blocks,
+    and ``files`` of blocks; ``adapters``; and ``read_ahead``, where weights are mapped from a file.
+
     Attributes:
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
