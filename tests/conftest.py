@@ -68,7 +68,7 @@ def _in_turns(args: list[str]) -> list[str]:
     parts: list[str] = []
     for path in map(Path, args):
         below = sorted(path.iterdir()) if path.is_dir() else []
-        found = [one for one in below if one.name.startswith("test_") or (one / "__init__.py").exists()]
+        found = [one for one in below if one.name.startswith("test_") or (one.is_dir() and one.name[0] not in "._")]
         parts += map(str, found or [path])
     number, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     first = len(parts) * number // count
