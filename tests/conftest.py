@@ -1,5 +1,6 @@
 """Fixtures and hooks shared by all tests."""
 
+import atexit
 import gc
 import os
 import signal
@@ -26,6 +27,7 @@ from tests.scripted_server import Script, starting_scripts
 _FIRST = ("tests/docs/test_commands.py", "tests/compiling/test_function.py")
 _COUNTS = "battery counts"  # a user property of a report
 _MOST_FILES = 10
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,8 +37,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     The tests of a file run in one process and in their order, so that they share the file's fixtures.
     """
     option = config.option
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    if is_worker or not config.pluginmanager.hasplugin("xdist") or option.numprocesses is not None or option.tx:
+    if _IS_WORKER or not config.pluginmanager.hasplugin("xdist") or option.numprocesses is not None or option.tx:
         return
     paths = [Path(arg.split("::")[0]) for arg in config.args]
     is_one_file = len(paths) == 1 and paths[0].is_file()
@@ -53,7 +54,25 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported: nearly everything that a collection would look at stays
+    if _IS_WORKER and not any("::" in arg for arg in config.args):
+        config.args = _in_turns(config.args)
     config.pluginmanager.register(_Summary())
+
+
+def _in_turns(args: list[str]) -> list[str]:
+    """The files and folders in which a process looks for tests, from another one on in each process.
+
+    In a new checkout pytest rewrites the assertions of each file and keeps what it gets, which takes half a minute. So
+    each process rewrites its share, and finds that of the others.
+    """
+    parts: list[str] = []
+    for path in map(Path, args):
+        below = sorted(path.iterdir()) if path.is_dir() else []
+        found = [one for one in below if one.name.startswith("test_") or (one.is_dir() and one.name[0] not in "._")]
+        parts += map(str, found or [path])
+    number, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    first = len(parts) * number // count
+    return parts[first:] + parts[:first]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -67,7 +86,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full_size = [item for item in items if item.get_closest_marker("battery")]
         config.hook.pytest_deselected(items=full_size)
         items[:] = [item for item in items if not item.get_closest_marker("battery")]
-    items.sort(key=lambda item: [*_FIRST, item.nodeid.split("::")[0]].index(item.nodeid.split("::")[0]))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, str]:
+    """That of its file; in a process of several the same in each."""
+    path = item.nodeid.split("::")[0]
+    return [*_FIRST, path].index(path), path if _IS_WORKER else ""
 
 
 def pytest_collection_finish() -> None:
@@ -76,12 +101,9 @@ def pytest_collection_finish() -> None:
     And it looks less often at what tests make, which takes 8% of the time of those that serve.
     """
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries complain at the end of what is left of them
     gc.set_threshold(50_000)
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries complain at the end of what is left of them
 
 
 class _Summary:

@@ -45,7 +45,7 @@ from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.models.config_file import read_config
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.system import hardware
-from compiled_llm.worker import runner as runner_module
+from compiled_llm.worker import started_model
 from compiled_llm.worker.profiler import kernels_of, profiled_events
 
 PARTS = ("schedule", "prepare", "launch", "collect", "update", "outputs", "other")
@@ -113,7 +113,7 @@ def started(args: argparse.Namespace, num_requests: int, graphs: str = "manual")
             yield engine
         return
     if not args.compiled:
-        runner_module.graph_pool = lambda _, device, *others: graph_pool(graphs, device)
+        started_model.graph_pool = lambda _, device, *others: graph_pool(graphs, device)
     layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
     own: dict[str, Any] = {"cuda_graphs": graphs} if args.compiled else {}
     with config_directory(args.shape, **layers) as directory, CompiledEngine(directory, **own, **sizes) as engine:

@@ -16,10 +16,11 @@ from compiled_llm.scheduling.adapter_slots import AdapterSlots
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.forks import Forks
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.request_queue import RequestQueue
-from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder, StartedRequest
+from compiled_llm.scheduling.scheduler_output import StartedRequest
 from compiled_llm.scheduling.state_pool import StateSlots
 from compiled_llm.scheduling.tiers import HostBlock, KVTiers
 from compiled_llm.scheduling.window_places import WindowPlaces

@@ -17,10 +17,11 @@ from compiled_llm.scheduling.draft_lengths import DecodeCosts
 from compiled_llm.scheduling.draft_planner import DraftPlanner
 from compiled_llm.scheduling.drafter import DraftSource
 from compiled_llm.scheduling.forks import Forks
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.running_set import PreemptionMode, RunningSet, SchedulerCounts
-from compiled_llm.scheduling.scheduler_output import SchedulerOutput, SchedulerOutputBuilder
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.state_pool import StateSlots
 from compiled_llm.scheduling.step_planner import StepPlanner
 from compiled_llm.scheduling.suspects import Suspects

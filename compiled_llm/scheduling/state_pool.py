@@ -15,8 +15,8 @@ an end. A request keeps no more than one snapshot of its own output; those of pr
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import HeldState, Request, Status
-from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 
 MOST_SNAPSHOTS = 2  # states that a step writes for a request besides its own
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import Request
-from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 
 # Why a request ends whose mask has no token.
 _NO_TOKEN_ALLOWED = "bad_words and allowed_token_ids leave no token to go on with"

@@ -19,9 +19,9 @@ from typing import Literal
 from compiled_llm.api.config import EngineLimits
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.draft_planner import DraftPlanner
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.running_set import RunningSet
-from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 from compiled_llm.scheduling.step_masks import add_masks
 
 # Of a step with a target, whatever that is: with fewer, prompts would come in more slowly than answers end.

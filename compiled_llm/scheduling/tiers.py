@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts, moved
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import BlockSource, Request
-from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutputBuilder
+from compiled_llm.scheduling.scheduler_output import FileOutput
 from compiled_llm.scheduling.worker import FileResult
 
 _BYTES_A_SECOND = 200e6  # of reading files, until some were read: a slow disk's

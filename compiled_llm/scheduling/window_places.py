@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import Held, Request
-from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 from compiled_llm.scheduling.window_pool import WindowPool
 
 

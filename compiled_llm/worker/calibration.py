@@ -15,13 +15,9 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.ops.user_warnings import warn
 from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import RequestId
-from compiled_llm.scheduling.scheduler_output import (
-    SchedulerOutput,
-    SchedulerOutputBuilder,
-    StartedRequest,
-    WindowOutput,
-)
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest, WindowOutput
 from compiled_llm.scheduling.worker import WorkerFacts
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.block_copies import Caches, SwapSpace

@@ -129,19 +129,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "async_scheduling": True,
         },
     ),
-    "two-ranks-chunks-swap-async-priority": (
-        "demo",
-        {
-            "tensor_parallel_size": 2,
-            "bucket_sizes": (8,),
-            "max_num_batched_tokens": 16,
-            "num_kv_blocks": 13,
-            "preemption_mode": "swap",
-            "swap_space_bytes": 2**22,
-            "async_scheduling": True,
-            "scheduling_policy": "priority",
-        },
-    ),
     "two-ranks-recompute-exact": (
         "llama",
         {
@@ -152,18 +139,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_num_batched_tokens": 24,
             "num_kv_blocks": 56,
             "preemption_mode": "recompute",
-        },
-    ),
-    "two-ranks-compiled-swap-async": (
-        "demo",
-        {
-            "tensor_parallel_size": 2,
-            "enforce_eager": False,
-            **COMPILED_SIZES,
-            "num_kv_blocks": 14,
-            "preemption_mode": "swap",
-            "swap_space_bytes": 2**22,
-            "async_scheduling": True,
         },
     ),
     "compiled-no-chunks-priority": (
@@ -179,6 +154,9 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+for _name in ("chunks-swap-async-priority", "compiled-swap-async"):
+    _model, _arguments = ENGINES[_name]
+    ENGINES[f"two-ranks-{_name}"] = _model, {**_arguments, "tensor_parallel_size": 2}
 SMALL = ("chunks-swap-async-priority",)
 
 

@@ -27,7 +27,7 @@ from compiled_llm.ops import rms_norm
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode
 from compiled_llm.system.progress import StartProgress
-from compiled_llm.worker import compiled_steps, runner
+from compiled_llm.worker import compiled_steps, started_model
 from tests.pretend_gpu import pretended_gpu
 
 CPU = torch.device("cpu")
@@ -231,10 +231,10 @@ def test_a_start_finds_the_code_of_every_job_and_compiles_nothing_itself(
     monkeypatch.setattr(compiled_steps, "engine_cache", lambda target: CompileCache(tmp_path, gpu_fields(H200)))
     monkeypatch.setattr(compiled_steps, "build_missing", build_all)
     monkeypatch.setattr(function_module, "load_ready", lambda payload, known: recipes[payload.decode()]())
-    for module in (compiled_steps, runner):
+    for module in (compiled_steps, started_model):
         monkeypatch.setattr(module, "gpu_target", lambda pool: None if pool is None else H200)
-    monkeypatch.setattr(runner, "start_builds", lambda *args: None)
-    monkeypatch.setattr(runner, "graph_pool", lambda *args: Pool())
+    monkeypatch.setattr(started_model, "start_builds", lambda *args: None)
+    monkeypatch.setattr(started_model, "graph_pool", lambda *args: Pool())
     with CompiledEngine(device="cpu", dtype="float32", enforce_eager=True, **sizes) as engine:
         expected = [out.outputs[0].token_ids for out in engine.generate(prompts, params, use_tqdm=False)]
     with pretended_gpu(monkeypatch), CompiledEngine(device="cuda", dtype="float32", **sizes) as engine:

@@ -16,7 +16,7 @@ from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begi
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import EngineConfig
 from compiled_llm.ops.programmatic_launch import launch_options
-from compiled_llm.worker import build_ahead, compiled_steps, runner, sampling_stage
+from compiled_llm.worker import build_ahead, compiled_steps, sampling_stage, started_model
 from tests.drafted_runs import RecordedDrafter, check_equal, serve, work_of
 
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ def test_manual_graphs_are_compiled_without_the_compilers_own(monkeypatch: pytes
 def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines record graphs of functions that are not compiled, here or in other processes."""
     monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
-    monkeypatch.setattr(runner, "graph_pool", lambda _, device, __: GraphPool(device))
+    monkeypatch.setattr(started_model, "graph_pool", lambda _, device, __: GraphPool(device))
     for module in (compiled_steps, build_ahead):
         monkeypatch.setattr(module, "keeps_compiled_code", lambda: False)
 

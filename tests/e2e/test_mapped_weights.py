@@ -11,7 +11,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.engine.preflight import look_at
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.worker import runner
+from compiled_llm.worker import started_model
 from compiled_llm.worker.mapped_weights import keeping
 from compiled_llm.worker.memory import StartMemory
 from compiled_llm.worker.read_ahead import ReadAhead
@@ -40,7 +40,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for a third of the weights, and blocks so small that those of small models pass."""
     share = StartMemory.share_with_mapped
     monkeypatch.setattr(StartMemory, "share_with_mapped", lambda self, size: share(self, size) // 3)
-    monkeypatch.setattr(runner, "ReadAhead", functools.partial(ReadAhead, block=8192))
+    monkeypatch.setattr(started_model, "ReadAhead", functools.partial(ReadAhead, block=8192))
 
 
 def checked(tmp_path: Path, **arguments: Any) -> CompiledEngine:

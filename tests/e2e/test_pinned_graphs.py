@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling import function as function_module
-from compiled_llm.worker import build_ahead, compiled_steps, field_buffers, runner, step_buffers
+from compiled_llm.worker import build_ahead, compiled_steps, field_buffers, started_model, step_buffers
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.field_buffers import FieldBuffers
 from compiled_llm.worker.launched_step import HostSlot
@@ -132,7 +132,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(Graphs, "device", device, raising=False)
     monkeypatch.setattr(function_module, "CapturedFunction", Graphs)
     monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
-    monkeypatch.setattr(runner, "graph_pool", lambda *_: device.pool)
+    monkeypatch.setattr(started_model, "graph_pool", lambda *_: device.pool)
     for module in (compiled_steps, build_ahead):
         monkeypatch.setattr(module, "keeps_compiled_code", lambda: False)
     monkeypatch.setattr(step_buffers, "FieldBuffers", functools.partial(FieldBuffers, is_apart=True))
@@ -162,7 +162,7 @@ def test_tokens_are_the_same_however_late_the_device_runs(device: Device, overla
         return [out.outputs[0].token_ids for out in engine.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(runner, "graph_pool", lambda *_: None)
+        plain.setattr(started_model, "graph_pool", lambda *_: None)
         plain.setattr(HostSlot, "in_turns", lambda *_: deque())
         plain.setattr(compiled_steps, "StepBuffers", StepBuffers)
         plain.setattr(step_buffers, "FieldBuffers", FieldBuffers)

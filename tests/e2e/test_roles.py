@@ -11,11 +11,11 @@ import pytest
 
 from compiled_llm import CompiledEngine, LoRARequest, RequestOutput, SamplingParams
 from compiled_llm.api.config import EngineConfig
-from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.tiers.giver import BlockGiver
 from tests.adapters.made import linear_modules, write_adapter
 from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, serve
+from tests.e2e.test_tiers import wrong_adapter
 from tests.families import checkpoint, transformers_model
 
 KEY = "a key that all of them share"
@@ -260,20 +260,6 @@ def _stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockGiver, "write", write)
 
 
-def _wrong_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that decodes takes blocks of no adapter for those of one."""
-    own = PrefixCache._digests
-
-    def digests(self: PrefixCache, request: Any, count: int) -> list[bytes]:
-        adapter, request.adapter = request.adapter, ""
-        try:
-            return own(self, request, count)
-        finally:
-            request.adapter = adapter
-
-    monkeypatch.setattr(PrefixCache, "_digests", digests)
-
-
 def _half_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a block's bytes are given, before the checksum is made."""
     own = BlockGiver.write
@@ -297,7 +283,7 @@ def _reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVTiers, "send", send)
 
 
-@pytest.mark.parametrize("plant", [_stale, _wrong_adapter, _half_a_layer, _reordered])
+@pytest.mark.parametrize("plant", [_stale, wrong_adapter, _half_a_layer, _reordered])
 def test_planted_bugs_are_caught(
     plant: Callable[[pytest.MonkeyPatch], None],
     pair: tuple[CompiledEngine, CompiledEngine],
@@ -309,7 +295,7 @@ def test_planted_bugs_are_caught(
 
     def results() -> list[Any]:
         found = [apart(pair, prompts, one) for one in (None, adapter)]
-        if plant is _wrong_adapter:  # what the first of two has computed is in the cache
+        if plant is wrong_adapter:  # what the first of two has computed is in the cache
             forget_all(pair)
             params = computed(pair[0], "x", prompts[0])
             pair[1].add_request("x", prompts[0], GREEDY, kv_transfer_params=params, lora_request=adapter)

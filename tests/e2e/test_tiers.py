@@ -214,7 +214,7 @@ def _store_nothing(self: KVTiers, block: int, digest: bytes, *, makes_room: bool
     return True
 
 
-def _wrong_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+def wrong_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests do not tell adapters apart."""
     own = PrefixCache._digests
 
@@ -253,7 +253,7 @@ def _reordered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize("plant", [_stale, _wrong_adapter, _half_a_layer, _reordered])
+@pytest.mark.parametrize("plant", [_stale, wrong_adapter, _half_a_layer, _reordered])
 def test_planted_bugs_are_caught(
     plant: Callable[[pytest.MonkeyPatch], None],
     tiny: dict[str, Any],

@@ -47,26 +47,24 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.battery
-@pytest.mark.parametrize("seed", range(6))
-def test_a_rank_is_killed_at_a_random_moment(seed: int) -> None:
-    """At its start, while it loads, between steps, in one."""
-    moment, rank = random.Random(seed).uniform(0, 20), seed % 2
-    ends = threading.Event()
+def kill_at_a_random_moment(seed: int, of_what: str, **arguments: Any) -> None:
+    """One of two processes of an engine is killed: at its start, while it loads, between steps, in one."""
+    moment, place = random.Random(seed).uniform(0, 20), seed % 2
+    ends, before = threading.Event(), shared_files()
 
     def kill() -> None:
         ends.wait(moment)
         while not ends.is_set() and len(found := ranks_here()) < 2:
             time.sleep(0.05)
         if not ends.is_set():
-            found[rank].send_signal(signal.SIGKILL)
+            found[place].send_signal(signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
-    before = shared_files()
     killer.start()
     try:
-        with pytest.raises(WorkerFailedError, match=f"the process of rank {rank} ended with exit code -9"):  # noqa: PT012
-            engine = CompiledEngine(tensor_parallel_size=2, **SMALL)
+        message = f"the process of {of_what} {place} ended with exit code -9"
+        with pytest.raises(WorkerFailedError, match=message):  # noqa: PT012
+            engine = CompiledEngine(**arguments, **SMALL)
             while True:
                 engine.generate(["def", "import os"], LONG, use_tqdm=False)
     finally:
@@ -74,6 +72,12 @@ def test_a_rank_is_killed_at_a_random_moment(seed: int) -> None:
         killer.join()
     assert not ranks_here()
     assert shared_files() <= before
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_is_killed_at_a_random_moment(seed: int) -> None:
+    kill_at_a_random_moment(seed, "rank", tensor_parallel_size=2)
 
 
 @pytest.mark.battery

@@ -16,29 +16,11 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import WorkerFailedError
 from compiled_llm.worker.rank_start import Alike
 from compiled_llm.worker.worker_process import Failure
+from tests.worker import test_worker_process
 
-ARGUMENTS = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "check_invariants": True,
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (16,),
-    "max_model_len": 96,
-    "block_size": 4,
-    "num_kv_blocks": 24,
-    "swap_space_bytes": 2**20,
-    "preemption_mode": "swap",
-    "async_scheduling": True,
-}
-LONG = {"max_tokens": 24, "ignore_eos": True}
-PARAMS = [
-    SamplingParams(temperature=0, logprobs=3, **LONG),
-    SamplingParams(temperature=1.0, seed=3, logprobs=2, **LONG),
-    SamplingParams(temperature=0.8, top_k=20, seed=4, presence_penalty=1.0, prompt_logprobs=1, **LONG),
-    SamplingParams(temperature=1.0, seed=5, max_tokens=24, structured_outputs={"regex": "[a-c]{12}"}),
-    SamplingParams(temperature=1.0, top_p=0.9, n=2, seed=6, **LONG),
-]
-PROMPTS = ["The ship", "A long list of words " * 4, "She said that " * 6, "abc", "Once upon a time"]
+ARGUMENTS = {**test_worker_process.ARGUMENTS, "dtype": "float32"}
+LONG, PROMPTS = test_worker_process.LONG, test_worker_process.PROMPTS
+PARAMS = [SamplingParams(temperature=0, logprobs=3, **LONG), *test_worker_process.PARAMS[1:]]
 SMALL = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 32, "num_kv_blocks": 4, "progress": "off"}
 
 

@@ -2,10 +2,7 @@
 
 import itertools
 import os
-import random
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +14,8 @@ from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.stages import StageProcesses
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.worker import WorkerFailedError
 from tests.families import checkpoint
-from tests.parallel.test_ends_of_processes import ranks_here, shared_files
+from tests.parallel.test_ends_of_processes import kill_at_a_random_moment
 from tests.parallel.test_rank_processes import ARGUMENTS, PARAMS, PROMPTS, SMALL, brief, outcomes
 
 SIZES: dict[str, Any] = {**ARGUMENTS, "async_scheduling": None, "progress": "off"}
@@ -132,29 +128,7 @@ def test_a_stage_that_hangs_is_named(stage: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.battery
 @pytest.mark.parametrize("seed", range(6))
 def test_a_stage_is_killed_at_a_random_moment(seed: int) -> None:
-    """At its start, while it loads, between steps, in one."""
-    moment, stage = random.Random(seed).uniform(0, 20), seed % 2
-    ends, before = threading.Event(), shared_files()
-
-    def kill() -> None:
-        ends.wait(moment)
-        while not ends.is_set() and len(found := ranks_here()) < 2:
-            time.sleep(0.05)
-        if not ends.is_set():
-            found[stage].send_signal(signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        with pytest.raises(WorkerFailedError, match=f"the process of stage {stage} ended with exit code -9"):  # noqa: PT012
-            engine = CompiledEngine(pipeline_parallel_size=2, **SMALL)
-            while True:
-                engine.generate(["def", "import os"], LONG, use_tqdm=False)
-    finally:
-        ends.set()
-        killer.join()
-    assert not ranks_here()
-    assert shared_files() <= before
+    kill_at_a_random_moment(seed, "stage", pipeline_parallel_size=2)
 
 
 @pytest.mark.battery

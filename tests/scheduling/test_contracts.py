@@ -13,8 +13,9 @@ import pytest
 
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import Request
-from compiled_llm.scheduling.scheduler_output import SchedulerOutput, SchedulerOutputBuilder, StartedRequest
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedRequest
 from compiled_llm.scheduling.worker import LogprobColumns, StepResult
 
 METHODS = {"end", "add_drafts", "cancel_drafts"}  # of a request, that change it

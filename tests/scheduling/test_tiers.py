@@ -4,8 +4,9 @@ import pytest
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import BlockSource
-from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutputBuilder
+from compiled_llm.scheduling.scheduler_output import FileOutput
 from compiled_llm.scheduling.state_pool import StatePool
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.scheduling.worker import FileResult

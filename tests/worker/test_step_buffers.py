@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from compiled_llm.api.config import EngineLimits
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.models.weights import tensors
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
@@ -15,16 +14,8 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StartedReq
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
+from tests.scheduling.test_bucket import LIMITS
 
-LIMITS = EngineLimits(
-    max_model_len=32,
-    max_num_seqs=3,
-    max_num_batched_tokens=16,
-    block_size=4,
-    decode_bucket_sizes=(1, 4),
-    token_bucket_sizes=(8, 16),
-    chunked_prefill=True,
-)
 CPU = torch.device("cpu")
 
 
