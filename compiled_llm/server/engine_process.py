@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, redirect_stderr
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 
-from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.config import KV_KEY_VARIABLE, EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
@@ -58,6 +59,7 @@ from compiled_llm.system.child_process import Channel, own_channel
 from compiled_llm.system.process import UnwaitingStream
 from compiled_llm.system.resources import granted_cores
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, ScoredPrompt
+from compiled_llm.worker.tier_files import folder_key
 
 _PREPARING_THREADS = 8
 _HEARTBEAT_SECONDS = 1.0
@@ -322,7 +324,14 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_loras=limits.max_loras,
         device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
+        token_key=_token_key(engine, config, directory),
     )
+
+
+def _token_key(engine: CompiledEngine, config: EngineConfig, directory: Path) -> str:
+    if not os.environ.get(KV_KEY_VARIABLE):
+        return ""
+    return folder_key(config, [engine.model_config], [directory], engine.runner.device, []).hex()
 
 
 def _lora_request(adapter: AdapterRef) -> LoRARequest:

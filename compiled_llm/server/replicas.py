@@ -29,6 +29,7 @@ from compiled_llm.routing.router import RoutedPrompt, Router
 from compiled_llm.server.engine_client import EngineClient, Place
 from compiled_llm.server.messages import AdapterRef, Generate, Output, Piece, Started, encode
 from compiled_llm.server.settings import ServerSettings
+from compiled_llm.server.take_over import OtherServer, OtherServerError
 from compiled_llm.server.unread import EngineEndedError, RequestAbortedError, Unread
 from compiled_llm.system.child_process import framed
 from compiled_llm.system.resources import core_parts, granted_cores, threads_of
@@ -67,6 +68,7 @@ class _Request:
         known_ids: these, or more of them, which an engine that goes on begins with.
         had: by continuation.
         late: while an engine of the role "prefill" has it: when that has taken too long.
+        elsewhere: while another server has it: what brings its outputs from there.
         is_second: the engine that had it before has died.
     """
 
@@ -80,6 +82,7 @@ class _Request:
     known_ids: list[int] = dataclasses.field(default_factory=list)
     had: dict[int, _Had] = dataclasses.field(default_factory=dict)
     late: asyncio.TimerHandle | None = None
+    elsewhere: "asyncio.Task[None] | None" = None
     has_prompt_logprobs: bool = False
     is_begun: bool = False
     is_second: bool = False
@@ -89,18 +92,19 @@ class _Request:
         """Whether its output is one continuation, which another engine can go on with."""
         return self.asked.scored_from is None and self.asked.sampling.get("n", 1) == 1
 
-    def frame(self, params: dict[str, Any] | None) -> bytes:
-        """As a message, which goes on after the tokens that are known. ``params``: where its blocks are."""
+    def message(self, params: dict[str, Any] | None) -> Generate:
+        """Itself, from where its tokens are known. ``params``: where its blocks are."""
         if not self.known_ids and params is None:
-            return framed(encode(self.asked))
-        more = {"output_token_ids": self.known_ids, "kv_transfer_params": params or self.asked.kv_transfer_params}
-        return framed(encode(msgspec.structs.replace(self.asked, **more)))
+            return self.asked
+        more = {"output_token_ids": self.known_ids or self.asked.output_token_ids}
+        params = params or self.asked.kv_transfer_params
+        return msgspec.structs.replace(self.asked, **more, kv_transfer_params=params)
 
-    def prompt_frame(self) -> bytes:
+    def prompt_message(self) -> Generate:
         """Its known tokens as a prompt, whose blocks another engine is to take."""
-        tokens = [*self.asked.prompt_token_ids, *self.known_ids]
+        tokens = [*self.asked.prompt_token_ids, *(self.known_ids or self.asked.output_token_ids)]
         more = {"prompt_token_ids": tokens, "sampling": _PROMPT_ONLY, "kv_transfer_params": {"do_remote_decode": True}}
-        return framed(encode(msgspec.structs.replace(self.asked, **more)))
+        return msgspec.structs.replace(self.asked, **more, output_token_ids=[])
 
     def begin_again(self, token_ids: Sequence[int] = ()) -> None:
         """Another engine has it from now on, which gives all of its output once more.
@@ -175,7 +179,8 @@ def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[Engin
     clients = []
     moves, secret, directory = settings.prefill_replicas > 0 or settings.allow_drain, {}, ""
     if moves:
-        secret, directory = {KV_KEY_VARIABLE: secrets.token_hex(32)}, tempfile.mkdtemp(prefix="compiled-llm-")
+        secret = {KV_KEY_VARIABLE: os.environ.get(KV_KEY_VARIABLE) or secrets.token_hex(32)}
+        directory = tempfile.mkdtemp(prefix="compiled-llm-")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for number, cores in enumerate(core_parts(count)):
         own = config if number == 0 else dataclasses.replace(config, progress="off")
@@ -201,7 +206,8 @@ class Replicas:
         num_served_again: requests, after their engine had died.
         num_prompts_apart: prompts that an engine of the role "prefill" computed; num_prompts_back: those that none did
             in time.
-        num_handed_over: requests that went from one engine to another while they ran.
+        num_handed_over: requests that went from one engine to another while they ran; num_handed_back: those that
+            another server was to serve, and did not to the end.
     """
 
     def __init__(self, clients: Sequence[EngineClient], settings: ServerSettings) -> None:
@@ -216,6 +222,7 @@ class Replicas:
         self._numbers = itertools.count()
         self._serves_again = len(self.clients) > 1  # a request whose engine died, by another one
         self.num_served_again = self.num_prompts_apart = self.num_prompts_back = self.num_handed_over = 0
+        self.num_handed_back = 0
         for client in self.clients:
             client.on_output, client.on_end = self._take, self._lose
 
@@ -321,6 +328,7 @@ class Replicas:
         return {
             "requests_served_again": self.num_served_again,
             "requests_handed_over": self.num_handed_over,
+            "requests_handed_back": self.num_handed_back,
             "prompts_apart": self.num_prompts_apart,
             "prompts_back": self.num_prompts_back,
         }
@@ -380,7 +388,7 @@ class Replicas:
 
     def _made(self, request: Generate, unread: Unread) -> _Request:
         expected = num_expected_tokens(request)
-        if not self._serves_again:
+        if not (self._serves_again or self._settings.allow_drain):
             return _Request(request, None, unread, expected)
         number = next(self._numbers)
         if request.sampling.get("seed") is None:  # as an engine alone has it
@@ -409,8 +417,9 @@ class Replicas:
                 self._set_left(request, num_new)
                 seconds = self._settings.max_prefill_seconds
                 loop = asyncio.get_running_loop()
+                encode(request.asked)  # what cannot be sent is refused now: later nobody waits who could be told
                 request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None)
-                self.clients[request.engine].send(request_id, request.prompt_frame())
+                self.clients[request.engine].send(request_id, framed(encode(request.prompt_message())))
                 return
         self._send_to(engine, request_id, request, None)
 
@@ -432,7 +441,7 @@ class Replicas:
             assert request.prompt is not None
             num_tokens = self._router.send(engine, request.prompt)
         self._set_left(request, (0 if params else num_tokens) + request.num_expected)
-        self.clients[engine].send(request_id, request.frame(params))
+        self.clients[engine].send(request_id, framed(encode(request.message(params))))
 
     def _end_prefill(self, request_id: str, request: _Request, params: dict[str, Any] | None) -> None:
         """A prompt was computed, and its blocks are where ``params`` say; None: they are not, or too late."""
@@ -462,6 +471,8 @@ class Replicas:
             self._set_left(request, 0)
             if request.late is not None:
                 request.late.cancel()
+            if request.elsewhere is not None:
+                request.elsewhere.cancel()
         for client in self.clients if left else ():
             client.abort(left)
 
@@ -509,48 +520,102 @@ class Replicas:
         Raises:
             ValueError: there is no such engine, or no other one serves.
         """
-        if not 0 <= engine < len(self.clients):
-            raise ValueError(f"engine must be 0 to {len(self.clients) - 1}, given {engine}")
-        client = self.clients[engine]
+        client = self._client(engine)
         others = [one for one in self._serving if one is not client and one.place.number not in self._prefill]
         if engine not in self._prefill and all(one.place.number in self._drained for one in others):
             raise ValueError(f"engine must not be the last one that serves requests, given {engine}")
         self._drained.add(engine)
+        handed = await self._hand_over(client, seconds)
+        for request_id, request, params in handed:
+            loads = self._of_role(prefill=False)
+            if request.late is not None:
+                self._end_prefill(request_id, request, None)
+            elif params is None or not loads:
+                self._send(request_id, request)
+            else:
+                assert request.prompt is not None
+                assert self._router is not None
+                self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
+        return len(handed)
+
+    @property
+    def adapters_in_use(self) -> set[AdapterRef]:
+        """Those of requests that have not ended."""
+        return {one.asked.adapter for one in self._requests.values() if one.asked.adapter is not None}
+
+    async def _hand_over(
+        self, client: EngineClient, seconds: float
+    ) -> list[tuple[str, _Request, dict[str, Any] | None]]:
+        """Have an engine end its requests. Returns them, with where their blocks are; they are to begin again."""
         if not client.serves:
-            return 0
+            return []
+        engine = client.place.number
         try:
             asking = asyncio.wait_for(client.hand_over(seconds), seconds + _HAND_OVER_SECONDS)
             handed = (await asking).requests
         except TimeoutError:  # its requests are computed again elsewhere
-            handed = dict.fromkeys([one for one, found in self._requests.items() if found.engine == engine], ([], None))
+            own = [name for name, one in self._requests.items() if one.engine == engine and one.elsewhere is None]
+            handed = dict.fromkeys(own, ([], None))
             client.abort(handed)
         except EngineEndedError:
-            return 0  # ``_lose`` has sent them elsewhere
-        count = 0
+            return []  # ``_lose`` has sent them elsewhere
+        found = []
         for request_id, (tokens, params) in handed.items():
             request = self._requests.get(request_id)
             if request is None or request.engine != engine:
                 continue
             client.forget(request_id)
-            count += 1
             self._set_left(request, 0)
-            if request.late is not None:
-                self._end_prefill(request_id, request, None)
-                continue
-            request.begin_again(tokens)
-            loads = self._of_role(prefill=False)
-            assert request.prompt is not None
-            assert self._router is not None
-            if params is None or not loads:
-                self._send(request_id, request)
-            else:
-                self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
-        self.num_handed_over += count
-        return count
+            if request.late is None:
+                request.begin_again(tokens)
+            found.append((request_id, request, params))
+        self.num_handed_over += len(found)
+        return found
+
+    async def drain_to(self, other: OtherServer, engine: int | None, seconds: float) -> int:
+        """Another server gets the requests of an engine, or of all; their outputs come from there.
+
+        What it refuses, or does not serve to its end, goes on here. Arguments, result and errors as of ``drain``.
+        """
+        clients = self.clients if engine is None else [self._client(engine)]
+        if engine is not None:
+            self._drained.add(engine)
+
+        async def move(client: EngineClient) -> int:
+            handed = await self._hand_over(client, seconds)
+            for request_id, request, params in handed:
+                if request.late is not None:
+                    request.late.cancel()
+                    request.late, params = None, None
+                moving = self._serve_elsewhere(other, request_id, request, params)
+                request.elsewhere = asyncio.create_task(moving)
+            return len(handed)
+
+        return sum(await asyncio.gather(*map(move, clients)))
+
+    async def _serve_elsewhere(
+        self, other: OtherServer, request_id: str, request: _Request, params: dict[str, Any] | None
+    ) -> None:
+        for given in (None,) if params is None else (params, None):  # its blocks may be no longer there
+            with contextlib.suppress(OtherServerError):
+                async with contextlib.aclosing(other.outputs(request.message(given))) as outputs:
+                    async for output in outputs:
+                        output.request_id, output.engine = request_id, request.engine
+                        self._take(output)
+                return
+            request.begin_again(request.known_ids)
+        self.num_handed_back += 1
+        request.elsewhere = None
+        self._send(request_id, request)
 
     def undrain(self, engine: int) -> None:
-        """Requests go to an engine again."""
-        self._drained.discard(engine)
+        """Requests go to an engine again. ``ValueError``: there is none of this number."""
+        self._drained.discard(self._client(engine).place.number)
+
+    def _client(self, engine: int) -> EngineClient:
+        if not 0 <= engine < len(self.clients):
+            raise ValueError(f"engine must be 0 to {len(self.clients) - 1}, given {engine}")
+        return self.clients[engine]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests, if they have not ended: they raise a ``RequestAbortedError``."""

@@ -670,7 +670,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         cached tokens are counted anew after a preemption
             RunningSet._count_admission: request.num_cached_tokens < 0 => request.num_cached_tokens <= 0
         tokens found in the cache are not reported
-            RunningSet._count_admission: request.num_cached_tokens = request.num_computed_tokens
+            RunningSet._count_admission: request.num_cached_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
                 => request.num_cached_tokens = 0
         a swapped request forgets what it had computed
             RunningSet.admit: max(request.num_computed_tokens, found) => found
