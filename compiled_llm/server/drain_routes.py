@@ -64,10 +64,9 @@ def add_drain(app: FastAPI, service: Service) -> None:
         """Tell another server, which is to end, what is served here."""
         body = await read_body(service, request, dict)
         try:
-            told = await service.in_thread(lambda: taken.hello(body, _facts(service), _adapters(service)))
+            return JsonResponse(await taken.hello(body, _facts(service), _adapters(service)))
         except ValueError as error:
             raise ApiError.of(error) from error
-        return JsonResponse(told)
 
     @app.post("/take_over/request", openapi_extra=described(str, "TakenRequest"))
     async def take(request: Request) -> Response:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, redirect_stderr
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.failures import WorkerFailedError
+from compiled_llm.engine.hand_over import token_key
 from compiled_llm.server.messages import (
     VERSION,
     Abort,
@@ -59,7 +59,6 @@ from compiled_llm.system.child_process import Channel, own_channel
 from compiled_llm.system.process import UnwaitingStream
 from compiled_llm.system.resources import granted_cores
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, ScoredPrompt
-from compiled_llm.worker.tier_files import folder_key
 
 _PREPARING_THREADS = 8
 _HEARTBEAT_SECONDS = 1.0
@@ -324,14 +323,10 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_loras=limits.max_loras,
         device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
-        token_key=_token_key(engine, config, directory),
+        token_key=token_key(config, engine.model_config, engine.runner.device)
+        if os.environ.get(KV_KEY_VARIABLE)
+        else "",
     )
-
-
-def _token_key(engine: CompiledEngine, config: EngineConfig, directory: Path) -> str:
-    if not os.environ.get(KV_KEY_VARIABLE):
-        return ""
-    return folder_key(config, [engine.model_config], [directory], engine.runner.device, []).hex()
 
 
 def _lora_request(adapter: AdapterRef) -> LoRARequest:

@@ -18,25 +18,31 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from compiled_llm.api.config import KV_KEY_VARIABLE, LEAST_KV_KEY
 from compiled_llm.api.readable import shown
 from compiled_llm.server.messages import VERSION, AdapterRef, Generate, Output, decode_for_engine, encode
-from compiled_llm.terminal.server_client import ServerClient, message_of
 
 _CHALLENGE_SECONDS, _MOST_CHALLENGES = 30.0, 1024
 _HELLO_SECONDS, _MOST_HELLO = 10.0, 1 << 20
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a machine may vanish
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_NAMES = {
+    "version": "version of messages",
+    "model": "model",
+    "key": "weights, code, torch, processor and engine arguments (by their SHA-256)",
+}
 _decode_output = msgspec.msgpack.Decoder(Output).decode
 
 
@@ -82,8 +88,8 @@ class TakenOver:
     def __init__(self) -> None:
         self._challenges: dict[str, float] = {}  # and when they were made, oldest first
 
-    def hello(self, body: Mapping[str, Any], facts: Mapping[str, str], own: Mapping[str, AdapterRef]) -> dict[str, Any]:
-        """The answer to a first message. May wait.
+    async def hello(self, body: Mapping[str, Any], facts: Mapping[str, str], own: Mapping[str, AdapterRef]) -> dict[str, Any]:
+        """The answer to a first message.
 
         Args:
             facts: "key": of all that tokens depend on, as ``Started`` has it; "model": what a person calls that.
@@ -96,7 +102,8 @@ class TakenOver:
         if not isinstance(challenge, str) or len(challenge) != 64 or not isinstance(adapters, list):
             raise ValueError(f"challenge and adapters must be 64 characters and a list, given {shown(body)}")
         secret, made = shared_secret(), secrets.token_hex(32)
-        digests = {name: adapter_digest(own[name]) for name in adapters if name in own}
+        known = [own[name] for name in adapters if isinstance(name, str) and name in own]
+        digests = {one.name: await asyncio.to_thread(adapter_digest, one) for one in known}
         self._challenges[made] = time.monotonic()
         while len(self._challenges) > _MOST_CHALLENGES:
             del self._challenges[next(iter(self._challenges))]
@@ -135,7 +142,7 @@ class OtherServer:
     """The server that takes requests over, for the one that is drained.
 
     Args:
-        url: its address, as clients have it; ``api_key``: None: it asks for none.
+        url: its address, such as https://10.0.0.2:8000; ``api_key``: None: it asks for none.
         facts: what this server says of itself, as in ``TakenOver.hello``.
 
     Raises:
@@ -143,7 +150,15 @@ class OtherServer:
     """
 
     def __init__(self, url: str, api_key: str | None, facts: Mapping[str, str]) -> None:
-        self._client, self._secret = ServerClient(url, api_key), shared_secret()
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"[\w.:/\[\]-]+", url):
+            raise ValueError(f"to must be the URL of a server, as http://127.0.0.1:8000, given {shown(url)}")
+        if api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", api_key):
+            raise ValueError("to_api_key must be visible ASCII characters")
+        self.url, self._secret, self._tls = url.rstrip("/"), shared_secret(), parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
+        self._path, self._netloc = parts.path.rstrip("/"), parts.netloc
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._facts = {"version": str(VERSION), **facts}
 
     async def meet(self, *adapters: AdapterRef) -> str:
@@ -160,22 +175,20 @@ class OtherServer:
         text = str(answer.get("facts"))
         expected = _proof(self._secret, "takes", challenge, text)
         if not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()):
-            raise ValueError(f"to must name a server that has the same {KV_KEY_VARIABLE}, given {self._client.url}")
+            raise ValueError(f"to must name a server that has the same {KV_KEY_VARIABLE}, given {self.url}")
         facts = json.loads(text)
-        for name, own in self._facts.items():
-            if facts[name] != own and name != "key":
-                raise ValueError(f"to must name a server of the same {name}, given {own} here and {facts[name]} there")
-        if facts["key"] != self._facts["key"]:
-            raise ValueError(
-                "to must name a server of the same weights, code, torch, processor and engine arguments, given one "
-                f"with others ({self._facts['key'][:16]} here, {facts['key'][:16]} there)"
-            )
+        own = self._facts
+        for name in ("version", "model", "key"):
+            # The model's directory may be another one.
+            if facts[name] != own[name] and (name == "version" or facts["key"] != own["key"]):
+                raise ValueError(f"to must name a server of the same {_NAMES[name]}, given {own[name]:.100} here and "
+                                 f"{facts[name]:.100} there")  # fmt: skip
         for adapter in adapters:
             if facts["adapters"].get(adapter.name) != await asyncio.to_thread(adapter_digest, adapter):
                 raise ValueError(f"to must name a server that has the same adapter {shown(adapter.name)}")
         return str(facts["challenge"])
 
-    async def outputs(self, asked: Generate) -> AsyncIterator[Output]:
+    async def outputs(self, asked: Generate) -> AsyncGenerator[Output, None]:
         """What it gives a request, to the end. ``OtherServerError``: that does not come."""
         try:
             challenge = await self.meet(*([asked.adapter] if asked.adapter is not None else ()))
@@ -193,32 +206,33 @@ class OtherServer:
                             return
             raise EOFError("the answer has ended too soon")
         except Exception as error:  # of its connection, or of what it says
-            raise OtherServerError(f"{self._client.url}: {type(error).__name__}: {error}") from error
+            raise OtherServerError(f"{self.url}: {type(error).__name__}: {error}") from error
 
     @contextlib.asynccontextmanager
     async def _answer(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
         """The body of its answer, which has so many bytes, or comes in chunks. ``ValueError``: it refuses."""
-        host, port, is_secure = self._client.place
-        context = ssl.create_default_context() if is_secure else None
+        context = ssl.create_default_context() if self._tls else None
         async with asyncio.timeout(_HELLO_SECONDS):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context)
         try:
             own = writer.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEP_ALIVE:
                 own.setsockopt(socket.IPPROTO_TCP, option, value)
             content = json.dumps(body).encode()
-            headers = {"Host": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "Connection": "close"}
-            headers |= {"Content-Type": "application/json", "Content-Length": str(len(content)), **self._client.headers}
-            lines = [f"POST {self._client.path}{path} HTTP/1.1", *(f"{name}: {text}" for name, text in headers.items())]
+            headers = {"Host": self._netloc, "Connection": "close", "Content-Type": "application/json"}
+            headers |= {"Content-Length": str(len(content)), **self._headers}
+            lines = [f"POST {self._path}{path} HTTP/1.1", *(f"{name}: {text}" for name, text in headers.items())]
             writer.write("".join(f"{line}\r\n" for line in [*lines, ""]).encode() + content)
             status, length = (await reader.readuntil(b"\r\n")).split(), 0
             while line := (await reader.readuntil(b"\r\n")).strip().lower():
                 if line.startswith(b"content-length:"):
                     length = int(line[15:])
             if status[1] != b"200":
-                said = message_of(await reader.readexactly(min(length, _MOST_HELLO)))
-                raise ValueError(f"{self._client.url} answers with status {status[1].decode()}: {said}")
+                said = (await reader.readexactly(min(length, _MOST_HELLO))).decode(errors="replace")
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    said = str(json.loads(said)["error"]["message"])
+                raise ValueError(f"{self.url} answers with status {status[1].decode()}: {said[:300]}")
             yield reader, length
         finally:
             writer.close()

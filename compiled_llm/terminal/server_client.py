@@ -29,14 +29,8 @@ class ServerClient:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query:
             raise ValueError(f"the server's URL must be as http://127.0.0.1:8000, given {url!r:.200}")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-        self._parts, self.path, self._port = parts, urlsplit(self.url).path, port
+        self._parts, self._path, self._port = parts, urlsplit(self.url).path, port
         self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-
-    @property
-    def place(self) -> tuple[str, int, bool]:
-        """Host, port, and whether it speaks TLS."""
-        is_secure = self._parts.scheme == "https"
-        return self._parts.hostname or "", self._port or (443 if is_secure else 80), is_secure
 
     def models(self) -> list[dict[str, Any]]:
         """What /v1/models says of each. ``OSError``: the server does not answer so."""
@@ -64,19 +58,19 @@ class ServerClient:
                     if line.startswith(b"data:") and b"[DONE]" not in line[:16]:
                         event = json.loads(line[5:])
                         if "error" in event:
-                            raise ValueError(message_of(event))
+                            raise ValueError(_message_of(event))
                         yield event
             except http.client.HTTPException as error:
                 raise OSError(f"{self.url} ended the answer: {error!r}") from error
 
     def _answer(self, method: str, path: str, body: bytes | None = None) -> "_Answer":
-        host, port, is_secure = self.place
-        kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
-        connection = kind(host, port, timeout=_CONNECT_SECONDS)
+        secure = self._parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._port, timeout=_CONNECT_SECONDS)
         try:
             connection.connect()
             connection.sock.settimeout(None)  # a long prompt takes its time
-            connection.request(method, self.path + path, body, {**self.headers, "Content-Type": "application/json"})
+            connection.request(method, self._path + path, body, {**self.headers, "Content-Type": "application/json"})
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
@@ -87,7 +81,7 @@ class ServerClient:
         if answer.status != 200:
             text = answer.read()
             connection.close()
-            raise ValueError(f"{self.url} answers with status {answer.status}: {message_of(text)}")
+            raise ValueError(f"{self.url} answers with status {answer.status}: {_message_of(text)}")
         return _Answer(connection, answer)
 
 
@@ -105,8 +99,8 @@ class _Answer:
         self._connection.close()
 
 
-def message_of(given: Any) -> str:
-    """The message of an error in OpenAI's form, or whatever else came: bytes, or what was read of them."""
+def _message_of(given: Any) -> str:
+    """The message of an error in OpenAI's form, or whatever else came."""
     try:
         found = json.loads(given) if isinstance(given, bytes) else given
         return str(found["error"]["message"])

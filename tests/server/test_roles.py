@@ -17,9 +17,10 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.commands.drain import main
 from compiled_llm.server import replicas as module
 from compiled_llm.server.engine_client import Place
-from compiled_llm.server.messages import HandedOver, Output, Piece
+from compiled_llm.server.messages import AdapterRef, HandedOver, Output, Piece
 from compiled_llm.server.replicas import Replicas, engine_clients
 from compiled_llm.server.settings import ServerSettings
+from compiled_llm.server.take_over import OtherServer
 from tests.server.conftest import SIZES, BrokenEngineError, Running, running_with
 from tests.server.test_manners import events, until
 from tests.server.test_replicas import PIECE, TIMES, FakeClient, asked, collected, runs, settle
@@ -427,3 +428,50 @@ def test_a_drained_server_has_another_one_go_on(
         assert first.client.counts["requests_handed_back"] == 3 * (ends == "breaks off")
         assert three[1].stats().peer_hit_tokens > before
         assert three[0]._transfers.exchange.giver.num_leases == 0  # type: ignore[union-attr]
+
+
+def test_another_server_is_refused_by_name(
+    three: list[CompiledEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMPILED_LLM_KV_KEY", "a key that all of them share")
+    with (
+        running_with(three[0], allow_drain=True) as first,
+        running_with(three[1], allow_drain=True, api_key="k") as second,
+    ):
+        started = first.client.started
+        assert started is not None
+        facts = {"model": "None", "key": started.token_key}
+        strange = OtherServer(second.url, "k", facts)
+        strange._secret = b"another key of theirs"
+        for other, adapters, said in (
+            (OtherServer(second.url, "k", {**facts, "model": "a/b"}), [], None),  # the same files elsewhere
+            (
+                OtherServer(second.url, "k", {"model": "a/b", "key": "x"}),
+                [],
+                "same model, given a/b here and None there",
+            ),
+            (OtherServer(second.url, "k", {**facts, "key": "x"}), [], "same weights, code, torch"),
+            (OtherServer(second.url, "k", {**facts, "version": "0"}), [], "same version of messages, given 0 here"),
+            (OtherServer(second.url, "k", facts), [AdapterRef("x", str(tmp_path))], "has the same adapter 'x'"),
+            (OtherServer(second.url, "j", facts), [], "answers with status 401: the request needs an API key"),
+            (strange, [], "has the same COMPILED_LLM_KV_KEY"),
+        ):
+            if said is None:
+                assert len(asyncio.run(other.meet(*adapters))) == 64
+            else:
+                with pytest.raises(ValueError, match=said):
+                    asyncio.run(other.meet(*adapters))
+        forged = {"challenge": "0" * 64, "proof": "0" * 64, "request": ""}
+        key = {"Authorization": "Bearer k"}
+        assert second.http.post("/take_over/request", json=forged, headers=key).status_code == 401
+        assert second.http.post("/take_over/request", json=forged).status_code == 401
+        for arguments, said in (
+            (["--to", second.url], "answers with status 401"),
+            (["--to", "http://127.0.0.1:1"], "to must name a server that answers"),
+            (["--to", second.url, "--to-api-key", "k", "--engine", "0"], "engine must not be the last one"),
+            ([], "--engine must be given unless --to is"),
+            (["--to", "x", "--undo", "--engine", "0"], "--to and --to-api-key have no meaning with --undo"),
+        ):
+            assert main("drain", [first.url, *arguments]) == 2
+            assert said in capfd.readouterr().err
+        assert first.http.get("/health").status_code == 200, "nothing was moved"
