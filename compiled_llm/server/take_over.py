@@ -88,7 +88,9 @@ class TakenOver:
     def __init__(self) -> None:
         self._challenges: dict[str, float] = {}  # and when they were made, oldest first
 
-    async def hello(self, body: Mapping[str, Any], facts: Mapping[str, str], own: Mapping[str, AdapterRef]) -> dict[str, Any]:
+    async def hello(
+        self, body: Mapping[str, Any], facts: Mapping[str, str], own: Mapping[str, AdapterRef]
+    ) -> dict[str, Any]:
         """The answer to a first message.
 
         Args:
@@ -171,7 +173,8 @@ class OtherServer:
         challenge = secrets.token_hex(32)
         said = {"challenge": challenge, "adapters": [adapter.name for adapter in adapters]}
         async with asyncio.timeout(_HELLO_SECONDS), self._answer("/take_over", said) as (reader, length):
-            answer = json.loads(await reader.readexactly(min(length, _MOST_HELLO)))
+            found = json.loads(await reader.readexactly(min(length, _MOST_HELLO)))
+        answer = found if isinstance(found, dict) else {}
         text = str(answer.get("facts"))
         expected = _proof(self._secret, "takes", challenge, text)
         if not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()):
@@ -228,11 +231,11 @@ class OtherServer:
             while line := (await reader.readuntil(b"\r\n")).strip().lower():
                 if line.startswith(b"content-length:"):
                     length = int(line[15:])
-            if status[1] != b"200":
+            if status[1:2] != [b"200"]:
                 said = (await reader.readexactly(min(length, _MOST_HELLO))).decode(errors="replace")
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     said = str(json.loads(said)["error"]["message"])
-                raise ValueError(f"{self.url} answers with status {status[1].decode()}: {said[:300]}")
+                raise ValueError(f"{self.url} answers with status {b' '.join(status[1:2]).decode()}: {said[:300]}")
             yield reader, length
         finally:
             writer.close()

@@ -152,6 +152,7 @@ DRAFTS = Checks(
 )
 ROUTING = Checks(("tests/routing/test_router.py", "tests/routing/test_prefixes.py"), load_torch=False)
 REPLICAS = Checks(("tests/server/test_replicas.py", "tests/server/test_roles.py"), load_torch=True)
+TAKEN = Checks(("tests/server/test_take_over.py", "tests/server/test_roles.py"), load_torch=True)
 MASKS = Checks(("tests/scheduling/test_masks.py",), load_torch=False)
 DRAFTED = Checks(
     (
@@ -1234,6 +1235,25 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
+        "server.take_over",
+        TAKEN,
+        """
+        random bytes serve twice
+            TakenOver.request: self._challenges.pop(challenge, -_CHALLENGE_SECONDS) =>
+                self._challenges.get(challenge, -_CHALLENGE_SECONDS)
+        a request of another server needs no proof
+            TakenOver.request: not is_right or time.monotonic() > made + _CHALLENGE_SECONDS =>
+                time.monotonic() > made + _CHALLENGE_SECONDS
+        the server that takes requests need not know the key
+            OtherServer.meet: not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()) => False
+        a server of other weights takes requests
+            OtherServer.meet: facts["key"] != own["key"] => False
+        an adapter of the same name is the same
+            OtherServer.meet: facts["adapters"].get(adapter.name) != await asyncio.to_thread(adapter_digest, adapter) =>
+                False
+        """,
+    ),
+    (
         "server.replicas",
         REPLICAS,
         """
@@ -1251,6 +1271,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
                 self._fault(one) is None
         a request that was left runs on
             Replicas._forget: client.abort(left) => None
+        what another server gave before it broke off comes again
+            Replicas._serve_elsewhere: request.begin_again(request.known_ids) => None
         a dead engine's requests count as its work
             Replicas._lose: self._set_left(request, 0) =>
         a request without a seed is another one the second time
