@@ -320,7 +320,7 @@ def test_a_drained_server_hands_its_requests_to_another(
                         first.http.get("/load").json()["server_load"] + sum(one.done() for one in found) == 4
                     )
                 )
-                time.sleep(rng.uniform(0, 0.3))
+                time.sleep(rng.uniform(0, 0.1))
                 url = str(second.http.base_url)
                 answer = first.http.post("/drain", json={"to": url, "grace_seconds": rng.choice([0, 0.05, 5])})
                 assert answer.status_code == 200, answer.text
