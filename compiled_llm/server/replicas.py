@@ -17,6 +17,7 @@ import itertools
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -488,13 +489,15 @@ class Replicas:
         self, other: OtherServer, request_id: str, request: OpenRequest, params: dict[str, Any] | None
     ) -> None:
         for given in (None,) if params is None else (params, None):  # its blocks may be no longer there
-            with contextlib.suppress(OtherServerError):
+            try:
                 async with contextlib.aclosing(other.outputs(request.message(given))) as outputs:
                     async for output in outputs:
                         output.request_id, output.engine = request_id, request.engine
                         self._take(output)
                 return
-            request.begin_again(request.known_ids)
+            except OtherServerError as error:
+                print(f"request {request_id} of another server: {error}", file=sys.stderr, flush=True)
+                request.begin_again(request.known_ids)
         self.num_handed_back += 1
         request.elsewhere = None
         self._send(request_id, request)
