@@ -475,6 +475,7 @@ def test_another_server_is_refused_by_name(
             ([], "--engine must be given unless --to is"),
             (["--to", "x", "--undo", "--engine", "0"], "--to and --to-api-key have no meaning with --undo"),
         ):
-            assert main("drain", [first.url, *arguments]) == 2
+            with pytest.raises(SystemExit, match="2"):
+                main("drain", [first.url, *arguments])
             assert said in capfd.readouterr().err
         assert first.http.get("/health").status_code == 200, "nothing was moved"
