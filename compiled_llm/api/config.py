@@ -25,6 +25,7 @@ NAMED_VALUES = {
     "quantization_embedding": ("none", *QUANTIZATIONS),
     "quantization_activations": ("auto", "model", "int8"),
 }
+LEAST_KV_KEY = 16  # characters of the next
 KV_KEY_VARIABLE = "COMPILED_LLM_KV_KEY"  # of the environment: what engines that give and take KV blocks share
 MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
 

@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": "complete a text, and print the answer as it comes",
     "chat": "talk with a model in the terminal",
     "serve": "answer requests over HTTP, for clients of OpenAI's interface",
-    "drain": "move the requests of one engine of a server to its others",
+    "drain": "move the requests of an engine, or of a server, to others",
     "batch": "serve files of rows, and write a result for each",
     "check": "what there is to know of a model before it is served",
     "tokenize": "the token ids of a text, and what each token stands for",

@@ -1,11 +1,17 @@
-"""Requests that end here and go on in another engine, their KV blocks included."""
+"""Requests that end here and go on in another engine, their KV blocks included, with the same tokens."""
 
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from compiled_llm.api.config import EngineConfig
+from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.transfers import Transfers
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.worker.tier_files import folder_key
 
 
 def hand_over(
@@ -30,3 +36,8 @@ def hand_over(
         core.abort(entry)
         found[name] = tokens, None if transfers is None else transfers.end(name, is_served=True)
     return found
+
+
+def token_key(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> str:
+    """Of all that tokens depend on besides their request: engines with the same key give the same ones."""
+    return folder_key(config, [model_config], [checkpoint_directory(config)], device, []).hex()

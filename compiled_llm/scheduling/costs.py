@@ -37,7 +37,9 @@ class StepCosts:
         A step of twice the tokens takes twice as long at most. Averages of other buckets that contradict this one are
         of another time, such as that before steps were compiled: they are moved as far as it says.
         """
-        average = moved(self.bucket_seconds.get(num_tokens, seconds), seconds)
+        most = min((num_tokens / size * known for size, known in self.bucket_seconds.items() if size < num_tokens),
+                   default=math.inf)  # fmt: skip
+        average = moved(self.bucket_seconds.get(num_tokens, min(seconds, most)), seconds)
         for size, known in self.bucket_seconds.items():
             known += _FORGETTING * (self._least_seconds[size] - known)
             bound = average * size / num_tokens

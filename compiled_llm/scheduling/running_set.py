@@ -169,7 +169,7 @@ class RunningSet:
 
     def _count_admission(self, request: Request) -> None:
         if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
             self.prefix_cache.num_queried_tokens += request.num_tokens
             self.prefix_cache.num_hit_tokens += request.num_computed_tokens
         recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)

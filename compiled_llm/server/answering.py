@@ -85,14 +85,7 @@ class _Answering:
 
     async def stream(self) -> Response:
         """Waits for the first event, so that what is wrong with the request is its status."""
-        events = self._events()
-        try:
-            first = await anext(events)
-        except BaseException:
-            await events.aclose()  # type: ignore[attr-defined]
-            raise
-        settings = self._service.settings
-        return EventStream(_after(first, events), settings.client_seconds, settings.keep_alive_seconds)
+        return await streamed(self._service, self._events())
 
     async def _events(self) -> AsyncIterator[bytes]:
         """What goes over the line. An error is raised before the first event, and is the last one after that."""
@@ -153,6 +146,16 @@ class _Answering:
                 yield output
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
+
+
+async def streamed(service: Service, events: AsyncIterator[bytes]) -> Response:
+    """A stream of events, once the first one is there."""
+    try:
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()  # type: ignore[attr-defined]
+        raise
+    return EventStream(_after(first, events), service.settings.client_seconds, service.settings.keep_alive_seconds)
 
 
 async def _after(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

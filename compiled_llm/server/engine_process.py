@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.config import KV_KEY_VARIABLE, EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.failures import WorkerFailedError
+from compiled_llm.engine.hand_over import token_key
 from compiled_llm.server.messages import (
     VERSION,
     Abort,
@@ -322,6 +323,9 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_loras=limits.max_loras,
         device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
+        token_key=token_key(config, engine.model_config, engine.runner.device)
+        if os.environ.get(KV_KEY_VARIABLE)
+        else "",
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from compiled_llm.text.tokenizer_parts import TokenizerParts
 
-VERSION = 5
+VERSION = 6
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -119,6 +119,7 @@ class Started(Message, tag="started"):
         max_loras: adapters that can run at once; 0: none are served.
         device: torch's name of its kind.
         sampling: what the model's ``generation_config.json`` suggests, as arguments of ``SamplingParams``.
+        token_key: of all that tokens depend on, which another server may have too; empty without a secret to share.
     """
 
     version: int
@@ -133,6 +134,7 @@ class Started(Message, tag="started"):
     max_loras: int
     device: str
     sampling: dict[str, Any]
+    token_key: str = ""
 
 
 class Failed(Message, tag="failed"):

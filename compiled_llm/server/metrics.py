@@ -68,6 +68,7 @@ _COUNTERS = {
 _OF_SERVER = {
     "requests_served_again": "Requests that another engine served after theirs had ended",
     "requests_handed_over": "Requests that went from a drained engine to others",
+    "requests_handed_back": "Requests that another server did not serve to their end: they went on here",
     "prompts_apart": "Prompts that an engine of the role prefill computed",
     "prompts_back": "Prompts that none of these computed in time",
 }

@@ -120,7 +120,7 @@ _SCHEMAS: Mapping[str, Schema] = {
     "documents": _list(_OBJECT),
 }
 ABORT_FIELDS = ("request_id", "abort_all")
-DRAIN_FIELDS = ("engine", "grace_seconds")
+DRAIN_FIELDS = ("engine", "grace_seconds", "to", "to_api_key")
 LOAD_FIELDS = ("lora_name", "lora_path", "load_inplace", "base_model_name")
 UNLOAD_FIELDS = ("lora_name", "lora_int_id")
 _NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
@@ -130,6 +130,9 @@ _OF_MESSAGES: Mapping[str, Schema] = {
     **dict.fromkeys(("tool_choice", "thinking", "output_config"), _OBJECT),
     **{"messages": _BLOCKS, "system": _SYSTEM, "stop_sequences": _list(_STOP, most=MAX_STOPS)},
 }
+_OF_DRAINS = {"engine": _integer(0), "grace_seconds": {"type": "number"}, **dict.fromkeys(("to", "to_api_key"), _TEXT)}
+_TAKEN = ("challenge", "proof", "request")
+_OF_TAKE_OVERS = {**dict.fromkeys(_TAKEN, _TEXT), "adapters": _list(_TEXT)}
 _OF_RESPONSES: Mapping[str, Schema] = {
     **dict.fromkeys(("text", "reasoning", "metadata"), _OBJECT),
     **{"input": _either(_TEXT, _list(_OBJECT, 1)), "max_output_tokens": _integer(1), "top_logprobs": _integer(0, 20)},
@@ -149,7 +152,10 @@ _BODIES: Mapping[str, tuple[Collection[str], Sequence[str], Mapping[str, Schema]
     "CountTokensRequest": (MESSAGE_FIELDS, ["messages"], _OF_MESSAGES),
     "ScoreRequest": (SCORE_FIELDS, ["prompt"], {"continuations": _SCHEMAS["prompt"]}),
     "AbortRequest": (ABORT_FIELDS, [], {"request_id": _TEXT, "abort_all": {"const": True}}),
-    "DrainRequest": (DRAIN_FIELDS, ["engine"], {"engine": _integer(0), "grace_seconds": {"type": "number"}}),
+    "DrainRequest": (DRAIN_FIELDS, [], _OF_DRAINS),
+    "UndrainRequest": (DRAIN_FIELDS[:1], ["engine"], _OF_DRAINS),
+    "TakeOverRequest": (("challenge", "adapters"), ["challenge", "adapters"], _OF_TAKE_OVERS),
+    "TakenRequest": (_TAKEN, [*_TAKEN], _OF_TAKE_OVERS),
     "LoadAdapterRequest": (LOAD_FIELDS, ["lora_name", "lora_path"], _OF_ADAPTERS),
     "UnloadAdapterRequest": (UNLOAD_FIELDS, ["lora_name"], _OF_ADAPTERS),
     "TokenizeTextRequest": (TEXT_FIELDS, ["prompt"], {"prompt": _TEXT}),

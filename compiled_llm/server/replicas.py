@@ -17,6 +17,7 @@ import itertools
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -27,124 +28,17 @@ from compiled_llm.api.config import KV_KEY_VARIABLE, EngineConfig
 from compiled_llm.api.sampling_params import derived_seed
 from compiled_llm.routing.router import RoutedPrompt, Router
 from compiled_llm.server.engine_client import EngineClient, Place
-from compiled_llm.server.messages import AdapterRef, Generate, Output, Piece, Started, encode
+from compiled_llm.server.messages import AdapterRef, Generate, Output, Started, encode
+from compiled_llm.server.open_request import OpenRequest, num_expected_tokens
 from compiled_llm.server.settings import ServerSettings
+from compiled_llm.server.take_over import OtherServer, OtherServerError
 from compiled_llm.server.unread import EngineEndedError, RequestAbortedError, Unread
 from compiled_llm.system.child_process import framed
 from compiled_llm.system.resources import core_parts, granted_cores, threads_of
 
 _STATS_SECONDS = 2.0  # a step may take so long; then /metrics is without the engine's own counts
-_EXPECTED_TOKENS = 256  # of an output that may be longer, or as long as it likes
 _HOST_BYTES = 1 << 30  # by way of which blocks come and go, where nothing is given
 _HAND_OVER_SECONDS = 5.0  # beyond those for blocks, that an engine may take to answer
-# A prompt in an engine of the role "prefill".
-_PROMPT_ONLY = {"temperature": 0.0, "max_tokens": 1, "detokenize": False, "output_kind": "final"}
-
-
-@dataclasses.dataclass
-class _Had:
-    """What the client of a request had, or will read, of one continuation; and what of that is still to come again."""
-
-    tokens: int = 0
-    characters: int = 0
-    again_tokens: int = 0
-    again_characters: int = 0
-    has_ended: bool = False
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    """A request that has not ended.
-
-    Attributes:
-        asked: itself.
-        prompt: None where there is nothing to choose.
-        unread: of its client.
-        num_expected: tokens of its output, about.
-        engine: the one that has it.
-        num_left: tokens that this has still to compute for it, about.
-        token_ids: of its output that its client has had, or will read; where it has one continuation.
-        known_ids: these, or more of them, which an engine that goes on begins with.
-        had: by continuation.
-        late: while an engine of the role "prefill" has it: when that has taken too long.
-        is_second: the engine that had it before has died.
-    """
-
-    asked: Generate
-    prompt: RoutedPrompt | None
-    unread: Unread
-    num_expected: int
-    engine: int = 0
-    num_left: int = 0
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    known_ids: list[int] = dataclasses.field(default_factory=list)
-    had: dict[int, _Had] = dataclasses.field(default_factory=dict)
-    late: asyncio.TimerHandle | None = None
-    has_prompt_logprobs: bool = False
-    is_begun: bool = False
-    is_second: bool = False
-
-    @property
-    def is_one(self) -> bool:
-        """Whether its output is one continuation, which another engine can go on with."""
-        return self.asked.scored_from is None and self.asked.sampling.get("n", 1) == 1
-
-    def frame(self, params: dict[str, Any] | None) -> bytes:
-        """As a message, which goes on after the tokens that are known. ``params``: where its blocks are."""
-        if not self.known_ids and params is None:
-            return framed(encode(self.asked))
-        more = {"output_token_ids": self.known_ids, "kv_transfer_params": params or self.asked.kv_transfer_params}
-        return framed(encode(msgspec.structs.replace(self.asked, **more)))
-
-    def prompt_frame(self) -> bytes:
-        """Its known tokens as a prompt, whose blocks another engine is to take."""
-        tokens = [*self.asked.prompt_token_ids, *self.known_ids]
-        more = {"prompt_token_ids": tokens, "sampling": _PROMPT_ONLY, "kv_transfer_params": {"do_remote_decode": True}}
-        return framed(encode(msgspec.structs.replace(self.asked, **more)))
-
-    def begin_again(self, token_ids: Sequence[int] = ()) -> None:
-        """Another engine has it from now on, which gives all of its output once more.
-
-        ``token_ids``: its output, as the engine knew it that had it before.
-        """
-        self.is_begun, self.known_ids = False, list(self.token_ids)
-        # Of tokens that nobody has had yet nothing else is known.
-        if self.is_one and self.asked.sampling.get("logprobs") is None and len(token_ids) > len(self.known_ids):
-            self.known_ids = list(token_ids)
-        for had in self.had.values():
-            had.again_tokens, had.again_characters = had.tokens, had.characters
-
-    def take(self, output: Output) -> Output:
-        """``output`` without what came before."""
-        pieces = []
-        for piece in output.pieces:
-            had = self.had.setdefault(piece.index, _Had())
-            if had.has_ended:
-                continue
-            if had.again_tokens or had.again_characters:
-                piece = _without_again(piece, had)
-                if not (piece.token_ids or piece.text or piece.finish_reason):
-                    continue
-            had.tokens += len(piece.token_ids)
-            had.characters += len(piece.text)
-            had.has_ended = piece.finish_reason is not None
-            if self.is_one:
-                self.token_ids += piece.token_ids
-            pieces.append(piece)
-        output.pieces = pieces
-        if output.prompt_logprobs is not None:
-            output.prompt_logprobs = None if self.has_prompt_logprobs else output.prompt_logprobs
-            self.has_prompt_logprobs = True
-        return output
-
-
-def _without_again(piece: Piece, had: _Had) -> Piece:
-    """What of a piece did not come before."""
-    tokens, characters = min(had.again_tokens, len(piece.token_ids)), min(had.again_characters, len(piece.text))
-    had.again_tokens, had.again_characters = had.again_tokens - tokens, had.again_characters - characters
-    logprobs = None if piece.logprobs is None else piece.logprobs[tokens:]
-    new = {"text": piece.text[characters:], "token_ids": piece.token_ids[tokens:], "logprobs": logprobs}
-    return msgspec.structs.replace(piece, **new)
 
 
 def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[EngineClient]:
@@ -175,7 +69,8 @@ def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[Engin
     clients = []
     moves, secret, directory = settings.prefill_replicas > 0 or settings.allow_drain, {}, ""
     if moves:
-        secret, directory = {KV_KEY_VARIABLE: secrets.token_hex(32)}, tempfile.mkdtemp(prefix="compiled-llm-")
+        secret = {KV_KEY_VARIABLE: os.environ.get(KV_KEY_VARIABLE) or secrets.token_hex(32)}
+        directory = tempfile.mkdtemp(prefix="compiled-llm-")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     for number, cores in enumerate(core_parts(count)):
         own = config if number == 0 else dataclasses.replace(config, progress="off")
@@ -201,12 +96,13 @@ class Replicas:
         num_served_again: requests, after their engine had died.
         num_prompts_apart: prompts that an engine of the role "prefill" computed; num_prompts_back: those that none did
             in time.
-        num_handed_over: requests that went from one engine to another while they ran.
+        num_handed_over: requests that went from one engine to another while they ran; num_handed_back: those that
+            another server was to serve, and did not to the end.
     """
 
     def __init__(self, clients: Sequence[EngineClient], settings: ServerSettings) -> None:
         self.clients, self.config, self._settings = tuple(clients), clients[0].config, settings
-        self._requests: dict[str, _Request] = {}  # that have not ended
+        self._requests: dict[str, OpenRequest] = {}  # that have not ended
         self._drained: set[int] = set()  # engines that get no requests
         # Those that compute prompts for others, if there are others.
         of_prefill = {client.place.number for client in clients if client.config.role == "prefill"}
@@ -216,6 +112,7 @@ class Replicas:
         self._numbers = itertools.count()
         self._serves_again = len(self.clients) > 1  # a request whose engine died, by another one
         self.num_served_again = self.num_prompts_apart = self.num_prompts_back = self.num_handed_over = 0
+        self.num_handed_back = 0
         for client in self.clients:
             client.on_output, client.on_end = self._take, self._lose
 
@@ -321,6 +218,7 @@ class Replicas:
         return {
             "requests_served_again": self.num_served_again,
             "requests_handed_over": self.num_handed_over,
+            "requests_handed_back": self.num_handed_back,
             "prompts_apart": self.num_prompts_apart,
             "prompts_back": self.num_prompts_back,
         }
@@ -378,21 +276,21 @@ class Replicas:
             timer.cancel()
             self._forget(open_ids)
 
-    def _made(self, request: Generate, unread: Unread) -> _Request:
+    def _made(self, request: Generate, unread: Unread) -> OpenRequest:
         expected = num_expected_tokens(request)
-        if not self._serves_again:
-            return _Request(request, None, unread, expected)
+        if not (self._serves_again or self._settings.allow_drain):
+            return OpenRequest(request, None, unread, expected)
         number = next(self._numbers)
         if request.sampling.get("seed") is None:  # as an engine alone has it
             seed = derived_seed(f"{self.config.seed}/{number}")
             request = msgspec.structs.replace(request, sampling={**request.sampling, "seed": seed})
         if self._router is None:
-            return _Request(request, None, unread, expected)
+            return OpenRequest(request, None, unread, expected)
         adapter = "" if request.adapter is None else request.adapter.path
         tokens, size = request.prompt_token_ids, self._router.block_size
-        return _Request(request, RoutedPrompt.of(tokens, size, adapter, request.cache_salt), unread, expected)
+        return OpenRequest(request, RoutedPrompt.of(tokens, size, adapter, request.cache_salt), unread, expected)
 
-    def _send(self, request_id: str, request: _Request, *, prefills: bool = True) -> None:
+    def _send(self, request_id: str, request: OpenRequest, *, prefills: bool = True) -> None:
         """To the engine that is best for it, or first to one of the role "prefill". If none serves, it fails."""
         loads = self._of_role(prefill=False)
         if not loads:
@@ -409,8 +307,9 @@ class Replicas:
                 self._set_left(request, num_new)
                 seconds = self._settings.max_prefill_seconds
                 loop = asyncio.get_running_loop()
+                encode(request.asked)  # what cannot be sent is refused now: later nobody waits who could be told
                 request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None)
-                self.clients[request.engine].send(request_id, request.prompt_frame())
+                self.clients[request.engine].send(request_id, framed(encode(request.prompt_message())))
                 return
         self._send_to(engine, request_id, request, None)
 
@@ -424,7 +323,7 @@ class Replicas:
         others = [] if prefill else of_role or self._serving
         return {one.place.number: self._loads[one.place.number] for one in working or others}
 
-    def _send_to(self, engine: int, request_id: str, request: _Request, params: dict[str, Any] | None) -> None:
+    def _send_to(self, engine: int, request_id: str, request: OpenRequest, params: dict[str, Any] | None) -> None:
         """``params``: where blocks of it are."""
         request.engine = engine
         num_tokens = 0
@@ -432,9 +331,9 @@ class Replicas:
             assert request.prompt is not None
             num_tokens = self._router.send(engine, request.prompt)
         self._set_left(request, (0 if params else num_tokens) + request.num_expected)
-        self.clients[engine].send(request_id, request.frame(params))
+        self.clients[engine].send(request_id, framed(encode(request.message(params))))
 
-    def _end_prefill(self, request_id: str, request: _Request, params: dict[str, Any] | None) -> None:
+    def _end_prefill(self, request_id: str, request: OpenRequest, params: dict[str, Any] | None) -> None:
         """A prompt was computed, and its blocks are where ``params`` say; None: they are not, or too late."""
         assert request.late is not None
         request.late.cancel()
@@ -449,7 +348,7 @@ class Replicas:
         else:
             self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
 
-    def _set_left(self, request: _Request, num_tokens: int) -> None:
+    def _set_left(self, request: OpenRequest, num_tokens: int) -> None:
         self._loads[request.engine] += num_tokens - request.num_left
         request.num_left = num_tokens
 
@@ -462,6 +361,8 @@ class Replicas:
             self._set_left(request, 0)
             if request.late is not None:
                 request.late.cancel()
+            if request.elsewhere is not None:
+                request.elsewhere.cancel()
         for client in self.clients if left else ():
             client.abort(left)
 
@@ -509,48 +410,106 @@ class Replicas:
         Raises:
             ValueError: there is no such engine, or no other one serves.
         """
-        if not 0 <= engine < len(self.clients):
-            raise ValueError(f"engine must be 0 to {len(self.clients) - 1}, given {engine}")
-        client = self.clients[engine]
+        client = self._begin_drain(engine)
+        handed = await self._hand_over(client, seconds)
+        for request_id, request, params in handed:
+            loads = self._of_role(prefill=False)
+            if request.late is not None:
+                self._end_prefill(request_id, request, None)
+            elif params is None or not loads:
+                self._send(request_id, request)
+            else:
+                assert request.prompt is not None
+                assert self._router is not None
+                self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
+        return len(handed)
+
+    def _begin_drain(self, engine: int) -> EngineClient:
+        client = self._client(engine)
         others = [one for one in self._serving if one is not client and one.place.number not in self._prefill]
         if engine not in self._prefill and all(one.place.number in self._drained for one in others):
             raise ValueError(f"engine must not be the last one that serves requests, given {engine}")
         self._drained.add(engine)
+        return client
+
+    @property
+    def adapters_in_use(self) -> set[AdapterRef]:
+        """Those of requests that have not ended."""
+        return {one.asked.adapter for one in self._requests.values() if one.asked.adapter is not None}
+
+    async def _hand_over(
+        self, client: EngineClient, seconds: float
+    ) -> list[tuple[str, OpenRequest, dict[str, Any] | None]]:
+        """Have an engine end its requests. Returns them, with where their blocks are; they are to begin again."""
         if not client.serves:
-            return 0
+            return []
+        engine = client.place.number
         try:
             asking = asyncio.wait_for(client.hand_over(seconds), seconds + _HAND_OVER_SECONDS)
             handed = (await asking).requests
         except TimeoutError:  # its requests are computed again elsewhere
-            handed = dict.fromkeys([one for one, found in self._requests.items() if found.engine == engine], ([], None))
+            own = [name for name, one in self._requests.items() if one.engine == engine and one.elsewhere is None]
+            handed = dict.fromkeys(own, ([], None))
             client.abort(handed)
         except EngineEndedError:
-            return 0  # ``_lose`` has sent them elsewhere
-        count = 0
+            return []  # ``_lose`` has sent them elsewhere
+        found = []
         for request_id, (tokens, params) in handed.items():
             request = self._requests.get(request_id)
             if request is None or request.engine != engine:
                 continue
             client.forget(request_id)
-            count += 1
             self._set_left(request, 0)
-            if request.late is not None:
-                self._end_prefill(request_id, request, None)
-                continue
-            request.begin_again(tokens)
-            loads = self._of_role(prefill=False)
-            assert request.prompt is not None
-            assert self._router is not None
-            if params is None or not loads:
-                self._send(request_id, request)
-            else:
-                self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
-        self.num_handed_over += count
-        return count
+            if request.late is None:
+                request.begin_again(tokens)
+            found.append((request_id, request, params))
+        self.num_handed_over += len(found)
+        return found
+
+    async def drain_to(self, other: OtherServer, engine: int | None, seconds: float) -> int:
+        """Another server gets the requests of an engine, or of all; their outputs come from there.
+
+        What it refuses, or does not serve to its end, goes on here. Arguments, result and errors as of ``drain``.
+        """
+        clients = self.clients if engine is None else [self._begin_drain(engine)]
+
+        async def move(client: EngineClient) -> int:
+            handed = await self._hand_over(client, seconds)
+            for request_id, request, params in handed:
+                if request.late is not None:
+                    request.late.cancel()
+                    request.late, params = None, None
+                moving = self._serve_elsewhere(other, request_id, request, params)
+                request.elsewhere = asyncio.create_task(moving)
+            return len(handed)
+
+        return sum(await asyncio.gather(*map(move, clients)))
+
+    async def _serve_elsewhere(
+        self, other: OtherServer, request_id: str, request: OpenRequest, params: dict[str, Any] | None
+    ) -> None:
+        for given in (None,) if params is None else (params, None):  # its blocks may be no longer there
+            try:
+                async with contextlib.aclosing(other.outputs(request.message(given))) as outputs:
+                    async for output in outputs:
+                        output.request_id, output.engine = request_id, request.engine
+                        self._take(output)
+                return
+            except OtherServerError as error:
+                print(f"request {request_id} of another server: {error}", file=sys.stderr, flush=True)
+                request.begin_again(request.known_ids)
+        self.num_handed_back += 1
+        request.elsewhere = None
+        self._send(request_id, request)
 
     def undrain(self, engine: int) -> None:
-        """Requests go to an engine again."""
-        self._drained.discard(engine)
+        """Requests go to an engine again. ``ValueError``: there is none of this number."""
+        self._drained.discard(self._client(engine).place.number)
+
+    def _client(self, engine: int) -> EngineClient:
+        if not 0 <= engine < len(self.clients):
+            raise ValueError(f"engine must be 0 to {len(self.clients) - 1}, given {engine}")
+        return self.clients[engine]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests, if they have not ended: they raise a ``RequestAbortedError``."""
@@ -567,12 +526,6 @@ class Replicas:
         """All requests raise an ``EngineEndedError`` with this reason, and the engines drop them."""
         for request in self._requests.values():
             request.unread.fail(EngineEndedError(reason))
-
-
-def num_expected_tokens(request: Generate) -> int:
-    """Of a request's output, about."""
-    n, most = request.sampling.get("n", 1), request.sampling.get("max_tokens")
-    return 0 if request.scored_from is not None else n * min(most or _EXPECTED_TOKENS, _EXPECTED_TOKENS)
 
 
 async def _stats(client: EngineClient) -> dict[str, Any] | None:

@@ -85,6 +85,7 @@ class Server:
         self._program, self._client, self._settings, self._listener = program, client, settings, listener
         names = settings.served_model_name or (name,)
         self._service = Service(settings, client, names, Metrics(names[0]))
+        self._is_stopping = False  # by a signal
         max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS
         config = uvicorn.Config(
             make_app(self._service),
@@ -132,7 +133,9 @@ class Server:
             adapters = [adapter.ref.name for adapter in self._service.adapters]
             self._say(f"serves {', '.join([*self._service.names, *adapters])} at {self.url}")
             keeping = asyncio.gather(*map(self._keep, self._client.clients))
-            await asyncio.wait((http, keeping), return_when=asyncio.FIRST_COMPLETED)
+            drained = asyncio.ensure_future(self._service.is_unused.wait())
+            await asyncio.wait((http, keeping, drained), return_when=asyncio.FIRST_COMPLETED)
+            drained.cancel()
             status = int(keeping.done())
             self._http.should_exit = True
             await http
@@ -176,12 +179,11 @@ class Server:
 
     def stop(self, number: int) -> None:
         """The first signal: answer what is under way, and end. A second one, or one while the model loads: end now."""
-        if self._service.is_draining or not self._service.is_started:
+        if self._is_stopping or not self._service.is_started:
             self._say(f"stopped by {signal.Signals(number).name}")
             self._client.kill()
             os._exit(128 + number)
-        self._service.is_draining = True
-        self._http.should_exit = True
+        self._service.is_draining = self._is_stopping = self._http.should_exit = True
         seconds = self._settings.drain_seconds
         self._say(f"{signal.Signals(number).name}: ends when {self._service.num_admitted} prompts are answered, "
                   f"in {seconds:g} s at the latest")  # fmt: skip

@@ -313,3 +313,8 @@ class Aborted(Described):
 
 class Drained(Described):
     moved: int
+
+
+class TakenOver(Described):
+    facts: str
+    proof: str

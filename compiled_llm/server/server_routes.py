@@ -10,15 +10,15 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from compiled_llm.api.argument_checks import integer
 from compiled_llm.api.names import refuse_unknown_fields
 from compiled_llm.api.readable import shown
 from compiled_llm.api.version import __version__
 from compiled_llm.server import schemas
 from compiled_llm.server.answering import read_body
+from compiled_llm.server.drain_routes import add_drain
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import JsonResponse
-from compiled_llm.server.openapi import ABORT_FIELDS, DRAIN_FIELDS, described
+from compiled_llm.server.openapi import ABORT_FIELDS, described
 from compiled_llm.server.service import Service
 from compiled_llm.server.unread import EngineEndedError
 
@@ -43,7 +43,7 @@ def add_server(app: FastAPI, service: Service) -> None:
         return JsonResponse({**service.tokenizer.named_tokens, "chat_template": template})
 
     if service.settings.allow_drain:
-        _add_drain(app, service)
+        add_drain(app, service)
     if service.settings.dev:
         _add_dev(app, service)
 
@@ -82,35 +82,6 @@ def _add_dev(app: FastAPI, service: Service) -> None:
         found = [one for one in service.client.unfinished if name is None or one.rpartition("-")[0] == name]
         service.client.abort(found)
         return JsonResponse({"aborted": len(found)})
-
-
-def _add_drain(app: FastAPI, service: Service) -> None:
-    @app.post("/drain", openapi_extra=described(schemas.Drained, "DrainRequest"))
-    async def drain(request: Request) -> Response:
-        """Move the requests of an engine to others, which take what KV blocks are ready in time."""
-        engine, seconds = await read_body(service, request, _drained)
-        try:
-            return JsonResponse({"moved": await service.client.drain(engine, seconds)})
-        except ValueError as error:
-            raise ApiError.of(error) from error
-
-    @app.post("/undrain", openapi_extra=described(schemas.Drained, "DrainRequest"))
-    async def undrain(request: Request) -> Response:
-        """Let requests go to an engine again."""
-        engine, _ = await read_body(service, request, _drained)
-        service.client.undrain(engine)
-        return JsonResponse({"moved": 0})
-
-
-def _drained(body: Mapping[str, Any]) -> tuple[int, float]:
-    """Which engine, and the seconds that it has. ``ValueError``: the body has not these."""
-    refuse_unknown_fields(body, DRAIN_FIELDS, {})
-    engine = body.get("engine")
-    integer("engine", engine, 0, 2**20)
-    seconds = body.get("grace_seconds", 5.0)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 3600:
-        raise ValueError(f"grace_seconds must be a number from 0 to 3600, given {shown(seconds)}")
-    return int(engine), float(seconds)  # type: ignore[arg-type]
 
 
 def _aborted(body: Mapping[str, Any]) -> str | None:

@@ -66,7 +66,7 @@ class Service:
         adapters: those that clients may name as their model.
         tokenizer, texts: None, and without texts, for a model that has none. Set by ``start``.
         formats: of reasoning and tool calls; set by ``start``.
-        is_started: the engines have started; is_draining: no new requests are taken.
+        is_started: the engines have started; is_draining: no new requests are taken; is_unused: nor are any left.
         traces: None unless they are asked for.
         num_admitted: prompts that are served or wait.
     """
@@ -75,6 +75,7 @@ class Service:
         self.settings, self.client, self.names, self.metrics = settings, client, tuple(names), metrics
         self.created = int(time.time())
         self.is_started = self.is_draining = False
+        self.is_unused = asyncio.Event()
         self.adapters = ServedAdapters(client, self.names)
         self.tokenizer: Tokenizer | None = None
         self.num_admitted = 0
@@ -161,6 +162,14 @@ class Service:
             yield
         finally:
             self.num_admitted -= count
+            if self.is_draining and not self.num_admitted:
+                self.is_unused.set()
+
+    def end_when_answered(self) -> None:
+        """Take no new requests; the server ends when those that it has are answered."""
+        self.is_draining = True
+        if not self.num_admitted:
+            self.is_unused.set()
 
     @property
     def too_late(self) -> ApiError:

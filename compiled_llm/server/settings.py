@@ -62,8 +62,9 @@ class ServerSettings:
         keep_alive_seconds: without an event, after which a stream has a comment, lest a proxy takes it for dead; 0:
             never.
         drain_seconds: for answers that are under way when the server is told to end.
-        allow_drain: there are also /drain and /undrain, with which a client moves the requests of one engine to others;
-            KV blocks go along if the engines have kv_host_bytes. Needs several engines.
+        allow_drain: there are also /drain and /undrain, with which a client moves the requests of one engine to others,
+            or those of all to another server, which ends this one; and /take_over, for requests of another server. KV
+            blocks go along if the engines have kv_host_bytes. See docs/roles.md.
         dev: there are also /reset_prefix_cache and /abort, with which a client changes what others get.
         stall_seconds: without a step while requests wait, after which /health says that the engine hangs.
         restart_engine: start an engine again when its process has ended, 5 times within 10 minutes at most; without

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.api.config import KV_KEY_VARIABLE, EngineConfig
+from compiled_llm.api.config import KV_KEY_VARIABLE, LEAST_KV_KEY, EngineConfig
 from compiled_llm.system.hardware import hardware
 from compiled_llm.tiers.exchange import BlockExchange, hello
 from compiled_llm.tiers.file_thread import FileThread
@@ -20,7 +20,6 @@ from compiled_llm.worker.block_copies import Caches, SwapSpace
 from compiled_llm.worker.compiled_steps import CompiledSteps
 
 _PACKAGE = Path(__file__).parents[1]
-_LEAST_SECRET = 16  # characters
 _SAMPLED, _SAMPLE = 1 << 20, 4096  # of each so many bytes of a file of weights so many are hashed, and its first piece
 # Engine arguments that say nothing about what keys and values are.
 _OF_NO_MATTER = frozenset(
@@ -103,9 +102,9 @@ def open_files(
 
 def _exchange(config: EngineConfig, key: bytes, block_bytes: int) -> BlockExchange:
     secret = os.environ.get(KV_KEY_VARIABLE, "")
-    if len(secret) < _LEAST_SECRET:
+    if len(secret) < LEAST_KV_KEY:
         raise ValueError(
-            f"the environment's {KV_KEY_VARIABLE} must have at least {_LEAST_SECRET} characters with "
+            f"the environment's {KV_KEY_VARIABLE} must have at least {LEAST_KV_KEY} characters with "
             f"role={config.role!r} and kv_transfer_address={config.kv_transfer_address!r}, given {len(secret)}"
         )
     named: dict[str, Any] = {"model": str(config.model), "dtype": config.dtype, "kv_cache_dtype": config.kv_cache_dtype}

@@ -152,6 +152,7 @@ DRAFTS = Checks(
 )
 ROUTING = Checks(("tests/routing/test_router.py", "tests/routing/test_prefixes.py"), load_torch=False)
 REPLICAS = Checks(("tests/server/test_replicas.py", "tests/server/test_roles.py"), load_torch=True)
+TAKEN = Checks(("tests/server/test_take_over.py", "tests/server/test_roles.py"), load_torch=True)
 MASKS = Checks(("tests/scheduling/test_masks.py",), load_torch=False)
 DRAFTED = Checks(
     (
@@ -670,8 +671,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         cached tokens are counted anew after a preemption
             RunningSet._count_admission: request.num_cached_tokens < 0 => request.num_cached_tokens <= 0
         tokens found in the cache are not reported
-            RunningSet._count_admission: request.num_cached_tokens = request.num_computed_tokens
-                => request.num_cached_tokens = 0
+            RunningSet._count_admission: min(request.num_computed_tokens, len(request.prompt_token_ids)) => 0
         a swapped request forgets what it had computed
             RunningSet.admit: max(request.num_computed_tokens, found) => found
         a request that comes back keeps what the runner knew of its table
@@ -1221,6 +1221,39 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """,
     ),
     (
+        "server.open_request",
+        REPLICAS,
+        """
+        text comes again after a death
+            _without_again: piece.text[characters:] => piece.text
+        tokens come again after a death
+            _without_again: piece.token_ids[tokens:] => piece.token_ids
+        a continuation that has ended goes on after a death
+            OpenRequest.take: had.has_ended = piece.finish_reason is not None =>
+        tokens whose log-probabilities are not known are gone on with
+            OpenRequest.begin_again: self.asked.sampling.get("logprobs") is None => True
+        """,
+    ),
+    (
+        "server.take_over",
+        TAKEN,
+        """
+        random bytes serve twice
+            TakenOver.request: self._challenges.pop(challenge, -_CHALLENGE_SECONDS) =>
+                self._challenges.get(challenge, -_CHALLENGE_SECONDS)
+        a request of another server needs no proof
+            TakenOver.request: not is_right or time.monotonic() > made + _CHALLENGE_SECONDS =>
+                time.monotonic() > made + _CHALLENGE_SECONDS
+        the server that takes requests need not know the key
+            OtherServer.meet: not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()) => False
+        a server of other weights takes requests
+            OtherServer.meet: facts["key"] != own["key"] => False
+        an adapter of the same name is the same
+            OtherServer.meet: facts["adapters"].get(adapter.name) != await asyncio.to_thread(adapter_digest, adapter) =>
+                False
+        """,
+    ),
+    (
         "server.replicas",
         REPLICAS,
         """
@@ -1228,12 +1261,6 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Replicas._lose: request.is_second or not self._serves_again => not self._serves_again
         what a dead engine gave comes again
             Replicas._lose: request.begin_again() => request.is_begun = False
-        text comes again after a death
-            _without_again: piece.text[characters:] => piece.text
-        tokens come again after a death
-            _without_again: piece.token_ids[tokens:] => piece.token_ids
-        a continuation that has ended goes on after a death
-            _Request.take: had.has_ended = piece.finish_reason is not None =>
         the prompt of another engine is the answer
             Replicas._take: request.late is not None => False
         a slow prefill engine is waited for
@@ -1242,10 +1269,10 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a drained engine gets requests
             Replicas._of_role: self._fault(one) is None and one.place.number not in self._drained =>
                 self._fault(one) is None
-        tokens whose log-probabilities are not known are gone on with
-            _Request.begin_again: self.asked.sampling.get("logprobs") is None => True
         a request that was left runs on
             Replicas._forget: client.abort(left) => None
+        what another server gave before it broke off comes again
+            Replicas._serve_elsewhere: request.begin_again(request.known_ids) => None
         a dead engine's requests count as its work
             Replicas._lose: self._set_left(request, 0) =>
         a request without a seed is another one the second time

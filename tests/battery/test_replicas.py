@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -210,38 +211,52 @@ def test_an_engine_killed_at_any_moment_under_load(restarts: bool, tmp_path: Pat
     assert served_again > 0
 
 
+ASKED: list[dict[str, Any]] = [
+    {"prompt": TEXT[7 * n :][:300], "max_tokens": 40, "seed": n, "temperature": 0.9, "ignore_eos": True,
+     "logprobs": 1, **({"presence_penalty": 0.5} if n % 3 == 1 else {"n": 2} if n % 3 == 2 else {})}
+    for n in range(12)
+]  # fmt: skip
+Found = list[tuple[str, list[float]]]  # text and log-probabilities of each continuation
+
+
+def alone() -> list[Found]:
+    """What one engine answers to ``ASKED``."""
+    with serving() as server:
+        answers = [server.http.post("/v1/completions", json=body).json()["choices"] for body in ASKED]
+    return [[(one["text"], one["logprobs"]["token_logprobs"]) for one in choices] for choices in answers]
+
+
+def streamed(http: httpx.Client, body: dict[str, Any]) -> Found:
+    """The same of a stream, which has no error."""
+    found = [("", list[float]()) for _ in range(body.get("n", 1))]
+    with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for one in event["choices"]:
+                text, logprobs = found[one["index"]]
+                more = one["logprobs"]["token_logprobs"] if one["logprobs"] else []
+                found[one["index"]] = text + one["text"], logprobs + more
+    return found
+
+
 @pytest.mark.parametrize(
     "flags", [("--prefill-replicas", "1", "--min-prefill-tokens", "48"), TWO], ids=["roles", "same"]
 )
 def test_streams_go_on_whichever_engine_is_killed_or_drained(flags: tuple[str, ...], tmp_path: Path) -> None:
     """50 moments: each answer is that of one engine, to the token, whole and once."""
     rng, faults, ends = random.Random(1), list[BaseException](), Counter[str]()
-    asked = [
-        {"prompt": TEXT[7 * n :][:300], "max_tokens": 40, "seed": n, "temperature": 0.9, "ignore_eos": True,
-         "logprobs": 1, **({"presence_penalty": 0.5} if n % 3 == 1 else {"n": 2} if n % 3 == 2 else {})}
-        for n in range(12)
-    ]  # fmt: skip
-    with serving() as server:
-        expected = [server.http.post("/v1/completions", json=body).json()["choices"] for body in asked]
-    tokens = [[(one["text"], one["logprobs"]["token_logprobs"]) for one in choices] for choices in expected]
+    tokens = alone()
 
     def client(number: int, url: str, is_over: threading.Event) -> None:
         own = random.Random(number)
         try:
             with httpx.Client(base_url=url, timeout=120) as http:
                 while not is_over.is_set():
-                    n = own.randrange(len(asked))
-                    found = [("", list[float]()) for _ in tokens[n]]
-                    with http.stream("POST", "/v1/completions", json={**asked[n], "stream": True}) as stream:
-                        for line in stream.iter_lines():
-                            if not line.startswith("data: {"):
-                                continue
-                            event = json.loads(line.removeprefix("data: "))
-                            assert "error" not in event, event
-                            for one in event["choices"]:
-                                text, logprobs = found[one["index"]]
-                                more = one["logprobs"]["token_logprobs"] if one["logprobs"] else []
-                                found[one["index"]] = text + one["text"], logprobs + more
+                    n = own.randrange(len(ASKED))
+                    found = streamed(http, ASKED[n])
                     assert found == tokens[n], f"request {n}"
                     ends["whole"] += 1
         except BaseException as error:
@@ -277,6 +292,49 @@ def test_streams_go_on_whichever_engine_is_killed_or_drained(flags: tuple[str, .
     assert ends["whole"] > 50
     assert ends["requests_served_again"] > 0
     assert ends["requests_handed_over"] > 0 or "--prefill-replicas" in flags
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp", "tokens"])
+def test_a_drained_server_hands_its_requests_to_another(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 10 moments, in 3 of which the other one is killed later: answers are those of one engine, and it ends."""
+    monkeypatch.setenv("COMPILED_LLM_KV_KEY", "a key that both of them share")
+    rng, tokens, counts = random.Random(2), alone(), Counter[str]()
+    for moment in range(10):
+        address = f"unix:{tmp_path}/{moment}" if transport == "unix" else "127.0.0.1:0"
+        host = () if transport == "tokens" else ("--kv-host-bytes", "100000000")
+        gives = ("--role", "both", "--kv-transfer-address", address) if host else ()
+        takes = ("--role", "decode") if host else ()
+        flags = ("--allow-drain", *host)
+        with (
+            (tmp_path / "log").open("w") as log,
+            serving(*flags, *gives, stderr=log) as first,
+            serving(*flags, *takes, stderr=log) as second,
+        ):
+            numbers = [rng.randrange(len(ASKED)) for _ in range(4)]
+            with ThreadPoolExecutor(4) as pool:
+                found = [pool.submit(streamed, first.http, ASKED[n]) for n in numbers]
+                until(
+                    lambda first=first, found=found: (
+                        first.http.get("/load").json()["server_load"] + sum(one.done() for one in found) == 4
+                    )
+                )
+                time.sleep(rng.uniform(0, 0.1))
+                url = str(second.http.base_url)
+                answer = first.http.post("/drain", json={"to": url, "grace_seconds": rng.choice([0, 0.05, 5])})
+                assert answer.status_code == 200, answer.text
+                counts["moved"] += answer.json()["moved"]
+                if moment % 3 == 2:
+                    time.sleep(rng.uniform(0, 0.1))
+                    second.process.kill()
+                assert [one.result() for one in found] == [tokens[n] for n in numbers]
+            assert first.process.wait(30) == 0
+            if moment % 3 != 2:
+                counts["peer_hit_tokens"] += int(total(second, "vllm:external_prefix_cache_hits_total").get("0", 0))
+    print(dict(counts))
+    assert counts["moved"] > 10
+    assert (counts["peer_hit_tokens"] > 0) is (transport != "tokens")
 
 
 def test_the_start_ends_with_the_error_of_any_engine_and_sigterm_drains_all() -> None:

@@ -211,7 +211,9 @@ def test_an_output_goes_on_elsewhere(pair: tuple[CompiledEngine, CompiledEngine]
         assert tokens == whole.token_ids[: len(tokens)]
         assert len(tokens) > 5
         decode.add_request("a", prompt, params, kv_transfer_params=given if blocks else None, output_token_ids=tokens)
-        rest = finished(decode)["a"].outputs[0]
+        output = finished(decode)["a"]
+        assert output.num_cached_tokens == blocks * len(prompt), "tokens of the prompt alone count"
+        rest = output.outputs[0]
         assert rest.token_ids == whole.token_ids
         assert rest.logprobs is not None
         assert whole.logprobs is not None

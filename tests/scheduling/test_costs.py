@@ -26,6 +26,12 @@ def test_a_hiccup_counts_as_twice_the_average_at_most() -> None:
     assert costs.bucket_seconds[16] == pytest.approx(1.1)
 
 
+def test_a_hiccup_in_a_bucket_that_was_not_measured_says_little_of_smaller_ones() -> None:
+    costs = StepCosts({16: 0.01})
+    costs.record_step(64, 10.0)
+    assert costs.bucket_seconds == {16: pytest.approx(0.011), 64: pytest.approx(0.044)}
+
+
 def test_a_bucket_that_a_hiccup_ruled_out_is_tried_again() -> None:
     costs = StepCosts({16: 0.03, 64: 0.095})
     costs.record_step(64, 1.0)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.commands.drain import main
 from compiled_llm.server import replicas as module
 from compiled_llm.server.engine_client import Place
-from compiled_llm.server.messages import HandedOver, Output, Piece
+from compiled_llm.server.messages import AdapterRef, HandedOver, Output, Piece
 from compiled_llm.server.replicas import Replicas, engine_clients
 from compiled_llm.server.settings import ServerSettings
+from compiled_llm.server.take_over import OtherServer
 from tests.server.conftest import SIZES, BrokenEngineError, Running, running_with
 from tests.server.test_manners import events, until
 from tests.server.test_replicas import PIECE, TIMES, FakeClient, asked, collected, runs, settle
@@ -87,7 +89,13 @@ async def test_a_long_new_prompt_goes_by_way_of_a_prefill_engine() -> None:
             decode.give(name, PIECE, ends=True)
         await asyncio.gather(again, scored)
         assert replicas.counts == {
-            **{"requests_served_again": 0, "requests_handed_over": 0, "prompts_apart": 1, "prompts_back": 0}
+            **{
+                "requests_served_again": 0,
+                "requests_handed_over": 0,
+                "requests_handed_back": 0,
+                "prompts_apart": 1,
+                "prompts_back": 0,
+            }
         }
 
 
@@ -112,6 +120,14 @@ async def test_a_prefill_engine_that_dies_is_slow_or_has_no_room_is_done_without
             decode.give(name, PIECE, ends=True)
         assert [texts(await task) for task in tasks] == ["x"] * 4
         assert replicas.num_prompts_back == 3
+
+
+@runs
+async def test_what_cannot_be_sent_is_refused_before_its_prompt_is_computed() -> None:
+    async with serving("decode", "prefill") as (replicas, (decode, prefill)):
+        transforms = {"x": 2**70}
+        assert isinstance(await collected(replicas, asked("a", logits_transforms=transforms)), OverflowError)
+        assert prefill.sent == decode.sent == []
 
 
 @runs
@@ -176,6 +192,8 @@ async def test_a_drained_engine_hands_over_what_it_knows_and_gets_nothing_more()
         assert [one.request_id for one in second.sent][3:] == ["d"], "though the first holds its prefix"
         second.give("d", PIECE, ends=True)
         await task
+        with pytest.raises(ValueError, match="engine must be 0 to 1, given 2"):
+            replicas.undrain(2)
         replicas.undrain(0)
         assert await replicas.drain(1, 1.0) == 0 if second.handed is not None else True
 
@@ -342,3 +360,122 @@ def test_streams_go_on_when_their_engine_is_drained_or_dies(
                 assert main("drain", [running.url, "--engine", "0", "--undo"]) == 0
                 assert running.http.post("/drain", json={"engine": 7}).status_code == 400
         assert running.client.num_handed_over == running.client.num_served_again == 1
+
+
+# -- From one server to another
+
+TO = {"max_tokens": 60, "ignore_eos": True}
+MOVED: tuple[dict[str, Any], ...] = (
+    {**TO, "prompt": "# five\n" + PROMPT, "temperature": 0.8, "seed": 4, "logprobs": 1, "stream": True},
+    {**TO, "prompt": "# six\n" + PROMPT, "n": 2, "seed": 5},
+    {"prompt": "# seven\n" + PROMPT, "structured_outputs": {"regex": "[a-z]{250}"}, "seed": 6, "max_tokens": 60},
+)
+
+
+def answered_by(running: Running, body: dict[str, Any]) -> Any:
+    """Choices as they are at the end, whole or streamed."""
+    answer = running.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    if not body.get("stream"):
+        return answer.json()["choices"]
+    found = [event["choices"][0] for event in events(answer.text)]
+    text = "".join(one["text"] for one in found)
+    logprobs = [value for one in found for value in (one["logprobs"] or {}).get("token_logprobs", ())]
+    return text, logprobs, [one["finish_reason"] for one in found if one["finish_reason"]]
+
+
+@contextlib.contextmanager
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    step = CompiledEngine.step
+
+    def stepping(self: CompiledEngine) -> Any:
+        threading.Event().wait(0.01)
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledEngine, "step", stepping)
+        yield
+
+
+@pytest.mark.parametrize("ends", ["whole", "breaks off"])
+def test_a_drained_server_has_another_one_go_on(
+    ends: str,
+    three: list[CompiledEngine],
+    reference: CompiledEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Also where that one is gone before the end: then the first one goes on."""
+    monkeypatch.setenv("COMPILED_LLM_KV_KEY", "a key that all of them share")
+    with running_with(reference) as one:
+        expected = [answered_by(one, body) for body in MOVED]
+    with (
+        running_with(three[0], allow_drain=True) as first,
+        running_with(three[1], allow_drain=True, drain_seconds=0) as second,
+    ):
+        for engine in three[:2]:
+            engine.reset_prefix_cache()
+        before = three[1].stats().peer_hit_tokens
+        with slow_steps(monkeypatch), ThreadPoolExecutor(3) as pool:
+            answers = [pool.submit(answered_by, first, body) for body in MOVED]
+            until(lambda: sum(len(one.output_token_ids) > 5 for one in three[0].scheduler.running) == 4)
+            assert main("drain", [first.url, "--to", second.url, "--grace-seconds", "5"]) == 0
+            assert "the server is drained: 3 requests moved" in capfd.readouterr().out
+            assert first.http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+            if ends == "breaks off":
+                until(lambda: sum(len(one.output_token_ids) > 20 for one in three[1].scheduler.running) == 4)
+                second.stop()
+            assert [answer.result() for answer in answers] == expected
+        assert first.ended() == 0
+        assert first.client.counts["requests_handed_over"] == 3
+        assert first.client.counts["requests_handed_back"] == 3 * (ends == "breaks off")
+        assert three[1].stats().peer_hit_tokens > before
+        until(lambda: three[0]._transfers.exchange.giver.num_leases == 0)  # type: ignore[union-attr]
+
+
+def test_another_server_is_refused_by_name(
+    three: list[CompiledEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMPILED_LLM_KV_KEY", "a key that all of them share")
+    with (
+        running_with(three[0], allow_drain=True) as first,
+        running_with(three[1], allow_drain=True, api_key=("k",)) as second,
+    ):
+        started = first.client.started
+        assert started is not None
+        facts = {"model": "None", "key": started.token_key}
+        strange = OtherServer(second.url, "k", facts)
+        strange._secret = b"another key of theirs"
+        for other, adapters, said in (
+            (OtherServer(second.url, "k", {**facts, "model": "a/b"}), [], None),  # the same files elsewhere
+            (
+                OtherServer(second.url, "k", {"model": "a/b", "key": "x"}),
+                [],
+                "same model, given a/b here and None there",
+            ),
+            (OtherServer(second.url, "k", {**facts, "key": "x"}), [], "same weights, code, torch"),
+            (OtherServer(second.url, "k", {**facts, "version": "0"}), [], "same version of messages, given 0 here"),
+            (OtherServer(second.url, "k", facts), [AdapterRef("x", str(tmp_path))], "has the same adapter 'x'"),
+            (OtherServer(second.url, "j", facts), [], "answers with status 401: the request needs an API key"),
+            (strange, [], "has the same COMPILED_LLM_KV_KEY"),
+        ):
+            if said is None:
+                assert len(asyncio.run(other.meet(*adapters))) == 64
+            else:
+                with pytest.raises(ValueError, match=said):
+                    asyncio.run(other.meet(*adapters))
+        forged = {"challenge": "0" * 64, "proof": "0" * 64, "request": ""}
+        key = {"Authorization": "Bearer k"}
+        assert second.http.post("/take_over/request", json=forged, headers=key).status_code == 401
+        assert second.http.post("/take_over/request", json=forged).status_code == 401
+        for arguments, said in (
+            (["--to", second.url], "answers with status 401"),
+            (["--to", "http://127.0.0.1:1"], "to must name a server that answers"),
+            (["--to", second.url, "--to-api-key", "k", "--engine", "0"], "engine must not be the last one"),
+            ([], "--engine must be given unless --to is"),
+            (["--to", "x", "--undo", "--engine", "0"], "--to and --to-api-key have no meaning with --undo"),
+        ):
+            with pytest.raises(SystemExit, match="2"):
+                main("drain", [first.url, *arguments])
+            assert said in capfd.readouterr().err
+        assert first.http.get("/health").status_code == 200, "nothing was moved"

@@ -1,0 +1,89 @@
+"""What two servers say to each other of requests: proofs that serve once, and refusals by name."""
+
+import asyncio
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm.server import take_over as module
+from compiled_llm.server.messages import Abort, AdapterRef, Generate, encode
+from compiled_llm.server.take_over import OtherServer, TakenOver, adapter_digest
+
+FACTS = {"model": "a model", "key": "a key"}
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILED_LLM_KV_KEY", "a key that both of them share")
+
+
+def challenge(taken: TakenOver) -> str:
+    said = {"challenge": "0" * 64, "adapters": ["unknown", 5]}
+    answer = asyncio.run(taken.hello(said, FACTS, {}))
+    assert answer["proof"] == module._proof(module.shared_secret(), "takes", "0" * 64, answer["facts"])
+    return str(module.json.loads(answer["facts"])["challenge"])
+
+
+def body(made: str, message: Any = None, secret: bytes | None = None) -> dict[str, str]:
+    asked = Generate("theirs", [1, 2], {}, adapter=AdapterRef("x", "/there")) if message is None else message
+    encoded = base64.b64encode(encode(asked)).decode()
+    proof = module._proof(secret or module.shared_secret(), "gives", made, encoded)
+    return {"challenge": made, "proof": proof, "request": encoded}
+
+
+def test_a_request_needs_a_proof_and_random_bytes_serve_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, own = TakenOver(), {"x": AdapterRef("x", "/here")}
+    given = body(challenge(taken))
+    asked = taken.request(given, "ours", own)
+    assert (asked.request_id, asked.adapter, asked.prompt_token_ids) == ("ours", own["x"], [1, 2])
+    other = base64.b64encode(encode(Generate("theirs", [3], {}))).decode()
+    for wrong in (
+        given,
+        body("1" * 64),
+        body(challenge(taken), secret=b"another"),
+        {**body(challenge(taken)), "request": other},
+        {},
+    ):
+        with pytest.raises(PermissionError, match="must come with a proof"):
+            taken.request(wrong, "ours", own)
+    late = body(challenge(taken))
+    monkeypatch.setattr(module, "_CHALLENGE_SECONDS", -1.0)
+    with pytest.raises(PermissionError):
+        taken.request(late, "ours", own)
+
+
+def test_what_is_no_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = TakenOver()
+    with pytest.raises(ValueError, match="of an adapter that is served here"):
+        taken.request(body(challenge(taken)), "ours", {})
+    with pytest.raises(ValueError, match="must be one for tokens"):
+        taken.request(body(challenge(taken), Abort([])), "ours", {})
+    with pytest.raises(ValueError, match="request must be one of this version's messages"):
+        taken.request(body(challenge(taken), [1]), "ours", {})
+    with pytest.raises(ValueError, match="challenge and adapters must be"):
+        asyncio.run(taken.hello({"challenge": "x", "adapters": []}, FACTS, {}))
+    monkeypatch.setenv("COMPILED_LLM_KV_KEY", "short")
+    with pytest.raises(ValueError, match="COMPILED_LLM_KV_KEY must have at least 16 characters, the same for both"):
+        asyncio.run(taken.hello({"challenge": "0" * 64, "adapters": []}, FACTS, {}))
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://a", "http://", "http://a\r\nb", "http://a?b"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="to must be the URL of a server"):
+        OtherServer(url, None, FACTS)
+
+
+def test_a_header_has_no_second_line() -> None:
+    with pytest.raises(ValueError, match="to_api_key must be visible ASCII"):
+        OtherServer("http://a", "b\r\nc", FACTS)
+
+
+def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
+    digests = []
+    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(content)
+        digests.append(adapter_digest(AdapterRef(name, str(tmp_path / name))))
+    assert digests[0] == digests[1] != digests[2]
