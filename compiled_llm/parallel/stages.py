@@ -126,7 +126,7 @@ class StageProcesses(RankProcesses):
         of_stages = [results[first : first + self.num_ranks] for first in range(0, len(results), self.num_ranks)]
         for stage, (first_of, *others) in enumerate(of_stages):
             for rank, other in enumerate(others, 1):
-                if other != digest_of(cast(StepResult, first_of)):
+                if other.digest != digest_of(cast(StepResult, first_of)):
                     self._fail(stage * self.num_ranks + rank, f"{self._name(stage * self.num_ranks + rank)} drifts")
         firsts = [cast(StepResult, own[0]) for own in of_stages]
         return dataclasses.replace(
