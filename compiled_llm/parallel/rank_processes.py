@@ -31,7 +31,15 @@ from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message
 from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, map_memory
 from compiled_llm.worker.times import RunnerTimes
-from compiled_llm.worker.worker_process import COMPILED_AGAIN, UNCOMPILE, Answer, Failure, WorkerProcess, digest_of
+from compiled_llm.worker.worker_process import (
+    COMPILED_AGAIN,
+    UNCOMPILE,
+    Answer,
+    Failure,
+    Followed,
+    WorkerProcess,
+    digest_of,
+)
 
 PIECE_BYTES = 1 << 18  # that ranks exchange at once: few enough for a core's own cache
 HANG_SECONDS = 60.0  # without a piece or a message of any rank, while a step runs
@@ -173,13 +181,15 @@ class RankProcesses(Worker):
             raise failure.error()
         self._failed = None
         assert isinstance(first, StepResult)
-        digest = digest_of(first)
+        digest, files = digest_of(first), [first.files]
         for number, other in enumerate(others, 1):
+            assert isinstance(other, Followed)
             if other.digest != digest:
                 self._fail(number, f"rank {number} sampled other tokens than rank 0")
-        if self._files is None:
+            files.append(other.files)
+        if self._files is None or first.files is None:  # no disk, or no room for a block in host memory
             return first
-        return dataclasses.replace(first, files=self._files.joined([result.files for result in results]))
+        return dataclasses.replace(first, files=self._files.joined([one for one in files if one is not None]))
 
     def close(self) -> None:
         """End the processes. What they last said of themselves stays."""
