@@ -149,9 +149,8 @@ def _check_ranks(config: Any) -> None:
     if config.tensor_parallel_size == 1 and not config.tensor_parallel_exact:
         return
     name = "tensor_parallel_size above 1" if config.tensor_parallel_size > 1 else "tensor_parallel_exact=True"
-    for path in ("kv_disk_path", "weights_path"):
-        if (given := getattr(config, path)) is not None:
-            raise ValueError(f"{path} must be None with {name} (files there are of whole models), given {given!r}")
+    if (given := config.weights_path) is not None:
+        raise ValueError(f"weights_path must be None with {name} (files there are of whole models), given {given!r}")
     if config.tensor_parallel_exact and config.tensor_parallel_size not in (1, 2, 4, 8):
         raise ValueError(
             "tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True, given "

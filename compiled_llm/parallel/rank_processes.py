@@ -22,6 +22,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.sharding import Shard
 from compiled_llm.ops.parallel.rank_group import abort, bytes_for, meetings
+from compiled_llm.parallel.rank_files import RankFiles
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFailedError
 from compiled_llm.system.numa import cores_of_ranks
@@ -30,7 +31,15 @@ from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message
 from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, map_memory
 from compiled_llm.worker.times import RunnerTimes
-from compiled_llm.worker.worker_process import COMPILED_AGAIN, UNCOMPILE, Answer, Failure, WorkerProcess, digest_of
+from compiled_llm.worker.worker_process import (
+    COMPILED_AGAIN,
+    UNCOMPILE,
+    Answer,
+    Failure,
+    Followed,
+    WorkerProcess,
+    digest_of,
+)
 
 PIECE_BYTES = 1 << 18  # that ranks exchange at once: few enough for a core's own cache
 HANG_SECONDS = 60.0  # without a piece or a message of any rank, while a step runs
@@ -114,6 +123,13 @@ class RankProcesses(Worker):
             check_equal(name, [getattr(process, name) for process in self.ranks])
         check_equal("blocks of pools", [_pools(process) for process in self.ranks])
         self.facts, self.limits, self.device, self.dtype = first.facts, first.limits, first.device, first.dtype
+        known = [process.facts.blocks_on_disk for process in self.ranks]
+        self._files = None if first.facts.blocks_on_disk is None else RankFiles([own or () for own in known])
+        self.facts = dataclasses.replace(
+            first.facts,
+            blocks_on_disk=None if self._files is None else tuple(self._files.there),
+            host_block_bytes=sum(process.facts.host_block_bytes for process in self.ranks),
+        )
         self.cache_dtypes, self.exact, self.transforms = first.cache_dtypes, first.exact, first.transforms
         self.start_times = first.start_times
         self.num_threads = sum(process.num_threads for process in self.ranks)
@@ -131,6 +147,8 @@ class RankProcesses(Worker):
             assert self.adapters is not None
             loaded = [self.adapters.known(digest) for _, digest in output.adapter_loads]
             self._send(loaded, WorkerProcess.send_message)
+        if output.files.resets and self._files is not None:
+            self._files.reset()
         return self._send(output, WorkerProcess.launch_message)[0]
 
     def _send(self, content: Any, how: Callable[[WorkerProcess, Message], T]) -> list[T]:
@@ -163,11 +181,15 @@ class RankProcesses(Worker):
             raise failure.error()
         self._failed = None
         assert isinstance(first, StepResult)
-        digest = digest_of(first)
+        digest, files = digest_of(first), [first.files]
         for number, other in enumerate(others, 1):
-            if other != digest:
+            assert isinstance(other, Followed)
+            if other.digest != digest:
                 self._fail(number, f"rank {number} sampled other tokens than rank 0")
-        return first
+            files.append(other.files)
+        if self._files is None or first.files is None:  # no disk, or no room for a block in host memory
+            return first
+        return dataclasses.replace(first, files=self._files.joined([one for one in files if one is not None]))
 
     def close(self) -> None:
         """End the processes. What they last said of themselves stays."""

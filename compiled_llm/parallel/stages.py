@@ -32,7 +32,7 @@ from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.rank_start import Inherited, RankStart, check_device, map_memory
 from compiled_llm.worker.stage_link import LinkEnd, SkippedError, StageStart
-from compiled_llm.worker.worker_process import Failure, WorkerProcess, digest_of
+from compiled_llm.worker.worker_process import Failure, Followed, WorkerProcess, digest_of
 
 _LINE = 128  # bytes that processes exchange to agree
 
@@ -126,7 +126,7 @@ class StageProcesses(RankProcesses):
         of_stages = [results[first : first + self.num_ranks] for first in range(0, len(results), self.num_ranks)]
         for stage, (first_of, *others) in enumerate(of_stages):
             for rank, other in enumerate(others, 1):
-                if other != digest_of(cast(StepResult, first_of)):
+                if cast(Followed, other).digest != digest_of(cast(StepResult, first_of)):
                     self._fail(stage * self.num_ranks + rank, f"{self._name(stage * self.num_ranks + rank)} drifts")
         firsts = [cast(StepResult, own[0]) for own in of_stages]
         return dataclasses.replace(

@@ -419,7 +419,7 @@ class StartedModel:
         known: tuple[bytes, ...] | None = None
         if config.kv_disk_path is not None or config.transfers:
             drafter = () if self._drafter is None else (self._drafter,)
-            facts = self.model_config, self.dtype, self.exact, *(one.model_config for one in drafter)
+            facts = self.model_config, self.dtype, self.exact, self.shard, *(one.model_config for one in drafter)
             directories = self._directory, *(one.directory for one in drafter)
             self.files = open_files(config, facts, directories, self.device, self.steps, self.swap_space)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)

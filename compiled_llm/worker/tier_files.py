@@ -95,7 +95,7 @@ def open_files(
         own, of_windows = rows(swap_space.num_blocks + 1)
         return FileThread(_exchange(config, key, sum(map(len, (own, *of_windows)))), rows)
     assert config.kv_disk_path is not None
-    folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes)
+    folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes // config.tensor_parallel_size)
     folder.scan()
     return FileThread(folder, rows)
 
@@ -130,7 +130,7 @@ def folder_key(
     4 KiB of each MiB.
 
     Args:
-        facts: what else the engine knows of its model.
+        facts: what else the engine knows of its model, and which rank's part of it this is.
         directories: of the model and of a network that drafts.
         groups: all tensors of the KV cache.
     """

@@ -22,7 +22,7 @@ from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, WorkerFailedError
+from compiled_llm.scheduling.worker import FileResult, StepResult, Worker, WorkerFacts, WorkerFailedError
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.worker.launched_step import LaunchedStep
@@ -102,7 +102,7 @@ class WorkerProcess(Worker):
 
     Args:
         rank: the process is one of several that run the model together. Who makes it then asks ``alike``, and calls
-            ``start``; results of other ranks than the first are digests of their tokens.
+            ``start``; results of other ranks than the first are ``Followed``.
 
     Attributes:
         facts, limits, device and so on: those of the ``ModelRunner``.
@@ -202,8 +202,8 @@ class WorkerProcess(Worker):
         """Wait for a step. The results of earlier ones that were not collected are dropped; errors in them too."""
         return _value(self.result(step))
 
-    def result(self, step: int) -> "StepResult | int | Failure":
-        """As ``collect``, with an error as it was sent; of other ranks than the first a digest of the tokens."""
+    def result(self, step: int) -> "StepResult | Followed | Failure":
+        """As ``collect``, with an error as it was sent; of other ranks than the first what these send."""
         while True:
             result = self._early.popleft() if self._early else self._message()
             self._num_received += 1
@@ -381,6 +381,13 @@ def _do(
     return Answer(_state_of(runner))
 
 
+class Followed(NamedTuple):
+    """Of a step, what another rank than the first says: what all must have in common, and what became of its files."""
+
+    digest: int
+    files: FileResult | None
+
+
 def digest_of(result: StepResult) -> int:
     """Of what ranks must have in common after a step. The same in all processes, as numbers hash."""
     return hash((result.sampled_token_ids, result.draft_token_ids or ()))
@@ -391,13 +398,13 @@ def _send_results(
 ) -> None:
     """Send the result of each launched step and each answer, in their order, until a None comes.
 
-    Not ``in_full``: digests of the results.
+    Not ``in_full``: ``Followed`` for the results.
     """
     while (step := launched.get()) is not None:
         try:
             message: Any = step if isinstance(step, Failure | Answer) else runner.collect(step)
             if isinstance(message, StepResult) and not in_full:
-                message = digest_of(message)
+                message = Followed(digest_of(message), message.files)
         except Exception as error:
             message = Failure.of(error)
         try:

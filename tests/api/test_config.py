@@ -107,11 +107,10 @@ def test_ranks() -> None:
     EngineConfig(tensor_parallel_size=2, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     drafts = {"method": "layer_skip", "num_speculative_tokens": 3}
     EngineConfig(tensor_parallel_size=2, speculative_config=drafts, enable_lora=True)
-    for path in ("kv_disk_path", "weights_path"):
-        files = {path: "x"} | ({"kv_host_bytes": 2**20} if path == "kv_disk_path" else {})
-        for name in ({"tensor_parallel_size": 2}, {"tensor_parallel_exact": True}):
-            with pytest.raises(ValueError, match=f"{path} must be None with tensor_parallel"):
-                EngineConfig(**files, **name)
+    EngineConfig(tensor_parallel_size=2, kv_host_bytes=2**20, kv_disk_path="x")
+    for name in ({"tensor_parallel_size": 2}, {"tensor_parallel_exact": True}):
+        with pytest.raises(ValueError, match="weights_path must be None with tensor_parallel"):
+            EngineConfig(weights_path="x", **name)
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1, 2, 4 or 8 with tensor_parallel_exact=True"):
         EngineConfig(tensor_parallel_size=3, tensor_parallel_exact=True)
 

@@ -184,6 +184,17 @@ STEPS = {
     "gpt-oss, weights in mxfp4, programmatic": Case(
         "gpt-oss", (7,), (4, 9), arguments=PROGRAMMATIC | {"quantization": "mxfp4"}, programmatic=13
     ),
+    # Sums and joins over the ranks are taken to be a launch each.
+    "qwen3, two ranks": Case("qwen3", (9,), (6, 17), arguments={"tensor_parallel_size": 2}),
+    "qwen3, four ranks": Case("qwen3", (9,), (6, 17), arguments={"tensor_parallel_size": 4}),
+    "qwen3, two ranks, exact sums": Case(  # four products and their stack, for each sum
+        "qwen3", (17,), (6, 25), arguments={"tensor_parallel_size": 2, "tensor_parallel_exact": True}
+    ),
+    "qwen3, two ranks, a chunk of a prompt": Case("qwen3", (12,), (6, 20), "tokens_32", {"tensor_parallel_size": 2}),
+    "qwen3, two ranks, weights in int8": Case(
+        "qwen3", (9,), (5, 17), arguments={"tensor_parallel_size": 2, "quantization": "int8"}
+    ),
+    "qwen3-moe, two ranks": Case("qwen3-moe", (11, 9), (6, 18), arguments={"tensor_parallel_size": 2}),
     "qwen3, exact": Case("qwen3", (9,), (5, 12), arguments={"exact": True}),
 }
 
@@ -194,6 +205,7 @@ KNOWN: dict[str, dict[str, int]] = {
     # Rows that are no multiple of 16 bytes, in these small models alone: latents of queries, and what heads give.
     "deepseek-v3": {"copies": 2},
     "mistral4": {"copies": 2},
+    "qwen3-moe, two ranks": {"copies": 2},  # of an expert's hidden rows, of 72 bytes in a rank
     # Likewise: the gates of the norms behind states, which lie beside b and a, or dt, of few heads.
     "qwen3.5": {"copies": 2, "spilled": 1},  # 8 bytes, with heads of 24 alone, which no model has
     "qwen3-next": {"copies": 3},

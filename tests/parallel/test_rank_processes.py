@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.rank_processes import RankProcesses, check_alike
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.scheduling.worker import WorkerFailedError
 from compiled_llm.worker.rank_start import Alike
 from compiled_llm.worker.worker_process import Failure
@@ -25,8 +27,14 @@ SMALL = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 32, "num_
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[CompiledEngine]:
-    with CompiledEngine(tensor_parallel_size=2, **ARGUMENTS) as engine:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ranks keep blocks."""
+    return tmp_path_factory.mktemp("files") / "kv"
+
+
+@pytest.fixture(scope="module")
+def ranks(files: Path) -> Iterator[CompiledEngine]:
+    with CompiledEngine(tensor_parallel_size=2, **ARGUMENTS, kv_host_bytes=2**21, kv_disk_path=str(files)) as engine:
         yield engine
 
 
@@ -67,6 +75,63 @@ def test_the_same_outputs_as_of_one_process(ranks: CompiledEngine) -> None:
     found = ranks.generate(PROMPTS[1], PARAMS[1], use_tqdm=False)
     assert ranks.stats().prefix_hit_tokens > before
     assert_alike(found, theirs[1:2])
+
+
+def test_blocks_come_from_files_of_which_each_rank_has_its_part(
+    ranks: CompiledEngine, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits are those that were computed, also where one rank's part is damaged."""
+    monkeypatch.setattr(KVTiers, "_pays", lambda *_: True)
+    monkeypatch.setattr(KVTiers, "least_wait", 30.0)
+
+    def served() -> tuple[Any, int, int]:
+        """What is generated, how many tokens came from files, and how many files failed."""
+        while ranks.move_blocks():
+            pass
+        ranks.reset_prefix_cache()
+        before = ranks.stats()
+        (out,) = ranks.generate(PROMPTS[2], PARAMS[0], use_tqdm=False)
+        after = ranks.stats()
+        hits, failures = (
+            after.disk_hit_tokens - before.disk_hit_tokens,
+            after.num_disk_failures - before.num_disk_failures,
+        )
+        return (out.outputs[0].token_ids, out.outputs[0].logprobs), hits, failures
+
+    expected, _, _ = served()
+    found, hits, failures = served()
+    assert found == expected
+    assert hits > 30
+    assert failures == 0
+    folders = list(files.iterdir())
+    names = [{path.name for path in folder.iterdir()} for folder in folders]
+    assert len(names) == 2, "of each rank one"
+    assert names[0] == names[1]
+    for number, path in enumerate(sorted(folders[1].iterdir())):
+        if number % 3 == 0:
+            path.write_bytes(path.read_bytes()[:-1])
+    found, fewer, failures = served()
+    assert found == expected
+    assert fewer < hits
+    assert failures > 0
+    assert served()[:2] == (expected, hits), "what was damaged is written again"
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("arguments", [{}, {"tensor_parallel_exact": True}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_ranks_that_start_again_find_their_files(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """The same bits; another number of ranks finds nothing."""
+    work, found, hits = (PROMPTS, PARAMS), [], []
+    for size in (2, 2, 4):
+        tiers = {"kv_host_bytes": 2**21, "kv_disk_path": str(tmp_path / "kv"), "tensor_parallel_size": size}
+        with CompiledEngine(**ARGUMENTS, **tiers, **arguments) as engine:
+            outputs = engine.generate(*work, use_tqdm=False)
+            hits.append(engine.stats().disk_hit_tokens)
+        found.append([[(one.token_ids, one.logprobs) for one in out.outputs] for out in outputs])
+    assert found[1] == found[0]
+    assert hits[1] > 0
+    assert hits[0] == hits[2] == 0
+    assert len(list((tmp_path / "kv").iterdir())) == 6
 
 
 def test_reports_are_of_all_ranks(ranks: CompiledEngine) -> None:
@@ -151,9 +216,12 @@ def test_a_rank_that_hangs_is_named(rank: int, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.battery
 def test_a_rank_that_drifts_apart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def altered(result: Any, drifts: bool) -> Any:
+        return result._replace(digest=result.digest ^ drifts)
+
     engine = CompiledEngine(tensor_parallel_size=2, **SMALL)
     result = engine.runner.ranks[1].result
-    monkeypatch.setattr(engine.runner.ranks[1], "result", lambda step: result(step) ^ (step == 4))
+    monkeypatch.setattr(engine.runner.ranks[1], "result", lambda step: altered(result(step), step == 4))
     assert set(outcomes(engine)) == {
         "WorkerFailedError: rank 1 sampled other tokens than rank 0. The engine serves nothing any more"
     }
@@ -186,7 +254,7 @@ def test_a_bad_argument_is_the_error_that_it_would_be_here() -> None:
         CompiledEngine(tensor_parallel_size=2, enforce_eager=True, bucket_sizes=(1,), kv_cache_memory_bytes=10)
     with pytest.raises(ValueError, match="tensor_parallel_size must divide"):
         CompiledEngine(tensor_parallel_size=3, **SMALL)
-    with pytest.raises(ValueError, match="must go to another process with model_process=True or tensor_parallel_size"):
+    with pytest.raises(ValueError, match="must go to another process with model_process=True, tensor_parallel_size or"):
         CompiledEngine(tensor_parallel_size=2, logits_transforms=[lambda logits: logits], **SMALL)
 
 
