@@ -5,8 +5,9 @@
 
 A setup RxN has R engines of N ranks, which share the cores; the one with least to do gets a request. Requests arrive
 as a Poisson process and in bursts, as many a second as keep the engines ``--load`` busy by what steps cost. Costs are
-measured in the same minutes: before each run and after it. Compared are the mean and the 90th percentile of latencies,
-as a share of the measured ones, and the share of requests within ``--slo-scale`` times what they take alone, as it is.
+measured in the same minutes: before each part of a run and after it. Compared are the mean and the 90th percentile of
+latencies, as a share of the measured ones, and the share of requests within ``--slo-scale`` times what they take alone,
+as it is.
 
 The machine must be idle otherwise. Exit status: 0, or 1 where a figure differs by more than ``--tolerance``.
 """
@@ -90,33 +91,41 @@ def figures(latencies: Latencies, targets: np.ndarray) -> dict[str, float]:
 
 
 def compared(engines: Engines, args: argparse.Namespace, setup: str) -> list[dict[str, Any]]:
-    """A row for each figure of each load."""
+    """A row for each figure of each load, which comes in ``--parts``, each with costs of its own minutes."""
     count, rows = len(engines.connections), []
     before = engines.measure(args.rounds)
     for cv in args.cvs:
-        trace = drawn(before, count, cv, args)
-        measured = serve(engines, trace)
-        after = engines.measure(args.rounds)
-        costs, before = mean_of([before, after]), after
-        outcome = simulate([GroupPlan({_MODEL: (costs, costs.kv_tokens or 0)})] * count, trace)
-        alone = np.array([costs.alone_seconds(row.prompt_tokens, row.output_tokens)[1] for row in trace])
-        simulated = figures(Latencies(outcome.ttft, outcome.e2el), args.slo_scale * alone)
-        for name, value in figures(measured, args.slo_scale * alone).items():
-            row = {"setup": setup, "cv": cv, "requests": len(trace), "figure": name, "measured": value}
-            differs = simulated[name] - value
-            rows.append(row | {"simulated": simulated[name], "differs": differs / (1 if name == "attained" else value)})
+        measured, simulated, alone = list[Latencies](), list[Latencies](), list[float]()
+        for part in range(args.parts):
+            trace = drawn(before, count, cv, args, args.seed + part)
+            measured.append(serve(engines, trace))
+            after = engines.measure(args.rounds)
+            costs, before = mean_of([before, after]), after
+            outcome = simulate([GroupPlan({_MODEL: (costs, costs.kv_tokens or 0)})] * count, trace)
+            simulated.append(Latencies(outcome.ttft, outcome.e2el))
+            alone += [costs.alone_seconds(row.prompt_tokens, row.output_tokens)[1] for row in trace]
+        targets = args.slo_scale * np.array(alone)
+        predicted = figures(_joined(simulated), targets)
+        for name, value in figures(_joined(measured), targets).items():
+            row = {"setup": setup, "cv": cv, "requests": len(alone), "figure": name, "measured": value}
+            differs = predicted[name] - value
+            rows.append(row | {"simulated": predicted[name], "differs": differs / (1 if name == "attained" else value)})
     return rows
 
 
-def drawn(costs: ReplicaCosts, count: int, cv: float, args: argparse.Namespace) -> list[TraceRequest]:
+def _joined(parts: Sequence[Latencies]) -> Latencies:
+    return Latencies(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def drawn(costs: ReplicaCosts, count: int, cv: float, args: argparse.Namespace, seed: int) -> list[TraceRequest]:
     """Requests that keep ``count`` engines busy for ``--load`` of the time, by batches of eight."""
     rows = min(8, costs.max_num_seqs)
     keys = rows * (args.prompt_tokens + args.output_tokens / 2)
     seconds = costs.step_seconds(0, 0, args.prompt_tokens, args.prompt_tokens**2 / 2)
     seconds += args.output_tokens * costs.step_seconds(rows, keys) / rows
-    lengths = {"prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens, "seed": args.seed}
+    lengths = {"prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens, "seed": seed}
     rate = args.load * count / seconds
-    return Load({_MODEL: rate}, args.seconds, cv, **lengths).draw()
+    return Load({_MODEL: rate}, args.seconds / args.parts, cv, **lengths).draw()
 
 
 def parser(program: str) -> FlagParser:
@@ -133,6 +142,7 @@ def parser(program: str) -> FlagParser:
     add("--load", type=float, default=0.6, help="share of the engines' time (default: 0.6)")
     add("--cvs", type=float, nargs="+", default=[1.0, 4.0], metavar="X", help="burstiness of each run (default: 1 4)")
     add("--seconds", type=float, default=30.0, help="that requests arrive in a run (default: 30)")
+    add("--parts", type=int, default=3, help="of a run, with costs measured in between (default: 3)")
     add("--prompt-tokens", type=int, default=128, help="on average (default: 128)")
     add("--output-tokens", type=int, default=48, help="on average (default: 48)")
     add("--slo-scale", type=float, default=2.0, help="targets, times what a request takes alone (default: 2)")
@@ -150,7 +160,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    least = {"cvs": 0.1, "seconds": 5, "prompt_tokens": 1, "output_tokens": 2, "rounds": 1, "tolerance": 0}
+    least = {"cvs": 0.1, "seconds": 5, "prompt_tokens": 1, "output_tokens": 2, "rounds": 1, "parts": 1, "tolerance": 0}
     args = parser(program).parse_checked(_check, arguments, **least)
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:

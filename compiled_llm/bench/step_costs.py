@@ -3,10 +3,10 @@
     compiled-llm bench step-costs --model DIR --costs costs.json
     compiled-llm bench step-costs --replicas 2 --num-threads 1 --costs costs.json
 
-Measured are steps that give each request a token, with each number of requests that a bucket begins and ends with, and
-steps with prompts alike; what contexts add is told by longer ones. With ``--replicas`` as many engines measure at the
-same time, since they share the machine; a device of the file is what one of their ranks has. The times are those of
-``engine.step``, the host's included, medians over ``--rounds``.
+Measured are steps that give each request a token, with the least, a middle and the largest number of requests of each
+bucket, and steps with prompts alike; what contexts add is told by longer ones. With ``--replicas`` as many engines
+measure at the same time, since they share the machine; a device of the file is what one of their ranks has. The times
+are those of ``engine.step``, the host's included, means over ``--rounds``: a queue grows with slow steps as well.
 
 ``--json FILE`` writes the last line there too.
 """
@@ -136,51 +136,53 @@ def _params(max_tokens: int) -> SamplingParams:
 def measure(engine: CompiledEngine, rounds: int, rng: np.random.Generator) -> ReplicaCosts:
     """The costs of an idle engine's steps."""
     limits, config = engine.runner.limits, engine.config
-    longest = limits.max_model_len - _STEPS - 2
-    rows = [size for size in _ends(limits.decode_bucket_sizes) if size <= limits.max_num_seqs]
-    sizes = [size for size in _ends(limits.token_bucket_sizes) if size <= limits.max_num_batched_tokens]
+    longest, kv_tokens = limits.max_model_len - 1, engine.stats().num_kv_blocks * limits.block_size
+    most_beside_decodes = limits.max_tokens_beside_decodes or limits.max_num_batched_tokens
+    rows = [size for size in _points(limits.decode_bucket_sizes) if size <= limits.max_num_seqs]
+    sizes = [size for size in _points(limits.token_bucket_sizes) if size <= limits.max_num_batched_tokens]
 
-    def seconds(lengths: Sequence[int], outputs: int) -> list[float]:
-        """Of each step that serves random prompts of these lengths."""
+    def served(lengths: Sequence[int], outputs: int) -> list[tuple[float, int]]:
+        """Of each step that serves random prompts of these lengths: its seconds, and how many requests got a token."""
         for number, length in enumerate(lengths):
             engine.add_request(f"{number}", _tokens(engine, rng, length), _params(outputs))
         found = []
         while engine.has_unfinished_requests():
             start = time.perf_counter()
-            engine.step()
-            found.append(time.perf_counter() - start)
+            num_tokens = len(engine.step())
+            found.append((time.perf_counter() - start, num_tokens))
         return found
 
     def decode(count: int, prompt: int) -> float:
-        return statistics.mean(seconds([prompt] * count, _STEPS)[-_STEPS + 2 : -1])
+        """A step of ``count`` requests that all had a token in the step before, so none still has a prompt."""
+        until_all_run = -(-count * prompt // most_beside_decodes) + 1
+        found = served([prompt] * count, until_all_run + _STEPS)
+        whole = [after for (_, before), (after, now) in itertools.pairwise(found) if before == now == count]
+        return statistics.mean(whole[1:-1])
 
     def chunk(tokens: int, most: int) -> float:
         """A step of ``tokens`` in prompts of up to ``most``."""
         parts = -(-tokens // most)
-        return seconds([tokens // parts + (n < tokens % parts) for n in range(parts)], 1)[0]
+        return served([tokens // parts + (n < tokens % parts) for n in range(parts)], 1)[0][0]
 
-    half, most_tokens = max(1, min(longest, sizes[-1]) // 4), sizes[-1]
+    most_tokens = sizes[-1]
+    half = max(2 * _PROMPT, min(longest, most_tokens, kv_tokens // rows[-1]) // 4)
     decodes, chunks, keys, pairs = [], [], [], []
     for _ in range(rounds):
         decodes.append([decode(count, _PROMPT) for count in rows])
         chunks.append([chunk(tokens, half) for tokens in sizes])
         count = rows[-1]
-        more = decode(count, min(longest, half)) - decode(count, _PROMPT)
-        keys.append(more / (count * (min(longest, half) - _PROMPT)))
+        keys.append((decode(count, half) - decode(count, _PROMPT)) / (count * (half - _PROMPT)))
         parts, whole = -(-most_tokens // half), -(-most_tokens // longest)
         between = most_tokens**2 / 2 * (1 / whole - 1 / parts)
         pairs.append((chunk(most_tokens, longest) - chunk(most_tokens, half)) / between)
-    key_seconds, pair_seconds = (max(0.0, statistics.median(each)) for each in (keys, pairs))
+    key_seconds, pair_seconds = (max(0.0, statistics.mean(each)) for each in (keys, pairs))
 
     def without(found: list[list[float]], sizes: Sequence[int], per: Any) -> tuple[tuple[int, float], ...]:
-        """Medians, what contexts took left out, never falling."""
-        medians = [
-            statistics.median(each) - per(size) for size, each in zip(sizes, zip(*found, strict=True), strict=True)
-        ]
-        return tuple(zip(sizes, itertools.accumulate(medians, max), strict=True))
+        """Means, what contexts took left out, never falling."""
+        means = [statistics.mean(each) - per(size) for size, each in zip(sizes, zip(*found, strict=True), strict=True)]
+        return tuple(zip(sizes, itertools.accumulate(means, max), strict=True))
 
     ledger, ranks = engine.memory_report(), config.tensor_parallel_size
-    kv_tokens = engine.stats().num_kv_blocks * limits.block_size
     return ReplicaCosts(
         tp=ranks,
         pp=1,
@@ -192,14 +194,17 @@ def measure(engine: CompiledEngine, rounds: int, rng: np.random.Generator) -> Re
         kv_bytes=ledger.bytes_of("KV pool") / kv_tokens / ranks,
         max_num_seqs=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
-        max_tokens_beside_decodes=limits.max_tokens_beside_decodes or limits.max_num_batched_tokens,
+        max_tokens_beside_decodes=most_beside_decodes,
         kv_tokens=kv_tokens,
     )
 
 
-def _ends(buckets: Sequence[int]) -> list[int]:
-    """The first and last sizes of each bucket."""
-    return sorted({1, *buckets, *(size + 1 for size in buckets[:-1])})
+def _points(buckets: Sequence[int]) -> list[int]:
+    """The first, the middle and the last size of each bucket: a kernel takes rows by fours, say."""
+    firsts = [1, *(size + 1 for size in buckets[:-1])]
+    return sorted(
+        {size for first, last in zip(firsts, buckets, strict=True) for size in (first, (first + last) // 2, last)}
+    )
 
 
 def parser(program: str) -> FlagParser:

@@ -537,8 +537,8 @@ def test_step_costs_are_what_the_plan_reads_and_requests_are_served_beside_it(
     monkeypatch.setattr(step_costs.multiprocessing, "get_context", lambda method: _Threads)
     path, small = tmp_path / "costs.json", (*SMALL, "--token-bucket-sizes", "16,64", "--max-model-len", "128")
     result, out = run(step_costs, *small, "--costs", path, "--rounds", 1)
-    assert [count for count, _ in result["costs"]["decode"]] == [1, 2, 4]
-    assert [tokens for tokens, _ in result["costs"]["chunk"]] == [1, 16, 17, 64]
+    assert [count for count, _ in result["costs"]["decode"]] == [1, 2, 3, 4]
+    assert [tokens for tokens, _ in result["costs"]["chunk"]] == [1, 8, 16, 17, 40, 64]
     assert "prompts of 64" in out
     words = f"--models tiny --machines measured:1x1 --costs {path} --rate 1 --seconds 5 --slo scale:50"
     assert plan_command.main("compiled-llm plan", [*words.split(), "--prompt-tokens", "9", "--output-tokens", "9"]) == 0
