@@ -22,7 +22,7 @@ from compiled_llm.planning.simulator import GroupPlan, Outcome, simulate
 from compiled_llm.planning.traces import TraceRequest, thinned
 
 _SHARE, _RESERVED_BYTES = 0.9, 3 << 30  # of a device's memory; of that, for activations, code and CUDA graphs
-_LEAST_TOKENS = 4096  # of a replica's KV pool
+_LEAST_TOKENS = 4096  # that a replica's KV pool must have room for
 _LEAST_GAIN = 0.001  # of attainment, that another replica has to bring
 _WIDTH = 2  # models, and contents of groups, that are tried for the next replica
 _ENOUGH_REQUESTS = 3000  # that a search simulates at a time
@@ -125,8 +125,10 @@ class Planner:
         plan = {}
         for model, one in known.items():
             tokens = free / len(known) / one.kv_bytes
+            if tokens < _LEAST_TOKENS:
+                return None
             plan[model] = one, tokens if one.kv_tokens is None else min(tokens, one.kv_tokens)
-        return GroupPlan(plan) if all(tokens >= _LEAST_TOKENS for _, tokens in plan.values()) else None
+        return GroupPlan(plan)
 
     def rate(self, groups: Sequence[Group], trace: Sequence[TraceRequest], targets: Targets | None = None) -> Rated:
         """Simulate the trace on ``groups``, each of which has room for its models."""
