@@ -6,7 +6,8 @@
 Measured are steps that give each request a token, with the least, a middle and the largest number of requests of each
 bucket, and steps with prompts alike; what contexts add is told by longer ones. With ``--replicas`` as many engines
 measure at the same time, since they share the machine; a device of the file is what one of their ranks has. The times
-are those of ``engine.step``, the host's included, means over ``--rounds``: a queue grows with slow steps as well.
+are those of ``engine.step``, the host's included, means over ``--rounds``: a queue grows with slow steps as well. Then
+random requests come one by one, and all times are scaled to what their steps take.
 
 ``--json FILE`` writes the last line there too.
 """
@@ -32,11 +33,12 @@ from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish
 from compiled_llm.checkpoint.shapes import engine_parser, model_of
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.planning.costs import MeasuredCosts, ReplicaCosts
+from compiled_llm.planning.costs import MeasuredCosts, Points, ReplicaCosts
 from compiled_llm.system import hardware
 from compiled_llm.system.resources import total_memory
 
 _PROMPT, _STEPS = 16, 12  # tokens of a short prompt; steps of a measurement
+_STEPS_IN_SERVICE = 100  # of a round
 
 
 class Engines:
@@ -183,7 +185,7 @@ def measure(engine: CompiledEngine, rounds: int, rng: np.random.Generator) -> Re
         return tuple(zip(sizes, itertools.accumulate(means, max), strict=True))
 
     ledger, ranks = engine.memory_report(), config.tensor_parallel_size
-    return ReplicaCosts(
+    costs = ReplicaCosts(
         tp=ranks,
         pp=1,
         decode=without(decodes, rows, lambda count: key_seconds * count * (_PROMPT + _STEPS / 2)),
@@ -197,6 +199,47 @@ def measure(engine: CompiledEngine, rounds: int, rng: np.random.Generator) -> Re
         max_tokens_beside_decodes=most_beside_decodes,
         kv_tokens=kv_tokens,
     )
+    return _in_service(engine, costs, rounds * _STEPS_IN_SERVICE, rng)
+
+
+def _in_service(engine: CompiledEngine, costs: ReplicaCosts, num_steps: int, rng: np.random.Generator) -> ReplicaCosts:
+    """``costs`` in proportion to what steps of random requests take, which come one by one.
+
+    Steps that are alike find their code and weights in the processor's caches, and nothing is done between them.
+    """
+    longest = max(2, min(engine.runner.limits.max_model_len, costs.max_tokens_beside_decodes) // 2)
+    most, outputs = min(8, costs.max_num_seqs), min(48, longest)
+    prompts, running = dict[str, int](), dict[str, int]()  # tokens of what waits, and of what has begun
+    measured, expected = {"decode": 0.0, "chunk": 0.0}, {"decode": 0.0, "chunk": 0.0}
+    for step in itertools.count():
+        start = time.perf_counter()
+        if step < num_steps and len(running) < most and (not running or rng.random() < most / outputs):
+            prompts[f"{step}"] = int(rng.integers(1, longest))
+            tokens = _tokens(engine, rng, prompts[f"{step}"])
+            engine.add_request(f"{step}", tokens, _params(int(rng.integers(1, outputs + 1))))
+        elif not running:
+            break
+        given = engine.step()
+        seconds = time.perf_counter() - start
+        rows = keys = count = pairs = 0
+        for output in given:
+            name = output.request_id
+            if name in running:
+                running[name] += 1
+                rows, keys = rows + 1, keys + running[name]
+            else:
+                running[name] = prompts.pop(name)
+                count, pairs = count + running[name], pairs + running[name] * (running[name] + 1) // 2
+            if output.finished:
+                del running[name]
+        kind = "chunk" if count else "decode"
+        measured[kind] += seconds
+        expected[kind] += costs.step_seconds(rows, keys, count, pairs)
+
+    def scaled(points: Points, kind: str) -> Points:
+        return tuple((size, seconds * measured[kind] / (expected[kind] or 1)) for size, seconds in points)
+
+    return dataclasses.replace(costs, decode=scaled(costs.decode, "decode"), chunk=scaled(costs.chunk, "chunk"))
 
 
 def _points(buckets: Sequence[int]) -> list[int]:
