@@ -117,8 +117,10 @@ def test_the_same_bits_as_alone(
         assert bits(served(engine, adapters)) == expected
         again = served(engine, adapters)
         assert bits(again) == expected
-        is_warm = any if name == "gpt-oss" else all  # the pool of its windows keeps the blocks of few prompts
-        assert engine.stats().num_kv_blocks < 256 or is_warm(output.num_cached_tokens >= 32 for output in again)
+        hits = [output.num_cached_tokens >= 32 for output in again]
+        # The pool of gpt-oss's windows keeps the blocks of few prompts, of none where requests run one by one.
+        is_warm = all(hits) or (name == "gpt-oss" and (any(hits) or way == "evicted and loaded again"))
+        assert engine.stats().num_kv_blocks < 256 or is_warm
         seen = {
             "together": watched.most_together == COUNT,
             "loaded again": watched.num_loads > 2 * COUNT - 5,
