@@ -39,6 +39,7 @@ from compiled_llm.system.resources import total_memory
 
 _PROMPT, _STEPS = 16, 12  # tokens of a short prompt; steps of a measurement
 _STEPS_IN_SERVICE = 100  # of a round
+_LEAST_TOKENS = 128  # of a request: a prompt of 32, and all others' beside it
 
 
 class Engines:
@@ -166,8 +167,13 @@ def measure(engine: CompiledEngine, rounds: int, rng: np.random.Generator) -> Re
         parts = -(-tokens // most)
         return served([tokens // parts + (n < tokens % parts) for n in range(parts)], 1)[0][0]
 
-    most_tokens = sizes[-1]
-    half = max(2 * _PROMPT, min(longest, most_tokens, kv_tokens // rows[-1]) // 4)
+    most_tokens, room = sizes[-1], min(limits.max_model_len, kv_tokens // rows[-1])
+    if room < _LEAST_TOKENS:
+        raise ValueError(
+            f"max_model_len, and the KV pool for each of {rows[-1]} requests, must be at least {_LEAST_TOKENS} tokens "
+            f"to measure steps, given {limits.max_model_len} and {kv_tokens // rows[-1]}"
+        )
+    half = max(2 * _PROMPT, min(most_tokens, room - 1) // 4)
     decodes, chunks, keys, pairs = [], [], [], []
     for _ in range(rounds):
         decodes.append([decode(count, _PROMPT) for count in rows])
@@ -217,7 +223,7 @@ def _in_service(engine: CompiledEngine, costs: ReplicaCosts, num_steps: int, rng
             prompts[f"{step}"] = int(rng.integers(1, longest))
             tokens = _tokens(engine, rng, prompts[f"{step}"])
             engine.add_request(f"{step}", tokens, _params(int(rng.integers(1, outputs + 1))))
-        elif not running:
+        elif not engine.has_unfinished_requests():
             break
         given = engine.step()
         seconds = time.perf_counter() - start

@@ -42,7 +42,7 @@ def add_drain(app: FastAPI, service: Service) -> None:
             if engine is None:
                 service.end_when_answered()
             return JsonResponse({"moved": await service.client.drain_to(other, engine, seconds)})
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
             raise ApiError(400, f"to must name a server that answers, given {shown(to)}: {error!r:.200}") from error
         except ValueError as error:
             raise ApiError.of(error) from error

@@ -32,3 +32,10 @@ def test_what_keys_and_rows_add_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [rows for rows, _ in costs.decode] == [1, 2, 3, 5, 8]
     for rows, seconds in costs.decode:
         assert seconds == pytest.approx(1 + 0.1 * rows, rel=0.05)
+
+
+def test_an_engine_that_has_no_room_for_it_is_refused() -> None:
+    arguments = {"max_model_len": 64, "enforce_eager": True, "progress": "off", "bucket_sizes": (2,)}
+    refused = pytest.raises(ValueError, match="must be at least 128 tokens to measure steps, given 64 and")
+    with CompiledEngine(str(checkpoint("qwen3")), **arguments) as engine, refused:  # type: ignore[arg-type]
+        step_costs.measure(engine, 1, np.random.default_rng(0))
