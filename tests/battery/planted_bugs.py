@@ -209,11 +209,8 @@ QUANTISED = Checks(
 ADAPTERS = Checks(("tests/battery/test_adapters.py",), load_torch=True)
 
 # Of modules: the checks that must see their bugs, and these, each as its name and "function: old => new".
-_PLANTED: tuple[tuple[str, Checks, str], ...] = (
-    (
-        "scheduling.block_pool",
-        POOL,
-        """
+_PLANTED = """
+    scheduling.block_pool, POOL
         the sink is handed out
             BlockPool.__init__: range(num_blocks, SINK_BLOCK, -1) => range(num_blocks - 1, SINK_BLOCK - 1, -1)
         one block of the pool is never handed out
@@ -238,12 +235,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             BlockPool.free: block in self._digest_of => block in self._digest_of and self._empty
         digests leave the parent out
             block_digest: parent + array('q', token_ids).tobytes() => array('q', token_ids).tobytes()
-        """,
-    ),
-    (
-        "scheduling.prefix_cache",
-        POOL,
-        """
+    scheduling.prefix_cache, POOL
         a hit may be the whole prompt
             PrefixCache._most_found: request.num_tokens - 1 => request.num_tokens
         digests leave the salt out
@@ -269,12 +261,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             PrefixCache.remove_pending: self._pending.get(digest, (None,))[0] is request => digest in self._pending
         who is forgotten is woken all the same
             PrefixCache.forget: self._held_back[digest].remove(request) =>
-        """,
-    ),
-    (
-        "scheduling.request_queue",
-        SCHEDULING,
-        """
+    scheduling.request_queue, SCHEDULING
         the last by rank is served first
             RequestQueue.first: request.rank < best.rank => request.rank > best.rank
         a request that left the queue is served
@@ -283,21 +270,11 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             RequestQueue.first: most_tokens is None or _lacking(request) <= most_tokens => True
         cleaning up loses a request
             RequestQueue.remove: heap => heap[1:]
-        """,
-    ),
-    (
-        "scheduling.request",
-        SCHEDULING,
-        """
+    scheduling.request, SCHEDULING
         output tokens are not computed again after a preemption
             Request.tokens: self.prompt_token_ids[start:end] + self.output_token_ids[:max(0, end - prompt_len)]
                 => self.prompt_token_ids[start:end]
-        """,
-    ),
-    (
-        "scheduling.scheduler",
-        SCHEDULING,
-        """
+    scheduling.scheduler, SCHEDULING
         an abort leaks blocks
             Scheduler.finish: self.running_set.remove(request)
                 => self.running.remove(request) if finish_reason == 'abort' and request.status is Status.RUNNING
@@ -337,12 +314,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Scheduler.add: request.priority if self.policy == 'priority' else 0 => 0
         priority is turned round
             Scheduler.add: request.priority => -request.priority
-        """,
-    ),
-    (
-        "scheduling.scheduler",
-        DRAFTS,
-        """
+    scheduling.scheduler, DRAFTS
         a token after the first wrong draft is accepted
             Scheduler._accept: 1 + num_accepted => 2 + num_accepted
         a draft is compared with the token after its own
@@ -355,89 +327,44 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Scheduler._accept: tokens = tokens[:stop + 1] =>
         rows are taken for requests where there are drafts
             Scheduler.update: len(sampled) == len(requests) => True
-        """,
-    ),
-    (
-        "scheduling.step_planner",
-        DRAFTS,
-        """
+    scheduling.step_planner, DRAFTS
         a token is fed back from a row of the drafts before it
             _with_drafts: request.last_row = row =>
-        """,
-    ),
-    (
-        "scheduling.step_masks",
-        MASKS,
-        """
+    scheduling.step_masks, MASKS
         masks of drafts count them as tokens of the output
             add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
                 => request.num_tokens - 1 - len(request.prompt_token_ids)
         a mask is that of the token after
             add_masks: request.num_tokens - 1 - num_drafts - len(request.prompt_token_ids)
                 => request.num_tokens - num_drafts - len(request.prompt_token_ids)
-        """,
-    ),
-    (
-        "scheduling.draft_planner",
-        DRAFTS,
-        """
+    scheduling.draft_planner, DRAFTS
         drafts go beyond the last token of a request
             DraftPlanner._most: min(self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens - 1)
                 => self.limits.num_draft_tokens
-        """,
-    ),
-    (
-        "scheduling.draft_planner",
-        MASKS,
-        """
+    scheduling.draft_planner, MASKS
         drafts that a mask forbids are verified
             DraftPlanner._allowed: drafts[:len(request.draft_masks)] => drafts
-        """,
-    ),
-    (
-        "constraints.token_masks",
-        DRAFTED,
-        """
+    constraints.token_masks, DRAFTED
         masks of drafts do not count the drafts before them
             TokenMask.after_drafts: tokens.append(draft) => ...
-        """,
-    ),
-    (
-        "step.logits",
-        DRAFTED,
-        """
+    step.logits, DRAFTED
         penalties do not see the drafts before a token
             process_logits: inputs.drafts is not None => False
         rejected drafts count for penalties
             due_rows: inputs.drafts is None => True
         drafts of the request before count for penalties
             rows_before: before >= drafts.first[:, None] => before >= 0
-        """,
-    ),
-    (
-        "worker.sampling_stage",
-        DRAFTED,
-        """
+    worker.sampling_stage, DRAFTED
         masks of drafts are those of the first token
             _LogitsBuffers.fill: first_rows[index] + place => first_rows[index]
-        """,
-    ),
-    (
-        "drafting.suffix",
-        DRAFTERS,
-        """
+    drafting.suffix, DRAFTERS
         outputs of one salt are drafted under another
             SuffixDrafter._proposal: self._outputs.of(request.cache_salt) => self._outputs.of('')
         a run that goes on stays where it was
             Run.moved: place + count => place
         outputs are kept for ever
             RecentOutputs._drop_oldest: del texts[number] =>
-        """,
-    ),
-    (
-        "drafting.lookahead",
-        LOOKAHEAD,
-        """
+    drafting.lookahead, LOOKAHEAD
         guesses stay where they were when tokens came
             _Lookahead.chain: first + place < len(self.guesses) => place < len(self.guesses)
         the draft that was wrong is guessed again
@@ -448,86 +375,41 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             _put: len(pool) > MOST_NGRAMS => False
         an iteration goes on from a token that was not guessed
             _Lookahead.read: run and run[-1] == token => run
-        """,
-    ),
-    (
-        "scheduling.scheduler",
-        LOOKAHEAD,
-        """
+    scheduling.scheduler, LOOKAHEAD
         what was sampled is taken for that of the position before
             Scheduler._accept: start + 1 => start
-        """,
-    ),
-    (
-        "step.drafting",
-        LAYER_SKIP,
-        """
+    step.drafting, LAYER_SKIP
         keys of drafts go to the slot of the token before
             layer_skip_function.draft: position[:, None] => position[:, None] - 1
         keys of drafts in windows go to the places of other blocks
             layer_skip_function.draft: slots[1:] => slots[:1]
         layers with a state draft
             num_draft_layers: states and states[0] < count => False
-        """,
-    ),
-    (
-        "scheduling.scheduler",
-        TREES,
-        """
+    scheduling.scheduler, TREES
         of a tree the first drafts count, not those of a path
             Scheduler._accept: tuple(sampled[row] for row in path) => sampled[:len(path)]
-        """,
-    ),
-    (
-        "scheduling.running_set",
-        TREES,
-        """
+    scheduling.running_set, TREES
         keys of accepted drafts stay where they are
             RunningSet.move_keys: row == place => True
         keys of accepted drafts go a slot too far
             RunningSet.move_keys: divmod(start + place, size) => divmod(start + place + 1, size)
-        """,
-    ),
-    (
-        "scheduling.draft_trees",
-        TREES,
-        """
+    scheduling.draft_trees, TREES
         rows of a tree stand where their slots are
             tree_depths: depths[parent] + 1 => len(depths)
-        """,
-    ),
-    (
-        "worker.draft_trees",
-        TREES,
-        """
+    worker.draft_trees, TREES
         a row of a tree sees its sibling
             tree_rows: masks[parent] | 1 << row => masks[parent] | 1 << row | (1 << row - 1 if row > 1 else 0)
         a row of a tree does not see its parent
             tree_rows: masks[parent] | 1 << row => 1 | 1 << row
-        """,
-    ),
-    (
-        "ops.attention.move_keys",
-        TREES,
-        """
+    ops.attention.move_keys, TREES
         values stay where they are
             move_keys_reference: values[targets, :, to_offset // v_width, :, to_offset % v_width] = lanes => ...
-        """,
-    ),
-    (
-        "step.drafting",
-        NETWORKS,
-        """
+    step.drafting, NETWORKS
         a network goes on from the token after the last right draft but one
             draft_model_function: known.first_row + accepted => known.first_row
         a draft is compared with itself on the device
             num_accepted: known.token_ids[:, place + 1] => known.token_ids[:, place]
-        """,
-    ),
-    (
-        "step.head_drafting",
-        HEADS,
-        """
+    step.head_drafting, HEADS
         a feature is that of the token after
             features_at: slots % size => (slots + 1) % size
         drafts that were right are not computed anew
@@ -541,33 +423,18 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         all drafts have the noise of the first
             draft_head_function: features, position = feed_back(weights, rows, model_config), position + 1
                 => features, position = feed_back(weights, rows, model_config), position
-        """,
-    ),
-    (
-        "worker.head_coverage",
-        HEADS,
-        """
+    worker.head_coverage, HEADS
         a block that another token follows is taken as it is
             HeadCoverage.begin_step: ends[device[blocks] != self._token_ids[row, ends]] => ends[:0]
         followers stay behind when blocks are copied
             HeadCoverage.move_blocks: output.moves_blocks => output.swapped_out or output.swapped_in
         a row takes its own token for the one that follows
             HeadCoverage.tokens: super().tokens(row, start + 1, end + 1) => super().tokens(row, start, end)
-        """,
-    ),
-    (
-        "worker.head_stage",
-        HEADS,
-        """
+    worker.head_stage, HEADS
         features are not kept while nothing is drafted
             HeadStage.run: self._functions[self._features_name(bucket)](*self._feature_arguments(bucket)) =>
                 output.drafts_next and self._functions[self._features_name(bucket)](*self._feature_arguments(bucket))
-        """,
-    ),
-    (
-        "worker.draft_coverage",
-        NETWORKS,
-        """
+    worker.draft_coverage, NETWORKS
         a prefix that the drafter lacks is taken for computed
             DraftCoverage.num_covered: np.where(lacks.any(1), found, starts) => starts
         a step without the drafter leaves no gap
@@ -580,32 +447,17 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             DraftCoverage.begin_step: token_ids[ends[is_taken] - 1] = UNKNOWN =>
         a token that the device alone knew stays unknown
             DraftCoverage.learn: self._token_ids[rows, positions] = np.array(token_ids, dtype=np.int32)[feedback] =>
-        """,
-    ),
-    (
-        "worker.draft_stage",
-        NETWORKS,
-        """
+    worker.draft_stage, NETWORKS
         prompts are not computed by the drafter
             NetworkStage._catch_up: np.flatnonzero(~has_all).tolist() => ()
         drafts go on behind the last block of a request
             DraftBuffers.fill: np.minimum(num_blocks * size, self._limits.max_model_len) => self._limits.max_model_len
         drafts have the rows of the requests before
             DraftBuffers.fill: (logits_rows.cumsum() - logits_rows)[places] => places
-        """,
-    ),
-    (
-        "scheduling.running_set",
-        DRAFTS,
-        """
+    scheduling.running_set, DRAFTS
         drafts of a preempted request count as computed
             RunningSet.preempt: request.cancel_drafts() =>
-        """,
-    ),
-    (
-        "scheduling.running_set",
-        SCHEDULING,
-        """
+    scheduling.running_set, SCHEDULING
         an abort of a swapped request leaks host blocks
             RunningSet.remove: self.swap_pool.free(request.host_block_ids) =>
         an abort leaves its copies to the host to be made
@@ -679,12 +531,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         running requests are not kept in order
             RunningSet.admit: bisect.insort(self.running, request, key=lambda other: other.rank)
                 => self.running.append(request)
-        """,
-    ),
-    (
-        "scheduling.step_planner",
-        SCHEDULING,
-        """
+    scheduling.step_planner, SCHEDULING
         a request that generates nothing samples a token
             StepPlanner._schedule: start + count == request.num_tokens < request.max_num_tokens
                 => start + count == request.num_tokens
@@ -721,32 +568,17 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             StepPlanner._schedule_the_rest: left // 2 => 0
         an urgent request preempts its equals
             StepPlanner._preempt_for_priority: other.rank[0] > request.rank[0] => other.rank[0] >= request.rank[0]
-        """,
-    ),
-    (
-        "scheduling.prefix_cache",
-        SCORING,
-        """
+    scheduling.prefix_cache, SCORING
         log-probabilities are asked for of what is not computed
             PrefixCache._most_found: scored // self.block_size => -(-scored // self.block_size)
-        """,
-    ),
-    (
-        "scheduling.request",
-        SCORING,
-        """
+    scheduling.request, SCORING
         scored tokens are predicted by the token before the last
             Request.prompt_targets: first - start - 1 => first - start - 2
         the last token that is scored is left out
             Request.prompt_targets: start + count + 1 => start + count
         the context is scored too
             Request.prompt_targets: max(self.num_scored, start + 1) => start + 1
-        """,
-    ),
-    (
-        "worker.step_buffers",
-        TAGS,
-        """
+    worker.step_buffers, TAGS
         padding writes to the first block that is handed out
             StepBuffers._pad: SINK_BLOCK => SINK_BLOCK + 1
         padding writes past the sink
@@ -786,12 +618,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             StepBuffers.fill: fields['feedback'][:total] = -1 =>
         states go where those of a step before went
             StepBuffers._fill_states: write_slot[row, len(writes):], write_after[row, len(writes):] = (SINK_SLOT, 0) =>
-        """,
-    ),
-    (
-        "worker.request_rows",
-        TAGS,
-        """
+    worker.request_rows, TAGS
         two requests share a row
             RequestRows.update: self._free_rows.pop() => self._free_rows[-1]
         rows of released requests are lost
@@ -800,38 +627,18 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             RequestRows._admit: self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)
                 => self.parameters[field.name][row] if field.name == "temperature" and self.parameters[field.name][row]
                 else field.value(params, admission.seed, self.vocab_size)
-        """,
-    ),
-    (
-        "step.step",
-        TAGS,
-        """
+    step.step, TAGS
         feedback from the first row is taken for none
             _fed_back: source >= 0 => source > 0
-        """,
-    ),
-    (
-        "ops.swap",
-        TAGS,
-        """
+    ops.swap, TAGS
         all layers are copied to the same bytes
             _words: start += block_bytes =>
         the scales are not copied
             _words: caches => caches[:-1]
-        """,
-    ),
-    (
-        "ops.swap",
-        COPIES,
-        """
+    ops.swap, COPIES
         the wrong blocks are copied
             _copy_rows: some_source => some_source.sort().values
-        """,
-    ),
-    (
-        "worker.block_copies",
-        ENGINE,
-        """
+    worker.block_copies, ENGINE
         blocks are swapped in before others are swapped out
             _copy: ((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in))
                 => ((told.swapped_in, swap.swap_in), (told.swapped_out, swap.swap_out))
@@ -840,20 +647,10 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
                 => ((told.swapped_out, swap.swap_out),)
         the host's blocks are taken to have a sink
             swap_indices: indices[:, 1] - 1 => indices[:, 1]
-        """,
-    ),
-    (
-        "engine.core",
-        ABORTS,
-        """
+    engine.core, ABORTS
         an abort does not reach the scheduler
             EngineCore.abort: self.scheduler.finish(completion.request, 'abort') =>
-        """,
-    ),
-    (
-        "scheduling.forks",
-        FORKS,
-        """
+    scheduling.forks, FORKS
         nothing is copied on write
             Forks.must_copy: index != request.forked_index => True
         a child writes to what the prefix cache has as its parent's
@@ -881,12 +678,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Forks.replace: self._targets.append(block) => self._targets.append(block); self.end_copies()
         a continuation that gets no places keeps its state
             Forks.fork: self.states.release(child) =>
-        """,
-    ),
-    (
-        "scheduling.window_pool",
-        WINDOWS,
-        """
+    scheduling.window_pool, WINDOWS
         a window ends a key early
             WindowPool.first_seen: position - self.window + 1 => position - self.window + 1 + self.block_size
         a place that others need is given away
@@ -899,12 +691,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             WindowPool.longest_hit: there = there + 1 if block in self._place_of else 0 => there += 1
         what was computed twice is dropped twice
             WindowPool.exchange: self.hold(holder) =>
-        """,
-    ),
-    (
-        "scheduling.window_places",
-        WINDOWS,
-        """
+    scheduling.window_places, WINDOWS
         places are dropped before the last query that sees them
             WindowPlaces.slide: start => start + 2
         a released request keeps its places
@@ -920,12 +707,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         sink tokens stay where they were
             WindowPlaces.has_old_sinks: stream.num_dropped(request.num_computed_tokens) > request.num_dropped_tokens
                 => False
-        """,
-    ),
-    (
-        "scheduling.state_pool",
-        STATES,
-        """
+    scheduling.state_pool, STATES
         the sink of the states is handed out
             StatePool.__init__: range(num_slots, 0, -1) => range(num_slots - 1, -1, -1)
         a slot is free as soon as one of its requests leaves it
@@ -934,12 +716,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             StatePool.allocate: del self._slot_of[self._digest_of.pop(slot)] => self._digest_of.pop(slot)
         a snapshot outlives its block in a slot that is empty
             StatePool.forget: self._empty.append(slot) =>
-        """,
-    ),
-    (
-        "scheduling.state_pool",
-        STATES,
-        """
+    scheduling.state_pool, STATES
         a state that another request reads is written over
             StateSlots.make_writable: slot and pool.num_references(slot) == 1 and (not pool.is_snapshot(slot))
                 => slot and (not pool.is_snapshot(slot))
@@ -967,23 +744,13 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             StateSlots.release: for slot in request.state.slots(): self.pool.free(slot) =>
         a swapped-out request leaks its host slot
             StateSlots.free_host: self.host_pool.free(request.host_slot) =>
-        """,
-    ),
-    (
-        "scheduling.prefix_cache",
-        STATES,
-        """
+    scheduling.prefix_cache, STATES
         a state is read in the step that writes it
             PrefixCache._is_readable: not self.states.are_used and self._is_filling(request, index)
                 => self._is_filling(request, index)
         a prefix is used without a state
             PrefixCache._usable: shorter = self.states.longest_hit(request.block_digests, shorter) =>
-        """,
-    ),
-    (
-        "scheduling.suspects",
-        SUSPECTS,
-        """
+    scheduling.suspects, SUSPECTS
         of two requests that fail together both are the cause
             Suspects.take: len(requests) == 1 => len(requests) <= 2
         the second half of the requests of a broken step is not tried
@@ -1000,24 +767,14 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Suspects._end: self.running_set.waiting.serve_only(None) =>
         requests that break steps only together do so for ever
             Suspects._end: request.num_unexplained_faults += 1 =>
-        """,
-    ),
-    (
-        "scheduling.scheduler",
-        SUSPECTS,
-        """
+    scheduling.scheduler, SUSPECTS
         steps overlap while a cause is looked for
             Scheduler.schedule: if self.in_flight: return SchedulerOutput() =>
         whoever was in a broken step ends
             Scheduler.fail_steps_in_flight:
                 self.suspects.take([request for request in failed if request.status is not Status.FINISHED])
                 => (self.suspects.take([r for r in failed if r.status is not Status.FINISHED]), [*failed])[1]
-        """,
-    ),
-    (
-        "scheduling.running_set",
-        FORKS,
-        """
+    scheduling.running_set, FORKS
         the copy is forgotten
             RunningSet.make_writable: output.copies.append((shared, block)) =>
         who makes room for a copy forgets to make it
@@ -1027,23 +784,13 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             RunningSet.start_over: self.take_back() => False
         a request that ends loses the blocks that it is to keep
             RunningSet.release: keeps_blocks => False
-        """,
-    ),
-    (
-        "ops.swap",
-        BLOCK_COPIES,
-        """
+    ops.swap, BLOCK_COPIES
         the blocks of one layer alone are copied
             copy_blocks: for cache in caches: ... => for cache in caches[:2]: ...
         blocks are copied the other way
             copy_blocks: blocks.index_copy_(0, targets, blocks.index_select(0, sources))
                 => blocks.index_copy_(0, sources, blocks.index_select(0, targets))
-        """,
-    ),
-    (
-        "engine.beam_search",
-        BEAM_GROUP,
-        """
+    engine.beam_search, BEAM_GROUP
         no more continuations are looked at than there are beams
             BeamGroup.advance: self.count => self._beam_width
         a beam that ended may come from any place
@@ -1052,22 +799,12 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             BeamGroup.advance: best_possible <= self._ended[-1].score => True
         scores are not divided by the length
             BeamGroup.advance: beam.logprob / length ** self._length_penalty => beam.logprob
-        """,
-    ),
-    (
-        "engine.beam_search",
-        BEAMS,
-        """
+    engine.beam_search, BEAMS
         beams do not keep their blocks
             BeamGroup._request: True => False
         beams end at an end-of-text token of their own
             BeamGroup._is_over: beam.token_ids[-1] in self._eos_token_ids => False
-        """,
-    ),
-    (
-        "step.sampling",
-        SAMPLER,
-        """
+    step.sampling, SAMPLER
         all positions have the same noise
             sample: params.position => params.position * 0
         all requests have the same noise
@@ -1079,12 +816,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
                 => params.top_k, 1 - params.min_p, 1 - params.top_p, params.top_n_sigma
         top_n_sigma is forgotten
             sample: params.top_n_sigma => params.top_n_sigma * 0
-        """,
-    ),
-    (
-        "ops.sampling.noise",
-        NOISE,
-        """
+    ops.sampling.noise, NOISE
         the least of a block is that of one token
             _least_of_block: _exponential(first) / BLOCK => _exponential(first)
         the least of a block is at the first token
@@ -1095,92 +827,47 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             token_noise: (position, tokens, _MORE) => (position * 0, tokens, _MORE)
         small exponential variables lose their last digits
             _exponential: (bits & 0x7FFFFF) | 0x800000 => (bits & 0x7FF000) | 0x800000
-        """,
-    ),
-    (
-        "ops.sampling.reference",
-        NOISE,
-        """
+    ops.sampling.reference, NOISE
         the best of the tokens with their block's largest noise does not compete
             _winners: of_tokens >= best[:, None] => of_tokens > best[:, None]
         tokens that the filters took compete
             _winners: stays & (of_tokens >= best[:, None]) => (of_tokens >= best[:, None])
-        """,
-    ),
-    (
-        "ops.attention.kv_quant",
-        QUANTISED,
-        """
+    ops.attention.kv_quant, QUANTISED
         the scale is dropped where codes are made
             quantise: scale => torch.ones_like(scale)
         the scale is dropped where codes are read
             dequantise: codes.float() * scale[..., None] => codes.float()
         a row that is not finite gets a scale
             quantise: torch.where(finite, scale, float('nan')) => scale
-        """,
-    ),
-    (
-        "ops.attention.paged_attention",
-        QUANTISED,
-        """
+    ops.attention.paged_attention, QUANTISED
         the scale of a new key is not kept
             paged_attention_reference: scale[slots // block_size, :, slots % block_size] = new_scale =>
-        """,
-    ),
-    (
-        "ops.linear.searched_scales",
-        ROUNDING,
-        """
+    ops.linear.searched_scales, ROUNDING
         zero points are not fitted to the fitted scale
             _fit: of_values / fitted.double() => of_values / scales.double()
         ranges of fewer steps are not tried
             _candidates: for steps in STEPS: ... => for steps in STEPS[:1]: ...
         the last candidate is taken
             _chosen: torch.where(error < least, scales, best) => scales
-        """,
-    ),
-    (
-        "scheduling.adapter_slots",
-        ADAPTERS,
-        """
+    scheduling.adapter_slots, ADAPTERS
         a slot keeps the adapter that was evicted
             AdapterSlots.enter: self.loads.append((slot, adapter)) =>
         the adapter of a running request is evicted
             AdapterSlots.enter: next(other for other in self._slots if not self._users[other]) =>
                 next(iter(self._slots))
-        """,
-    ),
-    (
-        "worker.request_rows",
-        ADAPTERS,
-        """
+    worker.request_rows, ADAPTERS
         a row keeps the slot of the request before
             RequestRows._admit: self.adapter_slots[row] = admission.adapter_slot =>
                 self.adapter_slots[row] = self.adapter_slots[row] or admission.adapter_slot
-        """,
-    ),
-    (
-        "scheduling.prefix_cache",
-        ADAPTERS,
-        """
+    scheduling.prefix_cache, ADAPTERS
         keys of one adapter are taken for those of another
             PrefixCache._digests: [request.adapter] if request.adapter else [] => []
-        """,
-    ),
-    (
-        "adapters.host_adapters",
-        ADAPTERS,
-        """
+    adapters.host_adapters, ADAPTERS
         files that changed are not read again
             HostAdapters.get: adapter is None or stamped != found => adapter is None
         adapters stay in host memory
             HostAdapters.get: len(self._recent) > self._most => False
-        """,
-    ),
-    (
-        "routing.prefixes",
-        ROUTING,
-        """
+    routing.prefixes, ROUTING
         digests of prompts leave the parent out
             prefix_digests: block_digest(parent, token_ids[start : start + block_size]) =>
                 block_digest(b"", token_ids[start : start + block_size])
@@ -1192,12 +879,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Recent.use: self._names.move_to_end(name) =>
         what was used last goes first
             Recent.use: self._names.popitem(last=False) => self._names.popitem()
-        """,
-    ),
-    (
-        "routing.router",
-        ROUTING,
-        """
+    routing.router, ROUTING
         prompts of all salts are one
             RoutedPrompt.of: prefix_digests(token_ids, block_size, cache_salt, *own) =>
                 prefix_digests(token_ids, block_size, *own)
@@ -1218,12 +900,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a dead replica's blocks are still known
             Router.add: self._held[replica] = _Held(num_blocks, num_adapters) =>
                 self._held.setdefault(replica, _Held(num_blocks, num_adapters))
-        """,
-    ),
-    (
-        "server.open_request",
-        REPLICAS,
-        """
+    server.open_request, REPLICAS
         text comes again after a death
             _without_again: piece.text[characters:] => piece.text
         tokens come again after a death
@@ -1232,12 +909,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             OpenRequest.take: had.has_ended = piece.finish_reason is not None =>
         tokens whose log-probabilities are not known are gone on with
             OpenRequest.begin_again: self.asked.sampling.get("logprobs") is None => True
-        """,
-    ),
-    (
-        "server.take_over",
-        TAKEN,
-        """
+    server.take_over, TAKEN
         random bytes serve twice
             TakenOver.request: self._challenges.pop(challenge, -_CHALLENGE_SECONDS) =>
                 self._challenges.get(challenge, -_CHALLENGE_SECONDS)
@@ -1251,12 +923,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         an adapter of the same name is the same
             OtherServer.meet: facts["adapters"].get(adapter.name) != await asyncio.to_thread(adapter_digest, adapter) =>
                 False
-        """,
-    ),
-    (
-        "server.replicas",
-        REPLICAS,
-        """
+    server.replicas, REPLICAS
         a request that kills engines kills them all
             Replicas._lose: request.is_second or not self._serves_again => not self._serves_again
         what a dead engine gave comes again
@@ -1279,23 +946,17 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             Replicas._made: request.sampling.get("seed") is None => False
         a hanging engine gets requests
             Replicas._of_role: working or others => of_role
-        """,
-    ),
-    (
-        "ops.linear.quantized_linear_a8",
-        ROUNDING,
-        """
+    ops.linear.quantized_linear_a8, ROUNDING
         all groups have the first one's scale
             quantized_linear_a8_reference: products * sx[:, g : g + 1] => products * sx[:, :1]
-        """,
-    ),
-)
+"""
 
 
-def _bugs(module: str, text: str) -> Iterator[Bug]:
-    for name, change in re.findall(r"^ {8}(\S.*)\n((?: {12}.*\n)+)", text, re.MULTILINE):
-        function, old, new = re.fullmatch(r"([\w.]+): (.*?) => ?(.*)", " ".join(change.split())).groups()
-        yield Bug(name, f"compiled_llm.{module}", function, old, new)
+def _bugs() -> Iterator[tuple[Bug, Checks]]:
+    for module, checks, text in re.findall(r"^ {4}(\S+), (\w+)\n((?: {8}.*\n)+)", _PLANTED, re.MULTILINE):
+        for name, change in re.findall(r"^ {8}(\S.*)\n((?: {12}.*\n)+)", text, re.MULTILINE):
+            function, old, new = re.fullmatch(r"([\w.]+): (.*?) => ?(.*)", " ".join(change.split())).groups()
+            yield Bug(name, f"compiled_llm.{module}", function, old, new), globals()[checks]
 
 
-BUGS = {bug: checks for module, checks, text in _PLANTED for bug in _bugs(module, text)}
+BUGS = dict(_bugs())
