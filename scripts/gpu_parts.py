@@ -107,8 +107,7 @@ PARTS = {
     "e2e": Part(420, f"{_PYTEST} {_GPU_TESTS}"),
     **{
         f"{mode}-{batch_size}": Part(
-            120,
-            f"{_DECODES} --cuda-graphs {mode} --bucket-sizes {batch_size} --batch-size {batch_size}",
+            120, f"{_DECODES} --cuda-graphs {mode} --bucket-sizes {batch_size} --batch-size {batch_size}"
         )
         for batch_size in (1, 8, 32, 256)
         for mode in ("trees", "manual", "programmatic")
@@ -127,8 +126,7 @@ PARTS = {
     "attention": Part(240, f"{_BENCH} attention --device cuda --seconds 1 --json {{json}}"),
     "sampling": Part(240, f"{_BENCH} sampling --batch-size 32 --json {{json}}"),
     "serve": Part(
-        240,
-        f"{_BENCH} arrivals --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20",
+        240, f"{_BENCH} arrivals --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20"
     ),
     "report": Part(120, f"scripts/serve_offline.py --device cuda {_BUCKETS} --quiet --report {{folder}}"),
     "phases-compiled-llm": Part(150, f"{_PHASES} {_PHASE_BUCKETS}"),

@@ -166,11 +166,7 @@ def _launches(now: Lines) -> str:
         return ", ".join(f"{title} {value}" for title, value in values.items())
 
     rows = [
-        [
-            model_title,
-            title,
-            *(shown(now, model, bucket, field) or "" for field in ("launches_per_layer", "launches")),
-        ]
+        [model_title, title, *(shown(now, model, bucket, field) or "" for field in ("launches_per_layer", "launches"))]
         for model, model_title in MODELS.items()
         for bucket, title in BUCKETS.items()
     ]

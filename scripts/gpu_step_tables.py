@@ -34,12 +34,7 @@ from compiled_llm.checkpoint.quantization import linears_of
 from compiled_llm.checkpoint.shapes import SHAPES
 from compiled_llm.gpu_step.fake_step import DEVICE, generate_step, pretend, with_bucket
 from compiled_llm.gpu_step.gpus import GPUS, Gpu
-from compiled_llm.gpu_step.inspection import (
-    CompiledStep,
-    compile_step,
-    first_layers,
-    inspect,
-)
+from compiled_llm.gpu_step.inspection import CompiledStep, compile_step, first_layers, inspect
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.registry import family_of

@@ -105,15 +105,7 @@ def main() -> int:
     if device == "cpu":  # those of one machine share its memory
         arguments["gpu_memory_utilization"] /= cluster.most_together(args.num_engines, max(1, args.num_cpus))
     needs = {"num_cpus": args.num_cpus, "num_gpus": int(device == "cuda")}
-    serve(
-        args.input,
-        args.output,
-        args.checkpoint,
-        args.num_engines,
-        args.batch_size,
-        arguments,
-        **needs,
-    )
+    serve(args.input, args.output, args.checkpoint, args.num_engines, args.batch_size, arguments, **needs)
     return 0
 
 

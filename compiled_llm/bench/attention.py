@@ -41,17 +41,7 @@ import torch
 
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
-from compiled_llm.bench.attention_ways import (
-    ALTERNATIVES,
-    ON_GPU,
-    Case,
-    Shape,
-    Step,
-    check,
-    expected,
-    op,
-    parse_case,
-)
+from compiled_llm.bench.attention_ways import ALTERNATIVES, ON_GPU, Case, Shape, Step, check, expected, op, parse_case
 from compiled_llm.bench.harness import (
     STATISTICS,
     TORCH_DTYPES,

@@ -133,9 +133,6 @@ def text_of(found: dict[str, Any]) -> str:
         for layer, figures in layers.items()
     ]
     advice = teacher_forcing.advice(
-        own,
-        found["worth_keeping"],
-        found["ranking"],
-        lambda kept: f"--kv-cache-skip-layers {','.join(map(str, kept))}",
+        own, found["worth_keeping"], found["ranking"], lambda kept: f"--kv-cache-skip-layers {','.join(map(str, kept))}"
     )
     return f"{tables.titled('KV cache, quantised', rows)}\n\n{tables.text_table(each)}\n\n{advice}"

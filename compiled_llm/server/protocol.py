@@ -8,11 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import encode_json
 
-_STATUS = {
-    408: b"408 Request Timeout",
-    431: b"431 Request Header Fields Too Large",
-    503: b"503 Service Unavailable",
-}
+_STATUS = {408: b"408 Request Timeout", 431: b"431 Request Header Fields Too Large", 503: b"503 Service Unavailable"}
 
 
 def bounded_protocol(max_header_bytes: int, client_seconds: float, max_connections: int) -> type[asyncio.Protocol]:

@@ -8,14 +8,7 @@ from collections.abc import Iterable, Mapping
 from compiled_llm.api.argument_checks import check_fields, names
 from compiled_llm.api.lora_request import read_lora_modules
 from compiled_llm.api.names import did_you_mean, refuse_unknown_names
-from compiled_llm.parsing.formats import (
-    AUTO,
-    CALL_ALIASES,
-    CALL_FORMATS,
-    NONE,
-    REASONING_ALIASES,
-    REASONING_FORMATS,
-)
+from compiled_llm.parsing.formats import AUTO, CALL_ALIASES, CALL_FORMATS, NONE, REASONING_ALIASES, REASONING_FORMATS
 
 DEMO_NAME = "compiled-llm-demo"
 

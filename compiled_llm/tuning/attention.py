@@ -27,18 +27,10 @@ KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m
 # Fields of the tiles that are searched together. STEPS: the steps that they are timed on, as (requests, query length,
 # tokens before the query).
 KINDS: dict[str, dict[str, Sequence[int]]] = {
-    "decode tiles": {
-        "decode_block_n": (16, 32, 64, 128),
-        "decode_warps": (1, 2, 4, 8),
-        "decode_stages": (2, 3, 4, 5),
-    },
+    "decode tiles": {"decode_block_n": (16, 32, 64, 128), "decode_warps": (1, 2, 4, 8), "decode_stages": (2, 3, 4, 5)},
     "decode programs": {"decode_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
     "alone tiles": {"alone_block_n": (32, 64, 128), "alone_warps": (2, 4, 8)},
-    "short tiles": {
-        "split_block_n": (16, 32, 64, 128),
-        "split_warps": (2, 4, 8),
-        "split_stages": (2, 3, 4, 5),
-    },
+    "short tiles": {"split_block_n": (16, 32, 64, 128), "split_warps": (2, 4, 8), "split_stages": (2, 3, 4, 5)},
     "short programs": {"split_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
     "short splits": {"split_tokens": (64, 128, 256)},
     "short rows": {"short_block_m": (16, 32, 64, 128)},

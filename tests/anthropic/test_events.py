@@ -67,7 +67,7 @@ def test_joined_the_events_are_the_message() -> None:
     kinds = [event["type"] for event in events]
     blocks = ["content_block_start", "content_block_stop"] * 5
     assert [kind for kind in kinds if kind != "content_block_delta"] == [
-        *("message_start", *blocks, "message_delta", "message_stop"),
+        *("message_start", *blocks, "message_delta", "message_stop")
     ]
 
 

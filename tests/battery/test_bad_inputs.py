@@ -289,10 +289,7 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"num_kv_blocks": 2**47}, r"num_kv_blocks"),
     ({"kv_cache_memory_bytes": 1}, r"kv_cache_memory_bytes"),
-    (
-        {"kv_cache_dtype": "int8", "kv_cache_skip_layers": (999,)},
-        r"kv_cache_skip_layers must .*given",
-    ),
+    ({"kv_cache_dtype": "int8", "kv_cache_skip_layers": (999,)}, r"kv_cache_skip_layers must .*given"),
     ({"cuda_graphs": "manual"}, r"cuda_graphs must be 'auto', .* enforce_eager=True .* given 'manual'"),
     ({"num_threads": 1024}, r"num_threads must be at most \d+, the cores that this process may use .* given 1024"),
     ({"logits_transforms": ["no_such_module:name"]}, r"logits_transforms: 'no_such_module:name' must be 'module:name'"),

@@ -333,8 +333,7 @@ def random_operation(world: World, rng: random.Random, words: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "num_operations",
-    [pytest.param(4_000, id="small"), pytest.param(100_000, id="full", marks=pytest.mark.battery)],
+    "num_operations", [pytest.param(4_000, id="small"), pytest.param(100_000, id="full", marks=pytest.mark.battery)]
 )
 @pytest.mark.parametrize("late_results", [False, True], ids=["in turns", "overlapping"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])

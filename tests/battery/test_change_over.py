@@ -23,10 +23,7 @@ SWAPPED = {"num_kv_blocks": 8, "preemption_mode": "swap", "swap_space_bytes": 2*
 ENGINES: dict[str, tuple[dict[str, Any], int]] = {
     "swap": (COMPILED_SIZES | SWAPPED, 0),
     "chunks": ({"bucket_sizes": (1, 8), "max_num_batched_tokens": 12, "num_kv_blocks": 100, "block_size": 8}, 0),
-    "recompute-float32": (
-        COMPILED_SIZES | {"dtype": "float32", "num_kv_blocks": 8, "preemption_mode": "recompute"},
-        0,
-    ),
+    "recompute-float32": (COMPILED_SIZES | {"dtype": "float32", "num_kv_blocks": 8, "preemption_mode": "recompute"}, 0),
     "int8-cache-drafts": (COMPILED_SIZES | SWAPPED | {"kv_cache_dtype": "int8", "max_num_batched_tokens": 40}, 3),
     "int4-weights": (COMPILED_SIZES | {"quantization": "int4_w4a8", "num_kv_blocks": 200}, 0),
 }

@@ -13,11 +13,7 @@ import pytest
 from tests.battery.planted_bugs import BUGS, POOL, Bug, Checks
 
 ROOT = Path(__file__).parents[2]
-SMALL = {
-    "the sink is handed out",
-    "digests leave the parent out",
-    "an abort leaks blocks",
-}
+SMALL = {"the sink is handed out", "digests leave the parent out", "an abort leaks blocks"}
 
 
 def outcomes(jobs: list[tuple[Bug | None, Checks]]) -> list[dict[str, str]]:

@@ -332,8 +332,7 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "num_schedules",
-    [pytest.param(30, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)],
+    "num_schedules", [pytest.param(30, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)]
 )
 def test_random_schedules(num_schedules: int, battery_counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(num_schedules):

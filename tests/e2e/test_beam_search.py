@@ -24,14 +24,7 @@ PROMPTS = [
     "import os\nimport sys\n\n\ndef main(arguments):\n    path = os.path.join(arguments[0], 'a')\n    if not os.path",
 ]
 # (beam_width, max_tokens, length_penalty)
-SEARCHES = [
-    (1, 8, 1.0),
-    (2, 12, -1.0),
-    (3, 1, 0.5),
-    (5, 17, 2.0),
-    (9, 6, 0.0),
-    (10, 14, 0.7),
-]
+SEARCHES = [(1, 8, 1.0), (2, 12, -1.0), (3, 1, 0.5), (5, 17, 2.0), (9, 6, 0.0), (10, 14, 0.7)]
 NO_EOS: tuple[int, ...] = ()
 
 

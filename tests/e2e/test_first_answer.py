@@ -63,11 +63,7 @@ class WaitsError(Exception):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"compile_workers": 0},
-        {"logits_transforms": [Steer()]},
-        {"swap_space_bytes": 2**22},
-    ],
+    [{"compile_workers": 0}, {"logits_transforms": [Steer()]}, {"swap_space_bytes": 2**22}],
     ids=["compile_workers=0", "logits_transforms", "swap_space_bytes"],
 )
 def test_an_engine_waits_where_its_own_process_would_compile_and_where_steps_are_measured(

@@ -231,10 +231,7 @@ def test_a_bad_adapter_ends_its_own_requests_alone(
 
 
 def test_after_a_fault_slots_are_filled_again(
-    engine: CompiledEngine,
-    adapters: list[LoRARequest | None],
-    expected: list[Result],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: CompiledEngine, adapters: list[LoRARequest | None], expected: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the fault was seen, nobody knows what was copied."""
     launch, loads = engine.runner.launch, list[tuple[int, str]]()
@@ -255,10 +252,7 @@ def test_after_a_fault_slots_are_filled_again(
 
 
 def test_an_engine_without_adapters_refuses_them(adapters: list[LoRARequest | None]) -> None:
-    with (
-        CompiledEngine(str(checkpoint(MODEL)), **SIZES) as engine,
-        pytest.raises(ValueError, match="enable_lora=True"),
-    ):
+    with CompiledEngine(str(checkpoint(MODEL)), **SIZES) as engine, pytest.raises(ValueError, match="enable_lora=True"):
         engine.generate([PROMPTS[0]], PARAMS, lora_request=adapters[0], use_tqdm=False)
 
 

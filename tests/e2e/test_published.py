@@ -21,10 +21,7 @@ from tests.models.scaled_down import scaled_down
 from tests.models.test_published import checkpoint_of
 
 PUBLISHED = {name: moe[0] for name, moe in MOE.items()} | {name: language_model(GEMMA4[name]) for name in GEMMA4}
-ORDINARY = {
-    ("gpt-oss-20b", "auto"),
-    ("gemma-4-E2B-it", "int8"),
-}
+ORDINARY = {("gpt-oss-20b", "auto"), ("gemma-4-E2B-it", "int8")}
 CASES = [
     pytest.param(*case, marks=() if case in ORDINARY else pytest.mark.battery)
     for case in itertools.product(PUBLISHED, ("auto", "int8"))

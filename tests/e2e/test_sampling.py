@@ -155,12 +155,7 @@ def test_each_change_of_logits_gives_the_tokens_that_transformers_gives(
         ({"bad_words": phrase}, {"bad_words_ids": no_words}),
         ({"allowed_token_ids": allowed}, {"suppress_tokens": banned}),
         (
-            {
-                "repetition_penalty": 1.2,
-                "logit_bias": bias,
-                "bad_words": phrase,
-                "allowed_token_ids": allowed,
-            },
+            {"repetition_penalty": 1.2, "logit_bias": bias, "bad_words": phrase, "allowed_token_ids": allowed},
             {
                 "repetition_penalty": 1.2,
                 "sequence_bias": sequence_bias,
@@ -464,9 +459,7 @@ def test_logprobs_are_those_of_transformers(
 def test_logprobs_name_their_tokens_and_are_there_only_for_those_who_ask(engine: CompiledEngine) -> None:
     assert engine.tokenizer is not None
     both = engine.generate(
-        [PROMPT] * 2,
-        [SamplingParams(temperature=0, logprobs=2), SamplingParams(temperature=0)],
-        use_tqdm=False,
+        [PROMPT] * 2, [SamplingParams(temperature=0, logprobs=2), SamplingParams(temperature=0)], use_tqdm=False
     )
     asked, not_asked = (output.outputs[0] for output in both)
     assert asked.token_ids == not_asked.token_ids

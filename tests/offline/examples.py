@@ -7,10 +7,7 @@ from compiled_llm.offline.formats import row_of_object
 from compiled_llm.offline.rows import Row, RowFormat
 
 CHAT = [{"role": "user", "content": "hello"}]
-LOGPROBS = [
-    {7: Logprob(-0.5, 2, " a"), 9: Logprob(-0.25, 1, "b")},
-    {8: Logprob(-1.0, 1, "é")},
-]
+LOGPROBS = [{7: Logprob(-0.5, 2, " a"), 9: Logprob(-0.25, 1, "b")}, {8: Logprob(-1.0, 1, "é")}]
 
 
 def batch(body: dict[str, Any], **others: Any) -> dict[str, Any]:

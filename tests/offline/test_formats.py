@@ -31,14 +31,8 @@ TEXTS = TokenTexts(None)
         ('{"prompt": "a", "priority": true}', "priority must be an integer"),
         ('{"prompt": "a", "priority": NaN}', "priority must be a finite number, given nan"),
         ('{"prompt": "a", "priority": 1.0}', "priority must be an integer"),
-        (
-            '{"messages": [{"role": "user", "content": "a", "x": {"y": [1, NaN]}}]}',
-            "messages[0].x.y[1] must be",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": 1e999}]}',
-            "messages[0].content must be a finite",
-        ),
+        ('{"messages": [{"role": "user", "content": "a", "x": {"y": [1, NaN]}}]}', "messages[0].x.y[1] must be"),
+        ('{"messages": [{"role": "user", "content": 1e999}]}', "messages[0].content must be a finite"),
         ('{"prompt": "a", "sampling_params": ' + '{"a":' * 99 + "[1]" + "}" * 99 + "}", "100 lists and objects deep"),
         ('{"prompt": "a", "sampling_params": {"self": 1}}', "unknown sampling parameter 'self'"),
         (json.dumps({"x" * 10**6: 1}), "unknown key"),
@@ -91,10 +85,7 @@ def test_an_empty_stop_string_is_none(given: Any, kept: tuple[str, ...]) -> None
 
 def test_min_tokens_may_be_more_than_max_tokens_is_by_default() -> None:
     """The run has another ``max_tokens``, and the engine checks the two together."""
-    for values in (
-        {"prompt": "a", "sampling_params": {"min_tokens": 60}},
-        batch({"messages": CHAT, "min_tokens": 60}),
-    ):
+    for values in ({"prompt": "a", "sampling_params": {"min_tokens": 60}}, batch({"messages": CHAT, "min_tokens": 60})):
         row = row_of_object(0, "row 0", values)
         assert (row.error, row.sampling) == (None, {"min_tokens": 60})
 

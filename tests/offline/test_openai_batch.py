@@ -103,10 +103,7 @@ def test_a_completion_of_a_batch(prompt: Any, key: str) -> None:
         (batch({"messages": CHAT, "tool_choice": "required"}), "tool_choice must be 'auto' or 'none'"),
         (batch({"messages": CHAT, "top_logprobs": 2}), "top_logprobs needs logprobs"),
         (batch({"messages": CHAT, "logprobs": 2}), "logprobs must be true or false"),
-        (
-            batch({"messages": CHAT, "max_tokens": 2, "max_completion_tokens": 1}),
-            "must be the same, or one",
-        ),
+        (batch({"messages": CHAT, "max_tokens": 2, "max_completion_tokens": 1}), "must be the same, or one"),
         (batch({"messages": CHAT, "reasoning_effort": 3}), "reasoning_effort must be a str"),
         (batch({"prompt": "a", "reasoning_effort": "low"}), "body: reasoning_effort is not served"),
         (
@@ -157,10 +154,7 @@ def test_an_answer_of_a_chat(texts: TokenTexts) -> None:
                 "index": 0,
                 "message": {"role": "assistant", "content": " aé", "refusal": None},
                 "logprobs": {
-                    "content": [
-                        {**first, "top_logprobs": [likely]},
-                        {**second, "top_logprobs": [second]},
-                    ],
+                    "content": [{**first, "top_logprobs": [likely]}, {**second, "top_logprobs": [second]}],
                     "refusal": None,
                 },
                 "finish_reason": "stop",

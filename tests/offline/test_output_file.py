@@ -73,10 +73,7 @@ def test_an_existing_file_is_no_new_output(path: Path) -> None:
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_two_runs_cannot_write_to_one_file(path: Path, resume: bool) -> None:
-    with (
-        OutputFile(path, resume=False),
-        pytest.raises(ValueError, match=r"is being written by .*process") as error,
-    ):
+    with OutputFile(path, resume=False), pytest.raises(ValueError, match=r"is being written by .*process") as error:
         OutputFile(path, resume=resume)
     if os.path.exists("/proc/locks"):
         assert f"process {os.getpid()}" in str(error.value)

@@ -140,8 +140,7 @@ def test_layers_are_skipped_by_the_names_that_the_checkpoint_has(source: Path, t
 
 
 @pytest.mark.parametrize(
-    ("method", "kind"),
-    [("awq+gptq", "int4"), pytest.param("smoothquant+gptq", "int8_w8a8", marks=pytest.mark.battery)],
+    ("method", "kind"), [("awq+gptq", "int4"), pytest.param("smoothquant+gptq", "int8_w8a8", marks=pytest.mark.battery)]
 )
 @pytest.mark.filterwarnings("ignore")  # of the library
 def test_what_is_written_loads_here_and_in_transformers(

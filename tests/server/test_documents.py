@@ -35,8 +35,7 @@ def snippet(word: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("word", "greedy"),
-    [("chat.completions", "temperature=0"), ("messages.stream", 'extra_body={"temperature": 0}')],
+    ("word", "greedy"), [("chat.completions", "temperature=0"), ("messages.stream", 'extra_body={"temperature": 0}')]
 )
 def test_a_snippet_prints_one_answer_twice(
     word: str, greedy: str, running: Running, capsys: pytest.CaptureFixture[str]

@@ -151,8 +151,7 @@ def test_a_line_of_the_log_has_no_prompt(running: Running, capsys: pytest.Captur
     until(lambda: lines.extend(capsys.readouterr().err.splitlines()) or len(lines) == 2)
     served, missing = lines
     assert re.fullmatch(
-        r"\S+ 200 POST '/v1/completions' seconds=\S+ id=one prompt_tokens=3 output_tokens=2 first_seconds=\S+",
-        served,
+        r"\S+ 200 POST '/v1/completions' seconds=\S+ id=one prompt_tokens=3 output_tokens=2 first_seconds=\S+", served
     )
     assert " 404 GET '/a\\nb' " in missing
 

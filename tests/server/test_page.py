@@ -59,14 +59,7 @@ def test_it_needs_no_key_and_gives_away_nothing_else(engine: CompiledEngine) -> 
         for path in PAGE_PATHS:
             assert running.http.get(path).status_code == 200
             assert "secret" not in running.http.get(path).text
-        others = (
-            "/page/",
-            "/page",
-            "/page/../v1/models",
-            "/page/%2e%2e/metrics",
-            "/page/main.js/",
-            "/static/main.js",
-        )
+        others = ("/page/", "/page", "/page/../v1/models", "/page/%2e%2e/metrics", "/page/main.js/", "/static/main.js")
         for path in others:
             assert running.http.get(path).status_code == 401, path
         assert running.http.post("/").status_code == 405

@@ -36,11 +36,7 @@ for words in sys.argv[2:]:
     assert main("compiled-llm tune linear", [*words.split(), "--seconds", "0.1"]) == 0
 """
 PLAIN = "--kind bfloat16 --layer 32x64 --rows 2 33 2048"
-LAYERS = {
-    "int8_w8a8": "--layer 16x64",
-    "int4": "--layer 24x72",
-    "int8": "--layer 16x64 --experts 2",
-}
+LAYERS = {"int8_w8a8": "--layer 16x64", "int4": "--layer 24x72", "int8": "--layer 16x64 --experts 2"}
 
 
 def run(directory: Path, query_lens: str, *words: str) -> list[str]:

@@ -100,9 +100,7 @@ def _compressed_config(bits: int, group_size: int) -> dict[str, object]:
         "format": "int-quantized" if bits == 8 else "pack-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations},
-        },
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
     }
 
 

@@ -64,10 +64,7 @@ def precision(name: str, group_size: int) -> Precision:
             "llama.cpp": ("Q4_0 (4.5 bits)", "Q8_0 (int8 per 32)", "Q8_0"),
         }
         of: dict[str, Any] = {"quantization_group_size": group_size}
-        engines = {
-            "engine": {"quantization": "int4_w4a8"} | of,
-            "engine-weights": {"quantization": "int4"} | of,
-        }
+        engines = {"engine": {"quantization": "int4_w4a8"} | of, "engine-weights": {"quantization": "int4"} | of}
         arguments = ["--weight-format", "int4", "--sym", "--group-size", str(group_size), "--ratio", "1.0"]
         arguments += ["--backup-precision", "int8_sym"]
         bits, gguf = 4, ("Q4_0", "Q8_0")

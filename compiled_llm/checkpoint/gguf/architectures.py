@@ -481,12 +481,7 @@ def _starcoder2(metadata: Metadata) -> Fields:
 
 
 _NEMOTRON_H = Architecture(
-    "NemotronHForCausalLM",
-    _ROUTED,
-    _nemotron_h,
-    in_pairs=True,
-    fixed_bias=True,
-    unknown=("num_hidden_layers",),
+    "NemotronHForCausalLM", _ROUTED, _nemotron_h, in_pairs=True, fixed_bias=True, unknown=("num_hidden_layers",)
 )
 
 ARCHITECTURES: dict[str, Architecture | Callable[[Metadata], Architecture]] = {

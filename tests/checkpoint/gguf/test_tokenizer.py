@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from compiled_llm.checkpoint.gguf.tokenizer import (
-    end_of_text_ids,
-    read_vocabulary,
-    tokenizer_config,
-    tokenizer_json,
-)
+from compiled_llm.checkpoint.gguf.tokenizer import end_of_text_ids, read_vocabulary, tokenizer_config, tokenizer_json
 from compiled_llm.checkpoint.stored_tensors import CheckpointError
 from tests.tokenizer_pairs import BOS, END, EOS, FILES, SPECIAL, TEXTS, UNK, USER
 

@@ -117,20 +117,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
                 "attention_factor": 1.25,
             },
         },
-        {
-            "attention.sliding_window": 9,
-            "rope.scaling.original_context_length": 64,
-            "rope.scaling.attn_factor": 1.25,
-        },
+        {"attention.sliding_window": 9, "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.25},
     ),
-    "granite": (
-        "granite",
-        "GraniteForCausalLM",
-        {
-            **_SCALES,
-        },
-        _SAID_OF_SCALES,
-    ),
+    "granite": ("granite", "GraniteForCausalLM", {**_SCALES}, _SAID_OF_SCALES),
     "olmo2": ("olmo2", "Olmo2ForCausalLM", {}, {}),
     "olmo3": (
         "olmo2",
@@ -199,11 +188,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "deepseek2": (
         "deepseek2",
         "DeepseekV2ForCausalLM",
-        {
-            **_ROUTED,
-            **_LATENT,
-            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
-        },
+        {**_ROUTED, **_LATENT, "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
         {**_SAID_OF_ROUTED, **_SAID_OF_LATENT, **_SAID_OF_YARN, "rope.scaling.yarn_log_multiplier": 0.07},
     ),
     "deepseek2 in blocks": (
@@ -403,11 +388,7 @@ _NORMS: dict[str, dict[str, str]] = {
     "olmo2": _BEHIND,
     "glm4moe": {**_USUAL, "post_attention_layernorm": "post_attention_norm"},
     "seed_oss": {**_USUAL, "post_attention_layernorm": "post_attention_norm"},
-    "glm4": {
-        **_USUAL,
-        "post_self_attn_layernorm": "post_attention_norm",
-        "post_mlp_layernorm": "post_ffw_norm",
-    },
+    "glm4": {**_USUAL, "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
 }
 _NORMS |= dict.fromkeys(("gpt-oss", "qwen3next", "qwen35", "qwen35moe"), _NORMS["seed_oss"])
 
