@@ -24,26 +24,12 @@ QUANTIZATION: dict[str, Any] = {
     "quant_method": "mxfp4",
 }
 CONFIG: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "vocab_size": 307,
-    "hidden_size": 96,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 256,
-    "sliding_window": 6,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "swiglu_limit": 7.0,
-    "dtype": "bfloat16",
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "quantization_config": QUANTIZATION,
-}
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 307, "hidden_size": 96,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "max_position_embeddings": 256,
+    "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 7.0,
+    "dtype": "bfloat16", "eos_token_id": 2, "pad_token_id": 0, "quantization_config": QUANTIZATION,
+}  # fmt: skip
 
 
 def tensors_of(config: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -17,18 +17,9 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "parallel_draft_step": (None, 1),
 }
 _OWN = (
-    "architectures",
-    "auto_map",
-    "draft_vocab_size",
-    "eagle_aux_hidden_state_layer_ids",
-    "eagle_config",
-    "fc_norm",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
-    "target_hidden_size",
-    "tie_word_embeddings",
-)
+    "architectures", "auto_map", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm",
+    "norm_before_fc", "norm_before_residual", "norm_output", "target_hidden_size", "tie_word_embeddings",
+)  # fmt: skip
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
 

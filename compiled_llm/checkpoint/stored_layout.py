@@ -80,31 +80,11 @@ T = TypeVar("T")
 
 # Parts of models that hold a language model besides: what sees and hears, further heads, layers that guess tokens.
 _OTHER_PARTS = {
-    "audio_encoder",
-    "audio_model",
-    "audio_tower",
-    "code2wav",
-    "connector",
-    "embed_audio",
-    "embed_vision",
-    "image_newline",
-    "mm_projector",
-    "mtp",
-    "mtp_layers",
-    "multi_modal_projector",
-    "patch_merger",
-    "talker",
-    "token2wav",
-    "v_head",
-    "vision_embed_tokens",
-    "vision_embedder",
-    "vision_encoder",
-    "vision_language_adapter",
-    "vision_model",
-    "vision_projection",
-    "vision_tower",
-    "visual",
-}
+    "audio_encoder", "audio_model", "audio_tower", "code2wav", "connector", "embed_audio", "embed_vision",
+    "image_newline", "mm_projector", "mtp", "mtp_layers", "multi_modal_projector", "patch_merger", "talker",
+    "token2wav", "v_head", "vision_embed_tokens", "vision_embedder", "vision_encoder", "vision_language_adapter",
+    "vision_model", "vision_projection", "vision_tower", "visual",
+}  # fmt: skip
 # What only layers have that guess the token after the next. They follow the last layer in number.
 _GUESSING = ("eh_proj", "enorm", "hnorm", "shared_head")
 _LAYER = re.compile(r"(.*\blayers\.([0-9]{1,6}))\.(.+)")

@@ -5,22 +5,10 @@ import dataclasses
 from compiled_llm.api.outputs import EngineStats
 
 STATES = {
-    "num_waiting",
-    "num_running",
-    "num_kv_blocks",
-    "used_blocks",
-    "cached_blocks",
-    "peak_used_blocks",
-    "num_swap_blocks",
-    "used_swap_blocks",
-    "num_state_slots",
-    "used_slots",
-    "cached_slots",
-    "num_tier_blocks",
-    "used_tier_blocks",
-    "num_disk_blocks",
-    "disk_bytes_per_second",
-}
+    "num_waiting", "num_running", "num_kv_blocks", "used_blocks", "cached_blocks", "peak_used_blocks",
+    "num_swap_blocks", "used_swap_blocks", "num_state_slots", "used_slots", "cached_slots", "num_tier_blocks",
+    "used_tier_blocks", "num_disk_blocks", "disk_bytes_per_second",
+}  # fmt: skip
 
 
 def test_since_subtracts_counts_and_keeps_states() -> None:

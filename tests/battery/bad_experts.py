@@ -17,31 +17,15 @@ from tests import mxfp4
 Tensors = dict[str, torch.Tensor]
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
+    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {
-    **_SIZES,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "dtype": "float32",
-    "eos_token_id": 2,
-}
+    **_SIZES, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "float32", "eos_token_id": 2,
+}  # fmt: skip
 MXFP4: dict[str, Any] = {**mxfp4.CONFIG, **_SIZES, "intermediate_size": 32, "num_local_experts": 3}
 CONFIGS = {"experts": EXPERTS, "mxfp4": MXFP4}
 
@@ -49,39 +33,20 @@ GATE, ROUTER = "model.layers.1.mlp.experts.3.gate_proj.weight", "model.layers.0.
 _DOWN = "model.layers.1.mlp.experts.down_proj"
 BLOCKS, SCALES = f"{_DOWN}_blocks", f"{_DOWN}_scales"
 _VALUES: dict[str, Any] = {
-    "null": None,
-    "true": True,
-    "minus one": -1,
-    "zero": 0,
-    "five": 5,
-    "10^7": 10**7,
-    "2^63": 2**63,
-    "10^300": 10**300,
-    "a half": 0.5,
-    "NaN": float("nan"),
-    "a word": "many",
-    "a list": [1, 2],
+    "null": None, "true": True, "minus one": -1, "zero": 0, "five": 5, "10^7": 10**7, "2^63": 2**63,
+    "10^300": 10**300, "a half": 0.5, "NaN": float("nan"), "a word": "many", "a list": [1, 2],
     "an object": {"a": 1},
-}
+}  # fmt: skip
 _FIELDS = {
     "experts": (
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
         "mlp_only_layers",
     ),
     "mxfp4": (
-        "num_local_experts",
-        "num_experts_per_tok",
-        "intermediate_size",
-        "swiglu_limit",
-        "sliding_window",
-        "layer_types",
-        "quantization_config",
+        "num_local_experts", "num_experts_per_tok", "intermediate_size", "swiglu_limit", "sliding_window",
+        "layer_types", "quantization_config",
     ),
-}
+}  # fmt: skip
 _QUANTIZATION: dict[str, Any] = {
     "of another method": {"quant_method": "gptq", "bits": 4},
     "of no method": {"modules_to_not_convert": []},

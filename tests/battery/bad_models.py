@@ -24,28 +24,12 @@ from tests.battery import bad_experts, bad_names, bad_quantized
 Spoil = Callable[[Path], None]
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": True,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "rope_scaling": None, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+    "mlp_bias": False, "dtype": "float32", "bos_token_id": 1, "eos_token_id": 2, "use_cache": True,
+}  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -25,37 +25,17 @@ from tests.families import checkpoint
 PACKAGE = Path(sys.modules["compiled_llm"].__file__ or "").parent
 # Where requests, blocks and queues are changed.
 STATE = [
-    "engine/engine",
-    "engine/step_engine",
-    "engine/core",
-    "scheduling/scheduler",
-    "scheduling/step_planner",
-    "scheduling/running_set",
-    "scheduling/forks",
-    "scheduling/block_pool",
-    "scheduling/window_pool",
-    "scheduling/window_places",
-    "scheduling/state_pool",
-    "scheduling/prefix_cache",
-    "scheduling/request_queue",
-    "scheduling/request",
-    "scheduling/suspects",
-    "engine/completions",
-    "engine/request_stream",
-    "engine/beam_search",
-    "engine/interrupts",
-    "constraints/token_masks",
-]
+    "engine/engine", "engine/step_engine", "engine/core", "scheduling/scheduler", "scheduling/step_planner",
+    "scheduling/running_set", "scheduling/forks", "scheduling/block_pool", "scheduling/window_pool",
+    "scheduling/window_places", "scheduling/state_pool", "scheduling/prefix_cache", "scheduling/request_queue",
+    "scheduling/request", "scheduling/suspects", "engine/completions", "engine/request_stream",
+    "engine/beam_search", "engine/interrupts", "constraints/token_masks",
+]  # fmt: skip
 # What else runs inside a step.
 DEVICE = [
-    "worker/runner",
-    "worker/compiled_steps",
-    "worker/block_copies",
-    "worker/request_rows",
-    "worker/step_buffers",
-    "worker/sampling_stage",
-    "worker/field_buffers",
-]
+    "worker/runner", "worker/compiled_steps", "worker/block_copies", "worker/request_rows", "worker/step_buffers",
+    "worker/sampling_stage", "worker/field_buffers",
+]  # fmt: skip
 FILES = {str(PACKAGE / f"{name}.py") for name in STATE + DEVICE}
 SIGNAL_FILES = {str(PACKAGE / f"{name}.py") for name in STATE}
 

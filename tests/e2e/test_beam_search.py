@@ -126,23 +126,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "overlapping": {"block_size": 8, "bucket_sizes": (12,), "async_scheduling": True},
     "a small pool": {"block_size": 4, "bucket_sizes": (16,), "num_kv_blocks": 24, "max_model_len": 80},
     "a small pool without a cache": {
-        "block_size": 4,
-        "bucket_sizes": (16,),
-        "num_kv_blocks": 24,
-        "max_model_len": 80,
+        "block_size": 4, "bucket_sizes": (16,), "num_kv_blocks": 24, "max_model_len": 80,
         "enable_prefix_caching": False,
     },
     "a small pool with swapping": {
-        "block_size": 2,
-        "bucket_sizes": (8,),
-        "num_kv_blocks": 45,
-        "max_model_len": 80,
-        "swap_space_bytes": 2**22,
-        "preemption_mode": "swap",
-        "async_scheduling": True,
-        "scheduling_policy": "priority",
+        "block_size": 2, "bucket_sizes": (8,), "num_kv_blocks": 45, "max_model_len": 80, "swap_space_bytes": 2**22,
+        "preemption_mode": "swap", "async_scheduling": True, "scheduling_policy": "priority",
     },
-}
+}  # fmt: skip
 
 
 ORDINARY = ("more beams than seats", "a small pool with swapping")

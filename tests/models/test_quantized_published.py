@@ -29,19 +29,10 @@ from tests.models.quantized import test_compressed_tensors as ct
 from tests.models.quantized import test_gptq as gptq
 
 _SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 307,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 307, "max_position_embeddings": 64,
+    "initializer_range": 0.1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 # What each has besides.
 _MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},

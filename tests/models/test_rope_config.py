@@ -12,27 +12,17 @@ from tests.families import CONFIGS
 LLAMA = {"architectures": ["LlamaForCausalLM"], **CONFIGS["llama"][1]}
 LONG = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 64}
 KINDS: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0},
+    "linear": {"factor": 2.0}, "dynamic": {"factor": 2.0},
     "llama3": {
-        "factor": 2.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
+        "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
     },
     "yarn": {
-        "factor": 2.0,
-        "original_max_position_embeddings": 64,
-        "attention_factor": 1.1,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "truncate": False,
+        "factor": 2.0, "original_max_position_embeddings": 64, "attention_factor": 1.1, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": False,
     },
     "longrope": {**LONG, "factor": 2.0, "attention_factor": 1.1},
     "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
-}
+}  # fmt: skip
 
 
 def rope_of(**fields: Any) -> Rope:

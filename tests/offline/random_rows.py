@@ -31,19 +31,8 @@ _SCALARS = [
     *("a" * 600, "<|im_end|>", "{", '{"a": NaN}', '{"a": [1]}', "auto", "low", "/v1/completions", "POST"),
 ]
 _KEYS = [
-    "type",
-    "text",
-    "function",
-    "name",
-    "arguments",
-    "json",
-    "regex",
-    "choice",
-    "json_schema",
-    "schema",
-    "self",
-    "",
-]
+    "type", "text", "function", "name", "arguments", "json", "regex", "choice", "json_schema", "schema", "self", "",
+]  # fmt: skip
 _KEYS += ["content", "role", "1", "\ud800", "a" * 300, "__class__", "enable_thinking", "reasoning_effort", "items"]
 
 
@@ -89,26 +78,17 @@ def row(rng: random.Random) -> Any:
 _FIELDS = ["prompt", "messages", "prompt_token_ids", "sampling_params", "custom_id", "tools", "chat_template_kwargs"]
 _FIELDS += ["cache_salt", "priority", "body", "url", "role", "content", "max_tokens", "arguments", "stop"]
 _LEAVES = {
-    pyarrow.string(): ["a", "", "user", "🚀"],
-    pyarrow.large_string(): ["b"],
-    pyarrow.int8(): [1, -1],
-    pyarrow.uint64(): [2**64 - 1, 0],
-    pyarrow.float32(): [1.0, float("nan")],
-    pyarrow.float64(): [float("inf"), 0.0],
-    pyarrow.bool_(): [True, False],
-    pyarrow.null(): [None],
-    pyarrow.binary(): [b"\xff", b""],
-    pyarrow.binary(2): [b"\xff\x00"],
-    pyarrow.decimal128(20, 3): [decimal.Decimal("1.5")],
-    pyarrow.decimal256(50, 3): [decimal.Decimal("2.5")],
-    pyarrow.date32(): [datetime.date(2024, 1, 1)],
-    pyarrow.time64("ns"): [1],
+    pyarrow.string(): ["a", "", "user", "🚀"], pyarrow.large_string(): ["b"], pyarrow.int8(): [1, -1],
+    pyarrow.uint64(): [2**64 - 1, 0], pyarrow.float32(): [1.0, float("nan")],
+    pyarrow.float64(): [float("inf"), 0.0], pyarrow.bool_(): [True, False], pyarrow.null(): [None],
+    pyarrow.binary(): [b"\xff", b""], pyarrow.binary(2): [b"\xff\x00"],
+    pyarrow.decimal128(20, 3): [decimal.Decimal("1.5")], pyarrow.decimal256(50, 3): [decimal.Decimal("2.5")],
+    pyarrow.date32(): [datetime.date(2024, 1, 1)], pyarrow.time64("ns"): [1],
     pyarrow.duration("s"): [datetime.timedelta(seconds=1)],
     # A time that Python's own type has not, and one in ns, which it cannot be made of.
-    pyarrow.timestamp("s"): [10**13, 0],
-    pyarrow.timestamp("ns", "Europe/Berlin"): [1, 10**18],
+    pyarrow.timestamp("s"): [10**13, 0], pyarrow.timestamp("ns", "Europe/Berlin"): [1, 10**18],
     pyarrow.dictionary(pyarrow.int32(), pyarrow.string()): ["a"],
-}
+}  # fmt: skip
 
 
 def _column(rng: random.Random, depth: int) -> tuple[Any, Any]:

@@ -78,15 +78,8 @@ _SPLITS = {name: split for split, names in _WAYS for name in names.split()}
 # -- Tokens that end an output, whatever the file says of its end-of-text token
 
 _ENDS = {
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|eom_id|>",
-}
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
+}  # fmt: skip
 _ENDS |= {"<|end_of_text|>", "<turn|>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "[EOS]", "[e~["}
 
 
