@@ -2,6 +2,6 @@
 
 A file each, which has ``parser(program)`` and ``main(program, arguments) -> exit status``. ``harness.py`` has what they
 share: timing in turns, the table for people and the line of JSON for programs; ``workloads.py`` the requests;
-``serving.py`` what those that serve requests share, ``load.py`` and ``load_runs.py`` what those share whose requests
-arrive over time. None of them is imported by the engine.
+``serving.py`` what those that serve requests share, ``load.py`` what those share whose requests arrive over
+time. None of them is imported by the engine.
 """

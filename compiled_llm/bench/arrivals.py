@@ -33,8 +33,17 @@ from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench import serving
-from compiled_llm.bench.load import Served, arrival_times, metrics_of
-from compiled_llm.bench.load_runs import LoadRun, add_load_flags, check_load, conclude, rows_of, search
+from compiled_llm.bench.load import (
+    LoadRun,
+    Served,
+    add_load_flags,
+    arrival_times,
+    check_load,
+    conclude,
+    metrics_of,
+    rows_of,
+    search,
+)
 from compiled_llm.bench.workloads import Requests
 from compiled_llm.checkpoint.shapes import engine_parser
 from compiled_llm.engine.engine import CompiledEngine

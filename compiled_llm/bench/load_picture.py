@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from compiled_llm.bench.load import Served
-from compiled_llm.bench.load_runs import LoadRun
+from compiled_llm.bench.load import LoadRun, Served
 
 _BLUE, _ORANGE, _GREEN, _PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"  # Okabe and Ito's
 _COLOURS = {"ttft": _BLUE, "tpot": _ORANGE, "e2el": _PINK}

@@ -10,7 +10,6 @@ in processes of their own, which are stopped while others are measured.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import statistics
@@ -25,12 +24,12 @@ import torch
 from safetensors.torch import save_file
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish, in_turns, median_ratio
-from compiled_llm.bench.peers.processes import PeerFailed, Worker, vllm
-from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.bench.peers.processes import PeerFailed, Worker, vllm_workers
+from compiled_llm.checkpoint.shapes import config_of, engine_parser
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.system.resources import granted_cores
@@ -90,19 +89,12 @@ def vllm_tokens_per_second(
     return sum(answer["output_lens"]) / answer["seconds"]
 
 
-def _vllm_workers(args: argparse.Namespace, directory: Path, stack: ExitStack) -> list[Worker]:
-    """Without and with adapters, as this engine's; none without ``--vllm-python``."""
-    if not args.vllm_python:
-        return []
+def _vllm_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Without and with adapters, as this engine's."""
     like = {"max_num_seqs": max(args.batch_sizes), "max_model_len": args.input_len + args.num_tokens + 1}
     rank = max(8, 1 << (args.rank - 1).bit_length())  # it takes powers of two
     own = {"enable_lora": True, "max_loras": args.num_adapters, "max_lora_rank": rank}
-    workers = []
-    for name, options in (("base", like), ("lora", like | own)):
-        peer = vllm(args.vllm_python, Path(args.model), options, granted_cores(), args.vllm_preload)
-        workers.append(Worker(peer, directory / f"vllm {name}.log", args.timeout))
-        stack.callback(workers[-1].close)
-    return workers
+    return {"vllm base": like, "vllm lora": like | own}
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
@@ -110,11 +102,10 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(_check, arguments, timeout=0, **least)
     rows, results = list[dict[str, Any]](), dict[str, Any]()
     with ExitStack() as stack, errors_end(program), errors_end(program, (PeerFailed,), 1):
-        given: dict[str, Any] = {**stack.enter_context(model_of(args)), "enable_prefix_caching": False}
-        served: dict[str, Any] = {"enable_lora": True, "max_loras": args.num_adapters, "max_lora_rank": args.rank}
+        served = {"enable_lora": True, "max_loras": args.num_adapters, "max_lora_rank": args.rank}
         base, engine = (
             stack.enter_context(
-                CompiledEngine.from_config(dataclasses.replace(engine_config(args), **given, **changes))
+                CompiledEngine.from_config(stack.enter_context(config_of(args, enable_prefix_caching=False, **changes)))
             )
             for changes in ({"enable_lora": False}, served)
         )
@@ -124,7 +115,10 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         adapters = [
             write_adapter(directory / str(seed), places.parts, args.rank, seed) for seed in range(args.num_adapters)
         ]
-        peers = _vllm_workers(args, directory, stack)
+        peers = list[Worker]()
+        if args.vllm_python:
+            of_vllm = args.vllm_python, Path(args.model), _vllm_options(args), granted_cores(), args.vllm_preload
+            peers += stack.enter_context(vllm_workers(*of_vllm, args.timeout)).values()
         params = SamplingParams(max_tokens=args.num_tokens, temperature=0, ignore_eos=True)
         vocab_size = engine.model_config.vocab_size
         for size in args.batch_sizes:

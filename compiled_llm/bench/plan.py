@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, engine_config
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.bench.harness import finish
 from compiled_llm.bench.step_costs import Engines, mean_of
-from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.checkpoint.shapes import config_of, engine_parser
 from compiled_llm.planning.costs import ReplicaCosts
 from compiled_llm.planning.simulator import GroupPlan, simulate
 from compiled_llm.planning.traces import Load, TraceRequest
@@ -164,8 +164,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(_check, arguments, **least)
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        model = stack.enter_context(model_of(args)) if args.model or args.shape else {}
-        config = dataclasses.replace(engine_config(args), **model)  # type: ignore[arg-type]
+        config = stack.enter_context(config_of(args))
         for setup in args.setups:
             count, ranks = map(int, setup.split("x"))
             threads = config.num_threads or max(1, granted_cores() // (count * ranks))

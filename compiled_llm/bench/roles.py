@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.bench.harness import finish, median_ratio
-from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.checkpoint.shapes import config_of, engine_parser
 from compiled_llm.server.messages import Generate
 from compiled_llm.server.replicas import Replicas, engine_clients
 from compiled_llm.server.settings import ServerSettings
@@ -156,9 +156,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     least = {"decode_replicas": 1, "prefill_replicas": 1, "input_len": 256, "output_len": 1, "streams": 1, "burst": 1,
              "num_bursts": 1, "rounds": 1, "stream_len": 16, "seconds": 1}  # fmt: skip
     args = parser(program).parse_checked(None, arguments, **least)
-    with errors_end(program), model_of(args) as model:
-        of_model: dict[str, Any] = dict(model)
-        given = dataclasses.replace(engine_config(args), **of_model)
+    with errors_end(program), config_of(args) as given:
         size = given.block_size
         blocks = (args.burst + 2) * -(-(args.input_len + args.output_len) // size)
         blocks += args.streams * -(-(args.stream_len + 32) // size)

@@ -34,8 +34,17 @@ from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.bench import serving
-from compiled_llm.bench.load import arrival_times, metrics_of
-from compiled_llm.bench.load_runs import LoadRun, add_load_flags, check_load, conclude, rate_of, rows_of, search
+from compiled_llm.bench.load import (
+    LoadRun,
+    add_load_flags,
+    arrival_times,
+    check_load,
+    conclude,
+    metrics_of,
+    rate_of,
+    rows_of,
+    search,
+)
 from compiled_llm.bench.workloads import Requests, WorkloadRequest
 from compiled_llm.checkpoint.model_files import DEMO_MODEL, load_tokenizer, model_directory
 from compiled_llm.terminal.server_client import ServerClient

@@ -13,7 +13,6 @@ writes the last line there.
 """
 
 import contextlib
-import dataclasses
 import functools
 import multiprocessing
 import os
@@ -26,11 +25,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, engine_config
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish, in_turns
-from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.checkpoint.shapes import config_of, engine_parser
 from compiled_llm.engine.engine import CompiledEngine
 
 SIZES = {"max_model_len": 1024, "bucket_sizes": (1,), "token_bucket_sizes": (128,)}
@@ -140,8 +139,7 @@ def parser(program: str) -> FlagParser:
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(None, arguments, seconds=0.1, rounds=1)
-    with model_of(args) as model, contextlib.ExitStack() as at_the_end:
-        config: Any = dataclasses.replace(engine_config(args), **model)  # type: ignore[arg-type]
+    with config_of(args) as config, contextlib.ExitStack() as at_the_end:
         streams = [at_the_end.enter_context(contextlib.closing(Stream(config))) for _ in range(2)]
         one, both = functools.partial(together, streams[:1]), functools.partial(together, streams)
         conditions = {

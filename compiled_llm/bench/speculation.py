@@ -9,7 +9,7 @@ outputs here, since every round serves the same prompts. Every method must give 
 the benchmark ends. Ratios are medians over rounds of the tokens a second within a round. ``--trees`` has methods that
 can draft trees do so, too. ``--acceptance`` runs each network that drafts once more, uncompiled, and says how often its
 drafts are right beside what rejection sampling would accept. ``--vllm-python`` has vLLM serve the same prompts
-greedily with those of ``--methods`` that it has and without: its ratio is that to itself (``vllm_speculation.py``).
+greedily with those of ``--methods`` that it has and without: its ratio is that to itself.
 """
 
 import argparse
@@ -18,24 +18,29 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS, SpeculativeConfig
-from compiled_llm.bench.draft_acceptance import DraftAcceptance
 from compiled_llm.bench.harness import finish, in_turns, median_ratio
 from compiled_llm.bench.peers.engines import json_object
-from compiled_llm.bench.peers.processes import PeerFailed
-from compiled_llm.bench.vllm_speculation import METHODS as METHODS_OF_BOTH
-from compiled_llm.bench.vllm_speculation import VllmSpeculation
+from compiled_llm.bench.peers.processes import PeerFailed, Worker, vllm_workers
+from compiled_llm.bench.workloads import Requests, WorkloadRequest
 from compiled_llm.checkpoint.model_files import checkpoint_directory
-from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.checkpoint.shapes import config_of, engine_parser
 from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.sampling import SamplingInput, sample
+from compiled_llm.system.resources import granted_cores
 
 _FUNCTION = """def read_{0}(path, separator):
     with open(path) as file:
@@ -54,6 +59,8 @@ _NAMES = ("rows", "row"), ("items", "item"), ("users", "user"), ("points", "poin
 _PLAIN = "none"
 # Every round serves the same prompts, so outputs of rounds before must not be drafted.
 _CONFIGS = {"suffix": {"suffix_decoding_max_cached_requests": 0}}
+_METHODS_OF_BOTH = ("ngram", "draft_model")  # that vLLM has too, by the same names
+_VLLM_SECONDS = 900  # for a start and for a run
 _TREE = " tree"  # behind the name of a method that drafts trees
 
 
@@ -170,13 +177,11 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()]
     rows, results = list[dict[str, Any]](), dict[str, Any]()
     with ExitStack() as stack, errors_end(program):
-        model = stack.enter_context(model_of(args))
-        given: dict[str, Any] = {**model, "enable_prefix_caching": False}
+        given = stack.enter_context(config_of(args, enable_prefix_caching=False))
         engines = {}
         trees = [name for name in args.methods if args.trees and "speculative_token_tree" in METHODS[name].fields]
         for name in (_PLAIN, *args.methods, *(name + _TREE for name in trees)):
-            given["speculative_config"] = method_config(name, dict(args.drafters))
-            config = dataclasses.replace(engine_config(args), **given)
+            config = dataclasses.replace(given, speculative_config=method_config(name, dict(args.drafters)))
             engines[name] = Served(stack.enter_context(CompiledEngine.from_config(config)))
         for size in args.batch_sizes:
             for temperature in args.temperatures:
@@ -191,8 +196,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         print(tables.text_table(rows))
         accepted = list[dict[str, Any]]()
         for name in [name for name in args.methods if args.acceptance and name in NETWORK_METHODS]:
-            given["speculative_config"] = method_config(name, dict(args.drafters), adaptive=False)
-            config = dataclasses.replace(engine_config(args), **given, enforce_eager=True)
+            drafting = method_config(name, dict(args.drafters), adaptive=False)
+            config = dataclasses.replace(given, speculative_config=drafting, enforce_eager=True)
             with CompiledEngine.from_config(config) as engine:
                 for temperature in args.temperatures:
                     found = acceptance(engine, prompts, temperature, args.num_tokens)
@@ -216,18 +221,117 @@ def _of_vllm(
     tokenizer, config = engine.tokenizer, engine.config
     assert tokenizer is not None, "its prompts are texts"
     configs = dict[str, dict[str, Any]]()
-    for name in [name for name in args.methods if name in METHODS_OF_BOTH]:
+    for name in [name for name in args.methods if name in _METHODS_OF_BOTH]:
         ours = SpeculativeConfig.of(method_config(name, dict(args.drafters)))
         fields = ("model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
         configs[name] = {"method": name, **{f: getattr(ours, f) for f in fields if getattr(ours, f) is not None}}
     limits, dtype = engine.runner.limits, engine.model_config.dtype if config.dtype == "auto" else config.dtype
-    options = {"max_model_len": limits.max_model_len, "dtype": dtype}
+    plain: dict[str, Any] = {"max_model_len": limits.max_model_len, "dtype": dtype, **args.vllm_args}
+    options = {_PLAIN: plain} | {name: {**plain, "speculative_config": one} for name, one in configs.items()}
     rows = list[dict[str, Any]]()
     model = checkpoint_directory(config)
-    with VllmSpeculation(args.vllm_python, model, configs, options | args.vllm_args) as peers:
+    with vllm_workers(args.vllm_python, model, options, granted_cores(), None, _VLLM_SECONDS) as workers:
         for size in args.batch_sizes:
-            chosen = [tokenizer.encode(prompts[index % len(prompts)]) for index in range(size)]
-            found = peers.measure(chosen, args.num_tokens, args.rounds)
+            tokens = [tokenizer.encode(prompts[index % len(prompts)]) for index in range(size)]
+            found = _measured_vllm(workers, [WorkloadRequest(one, args.num_tokens) for one in tokens], args.rounds)
             results[f"batch {size}, vLLM, temperature 0"] = found
             rows += [{"batch": size, "temperature": 0.0, "method": name, **row} for name, row in found.items()]
     return rows
+
+
+def _measured_vllm(workers: Mapping[str, Worker], requests: Requests, rounds: int) -> dict[str, dict[str, Any]]:
+    """Of each worker: tokens a second of these requests, which are greedy, and how many times as many as without."""
+
+    def run_of(worker: Worker) -> Any:
+        return lambda: sum(output for _, output in requests) / worker.run(requests)["seconds"]
+
+    found = in_turns({name: run_of(worker) for name, worker in workers.items()}, rounds=rounds)
+    return {
+        f"vllm {name}": {
+            "tokens_per_second": statistics.median(values),
+            "ratio": median_ratio(values, found[_PLAIN]),
+        }
+        for name, values in found.items()
+    }
+
+
+# ---- how often drafts are right -----------------------------------------------------------------------------------
+
+
+class _Guess(NamedTuple):
+    """The drafter's logits [V] of the token at a position, and how it is sampled: fields of one row."""
+
+    logits: Tensor
+    params: SamplingInput
+
+
+class DraftAcceptance:
+    """Looks on while an engine drafts with a network, in this process, uncompiled, on a CPU.
+
+    Rejection sampling accepts a draft with the probability that the model's distribution p and the drafter's q share,
+    the sum of min(p, q) over all tokens, and no rule that keeps p accepts more (Leviathan et al., 2023,
+    arXiv:2211.17192). Here a draft is right if it is the token that the model samples with the same noise, which is
+    less often. Both are counted of the drafts behind which all others of their step were right.
+
+    Requests must have seeds of their own, a temperature, and nothing else that changes distributions.
+
+    Attributes:
+        num_tried, num_right: drafts.
+        shared: the sum of the probability that p and q share at these.
+    """
+
+    def __init__(self, engine: CompiledEngine) -> None:
+        runner = engine.own_runner
+        assert runner.steps.drafting is not None
+        self.num_tried = self.num_right = 0
+        self.shared = 0.0
+        self._store = runner.rows
+        self._guesses: dict[tuple[int, int], _Guess] = {}  # by seed and position
+        runner.watch = self._step
+        runner.steps.drafting.watch(self._draft)
+
+    @property
+    def rate(self) -> float:
+        """The share of drafts that were right."""
+        return self.num_right / max(1, self.num_tried)
+
+    @property
+    def optimum(self) -> float:
+        """The share that rejection sampling would accept."""
+        return self.shared / max(1, self.num_tried)
+
+    def _draft(self, logits: Tensor, params: SamplingInput) -> Tensor:
+        for row, (seed, position) in enumerate(zip(params.seed.tolist(), params.position.tolist(), strict=True)):
+            own = SamplingInput(*(field[row : row + 1].clone() for field in params))
+            self._guesses[seed, position] = _Guess(logits[row].clone(), own)
+        return sample(logits, params)
+
+    def _step(self, output: SchedulerOutput, bucket: Bucket, run: Callable[[], Tensor]) -> Tensor:
+        logits, end = run(), 0
+        columns = output.request_ids, output.first_rows(), output.num_samples, output.num_computed_tokens
+        for (name, first_row, num_samples, start), count in zip(
+            zip(*columns, strict=True), output.num_scheduled_tokens, strict=True
+        ):
+            end += count
+            seed = int(self._store.parameters["seed"][self._store.row_of(name)])
+            drafts = output.token_ids[end - num_samples + 1 : end] if num_samples else ()
+            for place, draft in enumerate(drafts):
+                guess = self._guesses[seed, start + count - num_samples + 1 + place]
+                row = logits[first_row + place][None]
+                self.num_tried += 1
+                self.shared += _shared(row, guess)
+                if int(sample(row, guess.params)) != draft:
+                    break
+                self.num_right += 1
+        return logits
+
+
+def _shared(logits: Tensor, guess: _Guess) -> float:
+    """The probability that the model's distribution, of ``logits`` [1, V], and the drafter's have in common."""
+    temperature = float(guess.params.temperature)
+    own = torch.full_like(logits[0], -torch.inf, dtype=torch.float32)  # a drafter may have fewer tokens
+    own[: len(guess.logits)] = guess.logits.float()
+    if temperature == 0:
+        return float(logits[0].argmax() == own.argmax())
+    p, q = ((row / temperature).softmax(-1) for row in (logits[0].float(), own))
+    return float(torch.minimum(p, q).sum())

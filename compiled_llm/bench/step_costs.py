@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, engine_config
+from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish
-from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.checkpoint.shapes import config_of, engine_parser
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.planning.costs import MeasuredCosts, Points, ReplicaCosts
 from compiled_llm.system import hardware
@@ -267,10 +267,8 @@ def parser(program: str) -> FlagParser:
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(None, arguments, replicas=1, rounds=1)
-    with model_of(args) as model:
-        config = dataclasses.replace(engine_config(args), **model)  # type: ignore[arg-type]
-        with contextlib.closing(Engines(config, args.replicas)) as engines:
-            costs = engines.measure(args.rounds)
+    with config_of(args) as config, contextlib.closing(Engines(config, args.replicas)) as engines:
+        costs = engines.measure(args.rounds)
     name = Path(args.model).name if args.model else args.shape
     devices, machine = args.replicas * costs.tp, hardware.describe(torch.device("cpu"))
     MeasuredCosts([(name, costs)], machine["cpu"], total_memory() / devices).write(args.costs)

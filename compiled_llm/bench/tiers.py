@@ -18,13 +18,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from compiled_llm.api import tables
-from compiled_llm.api.command_line import FlagParser, engine_config, errors_end
+from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish, in_turns, median_ratio
-from compiled_llm.checkpoint.shapes import engine_parser, model_of
+from compiled_llm.checkpoint.shapes import config_of, engine_parser
 from compiled_llm.engine.engine import CompiledEngine
 
 _COMPUTED = "computed"
@@ -70,11 +69,10 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     least = {"input_len": 32, "num_tokens": 1, "num_prompts": 1, "rounds": 1}
     args = parser(program).parse_checked(None, arguments, **least)
     with ExitStack() as stack, errors_end(program):
-        given: dict[str, Any] = dict(stack.enter_context(model_of(args)))
         files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        given_config = dataclasses.replace(engine_config(args), **given)
-        blocks = -(-args.input_len // given_config.block_size) + 8
-        config = dataclasses.replace(given_config, num_kv_blocks=blocks, max_model_len=args.input_len + args.num_tokens)
+        blocks = -(-args.input_len // args.block_size) + 8
+        sizes = {"num_kv_blocks": blocks, "max_model_len": args.input_len + args.num_tokens}
+        config = stack.enter_context(config_of(args, **sizes))
         plain = stack.enter_context(CompiledEngine.from_config(config))
         size = plain.own_runner.pool_sizes.block_bytes * 2 * blocks
         with_tiers = dataclasses.replace(config, kv_host_bytes=size, kv_disk_path=str(files), kv_disk_bytes=4 * size)

@@ -5,13 +5,15 @@ What a step costs depends on these numbers alone. ``--model`` and ``--shape`` ar
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.api.command_line import FlagParser, add_engine_arguments
+from compiled_llm.api.command_line import FlagParser, add_engine_arguments, engine_config
+from compiled_llm.api.config import EngineConfig
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
@@ -157,10 +159,18 @@ def engine_parser(program: str, description: str) -> FlagParser:
 
 
 @contextlib.contextmanager
+def config_of(args: argparse.Namespace, **changes: Any) -> Iterator[EngineConfig]:
+    """The engine arguments of the flags of ``engine_parser``; ``changes`` go before them."""
+    with model_of(args) as model:
+        given: dict[str, Any] = {**model, **changes}
+        yield dataclasses.replace(engine_config(args), **given)
+
+
+@contextlib.contextmanager
 def model_of(args: argparse.Namespace) -> Iterator[dict[str, str]]:
     """The engine arguments ``model`` and ``load_format`` of the flags; a shape's config is in a temporary directory."""
-    if args.model is not None:
-        yield {"model": args.model, "load_format": "auto"}
+    if args.model is not None or args.shape is None:  # without both the bundled one
+        yield {} if args.model is None else {"model": args.model, "load_format": "auto"}
         return
     with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory:
         # All that load_format="dummy" needs.

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from compiled_llm.bench import attention, harness
-from compiled_llm.bench import attention_ways as ways
 
 TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--seconds", "0"]
 SKEWED = "1x70,3x20"
@@ -28,7 +27,7 @@ def run() -> Any:
 
 
 def groups(kind: str, text: str) -> list[tuple[int, int, int]]:
-    return [(g.count, g.query_len, g.seq_len) for g in ways.parse_case(kind, text).groups]
+    return [(g.count, g.query_len, g.seq_len) for g in attention.parse_case(kind, text).groups]
 
 
 @pytest.mark.parametrize(
@@ -44,12 +43,12 @@ def groups(kind: str, text: str) -> list[tuple[int, int, int]]:
 )
 def test_cases_are_parsed(kind: str, text: str, expected: list[tuple[int, int, int]]) -> None:
     assert groups(kind, text) == expected
-    assert ways.parse_case(kind, text).name == f"{kind} {text}"
+    assert attention.parse_case(kind, text).name == f"{kind} {text}"
 
 
 def test_bytes_and_operations_are_those_counted_by_hand() -> None:
-    shape = ways.Shape(heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
-    decode, prefill = ways.parse_case("decode", "2x10,1x5"), ways.parse_case("prefill", "2x3+2")
+    shape = attention.Shape(heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.bfloat16)
+    decode, prefill = attention.parse_case("decode", "2x10,1x5"), attention.parse_case("prefill", "2x3+2")
     # 25 keys, each with a key and a value row in 2 heads: 100 rows of 64 elements, and a float32 scale where quantised.
     assert decode.num_bytes(shape, torch.bfloat16) == 100 * 128
     assert decode.num_bytes(shape, torch.float32) == 100 * 256
@@ -88,20 +87,22 @@ def test_rates_and_ratios(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize(("kind", "text"), [("decode", SKEWED), ("prefill", "2x3+20,1x17+0"), ("prefill", "2x9+0")])
 def test_op_and_alternatives_agree_to_the_last_digits(kind: str, text: str) -> None:
-    step = ways.Step(ways.parse_case(kind, text), ways.Shape(4, 2, 32, 16, torch.float32), "cpu", num_layers=2)
+    step = attention.Step(
+        attention.parse_case(kind, text), attention.Shape(4, 2, 32, 16, torch.float32), "cpu", num_layers=2
+    )
     with torch.inference_mode():
-        ours = ways.op(step, torch.float32, block_size=16)
+        ours = attention.op(step, torch.float32, block_size=16)
         assert torch.equal(ours(0), ours(1)) == (text == "2x9+0"), "layers differ in all but this step's tokens"
-        torch.testing.assert_close(ours(0), ways.expected(step, torch.float32), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours(0), attention.expected(step, torch.float32), atol=1e-5, rtol=1e-5)
         for name in attention.names_of("cpu", ()):
-            other = ways.ALTERNATIVES[name](step)
+            other = attention.ALTERNATIVES[name](step)
             for layer in (0, 1):
                 torch.testing.assert_close(other(layer), ours(layer), atol=1e-5, rtol=1e-5, msg=name)
-        turned = ways.op(step, torch.float32, 16, turned=True)
+        turned = attention.op(step, torch.float32, 16, turned=True)
         torch.testing.assert_close(turned(1), ours(1), atol=0, rtol=0, msg="an angle of 0 changes nothing")
         for dtype in (torch.int8, torch.float8_e4m3fn):
-            quantised = ways.op(step, dtype, block_size=8)(0)
-            torch.testing.assert_close(quantised, ways.expected(step, dtype), atol=1e-3, rtol=1e-3)
+            quantised = attention.op(step, dtype, block_size=8)(0)
+            torch.testing.assert_close(quantised, attention.expected(step, dtype), atol=1e-3, rtol=1e-3)
             assert not torch.allclose(quantised, ours(0), atol=2e-3, rtol=2e-3)
 
 
@@ -109,7 +110,7 @@ def test_an_alternative_with_another_result_is_left_out(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "gather"
-    build = ways.ALTERNATIVES[name]
+    build = attention.ALTERNATIVES[name]
 
     def wrong_in_one_row(step: Any) -> Any:
         def attend(layer: int) -> torch.Tensor:
@@ -119,7 +120,7 @@ def test_an_alternative_with_another_result_is_left_out(
 
         return attend
 
-    monkeypatch.setitem(ways.ALTERNATIVES, name, wrong_in_one_row)
+    monkeypatch.setitem(attention.ALTERNATIVES, name, wrong_in_one_row)
     assert run("--decode", "2x40", "3x30", "--prefill", "--kv-dtype", "int8") == 0
     out = capsys.readouterr().out
     for row in json.loads(out.splitlines()[-1])["rows"]:
@@ -132,7 +133,7 @@ def test_an_alternative_with_another_result_is_left_out(
 def test_a_wrong_result_of_the_op_ends_the_run(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str
 ) -> None:
-    right = ways.paged_attention
+    right = attention.paged_attention
 
     def paged_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, *args, **kwargs):
         output = right(q, k, v, k_cache, *args, **kwargs)
@@ -141,7 +142,7 @@ def test_a_wrong_result_of_the_op_ends_the_run(
         output[0, 0] *= float("nan") if wrong == "NaN" else 1.1
         return output
 
-    monkeypatch.setattr(ways, "paged_attention", paged_attention)
+    monkeypatch.setattr(attention, "paged_attention", paged_attention)
     with pytest.raises(SystemExit, match="1"):
         run("--decode", "2x40", "--prefill", "--kv-dtype", "int8")
     captured = capsys.readouterr()

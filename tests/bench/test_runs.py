@@ -27,7 +27,6 @@ from compiled_llm.bench import (
     loading,
     lora,
     plan,
-    product_ways,
     products,
     sampling,
     settings,
@@ -360,7 +359,7 @@ def test_products(run: Run, tmp_path: Path) -> None:
     assert "sizes as given, bfloat16, kernels: " in out
     result, _ = run(products, "--size", "256x128", "--kind", "int8", "int4_w4a8", "--rows", "3", "--seconds", "0")
     assert [row["kind"] for row in result["results"]] == ["int8", "int4_w4a8"]
-    assert {layer.name: layer[1:3] for layer in product_ways.layers_of("qwen3-0.6b")} == {
+    assert {layer.name: layer[1:3] for layer in products.layers_of("qwen3-0.6b")} == {
         "qkv": (4096, 1024),
         "o": (1024, 2048),
         "gate_up": (6144, 1024),
@@ -396,17 +395,17 @@ def test_a_wrong_product_ends_the_run_and_a_broken_other_way_is_left_out(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--size", "48x32", "--rows", "3", "--seconds", "0")
-    packed_linear = product_ways.packed_linear
+    packed_linear = products.packed_linear
 
     def broken(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("not for\nthis machine")
 
     monkeypatch.setattr(torch.nn.functional, "linear", broken)
-    monkeypatch.setattr(product_ways, "right", lambda layer, x, plain, route: x.float() @ plain.float().T)
+    monkeypatch.setattr(products, "right", lambda layer, x, plain, route: x.float() @ plain.float().T)
     result, out = run(products, *words)
     assert result["results"][0]["left_out"] == {"linear": "RuntimeError: not for this machine"}
     assert "linear is left out: RuntimeError: not for this machine" in out
-    monkeypatch.setattr(product_ways, "packed_linear", lambda *given: packed_linear(*given) * 1.1)
+    monkeypatch.setattr(products, "packed_linear", lambda *given: packed_linear(*given) * 1.1)
     with pytest.raises(SystemExit, match="1"):
         products.main("it", list(words))
     assert "it: error: plain, 48x32, 3 rows: off by 0.1" in capsys.readouterr().err

@@ -8,8 +8,10 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +29,9 @@ OPENVINO: dict[str, dict[str, Any]] = {
     "properties": {"INFERENCE_PRECISION_HINT": "bf16"},
 }
 LLAMA: dict[str, Any] = {
-    "contexts": [[1, 2304], [32, 704]],
-    "n_batch": 2048,
-    "n_ubatch": 512,
-    "flash_attn": True,
-    "kv_unified": False,
+    "contexts": [[1, 2304], [32, 704]], "n_batch": 2048, "n_ubatch": 512, "flash_attn": True, "kv_unified": False,
     "kv_type": "f16",
-}
+}  # fmt: skip
 TRANSFORMERS = {"dtype": "bfloat16"}
 
 
@@ -173,6 +171,31 @@ def vllm(python: str, directory: Path, options: dict[str, Any], threads: int, pr
     env = {name: value for name, value in env.items() if name not in os.environ} | _threads(threads)
     libraries = vllm_preload(python) if preload is None else preload
     return Peer("vllm", python, directory, VLLM | options, env | {"LD_PRELOAD": libraries})
+
+
+@contextlib.contextmanager
+def vllm_workers(
+    python: str,
+    model: Path,
+    options: Mapping[str, dict[str, Any]],
+    threads: int,
+    preload: str | None,
+    timeout: float,
+) -> Iterator[dict[str, Worker]]:
+    """vLLM in a process for each of ``options``, arguments of its ``LLM`` by name; all start at once: it takes minutes.
+
+    Raises:
+        PeerFailed: one of them does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-")))
+        pool = stack.enter_context(ThreadPoolExecutor(len(options)))  # a worker ends with the thread that started it
+        peers = {name: vllm(python, model, given, threads, preload) for name, given in options.items()}
+        started = {name: pool.submit(Worker, peer, logs / f"{name}.log", timeout) for name, peer in peers.items()}
+        for future in started.values():
+            if future.exception() is None:
+                stack.callback(future.result().close)
+        yield {name: future.result() for name, future in started.items()}
 
 
 def vllm_preload(python: str) -> str:
