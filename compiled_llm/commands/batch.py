@@ -27,35 +27,32 @@ from compiled_llm.offline.files import check_files, check_writable, manifest_pat
 from compiled_llm.offline.flags import flag_parser as parser
 from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.system.process import GuardedStream, StopSignals
-from compiled_llm.system.program import run_program
+from compiled_llm.system.program import as_program
 
 __all__ = ["main", "parser"]
 
 
-def main(program: str, arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
     """Run the command; returns the exit status."""
+    args = parse_arguments(program, arguments)
+    if args.mode_text is not None and not args.quiet:
+        print(args.mode_text)
+    with errors_end(program):
+        manifest = None if args.output is None else manifest_path(args.output)
+        written = {"--output": args.output, "the manifest of --output": manifest, "--trace": args.trace}
+        check_files(args.input or (), written, args.report)
+        if args.trace is not None:
+            check_writable("--trace", args.trace)
+    from compiled_llm.offline.run import run  # it loads torch, which takes seconds
+    from compiled_llm.offline.serving import EngineFaultsError
 
-    def run_batch(stdout: GuardedStream, signals: StopSignals) -> int:
-        args = parse_arguments(program, arguments)
-        if args.mode_text is not None and not args.quiet:
-            print(args.mode_text)
-        with errors_end(program):
-            manifest = None if args.output is None else manifest_path(args.output)
-            written = {"--output": args.output, "the manifest of --output": manifest, "--trace": args.trace}
-            check_files(args.input or (), written, args.report)
-            if args.trace is not None:
-                check_writable("--trace", args.trace)
-        from compiled_llm.offline.run import run  # it loads torch, which takes seconds
-        from compiled_llm.offline.serving import EngineFaultsError
-
-        try:
-            status = run(program, args, stdout, signals)
-        except EngineFaultsError as error:
-            print(f"{program}: error: {error}", file=sys.stderr)
-            status = 1
-        stdout.flush()
-        if args.output is not None and isinstance(stdout.failure, BrokenPipeError):  # the rows are in a file
-            stdout.failure = None
-        return status
-
-    return run_program(program, run_batch)
+    try:
+        status = run(program, args, stdout, signals)
+    except EngineFaultsError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        status = 1
+    stdout.flush()
+    if args.output is not None and isinstance(stdout.failure, BrokenPipeError):  # the rows are in a file
+        stdout.failure = None
+    return status

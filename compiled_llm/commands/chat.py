@@ -33,19 +33,14 @@ from compiled_llm.api.command_line import (
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest, lora_arguments
 from compiled_llm.system.process import GuardedStream, StopSignals
-from compiled_llm.system.program import run_program
+from compiled_llm.system.program import as_program
 from compiled_llm.system.quick_start import quick_start
 
 # Sampling parameters for outputs other than one answer that is printed.
 _WITHOUT = (
-    "n",
-    "logprobs",
-    "prompt_logprobs",
-    "detokenize",
-    "output_kind",
-    "truncate_prompt_tokens",
+    "n", "logprobs", "prompt_logprobs", "detokenize", "output_kind", "truncate_prompt_tokens",
     "split_special_tokens",
-)
+)  # fmt: skip
 _BUNDLED = (
     "the bundled model completes Python and was trained on no conversation: it takes what you say as comments, and "
     "writes the function below them"
@@ -67,22 +62,19 @@ def parser(program: str) -> FlagParser:
     return parser
 
 
-def main(program: str, arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
     """Run the command; returns the exit status."""
-
-    def run(stdout: GuardedStream, signals: StopSignals) -> int:
-        flags = parser(program)
-        args = flags.parse_args(arguments)
-        with flags.ending_errors():
-            if args.url is not None:
-                return _chat_with_server(program, args, flags, stdout)
-            if args.api_key is not None:
-                raise ValueError("--api-key must be left out without --url")
-            adapter, of_adapter = lora_arguments(args.lora)
-            vars(args).update(of_adapter)
-            return _chat(program, args, stdout, adapter)
-
-    return run_program(program, run)
+    flags = parser(program)
+    args = flags.parse_args(arguments)
+    with flags.ending_errors():
+        if args.url is not None:
+            return _chat_with_server(program, args, flags, stdout)
+        if args.api_key is not None:
+            raise ValueError("--api-key must be left out without --url")
+        adapter, of_adapter = lora_arguments(args.lora)
+        vars(args).update(of_adapter)
+        return _chat(program, args, stdout, adapter)
 
 
 def _chat_with_server(program: str, args: argparse.Namespace, flags: FlagParser, stdout: GuardedStream) -> int:

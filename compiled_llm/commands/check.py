@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, engine_config
 from compiled_llm.system.process import GuardedStream, StopSignals
-from compiled_llm.system.program import run_program
+from compiled_llm.system.program import as_program
 
 
 def parser(program: str) -> FlagParser:
@@ -28,27 +28,24 @@ def parser(program: str) -> FlagParser:
     return parser
 
 
-def main(program: str, arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
     """Run the command; returns the exit status."""
+    args = parser(program).parse_checked(arguments=arguments)
+    config = engine_config(args)
+    from compiled_llm.engine.preflight import look_at  # it loads torch, which takes seconds
 
-    def run(stdout: GuardedStream, signals: StopSignals) -> int:
-        args = parser(program).parse_checked(arguments=arguments)
-        config = engine_config(args)
-        from compiled_llm.engine.preflight import look_at  # it loads torch, which takes seconds
+    try:
+        for name, text in look_at(config):
+            print(f"{name:16}{text}", flush=True)
+        if not args.compare:
+            return 0
+        from compiled_llm.engine.engine import CompiledEngine
 
-        try:
-            for name, text in look_at(config):
-                print(f"{name:16}{text}", flush=True)
-            if not args.compare:
-                return 0
-            from compiled_llm.engine.engine import CompiledEngine
-
-            with CompiledEngine.from_config(config) as engine:
-                report = engine.check()
-        except ValueError as error:
-            print(f"{program}: cannot be served: {error}", file=sys.stderr)
-            return 1
-        print(report)
-        return 0 if report.agrees else 1
-
-    return run_program(program, run)
+        with CompiledEngine.from_config(config) as engine:
+            report = engine.check()
+    except ValueError as error:
+        print(f"{program}: cannot be served: {error}", file=sys.stderr)
+        return 1
+    print(report)
+    return 0 if report.agrees else 1

@@ -20,7 +20,7 @@ from typing import Any
 
 from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.system.process import GuardedStream, StopSignals
-from compiled_llm.system.program import run_program
+from compiled_llm.system.program import as_program
 
 _KEY_VARIABLE = "COMPILED_LLM_API_KEY"
 
@@ -37,25 +37,22 @@ def parser(program: str) -> FlagParser:
     return made
 
 
-def main(program: str, arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
     """Run the command; returns the exit status."""
+    args = parser(program).parse_args(arguments)
+    with errors_end(program):
+        from compiled_llm.terminal.server_client import ServerClient
 
-    def run(stdout: GuardedStream, signals: StopSignals) -> int:
-        args = parser(program).parse_args(arguments)
-        with errors_end(program):
-            from compiled_llm.terminal.server_client import ServerClient
-
-            key = args.api_key or os.environ.get(_KEY_VARIABLE, "").split(",")[0] or None
-            if args.engine is None and (args.undo or args.to is None):
-                raise ValueError("--engine must be given unless --to is, without --undo")
-            if args.undo and (args.to or args.to_api_key):
-                raise ValueError("--to and --to-api-key have no meaning with --undo")
-            body: dict[str, Any] = {"engine": args.engine}
-            if not args.undo:
-                body |= {"grace_seconds": args.grace_seconds, "to": args.to, "to_api_key": args.to_api_key}
-            answer = ServerClient(args.url, key).post("/undrain" if args.undo else "/drain", body)
-        what = "gets requests again" if args.undo else f"is drained: {answer['moved']} requests moved"
-        stdout.write(f"{'the server' if args.engine is None else f'engine {args.engine}'} {what}\n")
-        return 0
-
-    return run_program(program, run)
+        key = args.api_key or os.environ.get(_KEY_VARIABLE, "").split(",")[0] or None
+        if args.engine is None and (args.undo or args.to is None):
+            raise ValueError("--engine must be given unless --to is, without --undo")
+        if args.undo and (args.to or args.to_api_key):
+            raise ValueError("--to and --to-api-key have no meaning with --undo")
+        body: dict[str, Any] = {"engine": args.engine}
+        if not args.undo:
+            body |= {"grace_seconds": args.grace_seconds, "to": args.to, "to_api_key": args.to_api_key}
+        answer = ServerClient(args.url, key).post("/undrain" if args.undo else "/drain", body)
+    what = "gets requests again" if args.undo else f"is drained: {answer['moved']} requests moved"
+    stdout.write(f"{'the server' if args.engine is None else f'engine {args.engine}'} {what}\n")
+    return 0

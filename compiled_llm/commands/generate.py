@@ -29,7 +29,7 @@ from compiled_llm.api.command_line import (
 from compiled_llm.api.lora_request import lora_arguments
 from compiled_llm.offline.flags import DEFAULT_SAMPLING
 from compiled_llm.system.process import GuardedStream, StopSignals
-from compiled_llm.system.program import BROKEN_PIPE_STATUS, run_program
+from compiled_llm.system.program import BROKEN_PIPE_STATUS, as_program
 from compiled_llm.system.quick_start import quick_start
 
 # Sampling parameters for outputs other than the text that is printed here.
@@ -46,16 +46,13 @@ def parser(program: str) -> FlagParser:
     return parser
 
 
-def main(program: str, arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
     """Run the command; returns the exit status."""
-
-    def run(stdout: GuardedStream, signals: StopSignals) -> int:
-        flags = parser(program)
-        args = flags.parse_args(arguments)
-        with flags.ending_errors():
-            return _generate(program, args, stdout)
-
-    return run_program(program, run)
+    flags = parser(program)
+    args = flags.parse_args(arguments)
+    with flags.ending_errors():
+        return _generate(program, args, stdout)
 
 
 def _generate(program: str, args: argparse.Namespace, stdout: GuardedStream) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.system.process import GuardedStream, StopSignals
-from compiled_llm.system.program import run_program
+from compiled_llm.system.program import as_program
 
 
 def parser(program: str) -> FlagParser:
@@ -26,19 +26,16 @@ def parser(program: str) -> FlagParser:
     return made
 
 
-def main(program: str, arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
     """Run the command; returns the exit status."""
+    args = parser(program).parse_args(arguments)
+    with errors_end(program):
+        from compiled_llm.adapters.merging import merge_adapter  # it loads torch, which takes seconds
+        from compiled_llm.api.config import EngineConfig
+        from compiled_llm.checkpoint.model_files import checkpoint_directory
 
-    def run(stdout: GuardedStream, signals: StopSignals) -> int:
-        args = parser(program).parse_args(arguments)
-        with errors_end(program):
-            from compiled_llm.adapters.merging import merge_adapter  # it loads torch, which takes seconds
-            from compiled_llm.api.config import EngineConfig
-            from compiled_llm.checkpoint.model_files import checkpoint_directory
-
-            merged = merge_adapter(checkpoint_directory(EngineConfig(model=args.model)), args.adapter, args.out)
-        where = os.path.relpath(args.out)
-        stdout.write(f"{where}: {merged.num_layers} layers merged, {merged.nbytes / 1e6:.1f} MB of tensors\n")
-        return 0
-
-    return run_program(program, run)
+        merged = merge_adapter(checkpoint_directory(EngineConfig(model=args.model)), args.adapter, args.out)
+    where = os.path.relpath(args.out)
+    stdout.write(f"{where}: {merged.num_layers} layers merged, {merged.nbytes / 1e6:.1f} MB of tensors\n")
+    return 0

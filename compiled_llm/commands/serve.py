@@ -27,7 +27,7 @@ from typing import Any
 
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, attribute_docs, engine_config
 from compiled_llm.system.process import GuardedStream, StopSignals, UnwaitingStream
-from compiled_llm.system.program import run_program
+from compiled_llm.system.program import as_program
 
 _PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 _SELDOM = (
@@ -83,19 +83,16 @@ def parser(program: str) -> FlagParser:
     return parser
 
 
-def main(program: str, arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
     """Run the command; returns the exit status."""
-
-    def run(stdout: GuardedStream, signals: StopSignals) -> int:
-        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        flags = parser(program)
-        args = flags.parse_args(arguments)
-        with flags.ending_errors():
-            if missing:
-                raise ValueError(f"serve needs the packages {', '.join(missing)}: pip install 'compiled-llm[server]'")
-            return _serve(program, args, signals)
-
-    return run_program(program, run)
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    flags = parser(program)
+    args = flags.parse_args(arguments)
+    with flags.ending_errors():
+        if missing:
+            raise ValueError(f"serve needs the packages {', '.join(missing)}: pip install 'compiled-llm[server]'")
+        return _serve(program, args, signals)
 
 
 def _serve(program: str, args: argparse.Namespace, signals: StopSignals) -> int:

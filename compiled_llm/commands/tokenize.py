@@ -22,7 +22,7 @@ from pathlib import Path
 from compiled_llm.api.command_line import FlagParser, add_engine_arguments, engine_config
 from compiled_llm.commands.generate import text_argument
 from compiled_llm.system.process import GuardedStream, StopSignals
-from compiled_llm.system.program import run_program
+from compiled_llm.system.program import as_program
 
 
 def parser(program: str) -> FlagParser:
@@ -37,16 +37,13 @@ def parser(program: str) -> FlagParser:
     return parser
 
 
-def main(program: str, arguments: Sequence[str] | None = None) -> int:
+@as_program
+def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
     """Run the command; returns the exit status."""
-
-    def run(stdout: GuardedStream, signals: StopSignals) -> int:
-        flags = parser(program)
-        args = flags.parse_args(arguments)
-        with flags.ending_errors():
-            return _tokenize(program, args)
-
-    return run_program(program, run)
+    flags = parser(program)
+    args = flags.parse_args(arguments)
+    with flags.ending_errors():
+        return _tokenize(program, args)
 
 
 def _tokenize(program: str, args: argparse.Namespace) -> int:

@@ -2,21 +2,22 @@
 
 import io
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from compiled_llm.system.process import GuardedStream, StopSignals
-from compiled_llm.system.program import run_program
+from compiled_llm.system.program import as_program
 
 
 def status_of(act: Callable[[], object], status: int = 0) -> int:
-    def run(stdout: GuardedStream, signals: StopSignals) -> int:
+    @as_program
+    def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, signals: StopSignals) -> int:
         act()
         return status
 
-    return run_program("it", run)
+    return main("it")
 
 
 def test_the_status_is_that_of_the_run() -> None:
