@@ -173,17 +173,9 @@ _NO_EFFECT = {
 }
 # What ModelConfig is made of, by the names in the file.
 _USED = {
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "vocab_size",
-}
+    "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
+}  # fmt: skip
 # The first value is the one that messages name.
 _OFF: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),

@@ -21,19 +21,11 @@ DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the
 CHECKED_ROWS = 4
 ORDER_WINDOW = 16_384
 _SELDOM = {
-    "--retry-errors",
-    "--order-window",
-    "--max-faults",
-    "--report-profile-steps",
-    "--trace",
-    "--remeasure-limits",
-}
+    "--retry-errors", "--order-window", "--max-faults", "--report-profile-steps", "--trace", "--remeasure-limits",
+}  # fmt: skip
 _RANGES = {
-    "report_profile_steps": (0, 1000),
-    "order_window": (1, 10**6),
-    "max_faults": (0, 10**6),
-    "workers": (1, 1024),
-}
+    "report_profile_steps": (0, 1000), "order_window": (1, 10**6), "max_faults": (0, 10**6), "workers": (1, 1024),
+}  # fmt: skip
 
 
 def flag_parser(program: str) -> FlagParser:

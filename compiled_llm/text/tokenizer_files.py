@@ -13,17 +13,9 @@ from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_
 
 # How the names of the files begin that transformers may read a tokenizer from.
 _FILE_PREFIXES = (
-    "added_tokens",
-    "chat_template",
-    "config.json",
-    "merges",
-    "sentencepiece",
-    "special_tokens_map",
-    "spiece",
-    "tekken",
-    "tokenizer",
-    "vocab",
-)
+    "added_tokens", "chat_template", "config.json", "merges", "sentencepiece", "special_tokens_map", "spiece",
+    "tekken", "tokenizer", "vocab",
+)  # fmt: skip
 _OBJECTS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 
 

@@ -31,12 +31,9 @@ CONFIG: dict[str, Any] = {
     "mlp_bias": False, "dtype": "float32", "bos_token_id": 1, "eos_token_id": 2, "use_cache": True,
 }  # fmt: skip
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}
+}  # fmt: skip
 INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

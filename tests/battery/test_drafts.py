@@ -12,15 +12,9 @@ from compiled_llm import CompiledEngine
 from tests.drafted_runs import KINDS, RecordedDrafter, check_equal, serve, work_of
 
 EAGER: dict[str, Any] = {
-    "enforce_eager": True,
-    "bucket_sizes": (4,),
-    "block_size": 8,
-    "max_model_len": 96,
-    "max_num_batched_tokens": 24,
-    "check_invariants": True,
-    "num_kv_blocks": 14,
-    "progress": "off",
-}
+    "enforce_eager": True, "bucket_sizes": (4,), "block_size": 8, "max_model_len": 96, "max_num_batched_tokens": 24,
+    "check_invariants": True, "num_kv_blocks": 14, "progress": "off",
+}  # fmt: skip
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_space_bytes": 2**24}
 ENGINES: dict[str, dict[str, Any]] = {
     "recompute": {"preemption_mode": "recompute"},

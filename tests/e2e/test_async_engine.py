@@ -19,13 +19,9 @@ from tests.drawn import marked
 from tests.e2e.test_failures import break_once
 
 EAGER: dict[str, Any] = {
-    "enforce_eager": True,
-    "dtype": "float32",
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (32,),
-    "max_model_len": 128,
-    "check_invariants": True,
-}
+    "enforce_eager": True, "dtype": "float32", "bucket_sizes": (1, 4), "token_bucket_sizes": (32,),
+    "max_model_len": 128, "check_invariants": True,
+}  # fmt: skip
 PROMPT = "def add(a, b):\n    return"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)  # some 120 steps: longer than what a test does

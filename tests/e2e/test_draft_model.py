@@ -16,15 +16,9 @@ from tests.families import checkpoint
 
 NUM_TOKENS = 3
 SMALL: dict[str, Any] = {
-    "enforce_eager": True,
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (8, 24),
-    "block_size": 4,
-    "max_model_len": 64,
-    "num_kv_blocks": 18,
-    "check_invariants": True,
-    "progress": "off",
-}
+    "enforce_eager": True, "bucket_sizes": (1, 4), "token_bucket_sizes": (8, 24), "block_size": 4,
+    "max_model_len": 64, "num_kv_blocks": 18, "check_invariants": True, "progress": "off",
+}  # fmt: skip
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_space_bytes": 2**20}
 ENGINES: dict[str, dict[str, Any]] = {
     "swap": SWAP,

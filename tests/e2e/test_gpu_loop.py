@@ -21,13 +21,9 @@ from tests.families import checkpoint, transformers_model
 from tests.pretend_gpu import GPU, WaitError, pretended_gpu
 
 SIZES: dict[str, Any] = {
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (8, 32),
-    "max_model_len": 64,
-    "num_kv_blocks": 8,
-    "dtype": "float32",
-    "enforce_eager": True,
-}
+    "bucket_sizes": (1, 4), "token_bucket_sizes": (8, 32), "max_model_len": 64, "num_kv_blocks": 8,
+    "dtype": "float32", "enforce_eager": True,
+}  # fmt: skip
 SAME = list(range(3, 25))
 PROMPTS = [[5], [9, 8, 7], list(range(3, 40)), SAME, [5, 6], SAME]
 

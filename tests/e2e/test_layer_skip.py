@@ -19,15 +19,8 @@ from tests.families import checkpoint
 CONFIG: dict[str, Any] = {"method": "layer_skip", "num_speculative_tokens": 3, "adaptive": False}
 # Layers of a window and without; latents, experts, layers that read the keys of others, and positions that are learnt.
 FAMILIES = {
-    "gemma3": 2,
-    "olmo3": 2,
-    "mistral": 1,
-    "deepseek-v2": 1,
-    "qwen3-moe": 2,
-    "gemma4": 3,
-    "gpt2": 1,
-    "gpt-oss": 1,
-}
+    "gemma3": 2, "olmo3": 2, "mistral": 1, "deepseek-v2": 1, "qwen3-moe": 2, "gemma4": 3, "gpt2": 1, "gpt-oss": 1,
+}  # fmt: skip
 _UNCUT = ("gemma4", "gpt2")  # those whose config.json does not become that of fewer layers
 
 

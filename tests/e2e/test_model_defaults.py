@@ -17,12 +17,9 @@ from compiled_llm.text.prompts import EncodedPrompt
 from tests.families import checkpoint
 
 EAGER: dict[str, Any] = {
-    "enforce_eager": True,
-    "dtype": "float32",
-    "bucket_sizes": (4,),
-    "token_bucket_sizes": (32,),
+    "enforce_eager": True, "dtype": "float32", "bucket_sizes": (4,), "token_bucket_sizes": (32,),
     "num_kv_blocks": 65,
-}
+}  # fmt: skip
 CHAT = [{"role": "user", "content": "Read a file\nand return its lines"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 7, "eos_token_id": 0}

@@ -12,12 +12,9 @@ from compiled_llm.text.output_text import OutputText
 
 PROMPT = "def add(a, b):\n    return"
 ENGINE: dict[str, Any] = {
-    "enforce_eager": True,
-    "dtype": "float32",
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (32,),
+    "enforce_eager": True, "dtype": "float32", "bucket_sizes": (1, 4), "token_bucket_sizes": (32,),
     "max_model_len": 256,
-}
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "several": {"n": 3, "temperature": 1.0, "seed": 3},

@@ -19,13 +19,9 @@ from compiled_llm.worker.launched_step import HostSlot
 from compiled_llm.worker.step_buffers import StepBuffers
 
 SIZES: dict[str, Any] = {
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (8, 32),
-    "max_model_len": 64,
-    "num_kv_blocks": 16,
-    "dtype": "float32",
-    "check_invariants": True,
-}
+    "bucket_sizes": (1, 4), "token_bucket_sizes": (8, 32), "max_model_len": 64, "num_kv_blocks": 16,
+    "dtype": "float32", "check_invariants": True,
+}  # fmt: skip
 PROMPTS = [[5], [9, 8, 7], list(range(3, 40)), list(range(3, 30)), [5, 6], list(range(70, 90))]
 PARAMS = [
     SamplingParams(max_tokens=10 + 4 * (n % 3), ignore_eos=True, temperature=float(n % 2), seed=n)

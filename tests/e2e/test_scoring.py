@@ -37,13 +37,12 @@ EAGER: dict[str, Any] = {"enforce_eager": True, "check_invariants": True, "num_k
 SIZES: dict[str, Any] = {"bucket_sizes": (1, 8), "dtype": "bfloat16"}
 # Where a row's bits do not depend on the number of rows beside it.
 EXACT: dict[str, dict[str, Any]] = {
-    "bfloat16": SIZES | EAGER,
-    "bfloat16 with an int8 cache": SIZES | EAGER | {"kv_cache_dtype": "int8"},
+    "bfloat16": SIZES | EAGER, "bfloat16 with an int8 cache": SIZES | EAGER | {"kv_cache_dtype": "int8"},
     "Gemma 2": SIZES | EAGER | {"model": str(checkpoint("gemma2")), "max_model_len": 200},
     "float32": SIZES | EAGER | {"dtype": "float32"},
     "float16 with an fp8 cache": SIZES | EAGER | {"dtype": "float16", "kv_cache_dtype": "fp8"},
     "compiled": EAGER | COMPILED_SIZES | {"enforce_eager": False},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,9 @@ from compiled_llm.engine.engine import DEMO_MODEL
 from tests.offline.runs import run
 
 EAGER: dict[str, Any] = {
-    "enforce_eager": True,
-    "dtype": "float32",
-    "bucket_sizes": (4,),
-    "token_bucket_sizes": (32,),
+    "enforce_eager": True, "dtype": "float32", "bucket_sizes": (4,), "token_bucket_sizes": (32,),
     "num_kv_blocks": 65,
-}
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SPLIT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, split_special_tokens=True)
 END = "<|endoftext|>"

@@ -18,14 +18,9 @@ NUM_TOKENS, BLOCK_SIZE = 600, 16
 PROMPT = [random.Random(1).randrange(3, 300) for _ in range(NUM_TOKENS)]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
 ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "check_invariants": True,
-    "bucket_sizes": (4,),
-    "max_model_len": NUM_TOKENS + 24,
-    "num_kv_blocks": 200,
-    "progress": "off",
-}
+    "dtype": "float32", "enforce_eager": True, "check_invariants": True, "bucket_sizes": (4,),
+    "max_model_len": NUM_TOKENS + 24, "num_kv_blocks": 200, "progress": "off",
+}  # fmt: skip
 
 OF_64 = {"max_num_batched_tokens": 64}
 

@@ -20,16 +20,9 @@ from tests.families import checkpoint, transformers_model
 
 SINKS, WINDOW, BLOCK = 4, 32, 4
 SIZES: dict[str, Any] = {
-    "bucket_sizes": (4,),
-    "max_num_batched_tokens": 16,
-    "max_model_len": 400,
-    "block_size": BLOCK,
-    "dtype": "float32",
-    "device": "cpu",
-    "enforce_eager": True,
-    "check_invariants": True,
-    "sliding_window": WINDOW,
-}
+    "bucket_sizes": (4,), "max_num_batched_tokens": 16, "max_model_len": 400, "block_size": BLOCK,
+    "dtype": "float32", "device": "cpu", "enforce_eager": True, "check_invariants": True, "sliding_window": WINDOW,
+}  # fmt: skip
 STREAM = {"attention_sink_tokens": SINKS, "enable_prefix_caching": False}
 PROMPTS = [[(7 * i) % 199 for i in range(90)], [(11 * i) % 197 for i in range(20)], [(5 * i) % 193 for i in range(150)]]
 

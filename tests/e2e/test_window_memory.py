@@ -8,15 +8,9 @@ from compiled_llm import CompiledEngine, SamplingParams
 from tests.families import checkpoint
 
 SIZES: dict[str, Any] = {
-    "bucket_sizes": (4,),
-    "max_num_batched_tokens": 16,
-    "max_model_len": 160,
-    "block_size": 4,
-    "dtype": "float32",
-    "device": "cpu",
-    "enforce_eager": True,
-    "check_invariants": True,
-}
+    "bucket_sizes": (4,), "max_num_batched_tokens": 16, "max_model_len": 160, "block_size": 4, "dtype": "float32",
+    "device": "cpu", "enforce_eager": True, "check_invariants": True,
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FAMILIES = [
     "gemma4",

@@ -43,15 +43,8 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 RANK = 3  # of adapters
 # A family of each kind: biases and packed tensors, norms over all heads, latents, experts in one tensor, states.
 SAMPLE = [
-    "llama-biases 2",
-    "phi3 2",
-    "olmo2 4",
-    "deepseek-v3 2",
-    "gpt-oss 2",
-    "granite-hybrid 4",
-    "lfm2 2",
-    "qwen3.5 2",
-]
+    "llama-biases 2", "phi3 2", "olmo2 4", "deepseek-v3 2", "gpt-oss 2", "granite-hybrid 4", "lfm2 2", "qwen3.5 2",
+]  # fmt: skip
 EXPERTS = {  # whose experts four ranks can have as wholes
     "mixtral": ("num_local_experts", 8),
     "gpt-oss": ("num_local_experts", 8),

@@ -12,17 +12,10 @@ from compiled_llm.engine.failures import RequestsFailedWarning
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
 ARGUMENTS = {
-    "enforce_eager": True,
-    "check_invariants": True,
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (16,),
-    "max_model_len": 96,
-    "block_size": 4,
-    "num_kv_blocks": 24,
-    "swap_space_bytes": 2**20,
-    "preemption_mode": "swap",
+    "enforce_eager": True, "check_invariants": True, "bucket_sizes": (1, 4), "token_bucket_sizes": (16,),
+    "max_model_len": 96, "block_size": 4, "num_kv_blocks": 24, "swap_space_bytes": 2**20, "preemption_mode": "swap",
     "async_scheduling": True,
-}
+}  # fmt: skip
 LONG = {"max_tokens": 24, "ignore_eos": True}
 PARAMS = [
     SamplingParams(temperature=0, **LONG),
