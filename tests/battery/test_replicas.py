@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from compiled_llm.ops import native
-from tests.server.test_run import COMMAND, LONG, Program, program
+from tests.server.test_run import COMMAND, LONG, Program, program, until
 
 pytestmark = [
     pytest.mark.battery,
@@ -28,13 +28,6 @@ pytestmark = [
 ]
 TWO = ("--data-parallel-size", "2")
 TEXT = "".join(chr(32 + i % 90) for i in range(900))
-
-
-def until(condition: Callable[[], Any], seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to pass"
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -7,27 +7,17 @@ import re
 import resource
 import signal
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.server.test_run import LONG, Program, program
+from tests.server.test_run import LONG, Program, program, until
 
 pytestmark = pytest.mark.battery
 
 SHORT = {"prompt": "import os", "max_tokens": 4, "temperature": 0}
-
-
-def until(condition: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come to pass"
-        time.sleep(0.05)
 
 
 def resident_bytes(server: Program) -> int:

@@ -72,7 +72,11 @@ def engine() -> Iterator[CompiledEngine]:
 
 @pytest.fixture(scope="module")
 def expected(engine: CompiledEngine, adapters: list[LoRARequest | None]) -> list[Result]:
-    """Each request alone."""
+    return alone(engine, adapters)
+
+
+def alone(engine: CompiledEngine, adapters: list[LoRARequest | None]) -> list[Result]:
+    """Each request by itself."""
     found = []
     for i in range(len(PROMPTS)):
         engine.reset_prefix_cache()

@@ -11,7 +11,7 @@ import pytest
 from compiled_llm import CompiledEngine, LoRARequest
 from tests.adapters.made import embeddings_and_stacks, linear_modules, write_adapter
 from tests.drawn import marked
-from tests.e2e.test_lora import PROMPTS, SIZES, Result, results
+from tests.e2e.test_lora import SIZES, Result, alone, results
 from tests.families import checkpoint, transformers_model
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "lora_target_modules": ("*",)}
@@ -25,7 +25,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def adapters(name: str, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
-    """Of each of ``PROMPTS``: one of all layers, one of embeddings and the head, one of experts or latents; or none."""
+    """Of each prompt of ``test_lora.py``: one of all layers, one of embeddings and the head, one of experts or latents; or none."""
     model, directory = transformers_model(name), tmp_path_factory.mktemp("adapters")
     modules, (embeddings, stacks) = linear_modules(model), embeddings_and_stacks(model)
     head = {"lm_head": tuple(model.lm_head.weight.shape)}
@@ -50,15 +50,6 @@ def serve(name: str, **changes: Any) -> CompiledEngine:
 def engine(name: str) -> Iterator[CompiledEngine]:
     with serve(name) as engine:
         yield engine
-
-
-def alone(engine: CompiledEngine, adapters: list[LoRARequest | None]) -> list[Result]:
-    found = []
-    for i in range(len(PROMPTS)):
-        engine.reset_prefix_cache()
-        found += results(engine, adapters, range(i, i + 1))
-    assert len({str(tokens) for tokens, _ in found}) == len(found)
-    return found
 
 
 @pytest.fixture(scope="module")

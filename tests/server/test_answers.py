@@ -38,13 +38,15 @@ def served(
     assert plan is not None
     params = SamplingParams(**{**asked.sampling, **plan.sampling})
 
-    async def outputs() -> AsyncIterator[Output]:
-        for number, text in enumerate(pieces):
-            is_last = number == len(pieces) - 1
-            piece = Piece(0, text, tokenizer.encode_piece(text), None, end if is_last else None)
-            yield Output("r", [piece], times=Times(0.0, 0.0, 0.0, 0) if is_last else None)
+    outputs = outputs_of(tokenizer, pieces, end)
+    return Served(asked, params, plan, [ServedPrompt("r", prompt, [1, 2])], outputs), params
 
-    return Served(asked, params, plan, [ServedPrompt("r", prompt, [1, 2])], outputs()), params
+
+async def outputs_of(tokenizer: Tokenizer, pieces: Sequence[str], end: str) -> AsyncIterator[Output]:
+    for number, text in enumerate(pieces):
+        is_last = number == len(pieces) - 1
+        piece = Piece(0, text, tokenizer.encode_piece(text), None, end if is_last else None)
+        yield Output("r", [piece], times=Times(0.0, 0.0, 0.0, 0) if is_last else None)
 
 
 def whole(tokenizer: Tokenizer, text: str, end: str = "stop", **fields: Any) -> ChatCompletion:

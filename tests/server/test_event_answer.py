@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,17 +18,15 @@ from compiled_llm.openai.response_events import ResponseEvents
 from compiled_llm.openai.responses import read_response
 from compiled_llm.server.answer_formats import AnswerFormats
 from compiled_llm.server.event_answer import AnswerEvents, EventAnswer
-from compiled_llm.server.messages import Output, Piece, Times
 from compiled_llm.server.service import Served, ServedPrompt
 from compiled_llm.text.tokenizer import Tokenizer
 from tests import tokenizers
+from tests.server.test_answers import TEXT, outputs_of
 
 SCHEMA = {"type": "object"}
 RESPONSE = read_response({"input": "a", "tools": [{"type": "function", "name": "now", "parameters": SCHEMA}]})
 CHAT = [{"role": "user", "content": "a"}]
 MESSAGE = read_message({"messages": CHAT, "max_tokens": 99, "tools": [{"name": "now", "input_schema": SCHEMA}]})
-CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "Óslo"}}\n</tool_call>'
-TEXT = f"<think>\nLet me see.\n</think>\n\nA moment.\n{CALL}\n{CALL}"
 Made = Callable[[Sequence[str], str], EventAnswer]
 
 
@@ -41,14 +39,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def answer(tokenizer: Tokenizer, asked: OpenAIRequest, events: AnswerEvents, pieces: Sequence[str], end: str) -> Any:
     """To a request whose answer comes in ``pieces``."""
     plan = AnswerFormats("hermes", "qwen3", tokenizer).plan(asked, "")
-
-    async def outputs() -> AsyncIterator[Output]:
-        for number, text in enumerate(pieces):
-            is_last = number == len(pieces) - 1
-            piece = Piece(0, text, tokenizer.encode_piece(text), None, end if is_last else None)
-            yield Output("r", [piece], times=Times(0.0, 0.0, 0.0, 0) if is_last else None)
-
-    served = Served(asked, SamplingParams(), plan, [ServedPrompt("r", "", [1, 2])], outputs())
+    outputs = outputs_of(tokenizer, pieces, end)
+    served = Served(asked, SamplingParams(), plan, [ServedPrompt("r", "", [1, 2])], outputs)
     return EventAnswer(served, events, TokenTexts(tokenizer))
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -72,6 +72,13 @@ class Program:
         """Its exit status and what it said, once it has ended. Nothing that it started is left."""
         _, err = self.process.communicate(timeout=60)
         return self.process.returncode, err
+
+
+def until(condition: Callable[[], Any], seconds: float = 600) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to pass"
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
