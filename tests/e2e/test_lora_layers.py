@@ -25,7 +25,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def adapters(name: str, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
-    """Of each prompt of ``test_lora.py``: one of all layers, one of embeddings and the head, one of experts or latents; or none."""
+    """Of each prompt: one of all layers, one of embeddings and the head, one of experts or latents; or none."""
     model, directory = transformers_model(name), tmp_path_factory.mktemp("adapters")
     modules, (embeddings, stacks) = linear_modules(model), embeddings_and_stacks(model)
     head = {"lm_head": tuple(model.lm_head.weight.shape)}
