@@ -28,6 +28,7 @@ from compiled_llm import AsyncCompiledEngine, CompiledEngine, LoRARequest, Reque
 from compiled_llm.adapters.host_adapters import _FRESH_SECONDS
 from tests.adapters.made import linear_modules, write_adapter
 from tests.adapters.malformed import MALFORMED
+from tests.battery import sized
 from tests.families import checkpoint, transformers_model
 from tests.server.test_run import COMMAND, Program, program
 
@@ -200,13 +201,7 @@ def used() -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize(
-    ("adapters", "slots", "requests", "changes"),
-    [
-        pytest.param(12, 2, 60, 20, id="small"),
-        pytest.param(2000, 8, 20_000, 1000, id="full", marks=pytest.mark.battery),
-    ],
-)
+@sized(("adapters", "slots", "requests", "changes"), (12, 2, 60, 20), (2000, 8, 20_000, 1000))
 def test_nothing_is_lost_wrong_or_leaked(
     adapters: int, slots: int, requests: int, changes: int, tmp_path: Path, battery_counts: Counter[str]
 ) -> None:

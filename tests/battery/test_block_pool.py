@@ -12,6 +12,7 @@ import pytest
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.request import Request
+from tests.battery import sized
 from tests.fake_engine import cache_over, make_request
 
 NUM_BLOCKS = 20
@@ -332,9 +333,7 @@ def random_operation(world: World, rng: random.Random, words: list[str]) -> None
                 world.publish(named)
 
 
-@pytest.mark.parametrize(
-    "num_operations", [pytest.param(4_000, id="small"), pytest.param(100_000, id="full", marks=pytest.mark.battery)]
-)
+@sized("num_operations", 4_000, 100_000)
 @pytest.mark.parametrize("late_results", [False, True], ids=["in turns", "overlapping"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_random_operations(

@@ -20,6 +20,7 @@ from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.text import output_text
 from compiled_llm.text.output_text import ContextDecoding, OutputText
 from compiled_llm.text.tokenizer import Tokenizer
+from tests.battery import sized
 
 REPLACEMENT = "\ufffd"
 SPECIALS = ["<s>", "</s>", "<|tool 🔧|>"]
@@ -235,9 +236,7 @@ def check(
         counts["held back"] += len(shown) < len(decided)
 
 
-@pytest.mark.parametrize(
-    "num_sequences", [pytest.param(100, id="small"), pytest.param(5_000, id="full", marks=pytest.mark.battery)]
-)
+@sized("num_sequences", 100, 5_000)
 def test_random_sequences(kind: Kind, num_sequences: int, battery_counts: Counter[str]) -> None:
     rng = random.Random(0)
     for number in range(num_sequences):
@@ -264,9 +263,7 @@ def test_random_sequences(kind: Kind, num_sequences: int, battery_counts: Counte
         assert count > 0, what
 
 
-@pytest.mark.parametrize(
-    "num_sequences", [pytest.param(30, id="small"), pytest.param(5_000, id="full", marks=pytest.mark.battery)]
-)
+@sized("num_sequences", 30, 5_000)
 def test_many_tokens_at_once_are_one_after_the_other(
     kind: Kind, num_sequences: int, monkeypatch: pytest.MonkeyPatch, battery_counts: Counter[str]
 ) -> None:
@@ -304,9 +301,7 @@ def test_many_tokens_at_once_are_one_after_the_other(
 
 
 @pytest.mark.parametrize("include", [False, True], ids=["without", "with"])
-@pytest.mark.parametrize(
-    "num_stops", [pytest.param(40, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)]
-)
+@sized("num_stops", 40, 500)
 def test_stop_strings_at_every_split(
     num_stops: int, include: bool, tmp_path: Path, battery_counts: Counter[str]
 ) -> None:

@@ -20,6 +20,7 @@ from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from tests.battery import sized
 from tests.families import checkpoint
 
 PACKAGE = Path(sys.modules["compiled_llm"].__file__ or "").parent
@@ -211,7 +212,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("size", [pytest.param(3, id="small"), pytest.param(0, id="full", marks=pytest.mark.battery)])
+@sized("size", 3, 0)
 @pytest.mark.parametrize("act", [send_signal, raise_fault])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_the_engine_serves_on_after_an_interrupt_at_any_line(

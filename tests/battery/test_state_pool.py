@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from compiled_llm.scheduling.state_pool import StatePool
+from tests.battery import sized
 
 
 class World:
@@ -83,9 +84,7 @@ class World:
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 9])
-@pytest.mark.parametrize(
-    "num_operations", [pytest.param(3_000, id="small"), pytest.param(100_000, id="full", marks=pytest.mark.battery)]
-)
+@sized("num_operations", 3_000, 100_000)
 def test_random_operations(num_operations: int, num_slots: int, battery_counts: Counter[str]) -> None:
     rng, world = random.Random(num_slots), World(num_slots)
     for _ in range(num_operations):

@@ -30,6 +30,7 @@ from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
+from tests.battery import sized
 from tests.battery.test_schedules import (
     MAX_LEN,
     Watch,
@@ -331,9 +332,7 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
     watch.count(counts)
 
 
-@pytest.mark.parametrize(
-    "num_schedules", [pytest.param(30, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)]
-)
+@sized("num_schedules", 30, 500)
 def test_random_schedules(num_schedules: int, battery_counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(num_schedules):
         try:

@@ -27,6 +27,7 @@ from compiled_llm.constraints import grammars as structured_outputs
 from compiled_llm.constraints.grammar_processes import GrammarProcesses
 from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState
 from compiled_llm.text.tokenizer import Tokenizer
+from tests.battery import sized
 from tests.schemas import SCHEMAS
 
 DEMO_MODEL = Path(__file__).parents[2] / "compiled_llm" / "demo_model"
@@ -98,9 +99,7 @@ def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, **params: 
     return follow(compiler.start(StructuredOutputsParams(**params)), tokenizer, text)
 
 
-@pytest.mark.parametrize(
-    "walks", [pytest.param(3, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)]
-)
+@sized("walks", 3, 500)
 def test_every_walk_through_a_schema_is_an_instance_of_it(
     compiler: GrammarCompiler, tokenizer: Tokenizer, texts: list[str], walks: int, battery_counts: Counter[str]
 ) -> None:

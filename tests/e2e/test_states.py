@@ -11,6 +11,7 @@ import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.inputs import StateCache
+from tests.battery import sized
 from tests.compiling.test_function import compiled_steps_alone
 from tests.families import HYBRID_CONFIGS, checkpoint, logits_of, transformers_model
 
@@ -60,7 +61,7 @@ def test_every_position_of_a_long_prompt(name: str) -> None:
     assert found[1:] == found[:1] * 2
 
 
-@pytest.mark.parametrize("every", [pytest.param(9, id="small"), pytest.param(1, id="full", marks=pytest.mark.battery)])
+@sized("every", 9, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_hits_at_the_ends_of_blocks(name: str, every: int) -> None:
     """Each engine's first request leaves a snapshot where its last full block ends, and the next begins there."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
 from compiled_llm.api.streaming import Stream
+from tests.battery import sized
 from tests.families import checkpoint, transformers_model
 
 SINKS, WINDOW, BLOCK = 4, 32, 4
@@ -211,9 +212,7 @@ def test_the_number_of_tokens_that_left_is_a_function_of_the_position() -> None:
         assert stream.num_dropped(position + until - 1) == dropped < stream.num_dropped(position + until)
 
 
-@pytest.mark.parametrize(
-    "length", [pytest.param(300, id="small"), pytest.param(50_000, id="full", marks=pytest.mark.battery)]
-)
+@sized("length", 300, 50_000)
 def test_memory_is_flat(directory: str, length: int) -> None:
     """Of one request without end: its places, and the process's memory."""
     sizes = {**SIZES, **STREAM, "bucket_sizes": (1,), "max_model_len": length, "check_invariants": False}
