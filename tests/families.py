@@ -51,165 +51,107 @@ def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
     return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
 
 
+def _config(model: str, *parts: dict[str, Any], **fields: Any) -> tuple[str, dict[str, Any]]:
+    """A model class of transformers, and the config of a small one."""
+    found = dict(_SMALL)
+    for part in (*parts, fields):
+        found |= part
+    return model, found
+
+
 # name -> (transformers' model class, its config); odd shapes on purpose: head_dim is never hidden_size / num_heads, and
 # vocabularies are no multiple of 64.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {**_SMALL, **_heads(4, 1, 32)}),
-    "llama-rope3-tied": (
-        "LlamaForCausalLM",
-        {**_SMALL, **_heads(7, 1, 16), "vocab_size": 501, "tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE},
+    "llama": _config("LlamaForCausalLM", _heads(4, 1, 32)),
+    "llama-rope3-tied": _config(
+        "LlamaForCausalLM", _heads(7, 1, 16), vocab_size=501, tie_word_embeddings=True, rope_parameters=_LLAMA3_ROPE,
     ),
-    "llama-biases": (
-        "LlamaForCausalLM", {**_SMALL, **_heads(2, 2, 64), "attention_bias": True, "mlp_bias": True},
+    "llama-biases": _config("LlamaForCausalLM", _heads(2, 2, 64), attention_bias=True, mlp_bias=True),
+    "seed-oss": _config("SeedOssForCausalLM", _heads(7, 1, 24), attention_out_bias=True, mlp_bias=True),
+    "seed-oss-tied": _config("SeedOssForCausalLM", _heads(4, 2, 24), attention_bias=False, tie_word_embeddings=True),
+    "mistral": _config("MistralForCausalLM", _heads(7, 1, 24), sliding_window=6),
+    "ministral3": _config(
+        "Ministral3ForCausalLM", _heads(7, 1, 24), pad_token_id=0,
+        rope_parameters={**_YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.8},
     ),
-    "seed-oss": (
-        "SeedOssForCausalLM", {**_SMALL, **_heads(7, 1, 24), "attention_out_bias": True, "mlp_bias": True},
+    "smollm3": _config(
+        "SmolLM3ForCausalLM", _heads(7, 1, 24), pad_token_id=0, no_rope_layers=[1, 0], use_sliding_window=True,
+        sliding_window=6,
     ),
-    "seed-oss-tied": (
-        "SeedOssForCausalLM", {**_SMALL, **_heads(4, 2, 24), "attention_bias": False, "tie_word_embeddings": True},
+    "granite": _config(
+        "GraniteForCausalLM", _heads(7, 1, 24), embedding_multiplier=3.0, attention_multiplier=0.11,
+        residual_multiplier=0.6, logits_scaling=3.0,
     ),
-    "mistral": ("MistralForCausalLM", {**_SMALL, **_heads(7, 1, 24), "sliding_window": 6}),
-    "ministral3": (
-        "Ministral3ForCausalLM",
-        {
-            **_SMALL, **_heads(7, 1, 24), "pad_token_id": 0,
-            "rope_parameters": {**_YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.8},
+    "phi3": _config(
+        "Phi3ForCausalLM", _heads(7, 1, 16), pad_token_id=0, sliding_window=6, original_max_position_embeddings=256,
+        partial_rotary_factor=0.75,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0,
+            "short_factor": [1.0, 1.25, 1.5, 2.0, 3.0, 4.0], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
         },
     ),
-    "smollm3": (
-        "SmolLM3ForCausalLM",
-        {
-            **_SMALL, **_heads(7, 1, 24), "pad_token_id": 0, "no_rope_layers": [1, 0], "use_sliding_window": True,
-            "sliding_window": 6,
-        },
+    "qwen2": _config(
+        "Qwen2ForCausalLM", _heads(14, 2, 24), use_sliding_window=True, sliding_window=6, max_window_layers=1,
     ),
-    "granite": (
-        "GraniteForCausalLM",
-        {
-            **_SMALL, **_heads(7, 1, 24), "embedding_multiplier": 3.0, "attention_multiplier": 0.11,
-            "residual_multiplier": 0.6, "logits_scaling": 3.0,
-        },
+    "qwen3": _config("Qwen3ForCausalLM", _heads(4, 1, 32), tie_word_embeddings=True),
+    "qwen3-untied": _config(
+        "Qwen3ForCausalLM", _heads(14, 2, 24), vocab_size=409, tie_word_embeddings=False, attention_bias=True,
     ),
-    "phi3": (
-        "Phi3ForCausalLM",
-        {
-            **_SMALL, **_heads(7, 1, 16), "pad_token_id": 0, "sliding_window": 6,
-            "original_max_position_embeddings": 256, "partial_rotary_factor": 0.75,
-            "rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0,
-                "short_factor": [1.0, 1.25, 1.5, 2.0, 3.0, 4.0], "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
-            },
-        },
+    "mixtral": _config("MixtralForCausalLM", _heads(4, 2, 24), sliding_window=9, num_local_experts=5),
+    "glm4-moe": _config(
+        "Glm4MoeForCausalLM", _heads(4, 2, 24), num_hidden_layers=3, attention_bias=True, use_qk_norm=True,
+        n_routed_experts=12, n_shared_experts=2, num_experts_per_tok=3, moe_intermediate_size=40,
+        routed_scaling_factor=2.5, n_group=4, topk_group=2,
     ),
-    "qwen2": (
-        "Qwen2ForCausalLM",
-        {**_SMALL, **_heads(14, 2, 24), "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "gpt-oss": _config(
+        "GptOssForCausalLM", _heads(4, 2, 24), sliding_window=6, num_local_experts=5, num_experts_per_tok=2,
+        swiglu_limit=0.9, swiglu_alpha=1.3,
     ),
-    "qwen3": ("Qwen3ForCausalLM", {**_SMALL, **_heads(4, 1, 32), "tie_word_embeddings": True}),
-    "qwen3-untied": (
-        "Qwen3ForCausalLM",
-        {**_SMALL, **_heads(14, 2, 24), "vocab_size": 409, "tie_word_embeddings": False, "attention_bias": True},
+    "qwen3-moe": _config(
+        "Qwen3MoeForCausalLM", _heads(4, 1, 32), num_hidden_layers=3, mlp_only_layers=[1], num_experts=7,
+        num_experts_per_tok=3, moe_intermediate_size=72, norm_topk_prob=True,
     ),
-    "mixtral": (
-        "MixtralForCausalLM", {**_SMALL, **_heads(4, 2, 24), "sliding_window": 9, "num_local_experts": 5},
+    "gemma2": _config(
+        # Random scaled embeddings that are the head too would repeat each token, in the other Gemmas as well.
+        "Gemma2ForCausalLM", _heads(7, 1, 24), vocab_size=409, tie_word_embeddings=False, attention_bias=True,
+        query_pre_attn_scalar=40, sliding_window=6, attn_logit_softcapping=3.0, final_logit_softcapping=8.0,
     ),
-    "glm4-moe": (
-        "Glm4MoeForCausalLM",
-        {
-            **_SMALL, **_heads(4, 2, 24), "num_hidden_layers": 3, "attention_bias": True, "use_qk_norm": True,
-            "n_routed_experts": 12, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-            "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2,
-        },
+    "gemma3": _config(
+        "Gemma3ForCausalLM", _heads(7, 1, 24), num_hidden_layers=3, vocab_size=409, tie_word_embeddings=False,
+        query_pre_attn_scalar=40, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=_TWO_ROPES,
     ),
-    "gpt-oss": (
-        "GptOssForCausalLM",
-        {
-            **_SMALL, **_heads(4, 2, 24), "sliding_window": 6, "num_local_experts": 5, "num_experts_per_tok": 2,
-            "swiglu_limit": 0.9, "swiglu_alpha": 1.3,
-        },
+    "gemma4": _config(  # as E2B and E4B
+        "Gemma4ForCausalLM", _heads(4, 2, 24), num_hidden_layers=4, vocab_size=409, tie_word_embeddings=False,
+        sliding_window=6, layer_types=_WINDOW_FULL * 2, global_head_dim=48, num_kv_shared_layers=2,
+        use_double_wide_mlp=True, hidden_size_per_layer_input=20, vocab_size_per_layer_input=409,
+        rms_norm_eps=0.05,  # of norms behind which a scale would not matter
+        final_logit_softcapping=8.0, rope_parameters=_GEMMA4_ROPES,
     ),
-    "qwen3-moe": (
-        "Qwen3MoeForCausalLM",
-        {
-            **_SMALL, **_heads(4, 1, 32), "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 7,
-            "num_experts_per_tok": 3, "moe_intermediate_size": 72, "norm_topk_prob": True,
-        },
+    "gemma4-moe": _config(  # as 26B-A4B, and 31B besides its experts
+        "Gemma4ForCausalLM", _heads(4, 4, 24), vocab_size=409, tie_word_embeddings=False, sliding_window=6,
+        layer_types=_WINDOW_FULL, attention_bias=True, attention_k_eq_v=True, global_head_dim=48,
+        num_global_key_value_heads=2, hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=7,
+        top_k_experts=3, moe_intermediate_size=40, rms_norm_eps=0.05, rope_parameters=_GEMMA4_ROPES,
     ),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        {
-            **_SMALL, **_heads(7, 1, 24), "vocab_size": 409,
-            "tie_word_embeddings": False,  # random scaled embeddings that are the head too repeat each token
-            "attention_bias": True, "query_pre_attn_scalar": 40, "sliding_window": 6, "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 8.0,
-        },
+    "olmo2": _config("Olmo2ForCausalLM", _heads(7, 1, 16), attention_bias=True, rope_parameters=_LLAMA3_ROPE),
+    "olmo3": _config(
+        "Olmo3ForCausalLM", _heads(4, 2, 28), num_hidden_layers=3, sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], rope_parameters=_TWO_ROPES,
     ),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        {
-            **_SMALL, **_heads(7, 1, 24), "num_hidden_layers": 3, "vocab_size": 409,
-            "tie_word_embeddings": False,  # as above
-            "query_pre_attn_scalar": 40, "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": _TWO_ROPES,
-        },
+    "glm": _config("GlmForCausalLM", _heads(4, 1, 24), attention_bias=False, rms_norm_eps=1e-5, pad_token_id=0),
+    "starcoder2": _config(
+        "Starcoder2ForCausalLM", _heads(6, 2, 24), sliding_window=6,
+        norm_epsilon=0.05,  # which matters beside variances of this model
+        tie_word_embeddings=False,
     ),
-    "gemma4": (  # as E2B and E4B
-        "Gemma4ForCausalLM",
-        {
-            **_SMALL, **_heads(4, 2, 24), "num_hidden_layers": 4, "vocab_size": 409,
-            "tie_word_embeddings": False,  # as above
-            "sliding_window": 6, "layer_types": _WINDOW_FULL * 2, "global_head_dim": 48, "num_kv_shared_layers": 2,
-            "use_double_wide_mlp": True, "hidden_size_per_layer_input": 20, "vocab_size_per_layer_input": 409,
-            "rms_norm_eps": 0.05,  # of norms behind which a scale would not matter
-            "final_logit_softcapping": 8.0, "rope_parameters": _GEMMA4_ROPES,
-        },
+    "starcoder2-without-biases": _config(
+        "Starcoder2ForCausalLM", _heads(7, 1, 16), use_bias=False, hidden_act="gelu",
     ),
-    "gemma4-moe": (  # as 26B-A4B, and 31B besides its experts
-        "Gemma4ForCausalLM",
-        {
-            **_SMALL, **_heads(4, 4, 24), "vocab_size": 409, "tie_word_embeddings": False, "sliding_window": 6,
-            "layer_types": _WINDOW_FULL, "attention_bias": True, "attention_k_eq_v": True, "global_head_dim": 48,
-            "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0, "enable_moe_block": True,
-            "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 40, "rms_norm_eps": 0.05,
-            "rope_parameters": _GEMMA4_ROPES,
-        },
-    ),
-    "olmo2": (
-        "Olmo2ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "attention_bias": True, "rope_parameters": _LLAMA3_ROPE},
-    ),
-    "olmo3": (
-        "Olmo3ForCausalLM",
-        {
-            **_SMALL, **_heads(4, 2, 28), "num_hidden_layers": 3, "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": _TWO_ROPES,
-        },
-    ),
-    "glm": (
-        "GlmForCausalLM",
-        {**_SMALL, **_heads(4, 1, 24), "attention_bias": False, "rms_norm_eps": 1e-5, "pad_token_id": 0},
-    ),
-    "starcoder2": (
-        "Starcoder2ForCausalLM",
-        {
-            **_SMALL, **_heads(6, 2, 24), "sliding_window": 6,
-            "norm_epsilon": 0.05,  # which matters beside variances of this model
-            "tie_word_embeddings": False,
-        },
-    ),
-    "starcoder2-without-biases": (
-        "Starcoder2ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "use_bias": False, "hidden_act": "gelu"},
-    ),
-    "gpt-neox": (
-        "GPTNeoXForCausalLM", {**_SMALL, "num_attention_heads": 7, "rotary_pct": 0.5, "rotary_emb_base": 100},
-    ),
-    "gpt-neox-in-turn": (
-        "GPTNeoXForCausalLM",
-        {
-            **_SMALL, "num_attention_heads": 14, "rotary_pct": 1.0, "use_parallel_residual": False,
-            "attention_bias": False, "hidden_act": "gelu_fast", "tie_word_embeddings": True,
-        },
+    "gpt-neox": _config("GPTNeoXForCausalLM", num_attention_heads=7, rotary_pct=0.5, rotary_emb_base=100),
+    "gpt-neox-in-turn": _config(
+        "GPTNeoXForCausalLM", num_attention_heads=14, rotary_pct=1.0, use_parallel_residual=False,
+        attention_bias=False, hidden_act="gelu_fast", tie_word_embeddings=True,
     ),
     "gpt2": (
         "GPT2LMHeadModel",
@@ -218,26 +160,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "scale_attn_by_inverse_layer_idx": True,
         },
     ),
-    "deepseek-v3": (
-        "DeepseekV3ForCausalLM",
-        {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "attention_bias": True},
+    "deepseek-v3": _config(
+        "DeepseekV3ForCausalLM", _DEEPSEEK, q_lora_rank=24, n_group=4, topk_group=2, attention_bias=True,
     ),
-    "deepseek-v3-halves": (
-        "DeepseekV3ForCausalLM",
-        {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    "deepseek-v3-halves": _config(
+        "DeepseekV3ForCausalLM", _DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, rope_interleave=False,
     ),
-    "deepseek-v2": (
-        "DeepseekV2ForCausalLM",
-        {**_DEEPSEEK, "num_attention_heads": 7, "num_key_value_heads": 7, "q_lora_rank": None},
+    "deepseek-v2": _config(
+        "DeepseekV2ForCausalLM", _DEEPSEEK, num_attention_heads=7, num_key_value_heads=7, q_lora_rank=None,
     ),
-    "mistral4": (
-        "Mistral4ForCausalLM",
-        {
-            **_DEEPSEEK, "q_lora_rank": 24, "first_k_dense_replace": 0,
-            "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.8},
-        },
+    "mistral4": _config(
+        "Mistral4ForCausalLM", _DEEPSEEK, q_lora_rank=24, first_k_dense_replace=0,
+        rope_parameters={**_YARN, "llama_4_scaling_beta": 0.8},
     ),
-    "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "pad_token_id": 0}),
+    "glm4": _config("Glm4ForCausalLM", _heads(7, 1, 16), pad_token_id=0),
 }  # fmt: skip
 
 _HYBRID = {"num_hidden_layers": 4, "max_position_embeddings": 640, "initializer_range": 0.12}
@@ -258,31 +194,22 @@ _NEMOTRON = {
 }  # fmt: skip
 # Of families some of whose layers keep a state of a fixed size.
 HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2": (
-        "Lfm2ForCausalLM",
-        {
-            **_SMALL, **_HYBRID, "hidden_size": 84, **_heads(7, 1, 24), "norm_eps": 0.05,
-            "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 4, "conv_bias": True,
-            "block_multiple_of": 24, "block_ffn_dim_multiplier": 1.1, "tie_word_embeddings": False,
-        },
+    "lfm2": _config(
+        "Lfm2ForCausalLM", _HYBRID, _heads(7, 1, 24), hidden_size=84, norm_eps=0.05,
+        layer_types=["conv", "full_attention", "conv", "conv"], conv_L_cache=4, conv_bias=True, block_multiple_of=24,
+        block_ffn_dim_multiplier=1.1, tie_word_embeddings=False,
     ),
-    "qwen3-next": (
-        "Qwen3NextForCausalLM",
-        {
-            **_SMALL, **_HYBRID, **_heads(7, 1, 32), **_DELTA_NET, **_SHARED_EXPERT, "rms_norm_eps": 0.05,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-            "mlp_only_layers": [2], "attention_bias": True, "norm_topk_prob": False,
-        },
+    "qwen3-next": _config(
+        "Qwen3NextForCausalLM", _HYBRID, _heads(7, 1, 32), _DELTA_NET, _SHARED_EXPERT, rms_norm_eps=0.05,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        mlp_only_layers=[2], attention_bias=True, norm_topk_prob=False,
     ),
-    "qwen3.5": (
-        "Qwen3_5ForCausalLM",
-        {
-            **_SMALL, **_HYBRID, **_heads(6, 2, 24), **_DELTA_NET, "vocab_size": 501, "rms_norm_eps": 0.01,
-            "full_attention_interval": 2, "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5,
-                "mrope_section": [2, 2, 2], "mrope_interleaved": True,
-            },
+    "qwen3.5": _config(
+        "Qwen3_5ForCausalLM", _HYBRID, _heads(6, 2, 24), _DELTA_NET, vocab_size=501, rms_norm_eps=0.01,
+        full_attention_interval=2, tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2],
+            "mrope_interleaved": True,
         },
     ),
     "qwen3.5-moe": (
@@ -292,60 +219,41 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_heads(7, 1, 32), **_DELTA_NET, **_SHARED_EXPERT, "rms_norm_eps": 0.01,
         },
     ),
-    "lfm2-moe": (
-        "Lfm2MoeForCausalLM",
-        {
-            **_SMALL, **_HYBRID, "num_attention_heads": 4, "num_key_value_heads": 2, "norm_eps": 0.05,
-            "layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 9,
-            "num_experts_per_tok": 3, "moe_intermediate_size": 56, "routed_scaling_factor": 1.7,
-        },
+    "lfm2-moe": _config(
+        "Lfm2MoeForCausalLM", _HYBRID, num_attention_heads=4, num_key_value_heads=2, norm_eps=0.05,
+        layer_types=["conv", "conv", "full_attention", "conv"], num_dense_layers=1, num_experts=9,
+        num_experts_per_tok=3, moe_intermediate_size=56, routed_scaling_factor=1.7,
     ),
-    "granite-hybrid": (
-        "GraniteMoeHybridForCausalLM",
-        {
-            **_SMALL, **_HYBRID, **_MAMBA, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 0.05,
-            "num_local_experts": 0, "shared_intermediate_size": 72, "tie_word_embeddings": True,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-        },
+    "granite-hybrid": _config(
+        "GraniteMoeHybridForCausalLM", _HYBRID, _MAMBA, num_attention_heads=4, num_key_value_heads=2,
+        rms_norm_eps=0.05, num_local_experts=0, shared_intermediate_size=72, tie_word_embeddings=True,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     ),
-    "granite-hybrid-moe": (
-        "GraniteMoeHybridForCausalLM",
-        {
-            **_SMALL, **_HYBRID, **_MAMBA, "intermediate_size": 56, "num_attention_heads": 4,
-            "num_key_value_heads": 1, "rms_norm_eps": 0.05, "num_local_experts": 6, "num_experts_per_tok": 2,
-            "shared_intermediate_size": 72, "position_embedding_type": "rope", "mamba_conv_bias": False,
-            "mamba_proj_bias": True,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-        },
+    "granite-hybrid-moe": _config(
+        "GraniteMoeHybridForCausalLM", _HYBRID, _MAMBA, intermediate_size=56, num_attention_heads=4,
+        num_key_value_heads=1, rms_norm_eps=0.05, num_local_experts=6, num_experts_per_tok=2,
+        shared_intermediate_size=72, position_embedding_type="rope", mamba_conv_bias=False, mamba_proj_bias=True,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     ),
-    "nemotron-h": (
-        "NemotronHForCausalLM",
-        {
-            **_SMALL, **_HYBRID, **_NEMOTRON, **_heads(7, 1, 24), "num_hidden_layers": 6,
-            "layers_block_type": [
-                *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention"),
-            ],
-            "use_bias": True, "mlp_bias": True,
-        },
+    "nemotron-h": _config(
+        "NemotronHForCausalLM", _HYBRID, _NEMOTRON, _heads(7, 1, 24), num_hidden_layers=6,
+        layers_block_type=[
+            "linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention",
+        ],
+        use_bias=True, mlp_bias=True,
     ),
-    "nemotron-h-moe": (
-        "NemotronHForCausalLM",
-        {
-            **_SMALL, **_HYBRID, **_NEMOTRON, **_heads(4, 2, 32), "num_hidden_layers": 7,
-            "layers_block_type": [
-                *("linear_attention", "moe", "full_attention", "moe", "linear_attention", "linear_attention", "moe"),
-            ],
-            "use_conv_bias": False, "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-            "moe_shared_expert_intermediate_size": 56, "moe_latent_size": 48, "n_group": 3, "topk_group": 2,
-            "routed_scaling_factor": 1.7,
-        },
+    "nemotron-h-moe": _config(
+        "NemotronHForCausalLM", _HYBRID, _NEMOTRON, _heads(4, 2, 32), num_hidden_layers=7,
+        layers_block_type=[
+            "linear_attention", "moe", "full_attention", "moe", "linear_attention", "linear_attention", "moe",
+        ],
+        use_conv_bias=False, n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=40,
+        moe_shared_expert_intermediate_size=56, moe_latent_size=48, n_group=3, topk_group=2,
+        routed_scaling_factor=1.7,
     ),
-    "lfm2-tied": (
-        "Lfm2ForCausalLM",
-        {
-            **_SMALL, **_HYBRID, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 501,
-            "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False,
-        },
+    "lfm2-tied": _config(
+        "Lfm2ForCausalLM", _HYBRID, num_attention_heads=4, num_key_value_heads=2, vocab_size=501, full_attn_idxs=[1],
+        block_auto_adjust_ff_dim=False,
     ),
 }  # fmt: skip
 
