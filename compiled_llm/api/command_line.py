@@ -64,10 +64,7 @@ class FlagParser(argparse.ArgumentParser):
         return parsed
 
     def parse_checked(
-        self,
-        check: Callable[[Any], object] | None = None,
-        arguments: Sequence[str] | None = None,
-        **least: float,
+        self, check: Callable[[Any], object] | None = None, arguments: Sequence[str] | None = None, **least: float
     ) -> Any:
         """The arguments. A ``ValueError`` of ``check`` ends the program as other bad arguments do, with status 2.
 

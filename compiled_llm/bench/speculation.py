@@ -247,10 +247,7 @@ def _measured_vllm(workers: Mapping[str, Worker], requests: Requests, rounds: in
 
     found = in_turns({name: run_of(worker) for name, worker in workers.items()}, rounds=rounds)
     return {
-        f"vllm {name}": {
-            "tokens_per_second": statistics.median(values),
-            "ratio": median_ratio(values, found[_PLAIN]),
-        }
+        f"vllm {name}": {"tokens_per_second": statistics.median(values), "ratio": median_ratio(values, found[_PLAIN])}
         for name, values in found.items()
     }
 

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compiled_llm.constraints.grammar_processes import (
-    STATUS,
-    GrammarSource,
-    Vocabulary,
-    brief_reason,
-    encode_reply,
-)
+from compiled_llm.constraints.grammar_processes import STATUS, GrammarSource, Vocabulary, brief_reason, encode_reply
 from compiled_llm.system.child_process import (
     OUT_OF_MEMORY,
     Channel,

@@ -12,15 +12,7 @@ from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.exact.locate import Departure, locate
-from compiled_llm.exact.matrix import (
-    KINDS,
-    Outcome,
-    Request,
-    Setting,
-    make_requests,
-    run_matrix,
-    settings_of,
-)
+from compiled_llm.exact.matrix import KINDS, Outcome, Request, Setting, make_requests, run_matrix, settings_of
 from compiled_llm.models.config_file import read_config
 from compiled_llm.worker.device import resolve_device
 

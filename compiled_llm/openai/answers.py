@@ -134,10 +134,7 @@ def _token(token_id: int, logprob: Logprob, texts: TokenTexts) -> dict[str, Any]
 
 
 def completion_logprobs(
-    token_ids: Sequence[int],
-    logprobs: Sequence[Mapping[int, Logprob] | None],
-    offsets: TextOffsets,
-    texts: TokenTexts,
+    token_ids: Sequence[int], logprobs: Sequence[Mapping[int, Logprob] | None], offsets: TextOffsets, texts: TokenTexts
 ) -> dict[str, Any]:
     """Four lists, with an item for each token. ``logprobs``: None for the first token of a prompt."""
     pairs = list(zip(token_ids, logprobs, strict=True))

@@ -100,8 +100,7 @@ _ELSEWHERE = {
     **SAMPLING_PARAMETERS,
     **dict.fromkeys(("functions", "function_call"), "give tools and tool_choice"),
     **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        "give response_format or structured_outputs",
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "give response_format or structured_outputs"
     ),
     "chat_template": "the model's own is used, since a template is a program: give chat_template_kwargs",
     "enable_thinking": "give it in chat_template_kwargs",

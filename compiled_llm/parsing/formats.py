@@ -66,10 +66,7 @@ class ReasoningFormat:
 
 AUTO, NONE = "auto", "none"  # instead of a format: the one that the chat template tells of; no one
 HARMONY = "gpt_oss"  # of calls and of reasoning: both are messages of one format, see harmony_reader.py
-HARMONY_MARKS = (
-    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
-    *("<|end|>", "<|call|>", "<|return|>"),
-)
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 _HARMONY_TEMPLATE = (("<|channel|>", "<|message|>"),)
 
 

@@ -33,9 +33,7 @@ def linear_modules(model: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
-def embeddings_and_stacks(
-    model: nn.Module,
-) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int, int]]]:
+def embeddings_and_stacks(model: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int, int]]]:
     """Rows and columns of embeddings; number, outputs and inputs of all experts, by PEFT's names of parameters."""
     embeddings = {
         name: module.weight.shape for name, module in model.named_modules() if isinstance(module, nn.Embedding)

@@ -30,12 +30,7 @@ from tests.families import EVERY_CONFIG, checkpoint
 
 NUM_BLOCKS = 4092  # and the sink: so that even a cache's scales hold more than any other tensor of these models
 
-ENGINE: dict[str, Any] = {
-    "num_kv_blocks": NUM_BLOCKS,
-    "block_size": 8,
-    "max_model_len": 64,
-    "check_invariants": True,
-}
+ENGINE: dict[str, Any] = {"num_kv_blocks": NUM_BLOCKS, "block_size": 8, "max_model_len": 64, "check_invariants": True}
 
 
 def allocations(codes: list[str]) -> list[list[str]]:

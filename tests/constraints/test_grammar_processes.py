@@ -26,9 +26,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "compiled_llm" / "demo_model"
 VOCAB_SIZE = 4096
 EOS = 0
 # It takes minutes to compile, or all memory.
-SLOW: dict[str, Any] = {
-    "grammar": "start: T\nT: " + " & ".join(f"/(a|b)*a(a|b){{{count}}}/" for count in range(24)),
-}
+SLOW: dict[str, Any] = {"grammar": "start: T\nT: " + " & ".join(f"/(a|b)*a(a|b){{{count}}}/" for count in range(24))}
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_llm.parsing.events import (
-    ArgumentsDelta,
-    CallBegins,
-    CallEnds,
-    ContentDelta,
-    Event,
-    ReasoningDelta,
-    Tool,
-)
+from compiled_llm.parsing.events import ArgumentsDelta, CallBegins, CallEnds, ContentDelta, Event, ReasoningDelta, Tool
 from compiled_llm.parsing.formats import CALL_FORMATS, HARMONY, HARMONY_MARKS, REASONING_FORMATS
 from compiled_llm.parsing.readers import make_reader
 
@@ -178,11 +170,7 @@ TEXTS: list[tuple[str, str, str, Read]] = [
     ("none", "phi4_mini", f'functools[{{"name": "weather", "arguments": {OSLO}}}]', Read("", "", [WEATHER])),
     ("none", "granite", f'<|tool_call|>[{{"name": "weather", "arguments": {OSLO}}}]', Read("", "", [WEATHER])),
     ("none", "granite", '<tool_call>[{"name": "now", "arguments": {}}]', Read("", "", [NOW])),
-    (
-        *("granite", "none"),
-        "Here is my thought process: One.\nHere is my response: Two.",
-        Read(" One.", " Two.", []),
-    ),
+    (*("granite", "none"), "Here is my thought process: One.\nHere is my response: Two.", Read(" One.", " Two.", [])),
     (
         *("gpt_oss", "gpt_oss"),
         f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>A moment.<|end|>"

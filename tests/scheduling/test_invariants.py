@@ -4,12 +4,7 @@ import pytest
 
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.scheduler import Scheduler
-from tests.fake_engine import (
-    FakeEngine,
-    add,
-    make_request,
-    make_scheduler,
-)
+from tests.fake_engine import FakeEngine, add, make_request, make_scheduler
 
 
 def planted_order(scheduler: Scheduler) -> None:

@@ -53,10 +53,7 @@ def wanted(rows: int, vocab_size: int = VOCAB, **changes: Tensor) -> LogitsInput
 
 
 def changed(
-    logits: Tensor,
-    asked: LogitsInput,
-    counts: Tensor | None = None,
-    transforms: tuple[LogitsTransform, ...] = (),
+    logits: Tensor, asked: LogitsInput, counts: Tensor | None = None, transforms: tuple[LogitsTransform, ...] = ()
 ) -> Tensor:
     counts = torch.zeros_like(logits, dtype=torch.float32) if counts is None else counts
     return process_logits(logits, asked, torch.zeros(len(logits), dtype=torch.int32), counts, transforms)

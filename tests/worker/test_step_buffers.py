@@ -216,11 +216,7 @@ def test_after_clearing_all_is_padding(store: RequestRows, buffers: StepBuffers)
     fill(buffers, store, Item("a", [1] * 8, 0, [7, 8], SamplingParams(temperature=1.0), seed=3, feedback=0))
     buffers.clear()
     fresh = StepBuffers(buffers.bucket, LIMITS, CPU)
-    for one, other in zip(
-        [*inputs(buffers), buffers.feedback],
-        [*inputs(fresh), fresh.feedback],
-        strict=True,
-    ):
+    for one, other in zip([*inputs(buffers), buffers.feedback], [*inputs(fresh), fresh.feedback], strict=True):
         assert torch.equal(one, other)
     assert (buffers.step_input.slot_mapping // LIMITS.block_size == SINK_BLOCK).all()
     assert (buffers.step_input.block_table == SINK_BLOCK).all()

@@ -175,12 +175,7 @@ def vllm(python: str, directory: Path, options: dict[str, Any], threads: int, pr
 
 @contextlib.contextmanager
 def vllm_workers(
-    python: str,
-    model: Path,
-    options: Mapping[str, dict[str, Any]],
-    threads: int,
-    preload: str | None,
-    timeout: float,
+    python: str, model: Path, options: Mapping[str, dict[str, Any]], threads: int, preload: str | None, timeout: float
 ) -> Iterator[dict[str, Worker]]:
     """vLLM in a process for each of ``options``, arguments of its ``LLM`` by name; all start at once: it takes minutes.
 

@@ -66,7 +66,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "llama", "MixtralForCausalLM", {"num_local_experts": 3, "num_experts_per_tok": 2},
         {"expert_count": 3, "expert_used_count": 2},
     ),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}, {}), "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 24}, {}),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", {}, {}),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {"head_dim": 24}, {}),
     "qwen3moe": (
         "qwen3moe", "Qwen3MoeForCausalLM", {"head_dim": 24, "num_experts": 3, **_EXPERTS, "norm_topk_prob": True},
         {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 48},

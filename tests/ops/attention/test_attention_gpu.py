@@ -42,11 +42,7 @@ STEPS = {
     "decode-1-short": {"query_lens": [1], "context_lens": [40]},
     "decode-1": {"query_lens": [1], "context_lens": [8191]},
     "decode-8": {"query_lens": [1] * 8, "context_lens": [8191, 4096, 2047, 1023, 256, 255, 15, 0]},
-    "decode-32": {
-        "query_lens": [1] * 29,
-        "context_lens": [8000, *range(100, 1500, 50)],
-        "padding_query_lens": [1] * 3,
-    },
+    "decode-32": {"query_lens": [1] * 29, "context_lens": [8000, *range(100, 1500, 50)], "padding_query_lens": [1] * 3},
     "speculation-8": {"query_lens": [5] * 8, "context_lens": [8187, 4096, 2047, 1023, 256, 251, 15, 0]},
     "short": {
         "query_lens": [16, 2, 9, 1, 4, 8, 3],
@@ -104,10 +100,7 @@ def at_the_end_of(small: AttentionCase, num_elements: int) -> AttentionCase:
             caches[name] = torch.zeros((shift + len(cache), *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
             caches[name][shift:] = cache
     return replace(
-        small,
-        slot_mapping=small.slot_mapping + shift * block_size,
-        block_table=small.block_table + shift,
-        **caches,
+        small, slot_mapping=small.slot_mapping + shift * block_size, block_table=small.block_table + shift, **caches
     )
 
 
@@ -178,11 +171,7 @@ def test_one_long_request_among_short_ones(position: int, kv: str) -> None:
         pytest.param(
             [5] * 4,
             [5000, 700, 252, 0],
-            [
-                ([5, 5, 1, 3], [300, 705, 250, 3]),
-                ([1, 1, 1, 1], [5001, 1, 0, 1]),
-                ([4, 2, 0, 0], [4004, 102, 0, 0]),
-            ],
+            [([5, 5, 1, 3], [300, 705, 250, 3]), ([1, 1, 1, 1], [5001, 1, 0, 1]), ([4, 2, 0, 0], [4004, 102, 0, 0])],
             id="speculation",
         ),
         pytest.param(

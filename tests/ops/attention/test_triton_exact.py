@@ -154,11 +154,7 @@ COMPILED = [
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize(
-    ("capability", "head_dim", "options"),
-    COMPILED,
-    ids=str,
-)
+@pytest.mark.parametrize(("capability", "head_dim", "options"), COMPILED, ids=str)
 def test_every_launch_adds_up_alike(capability: tuple[int, int], head_dim: int, options: dict[str, Any]) -> None:
     """Decodes and chunks, of few requests and of many: tiles of one layout, instructions of one kind and size."""
     seen = []

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from compiled_llm.ops.linear import quantize_rows
-from compiled_llm.ops.linear.quantized_weight import (
-    QuantizedWeight,
-    WeightFormat,
-    empty_quantized,
-    pack_quantized_rows,
-)
+from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, empty_quantized, pack_quantized_rows
 from compiled_llm.ops.linear.searched_scales import quantize_searched
 
 FORMS = [

@@ -145,11 +145,7 @@ CASES = [
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize(
-    ("name", "capability", "rows"),
-    CASES,
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "capability", "rows"), CASES, ids=str)
 def test_nothing_spills(name: str, capability: tuple[int, int], rows: int) -> None:
     experts, inputs = LAYERS[name]
     given = arguments(name, 1, experts, inputs)

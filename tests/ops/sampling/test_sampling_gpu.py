@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.sampling import token_sampling as sampling
-from tests.ops.sampling.sampling_cases import (
-    DTYPES,
-    OFF,
-    PATTERNS,
-    SamplingCase,
-    check,
-    extreme_case,
-    grid,
-    make_case,
-)
+from tests.ops.sampling.sampling_cases import DTYPES, OFF, PATTERNS, SamplingCase, check, extreme_case, grid, make_case
 from tests.ops.sampling.test_token_sampling import FILTERS, TEMPERATURES, VOCABULARIES, check_distribution
 from tests.ops.sampling.test_triton_sampling import (
     SEARCHES,

@@ -189,11 +189,7 @@ COMPILED = [
 
 
 @pytest.mark.battery
-@pytest.mark.parametrize(
-    ("capability", "rows", "vocabulary", "dtype"),
-    COMPILED,
-    ids=str,
-)
+@pytest.mark.parametrize(("capability", "rows", "vocabulary", "dtype"), COMPILED, ids=str)
 def test_compiles_without_spills(
     capability: tuple[int, int], rows: int, vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
