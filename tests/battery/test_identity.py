@@ -19,90 +19,60 @@ COUNTS = (14, 1, 8, 4, 20)  # requests of a schedule, in turns
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LONGEST = max(LENGTHS) + NUM_TOKENS
 
+
+def _engine(model: str, **arguments: Any) -> tuple[str, dict[str, Any]]:
+    return model, arguments
+
+
 # name -> (model, engine arguments). Pools hold the longest request, and little more.
-ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "chunks-recompute": (
-        "demo",
-        {"bucket_sizes": (1, 8), "max_num_batched_tokens": 24, "num_kv_blocks": 14, "preemption_mode": "recompute"},
+ENGINES = {
+    "chunks-recompute": _engine(
+        "demo", bucket_sizes=(1, 8), max_num_batched_tokens=24, num_kv_blocks=14, preemption_mode="recompute",
     ),
-    "chunks-swap-async-priority": (
-        "demo",
-        {
-            "bucket_sizes": (8,), "max_num_batched_tokens": 16, "num_kv_blocks": 13, "preemption_mode": "swap",
-            "swap_space_bytes": 2**22, "async_scheduling": True, "scheduling_policy": "priority",
-        },
+    "chunks-swap-async-priority": _engine(
+        "demo", bucket_sizes=(8,), max_num_batched_tokens=16, num_kv_blocks=13, preemption_mode="swap",
+        swap_space_bytes=2**22, async_scheduling=True, scheduling_policy="priority",
     ),
-    "no-cache-no-chunks": (
-        "demo",
-        {
-            "bucket_sizes": (6,), "enable_prefix_caching": False, "enable_chunked_prefill": False,
-            "num_kv_blocks": 13, "preemption_mode": "recompute",
-        },
+    "no-cache-no-chunks": _engine(
+        "demo", bucket_sizes=(6,), enable_prefix_caching=False, enable_chunked_prefill=False, num_kv_blocks=13,
+        preemption_mode="recompute",
     ),
-    "no-chunks-auto-async": (
-        "llama",
-        {
-            "bucket_sizes": (5,), "block_size": 4, "enable_chunked_prefill": False, "num_kv_blocks": 50,
-            "swap_space_bytes": 2**21, "async_scheduling": True,
-        },
+    "no-chunks-auto-async": _engine(
+        "llama", bucket_sizes=(5,), block_size=4, enable_chunked_prefill=False, num_kv_blocks=50,
+        swap_space_bytes=2**21, async_scheduling=True,
     ),
-    "no-cache-chunks-async-priority": (
-        "llama",
-        {
-            "bucket_sizes": (8,), "block_size": 32, "enable_prefix_caching": False, "max_num_batched_tokens": 9,
-            "num_kv_blocks": 7, "preemption_mode": "swap", "swap_space_bytes": 2**20, "async_scheduling": True,
-            "scheduling_policy": "priority",
-        },
+    "no-cache-chunks-async-priority": _engine(
+        "llama", bucket_sizes=(8,), block_size=32, enable_prefix_caching=False, max_num_batched_tokens=9,
+        num_kv_blocks=7, preemption_mode="swap", swap_space_bytes=2**20, async_scheduling=True,
+        scheduling_policy="priority",
     ),
-    "block-size-1-latency-target": (
-        "llama",
-        {
-            "bucket_sizes": (8,), "block_size": 1, "token_bucket_sizes": (8, 16, 64), "target_itl_ms": 1.0,
-            "num_kv_blocks": 200, "preemption_mode": "swap", "swap_space_bytes": 2**19,
-        },
+    "block-size-1-latency-target": _engine(
+        "llama", bucket_sizes=(8,), block_size=1, token_bucket_sizes=(8, 16, 64), target_itl_ms=1.0,
+        num_kv_blocks=200, preemption_mode="swap", swap_space_bytes=2**19,
     ),
-    "states-chunks-swap-async": (
-        "lfm2",
-        {
-            "bucket_sizes": (8,), "max_num_batched_tokens": 24, "num_kv_blocks": 14, "num_state_slots": 9,
-            "preemption_mode": "swap", "swap_space_bytes": 2**21, "async_scheduling": True,
-        },
+    "states-chunks-swap-async": _engine(
+        "lfm2", bucket_sizes=(8,), max_num_batched_tokens=24, num_kv_blocks=14, num_state_slots=9,
+        preemption_mode="swap", swap_space_bytes=2**21, async_scheduling=True,
     ),
-    "states-recompute-priority": (
-        "lfm2-tied",
-        {
-            "bucket_sizes": (8,), "block_size": 4, "max_num_batched_tokens": 48, "num_kv_blocks": 50,
-            "preemption_mode": "recompute", "scheduling_policy": "priority",
-        },
+    "states-recompute-priority": _engine(
+        "lfm2-tied", bucket_sizes=(8,), block_size=4, max_num_batched_tokens=48, num_kv_blocks=50,
+        preemption_mode="recompute", scheduling_policy="priority",
     ),
-    "states-compiled": (
-        "lfm2",
-        {
-            "enforce_eager": False, **COMPILED_SIZES, "num_kv_blocks": 14, "preemption_mode": "swap",
-            "swap_space_bytes": 2**21, "async_scheduling": True,
-        },
+    "states-compiled": _engine(
+        "lfm2", enforce_eager=False, **COMPILED_SIZES, num_kv_blocks=14, preemption_mode="swap",
+        swap_space_bytes=2**21, async_scheduling=True,
     ),
-    "compiled-swap-async": (
-        "demo",
-        {
-            "enforce_eager": False, **COMPILED_SIZES, "num_kv_blocks": 14, "preemption_mode": "swap",
-            "swap_space_bytes": 2**22, "async_scheduling": True,
-        },
+    "compiled-swap-async": _engine(
+        "demo", enforce_eager=False, **COMPILED_SIZES, num_kv_blocks=14, preemption_mode="swap",
+        swap_space_bytes=2**22, async_scheduling=True,
     ),
-    "two-ranks-recompute-exact": (
-        "llama",
-        {
-            "tensor_parallel_size": 2, "tensor_parallel_exact": True, "bucket_sizes": (1, 8), "block_size": 4,
-            "max_num_batched_tokens": 24, "num_kv_blocks": 56, "preemption_mode": "recompute",
-        },
+    "two-ranks-recompute-exact": _engine(
+        "llama", tensor_parallel_size=2, tensor_parallel_exact=True, bucket_sizes=(1, 8), block_size=4,
+        max_num_batched_tokens=24, num_kv_blocks=56, preemption_mode="recompute",
     ),
-    "compiled-no-chunks-priority": (
-        "llama",
-        {
-            "enforce_eager": False, "bucket_sizes": (8,), "token_bucket_sizes": (192,),
-            "enable_chunked_prefill": False, "num_kv_blocks": 14, "preemption_mode": "recompute",
-            "scheduling_policy": "priority",
-        },
+    "compiled-no-chunks-priority": _engine(
+        "llama", enforce_eager=False, bucket_sizes=(8,), token_bucket_sizes=(192,), enable_chunked_prefill=False,
+        num_kv_blocks=14, preemption_mode="recompute", scheduling_policy="priority",
     ),
 }  # fmt: skip
 for _name in ("chunks-swap-async-priority", "compiled-swap-async"):
