@@ -12,7 +12,8 @@ from tests.families import CONFIGS
 LLAMA = {"architectures": ["LlamaForCausalLM"], **CONFIGS["llama"][1]}
 LONG = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 64}
 KINDS: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 2.0}, "dynamic": {"factor": 2.0},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
     "llama3": {
         "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
     },

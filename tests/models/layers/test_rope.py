@@ -16,7 +16,9 @@ CPU = torch.device("cpu")
 HEAD_DIM, LENGTH = 64, 2048
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 KINDS: dict[str, dict[str, Any]] = {
-    "default": {}, "linear": {"rope_type": "linear", "factor": 4.0}, "dynamic": {"type": "dynamic", "factor": 2.0},
+    "default": {},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"type": "dynamic", "factor": 2.0},
     "llama3": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 256,
@@ -27,7 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn with equal magnitudes": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     "yarn with an attention factor": {**YARN, "attention_factor": 1.5},
     "yarn without a factor": {**YARN, "factor": None, "original_max_position_embeddings": 1024},
-    "yarn without a length": {"rope_type": "yarn", "factor": 4.0}, "proportional": {"rope_type": "proportional"},
+    "yarn without a length": {"rope_type": "yarn", "factor": 4.0},
+    "proportional": {"rope_type": "proportional"},
     "proportional, a part": {"rope_type": "proportional", "factor": 3.0, "partial_rotary_factor": 0.3},
 }  # fmt: skip
 
