@@ -71,8 +71,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack, errors_end(program):
         files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         blocks = -(-args.input_len // args.block_size) + 8
-        sizes = {"num_kv_blocks": blocks, "max_model_len": args.input_len + args.num_tokens}
-        config = stack.enter_context(config_of(args, **sizes))
+        length = args.input_len + args.num_tokens
+        config = stack.enter_context(config_of(args, num_kv_blocks=blocks, max_model_len=length))
         plain = stack.enter_context(CompiledEngine.from_config(config))
         size = plain.own_runner.pool_sizes.block_bytes * 2 * blocks
         with_tiers = dataclasses.replace(config, kv_host_bytes=size, kv_disk_path=str(files), kv_disk_bytes=4 * size)
