@@ -33,11 +33,11 @@ def test_all_kinds_of_arguments() -> None:
         ),
         Step("add_rms_norm", (("Tensor", 5), ("Tensor", 4), ("Tensor", 3), ("float", 1e-6)), (8, 9), (8,)),
     )
-    run = prepare(Program(10, 4, (9, 6, 7), steps))
+    run = prepare(Program(10, 4, 0, (9, 6, 7), steps))
     assert run is not None
     half = torch.rand(4)
     for rows, offset in ((3, 4), (2, 0)):
-        outputs = run([x, weight[:4].contiguous(), logits, half], [rows, offset])
+        outputs = run([], [x, weight[:4].contiguous(), logits, half], [rows, offset])
         part = x[:rows, offset : offset + 4]
         normed = ops.rms_norm(part, weight[:4].contiguous(), 1e-6)
         expected = (
@@ -48,27 +48,27 @@ def test_all_kinds_of_arguments() -> None:
 
 
 def test_what_an_op_refuses_is_its_own_error() -> None:
-    run = prepare(Program(3, 2, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
+    run = prepare(Program(3, 2, 1, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
     assert run is not None
     with pytest.raises(ValueError, match="weight must be"):
-        run([torch.randn(2, 8), torch.rand(4)], [])
+        run([torch.randn(2, 8)], [torch.rand(4)], [])
     with pytest.raises(ValueError, match="the program takes 2 tensors, got 1"):
-        run([torch.randn(2, 8)], [])
+        run([torch.randn(2, 8)], [], [])
 
 
 def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an input after the call, nor the program after its function."""
     library, deleted = native_program._library(), list[int]()
     monkeypatch.setattr(library, "delete_program", deleted.append)
-    run = prepare(Program(3, 2, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
+    run = prepare(Program(3, 2, 1, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
     assert run is not None
     x, weight = torch.randn(2, 8), torch.rand(8)
-    output = run([x, weight], [])[0]
+    output = run([x], [weight], [])[0]
     ends = [weakref.ref(tensor) for tensor in (x, weight, output)]
     del x, weight, output
     gc.collect()
     assert [end() for end in ends] == [None] * 3
-    made = run.args[0]
+    made = run._made
     del run
     assert deleted == [made]
 
