@@ -156,7 +156,7 @@ class Seen:
         return same_objects(self._args, args) and self._unchanged(*self._tensors)
 
     def call(self, function: Callable) -> Any:
-        """What ``function`` gives for them. The second time it is bound to them, if it can be: ``ReadyFunction.bind``."""
+        """What ``function`` gives for them. The second time it is bound to them, if it has ``ReadyFunction.bind``."""
         self._calls += 1
         if self._again is None:
             if self._calls != 2 or not hasattr(function, "bind"):

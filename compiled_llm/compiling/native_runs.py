@@ -226,5 +226,6 @@ def packed(runs: Mapping[str, Program]) -> dict[str, tuple]:
 def unpacked(runs: Mapping[str, tuple]) -> dict[str, Program]:
     """What ``packed`` was given."""
     return {
-        name: Program(*others, tuple(Step(*step) for step in steps)) for name, (*others, steps) in runs.items()
+        name: Program(slots, inputs, arguments, outputs, tuple(Step(*step) for step in steps))
+        for name, (slots, inputs, arguments, outputs, steps) in runs.items()
     }

@@ -155,7 +155,7 @@ class ReadyFunction:
 
 
 def _pick(result: Any, outputs: list[Tensor]) -> Callable[[Any], Any] | None:
-    """What makes a result of the outputs of a graph, as this one was made of ``outputs``; None if there is more in it."""
+    """What makes a result of a graph's outputs, as this one was made of ``outputs``; None if there is more in it."""
     if isinstance(result, tuple):
         picks = [_pick(part, outputs) for part in result]
         make: Callable = type(result)._make if hasattr(result, "_fields") else tuple  # type: ignore[attr-defined]

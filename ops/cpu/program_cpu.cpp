@@ -36,11 +36,13 @@ struct Program {
   std::vector<int64_t> outputs;
   std::vector<std::string> texts;
   std::vector<Step> steps;
+  std::vector<bool> is_shared;  // of each slot: it is a view, or there is one of it
 };
 
 // A program with arguments that are the same tensors in each call.
 struct Bound {
   std::vector<Slot> slots;
+  Spare spare;
   bool is_filled = false;
   std::atomic<bool> is_busy = false;
 };
@@ -85,8 +87,8 @@ void view(const Step& step, std::vector<Slot>& slots, const int64_t* sizes) {
   slots[step.results[0]] = Tensor(made);
 }
 
-// `kept`: slots before this one stay as they are.
-void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes, int64_t kept) {
+// `kept`: slots before this one stay as they are. `spare` takes what no later step uses.
+void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes, int64_t kept, Spare* spare) {
   static const Slot none;
   for (const Step& step : program.steps) {
     if (step.call == nullptr) {
@@ -107,10 +109,14 @@ void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes,
         }
       }
       for (size_t i = 0; i < step.results.size(); ++i) results[i] = &slots[step.results[i]];
-      step.call(arguments.data(), results.data());
+      step.call(arguments.data(), results.data(), spare);
     }
     for (const int64_t slot : step.last)
-      if (slot >= kept) slots[slot].reset();
+      if (slot >= kept) {
+        // An input may be another's too, and a view shares memory.
+        if (spare != nullptr && slot >= program.inputs && !program.is_shared[slot]) spare->add(std::move(*slots[slot]));
+        slots[slot].reset();
+      }
   }
 }
 
@@ -125,15 +131,15 @@ std::vector<StableIValue> taken(StableIValue given) {
   return values;
 }
 
-// Where they are the ones that were bound, the arguments are left out.
-void fill(const Program& program, std::vector<Slot>& slots, StableIValue list, int64_t first) {
+// All inputs, or those behind the `bound` ones.
+void fill(const Program& program, std::vector<Slot>& slots, StableIValue list, int64_t bound) {
   const std::vector<StableIValue> inputs = taken(list);
   const int64_t count = inputs.size();
   std::vector<Slot> given(count);  // owned before anything is checked
   for (int64_t i = 0; i < count; ++i) given[i] = Tensor(reinterpret_cast<AtenTensorHandle>(inputs[i]));
-  CHECK_VALUE(first + count == program.inputs, "run_program: the program takes ", program.inputs - first,
-              " tensors, got ", count);
-  for (int64_t i = 0; i < count; ++i) slots[first + i] = std::move(given[i]);
+  CHECK_VALUE(count == program.inputs || bound + count == program.inputs, "run_program: the program takes ",
+              program.inputs, " tensors, got ", count);
+  for (int64_t i = 0; i < count; ++i) slots[program.inputs - count + i] = std::move(given[i]);
 }
 
 StableIValue outputs_of(const Program& program, std::vector<Slot>& slots) {
@@ -153,7 +159,7 @@ void run_program(StableIValue* stack, uint64_t, uint64_t) {
   if (bound == nullptr) {
     std::vector<Slot> slots(program.slots);
     fill(program, slots, stack[2], 0);
-    run(program, slots, values, 0);
+    run(program, slots, values, 0, nullptr);
     stack[0] = outputs_of(program, slots);
     return;
   }
@@ -167,7 +173,7 @@ void run_program(StableIValue* stack, uint64_t, uint64_t) {
   bound->is_filled = true;
   for (int64_t i = 0; i < program.arguments; ++i)
     CHECK_VALUE(slots[i]->has_stayed(), "run_program: argument ", i, " has other memory than when it was bound");
-  run(program, slots, values, program.arguments);
+  run(program, slots, values, program.arguments, &bound->spare);
   stack[0] = outputs_of(program, slots);
 }
 
@@ -192,6 +198,9 @@ EXPORTED const void* make_program(const int64_t* words, const char* const* texts
   program->texts.assign(texts, texts + num_texts);
   const int64_t steps = reader.next();
   for (int64_t i = 0; i < steps; ++i) program->steps.push_back(reader.step());
+  program->is_shared.resize(program->slots);
+  for (const Step& step : program->steps)
+    if (step.call == nullptr) program->is_shared[step.arguments[0].value] = program->is_shared[step.results[0]] = true;
   for (const Step& step : program->steps)
     if (step.arguments.size() > MOST_ARGUMENTS || step.results.size() > MOST_RESULTS ||
         (step.call == nullptr && step.arguments.size() > 2 * MOST_DIMENSIONS + 2))

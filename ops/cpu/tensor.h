@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "threads.h"
 #include "torch_c.h"
@@ -130,8 +131,35 @@ class Tensor {
   }
 };
 
+// Small tensors that a program (program_cpu.cpp) has done with: `empty` gives them again, which saves torch's making of one.
+struct Spare {
+  static constexpr size_t MOST = 64;
+  static constexpr int64_t MOST_BYTES = 1 << 16;
+  std::vector<Tensor> tensors;
+
+  void add(Tensor&& tensor) {
+    int64_t bytes = bytes_of(tensor.dtype());
+    for (int64_t i = 0; i < tensor.dim(); ++i) bytes *= tensor.size(i);
+    if (bytes <= MOST_BYTES && tensors.size() < MOST) tensors.push_back(std::move(tensor));
+  }
+  // With the first of these sizes, or none.
+  Tensor take(const Shape& sizes, Dtype dtype) {
+    for (Tensor& tensor : tensors)
+      if (tensor.dtype() == dtype && tensor.sizes() == sizes) {
+        Tensor found = std::move(tensor);
+        if (&tensor != &tensors.back()) tensor = std::move(tensors.back());
+        tensors.pop_back();
+        return found;
+      }
+    return {};
+  }
+};
+inline thread_local Spare* spare = nullptr;  // of the program that calls an op of this library now
+
 // A contiguous tensor on the CPU, not initialised.
 inline Tensor empty(const Shape& sizes, Dtype dtype) {
+  if (spare != nullptr)
+    if (Tensor found = spare->take(sizes, dtype); found.get() != nullptr) return found;
   int64_t strides[8], stride = 1;
   for (int64_t i = sizes.dim - 1; i >= 0; --i) {
     strides[i] = stride;
