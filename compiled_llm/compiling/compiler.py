@@ -6,9 +6,9 @@ function is compiled at its first call, with torch's own guards and cache.
 """
 
 import contextlib
-import warnings
 import gc
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
