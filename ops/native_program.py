@@ -27,7 +27,7 @@ from compiled_llm.ops.torch_private import op_without_python
 KINDS = ("Tensor", "Optional[Tensor]", "int", "size", "float", "bool", "str")
 VIEW = ""  # in the place of an op's name
 
-LIBRARY.define("run_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]")
+LIBRARY.define("run_program(int program, int bound, Tensor[] inputs, int[] sizes) -> Tensor[]")
 
 
 class Step(NamedTuple):
@@ -50,25 +50,75 @@ class Program(NamedTuple):
     """Steps that run one after the other.
 
     Attributes:
-        num_slots, num_inputs: of the slots the first are the inputs.
+        num_slots, num_inputs, num_arguments: of the slots the first are the inputs, and of these the graph's arguments.
         outputs: slots.
     """
 
     num_slots: int
     num_inputs: int
+    num_arguments: int
     outputs: tuple[int, ...]
     steps: tuple[Step, ...]
 
 
-def prepare(program: Program) -> Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]] | None:
-    """(inputs, sizes) -> outputs. None without a C++ compiler. Kernels that it needs are built and loaded."""
+class Run:
+    """A program that is ready to run: (arguments, other inputs, sizes) -> outputs.
+
+    Args:
+        made: the address of the program.
+    """
+
+    def __init__(self, library: ctypes.CDLL, made: int) -> None:
+        self._library, self._made = library, made
+        # At the interpreter's end other threads may be within it: it holds no lock.
+        weakref.finalize(self, library.delete_program, made).atexit = False
+
+    def __call__(self, arguments: list[Tensor], others: list[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        return _run()(self._made, 0, arguments + others, sizes)
+
+    def bound(self) -> "BoundRun":
+        return BoundRun(self, self._library, self._made)
+
+
+class BoundRun:
+    """A run for calls with the same arguments: those of the first call, which it keeps. ``Run.bound`` makes it.
+
+    It raises ``ValueError`` if the memory of one of them is another than at the first call.
+
+    Attributes:
+        held: the arguments.
+    """
+
+    def __init__(self, run: Run, library: ctypes.CDLL, made: int) -> None:
+        self._of, self._made = run, made
+        self._bound = library.make_bound()
+        weakref.finalize(self, library.delete_bound, self._bound).atexit = False
+        self.held: list[Tensor] = []
+        self._is_filled = False
+
+    def __call__(self, arguments: list[Tensor], others: list[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        if self._is_filled:
+            return _run()(self._made, self._bound, others, sizes)
+        outputs = _run()(self._made, self._bound, arguments + others, sizes)
+        self.held, self._is_filled = arguments, True
+        return outputs
+
+
+@functools.cache
+def _run() -> Callable:
+    return op_without_python(torch.ops.compiled_llm.run_program.default)
+
+
+def prepare(program: Program) -> Run | None:
+    """None without a C++ compiler. Kernels that it needs are built and loaded."""
     library, texts = _library(), list[str]()
     if library is None:
         return None
     addresses = {op: address for op in {step.op for step in program.steps} if (address := _address(op)) is not None}
     if any(step.op not in addresses for step in program.steps):
         return None
-    words = [program.num_slots, program.num_inputs, len(program.outputs), *program.outputs, len(program.steps)]
+    words = [program.num_slots, program.num_inputs, program.num_arguments, len(program.outputs), *program.outputs]
+    words.append(len(program.steps))
     for step in program.steps:
         arguments = [_word(kind, value, texts) for kind, value in step.arguments]
         words += [addresses[step.op], len(arguments), *itertools.chain(*arguments)]
@@ -76,10 +126,7 @@ def prepare(program: Program) -> Callable[[Sequence[Tensor], Sequence[int]], lis
     of_texts = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
     made = library.make_program((ctypes.c_int64 * len(words))(*words), of_texts, len(texts))
     assert made, "no op has so many arguments"
-    run = functools.partial(op_without_python(torch.ops.compiled_llm.run_program.default), made)
-    # At the interpreter's end other threads may be within it: it holds no lock.
-    weakref.finalize(run, library.delete_program, made).atexit = False
-    return run
+    return Run(library, made)
 
 
 def _word(kind: str, value: Any, texts: list[str]) -> tuple[int, int]:
@@ -107,6 +154,8 @@ def _library() -> ctypes.CDLL | None:
         return None
     library.make_program.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
     library.make_program.restype = ctypes.c_void_p
-    library.delete_program.argtypes, library.delete_program.restype = (ctypes.c_void_p,), None
+    library.make_bound.argtypes, library.make_bound.restype = (), ctypes.c_void_p
+    for delete in (library.delete_program, library.delete_bound):
+        delete.argtypes, delete.restype = (ctypes.c_void_p,), None
     library.register_program_op()
     return library

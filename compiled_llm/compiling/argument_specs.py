@@ -5,7 +5,7 @@ Arguments are nested tuples (NamedTuples among them) of tensors, None and number
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -137,19 +137,37 @@ def examples_of(value: Any, dynamic: Mapping[str, int] = MappingProxyType({})) -
     return example(value)
 
 
-class _Seen:
+class Seen:
     """Arguments that were compared, and whether they are still what they were then."""
 
     def __init__(self, args: tuple) -> None:
         self._args: Any = args
-        self._tensors = list({id(tensor): tensor for tensor in tensors_in(args)}.values())  # torch takes each once
-        sizes: Any = [list(tensor.shape) for tensor in self._tensors]
-        strides: Any = [list(tensor.stride()) for tensor in self._tensors]
-        guards = TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self._unchanged = guards.check
+        self._calls = 0
+        self._again: Any = None
+        self._watch(list({id(tensor): tensor for tensor in tensors_in(args)}.values()))  # torch takes each once
+
+    def _watch(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        sizes: Any = [list(tensor.shape) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        self._unchanged = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def has(self, args: tuple) -> bool:
         return same_objects(self._args, args) and self._unchanged(*self._tensors)
+
+    def call(self, function: Callable) -> Any:
+        """What ``function`` gives for them. The second time it is bound to them, if it has ``ReadyFunction.bind``."""
+        self._calls += 1
+        if self._again is None:
+            if self._calls != 2 or not hasattr(function, "bind"):
+                return function(*self._args)
+            result, self._again = function.bind(*self._args)
+            return result
+        result = self._again()
+        if self._calls == 3:
+            held = {id(tensor) for tensor in self._again.held()}
+            self._watch([tensor for tensor in self._tensors if id(tensor) not in held])
+        return result
 
 
 class ArgumentCheck:
@@ -158,7 +176,12 @@ class ArgumentCheck:
     Objects that were compared before are not compared again, unless one was changed in place, which torch checks. So a
     step whose weights, cache and buffers are the same objects costs some twenty microseconds with hundreds of tensors.
     The last arguments of each combination of dynamic sizes are kept for that.
+
+    Attributes:
+        last: the arguments that were compared last and did not differ.
     """
+
+    last: Seen | None
 
     def __init__(self, args: tuple) -> None:
         self._specs = specs_of(args)
@@ -168,7 +191,8 @@ class ArgumentCheck:
 
     def forget(self) -> None:
         """Keep no arguments any more."""
-        self._seen: dict[tuple[int, ...], _Seen] = {}
+        self._seen: dict[tuple[int, ...], Seen] = {}
+        self.last = None
 
     def difference(self, args: tuple) -> str | None:
         """What differs, in words; None when nothing does."""
@@ -181,10 +205,11 @@ class ArgumentCheck:
         except (AttributeError, IndexError, TypeError):  # other arguments altogether: what differs is said below
             sizes = ()
         if sizes in self._seen and self._seen[sizes].has(args):
+            self.last = self._seen[sizes]
             return None
         found = _difference("argument", self._specs, args, {}, {})
         if found is None:
-            self._seen[sizes] = _Seen(args)
+            self.last = self._seen[sizes] = Seen(args)
         return found
 
 

@@ -8,6 +8,7 @@ function is compiled at its first call, with torch's own guards and cache.
 import contextlib
 import gc
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -94,7 +95,9 @@ def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict
     else:
         backend = CutFunction
     meter = CostMeter()
-    with contextlib.ExitStack() as settings:
+    with contextlib.ExitStack() as settings, warnings.catch_warnings():
+        # Of kernels that read scales of float16: that is meant.
+        warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
         for setting in _SETTINGS_AHEAD:
             settings.enter_context(setting())
         copy = own_copy(function, name)

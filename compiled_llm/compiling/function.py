@@ -164,6 +164,7 @@ class CompiledFunction:
             warn(f"{self.name} is not kept, the next start compiles it again: it is more than a graph")
         else:
             self._cache.store(self._cache.key_of(self.name, self._copy, args, self._depends), code, facts)
+            self._call = load_ready(code, self._copy.__globals__)
         return facts, "miss", reason
 
     def _load(self, args: tuple) -> tuple[Fields | None, str]:
@@ -235,9 +236,12 @@ class CompiledFunction:
         if self._check is None and not self._eager:
             return self._call_with_guards(*args)
         with torch.inference_mode(False), torch.no_grad():
-            difference = None if self._check is None else self._check.difference(args)
-            if difference is None:
+            if self._check is None:
                 return self._call(*args)
+            difference = self._check.difference(args)
+            if difference is None:
+                assert self._check.last is not None
+                return self._check.last.call(self._call)
         raise self._refusal(difference)
 
     def _call_with_guards(self, *args: Any) -> Any:

@@ -1,8 +1,9 @@
 """The program of a cut graph, with what lies between its pieces as native programs (``ops/native_program.py``).
 
-A *run* is several statements, one after the other, that call ops with C++ kernels or make views. It becomes one call::
+A *run* is several statements, one after the other, that call ops with C++ kernels or make views. It becomes one call,
+whose inputs are arguments of the graph, others, and sizes::
 
-    b7, b9, = run_0([b0, b1, a2, a3], (s0, 8*s0))
+    b7, b9, = run_0([a2, a3], [b0, b1], (s0, 8*s0))
 """
 
 import ast
@@ -34,6 +35,7 @@ def native_runs(source: str) -> NativeRuns | None:
         for one in function.body
         if _is_call(one) and _num_results(one.value) > 1  # type: ignore[attr-defined]
     }
+    arguments = {argument.arg for argument in function.args.args}
     used_later: set[str] = set()
     body: list[ast.stmt] = []
     runs: dict[str, Program] = {}
@@ -46,7 +48,7 @@ def native_runs(source: str) -> NativeRuns | None:
         begin = next((place for place, one in enumerate(statements) if _is_call(one)), len(statements))
         if sum(map(_is_call, statements)) > 1:
             name = f"run_{len(runs)}"
-            run = _Run(statements[begin:], used_later)
+            run = _Run(statements[begin:], used_later, arguments)
             runs[name] = run.program
             statements[begin:] = ast.parse(run.text(name)).body
         for statement in pending:
@@ -116,11 +118,12 @@ class _Run:
 
     Args:
         used_later: names that are used after them.
+        arguments: names of the graph's arguments.
     """
 
-    def __init__(self, statements: list[ast.stmt], used_later: set[str]) -> None:
+    def __init__(self, statements: list[ast.stmt], used_later: set[str], arguments: set[str]) -> None:
         made = {one.targets[0].id for one in statements if isinstance(one, ast.Assign)}  # type: ignore[attr-defined]
-        tensors = self._inputs = list[str]()
+        tensors = list[str]()
         self._sizes: list[str] = []
         self._gone = [
             target.id
@@ -138,12 +141,14 @@ class _Run:
                     name = expression.id
                     if name not in made and name not in tensors:
                         tensors.append(name)
-        self._slots = {name: slot for slot, name in enumerate(tensors)}
+        self._arguments = [name for name in tensors if name in arguments]
+        self._others = [name for name in tensors if name not in arguments]
+        self._slots = {name: slot for slot, name in enumerate([*self._arguments, *self._others])}
         self._count = len(tensors)
         steps = [self._step(call, statements) for call in calls]
         self._outputs = [name for name in self._slots if name in used_later and name in made]
         outputs = tuple(self._slots[name] for name in self._outputs)
-        self.program = Program(self._count, len(tensors), outputs, _with_last(steps, outputs))
+        self.program = Program(self._count, len(tensors), len(self._arguments), outputs, _with_last(steps, outputs))
 
     def _described(self, call: ast.Call) -> list[tuple[str, ast.expr]]:
         if ast.unparse(call.func) != _VIEW:
@@ -198,7 +203,7 @@ class _Run:
         """The statements that take the place of all these."""
         made = f"{', '.join(self._outputs)}, = " if self._outputs else ""
         sizes = "".join(f"{size}, " for size in self._sizes)
-        lines = [f"{made}{name}([{', '.join(self._inputs)}], ({sizes}))"]
+        lines = [f"{made}{name}([{', '.join(self._arguments)}], [{', '.join(self._others)}], ({sizes}))"]
         return "\n".join([*lines, *([f"del {', '.join(self._gone)}"] if self._gone else [])])
 
 
@@ -215,12 +220,12 @@ def _with_last(steps: list[Step], outputs: tuple[int, ...]) -> tuple[Step, ...]:
 
 def packed(runs: Mapping[str, Program]) -> dict[str, tuple]:
     """In plain tuples, which ``marshal`` writes."""
-    return {name: (*run[:3], tuple(tuple(step) for step in run.steps)) for name, run in runs.items()}
+    return {name: (*run[:-1], tuple(tuple(step) for step in run.steps)) for name, run in runs.items()}
 
 
 def unpacked(runs: Mapping[str, tuple]) -> dict[str, Program]:
     """What ``packed`` was given."""
     return {
-        name: Program(slots, inputs, outputs, tuple(Step(*step) for step in steps))
-        for name, (slots, inputs, outputs, steps) in runs.items()
+        name: Program(slots, inputs, arguments, outputs, tuple(Step(*step) for step in steps))
+        for name, (slots, inputs, arguments, outputs, steps) in runs.items()
     }

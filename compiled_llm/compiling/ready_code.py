@@ -13,6 +13,7 @@ import dis
 import importlib
 import itertools
 import marshal
+import operator
 import pickle
 import types
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compiling.native_runs import NativeRuns, packed, unpacked
-from compiled_llm.ops.native_program import Program, prepare
+from compiled_llm.ops.native_program import BoundRun, Program, Run, prepare
 from compiled_llm.ops.torch_private import (
     aot_result,
     cache_dir,
@@ -98,7 +99,7 @@ def ready_code(ahead: Any) -> bytes | None:
 
 def load_ready(
     code: bytes, function_globals: dict[str, Any], load_triton: Callable[[str, str], Any] = triton_kernel
-) -> Callable:
+) -> "ReadyFunction":
     """The function. Runs what ``code`` holds: only for what this user's cache holds.
 
     ``ImportError`` if one of its libraries is gone or cut off.
@@ -114,39 +115,122 @@ def load_ready(
     cells = tuple(types.CellType(value) for value in closed_over)
     function = types.FunctionType(bytecode.replace(co_consts=constants), known, argdefs=defaults, closure=cells)
     function.__kwdefaults__ = keyword_defaults
-    return function
+    return ReadyFunction(function, graph, known, graph_name)
+
+
+class ReadyFunction:
+    """A loaded function.
+
+    Args:
+        function: Dynamo's bytecode, whose globals ``known`` have the graph as ``name``.
+    """
+
+    def __init__(self, function: Callable, graph: "GraphCall", known: dict[str, Any], name: str) -> None:
+        self._function, self._graph, self._known, self._name = function, graph, known, name
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def bind(self, *args: Any) -> tuple[Any, "BoundCall | None"]:
+        """The result, and what does the same again with the same tensors, whose contents may be others by then.
+
+        A step has hundreds of weights: to find them among the arguments and to hand them on takes a tenth of a small
+        model's step. None where not all results are the graph's own.
+        """
+        given: list[Any] = []
+        made: list[Any] = []
+
+        def once(*inputs: Any) -> Any:
+            given.extend(inputs)
+            made.extend(self._graph(*inputs))
+            return tuple(made)
+
+        self._known[self._name] = once
+        try:
+            result = self._function(*args)
+        finally:
+            self._known[self._name] = self._graph
+        pick = _pick(result, made)
+        return result, None if pick is None else self._graph.bound(given, pick)
+
+
+def _pick(result: Any, outputs: list[Tensor]) -> Callable[[Any], Any] | None:
+    """What makes a result of a graph's outputs, as this one was made of ``outputs``; None if there is more in it."""
+    if isinstance(result, tuple):
+        picks = [_pick(part, outputs) for part in result]
+        make: Callable = type(result)._make if hasattr(result, "_fields") else tuple  # type: ignore[attr-defined]
+        return None if None in picks else lambda made: make([pick(made) for pick in picks])  # type: ignore[misc]
+    if isinstance(result, Tensor):
+        places = [place for place, output in enumerate(outputs) if output is result]
+        return operator.itemgetter(places[0]) if places else None
+    return (lambda made: None) if result is None else None
 
 
 def run_program(
     program: str | types.CodeType,
     pieces: Mapping[str, Callable],
     native: tuple[str | types.CodeType, Mapping[str, Program]] | None,
-) -> Callable:
+) -> "GraphCall":
     """The ``call`` of the program of a ``CutGraph``.
 
     Args:
         pieces: what its own names call, which takes a list.
-        native: ``NativeRuns`` of the program. It does without where there is no C++ compiler, and while torch's
-            profiler looks at ops.
+        native: ``NativeRuns`` of the program. It does without where there is no C++ compiler.
     """
-    namespace: dict[str, Any] = {
+    names: dict[str, Any] = {
         "torch": torch, "device": torch.device, "reinterpret_tensor": reinterpret_tensor(),
         "op_without_python": op_without_python, **pieces,
     }  # fmt: skip
-    with_runs = dict(namespace)
-    exec(program, namespace)
-    by_ops = namespace["call"]
     runs = {} if native is None else {name: prepare(run) for name, run in native[1].items()}
-    if native is None or None in runs.values():
-        return by_ops
-    with_runs |= runs
-    exec(native[0], with_runs)
-    by_runs = with_runs["call"]
+    ready = {name: run for name, run in runs.items() if run is not None}
+    return GraphCall(program, names, None if native is None or len(ready) < len(runs) else (native[0], ready))
 
-    def call(*inputs: Any) -> Any:
-        return by_ops(*inputs) if is_profiling() else by_runs(*inputs)
 
-    return call
+class GraphCall:
+    """(inputs) -> outputs. While torch's profiler looks at ops it calls them one by one."""
+
+    def __init__(
+        self,
+        program: str | types.CodeType,
+        names: dict[str, Any],
+        native: tuple[str | types.CodeType, Mapping[str, Run]] | None,
+    ) -> None:
+        self._names, self._native = names, native
+        self.by_ops = _call_of(program, names)
+        self._by_runs = self.by_ops if native is None else _call_of(native[0], {**names, **native[1]})
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.by_ops(*inputs) if is_profiling() else self._by_runs(*inputs)
+
+    def bound(self, inputs: list[Any], pick: Callable[[Any], Any]) -> "BoundCall | None":
+        """The call with these inputs, and ``pick`` of what it gives; None without native programs."""
+        if self._native is None:
+            return None
+        source, runs = self._native
+        bound = {name: run.bound() for name, run in runs.items()}
+        return BoundCall(self, _call_of(source, {**self._names, **bound}), list(bound.values()), inputs, pick)
+
+
+class BoundCall:
+    """A graph's call with inputs that are always the same tensors. ``GraphCall.bound`` makes it."""
+
+    def __init__(
+        self, graph: GraphCall, by_runs: Callable, runs: list[BoundRun], inputs: list[Any], pick: Callable[[Any], Any]
+    ) -> None:
+        self._graph, self._by_runs, self._runs, self._inputs, self._pick = graph, by_runs, runs, inputs, pick
+
+    def __call__(self) -> Any:
+        return self._pick((self._graph.by_ops if is_profiling() else self._by_runs)(*self._inputs))
+
+    def held(self) -> list[Tensor]:
+        """Inputs whose memory the runs look at themselves: they refuse another one than at their first call."""
+        return [tensor for run in self._runs for tensor in run.held]
+
+
+def _call_of(program: str | types.CodeType, names: Mapping[str, Any]) -> Callable:
+    namespace = dict(names)
+    exec(program, namespace)
+    return namespace["call"]
 
 
 def _packed(native: NativeRuns | None) -> tuple[types.CodeType, dict[str, tuple]] | None:

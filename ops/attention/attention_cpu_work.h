@@ -227,7 +227,7 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
 
   // Waking another thread takes longer than work of about 10 us.
   const auto for_each = [&](int64_t count, auto&& work) {
-    const bool tiny = total_cost * p.head_dim * element < 1 << 21;
+    const bool tiny = total_cost * p.head_dim * element < 1 << 19;
     std::atomic<int64_t> next = 0;
     parallel_for(0, tiny ? 1 : std::min(threads, count), 1, [&](int64_t, int64_t) {
       for (int64_t i = next++; i < count; i = next++) work(i);

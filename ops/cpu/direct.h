@@ -13,7 +13,7 @@ namespace {
 using Slot = std::optional<Tensor>;
 
 // Each argument is at the address of a Tensor, a Slot (of "Tensor?"), int64_t, double, bool or std::string, as the schema
-// says. Results are written into slots.
-using Direct = void (*)(const void* const* arguments, Slot* const* results);
+// says. Results are written into slots. `spare` may be null.
+using Direct = void (*)(const void* const* arguments, Slot* const* results, Spare* spare);
 
 }  // namespace

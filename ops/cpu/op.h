@@ -64,7 +64,9 @@ struct Boxed;
 template <class Result, class... Args, Result (*op)(Args...)>
 struct Boxed<op> {
   static void call(StableIValue* stack, uint64_t, uint64_t) { call_with(stack, std::index_sequence_for<Args...>()); }
-  static void direct(const void* const* arguments, Slot* const* results) {
+  static void direct(const void* const* arguments, Slot* const* results, Spare* of_program) {
+    spare = of_program;
+    const std::unique_ptr<Spare*, void (*)(Spare**)> end(&spare, [](Spare** each) { *each = nullptr; });
     direct_with(arguments, results, std::index_sequence_for<Args...>());
   }
 

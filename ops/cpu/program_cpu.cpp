@@ -2,6 +2,7 @@
 // what a program is, and writes it as the words that `make_program` reads.
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -31,9 +32,19 @@ struct Step {
 
 struct Program {
   int64_t slots, inputs;
+  int64_t arguments;  // the first of the inputs: the graph's own, which may be the same tensors in many calls
   std::vector<int64_t> outputs;
   std::vector<std::string> texts;
   std::vector<Step> steps;
+  std::vector<bool> is_shared;  // of each slot: it is a view, or there is one of it
+};
+
+// A program with arguments that are the same tensors in each call.
+struct Bound {
+  std::vector<Slot> slots;
+  Spare spare;
+  bool is_filled = false;
+  std::atomic<bool> is_busy = false;
 };
 
 // Reads words one after the other.
@@ -76,7 +87,8 @@ void view(const Step& step, std::vector<Slot>& slots, const int64_t* sizes) {
   slots[step.results[0]] = Tensor(made);
 }
 
-void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes) {
+// `kept`: slots before this one stay as they are. `spare` takes what no later step uses.
+void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes, int64_t kept, Spare* spare) {
   static const Slot none;
   for (const Step& step : program.steps) {
     if (step.call == nullptr) {
@@ -97,9 +109,14 @@ void run(const Program& program, std::vector<Slot>& slots, const int64_t* sizes)
         }
       }
       for (size_t i = 0; i < step.results.size(); ++i) results[i] = &slots[step.results[i]];
-      step.call(arguments.data(), results.data());
+      step.call(arguments.data(), results.data(), spare);
     }
-    for (const int64_t slot : step.last) slots[slot].reset();
+    for (const int64_t slot : step.last)
+      if (slot >= kept) {
+        // An input may be another's too, and a view shares memory.
+        if (spare != nullptr && slot >= program.inputs && !program.is_shared[slot]) spare->add(std::move(*slots[slot]));
+        slots[slot].reset();
+      }
   }
 }
 
@@ -114,20 +131,50 @@ std::vector<StableIValue> taken(StableIValue given) {
   return values;
 }
 
-// run_program(int program, Tensor[] inputs, int[] sizes) -> Tensor[]
-void run_program(StableIValue* stack, uint64_t, uint64_t) {
-  const auto& program = *reinterpret_cast<const Program*>(stack[0]);
-  std::vector<Slot> slots(program.slots);
-  const std::vector<StableIValue> inputs = taken(stack[1]), sizes = taken(stack[2]);
-  for (size_t i = 0; i < inputs.size(); ++i) slots[i] = Tensor(reinterpret_cast<AtenTensorHandle>(inputs[i]));
-  CHECK_VALUE(static_cast<int64_t>(inputs.size()) == program.inputs, "run_program: the program takes ", program.inputs,
-              " tensors, got ", inputs.size());
-  run(program, slots, reinterpret_cast<const int64_t*>(sizes.data()));
+// All inputs, or those behind the `bound` ones.
+void fill(const Program& program, std::vector<Slot>& slots, StableIValue list, int64_t bound) {
+  const std::vector<StableIValue> inputs = taken(list);
+  const int64_t count = inputs.size();
+  std::vector<Slot> given(count);  // owned before anything is checked
+  for (int64_t i = 0; i < count; ++i) given[i] = Tensor(reinterpret_cast<AtenTensorHandle>(inputs[i]));
+  CHECK_VALUE(count == program.inputs || bound + count == program.inputs, "run_program: the program takes ",
+              program.inputs, " tensors, got ", count);
+  for (int64_t i = 0; i < count; ++i) slots[program.inputs - count + i] = std::move(given[i]);
+}
+
+StableIValue outputs_of(const Program& program, std::vector<Slot>& slots) {
   StableListHandle outputs;
   succeeded(torch_new_list_reserve_size(program.outputs.size(), &outputs));
   for (const int64_t slot : program.outputs)
     succeeded(torch_list_push_back(outputs, reinterpret_cast<StableIValue>(slots[slot]->release())));
-  stack[0] = reinterpret_cast<StableIValue>(outputs);
+  return reinterpret_cast<StableIValue>(outputs);
+}
+
+// run_program(int program, int bound, Tensor[] inputs, int[] sizes) -> Tensor[]
+void run_program(StableIValue* stack, uint64_t, uint64_t) {
+  const auto& program = *reinterpret_cast<const Program*>(stack[0]);
+  auto* const bound = reinterpret_cast<Bound*>(stack[1]);
+  const std::vector<StableIValue> sizes = taken(stack[3]);
+  const auto* const values = reinterpret_cast<const int64_t*>(sizes.data());
+  if (bound == nullptr) {
+    std::vector<Slot> slots(program.slots);
+    fill(program, slots, stack[2], 0);
+    run(program, slots, values, 0, nullptr);
+    stack[0] = outputs_of(program, slots);
+    return;
+  }
+  CHECK_VALUE(!bound->is_busy.exchange(true), "run_program: the bound program runs in another thread");
+  const std::unique_ptr<std::atomic<bool>, void (*)(std::atomic<bool>*)> busy(&bound->is_busy,
+                                                                              [](auto* flag) { flag->store(false); });
+  std::vector<Slot>& slots = bound->slots;
+  slots.resize(program.slots);
+  for (int64_t i = program.arguments; i < program.slots; ++i) slots[i].reset();  // of a run that failed
+  fill(program, slots, stack[2], bound->is_filled ? program.arguments : 0);
+  bound->is_filled = true;
+  for (int64_t i = 0; i < program.arguments; ++i)
+    CHECK_VALUE(slots[i]->has_stayed(), "run_program: argument ", i, " has other memory than when it was bound");
+  run(program, slots, values, program.arguments, &bound->spare);
+  stack[0] = outputs_of(program, slots);
 }
 
 }  // namespace
@@ -140,16 +187,20 @@ EXPORTED void register_program_op() {
   succeeded(torch_library_impl(library, "run_program", run_program, uint64_t{2} << 56 | uint64_t{11} << 48));
 }
 
-// Words: slots, inputs, list of outputs, number of steps, steps. A list is its length and its items.
+// Words: slots, inputs, arguments, list of outputs, number of steps, steps. A list is its length and its items.
 EXPORTED const void* make_program(const int64_t* words, const char* const* texts, int64_t num_texts) {
   auto program = std::make_unique<Program>();
   Reader reader = {words};
   program->slots = reader.next();
   program->inputs = reader.next();
+  program->arguments = reader.next();
   program->outputs = reader.list();
   program->texts.assign(texts, texts + num_texts);
   const int64_t steps = reader.next();
   for (int64_t i = 0; i < steps; ++i) program->steps.push_back(reader.step());
+  program->is_shared.resize(program->slots);
+  for (const Step& step : program->steps)
+    if (step.call == nullptr) program->is_shared[step.arguments[0].value] = program->is_shared[step.results[0]] = true;
   for (const Step& step : program->steps)
     if (step.arguments.size() > MOST_ARGUMENTS || step.results.size() > MOST_RESULTS ||
         (step.call == nullptr && step.arguments.size() > 2 * MOST_DIMENSIONS + 2))
@@ -158,3 +209,7 @@ EXPORTED const void* make_program(const int64_t* words, const char* const* texts
 }
 
 EXPORTED void delete_program(const void* program) { delete static_cast<const Program*>(program); }
+
+EXPORTED void* make_bound() { return new Bound; }
+
+EXPORTED void delete_bound(void* bound) { delete static_cast<Bound*>(bound); }

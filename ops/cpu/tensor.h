@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "threads.h"
 #include "torch_c.h"
@@ -72,14 +73,25 @@ struct Shape {
   }
 };
 
-// A reference to a tensor. May be moved, not copied.
+// A reference to a tensor. May be moved, not copied. What torch knows of it is asked for once: together, these questions
+// take longer than some ops.
 class Tensor {
  public:
   Tensor() = default;
-  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
-  Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  explicit Tensor(AtenTensorHandle handle)
+      : handle_(handle),
+        data_(read<void*>(aoti_torch_get_data_ptr)),
+        sizes_(read<int64_t*>(aoti_torch_get_sizes)),
+        strides_(read<int64_t*>(aoti_torch_get_strides)),
+        dim_(read<int64_t>(aoti_torch_get_dim)),
+        dtype_{read<int32_t>(aoti_torch_get_dtype)},
+        is_contiguous_(read<bool>(aoti_torch_is_contiguous)),
+        is_cpu_(read<int32_t>(aoti_torch_get_device_type) == aoti_torch_device_type_cpu()) {}
+  Tensor(Tensor&& other) noexcept { *this = std::move(other); }
   Tensor& operator=(Tensor&& other) noexcept {
     std::swap(handle_, other.handle_);
+    data_ = other.data_, sizes_ = other.sizes_, strides_ = other.strides_, dim_ = other.dim_, dtype_ = other.dtype_;
+    is_contiguous_ = other.is_contiguous_, is_cpu_ = other.is_cpu_;
     return *this;
   }
   ~Tensor() {
@@ -88,21 +100,28 @@ class Tensor {
 
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
-  int64_t dim() const { return read<int64_t>(aoti_torch_get_dim); }
-  Shape sizes() const { return {read<int64_t*>(aoti_torch_get_sizes), dim()}; }
-  Shape strides() const { return {read<int64_t*>(aoti_torch_get_strides), dim()}; }
+  int64_t dim() const { return dim_; }
+  Shape sizes() const { return {sizes_, dim_}; }
+  Shape strides() const { return {strides_, dim_}; }
   // Of a dimension that there is.
-  int64_t size(int64_t i) const { return read<int64_t*>(aoti_torch_get_sizes)[i]; }
-  int64_t stride(int64_t i) const { return read<int64_t*>(aoti_torch_get_strides)[i]; }
-  Dtype dtype() const { return {read<int32_t>(aoti_torch_get_dtype)}; }
-  bool is_contiguous() const { return read<bool>(aoti_torch_is_contiguous); }
-  const char* place() const { return is_cpu() ? "the CPU" : "another device"; }
-  bool is_cpu() const { return read<int32_t>(aoti_torch_get_device_type) == aoti_torch_device_type_cpu(); }
+  int64_t size(int64_t i) const { return sizes_[i]; }
+  int64_t stride(int64_t i) const { return strides_[i]; }
+  Dtype dtype() const { return dtype_; }
+  bool is_contiguous() const { return is_contiguous_; }
+  const char* place() const { return is_cpu_ ? "the CPU" : "another device"; }
+  bool is_cpu() const { return is_cpu_; }
   template <class T = void>
-  T* data() const { return static_cast<T*>(read<void*>(aoti_torch_get_data_ptr)); }
+  T* data() const { return static_cast<T*>(data_); }
+  // False: its memory is another since this object was made.
+  bool has_stayed() const { return read<void*>(aoti_torch_get_data_ptr) == data_; }
 
  private:
   AtenTensorHandle handle_ = nullptr;
+  void* data_ = nullptr;
+  const int64_t *sizes_ = nullptr, *strides_ = nullptr;
+  int64_t dim_ = 0;
+  Dtype dtype_ = {};
+  bool is_contiguous_ = true, is_cpu_ = true;
 
   template <class Value>
   Value read(AOTITorchError (*function)(AtenTensorHandle, Value*)) const {
@@ -112,8 +131,35 @@ class Tensor {
   }
 };
 
+// Small tensors that a program (program_cpu.cpp) has done with: `empty` gives them again, which saves torch's making of one.
+struct Spare {
+  static constexpr size_t MOST = 64;
+  static constexpr int64_t MOST_BYTES = 1 << 16;
+  std::vector<Tensor> tensors;
+
+  void add(Tensor&& tensor) {
+    int64_t bytes = bytes_of(tensor.dtype());
+    for (int64_t i = 0; i < tensor.dim(); ++i) bytes *= tensor.size(i);
+    if (bytes <= MOST_BYTES && tensors.size() < MOST) tensors.push_back(std::move(tensor));
+  }
+  // With the first of these sizes, or none.
+  Tensor take(const Shape& sizes, Dtype dtype) {
+    for (Tensor& tensor : tensors)
+      if (tensor.dtype() == dtype && tensor.sizes() == sizes) {
+        Tensor found = std::move(tensor);
+        if (&tensor != &tensors.back()) tensor = std::move(tensors.back());
+        tensors.pop_back();
+        return found;
+      }
+    return {};
+  }
+};
+inline thread_local Spare* spare = nullptr;  // of the program that calls an op of this library now
+
 // A contiguous tensor on the CPU, not initialised.
 inline Tensor empty(const Shape& sizes, Dtype dtype) {
+  if (spare != nullptr)
+    if (Tensor found = spare->take(sizes, dtype); found.get() != nullptr) return found;
   int64_t strides[8], stride = 1;
   for (int64_t i = sizes.dim - 1; i >= 0; --i) {
     strides[i] = stride;

@@ -1,6 +1,6 @@
 """ArgumentCheck: what later arguments may differ in, and what not."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -98,6 +98,52 @@ def test_the_same_tensor_changed_in_place_is_a_difference(change: str) -> None:
         assert check.difference(args) is not None
     tensor.data = torch.ones(2, 3)
     assert check.difference(args) is None
+
+
+class _Binds:
+    """A function that counts how it was called, as ``ReadyFunction`` may be: one tensor it looks after itself."""
+
+    def __init__(self, held: Tensor, binds: bool = True) -> None:
+        self.calls: list[str] = []
+        self._held, self._binds = held, binds
+
+    def __call__(self, *args: Any) -> int:
+        self.calls.append("plain")
+        return len(args)
+
+    def bind(self, *args: Any) -> tuple[int, Any]:
+        self.calls.append("bind")
+        return len(args), self if self._binds else None
+
+    def held(self) -> list[Tensor]:
+        return [self._held]
+
+
+def test_arguments_that_come_again_are_bound() -> None:
+    """From the second call on, and then torch looks at the other tensors alone."""
+    args = arguments()
+    check, function = ArgumentCheck(args), _Binds(args[0].first)
+    for _ in range(4):
+        assert check.difference(args) is None
+        assert check.last is not None
+        check.last.call(function)
+    assert function.calls == ["plain", "bind", "plain", "plain"]
+    args[0].first.data = torch.zeros(2, 3, dtype=torch.int32)
+    assert check.difference(args) is None, "the function would refuse it"
+    args[1][0].data = torch.zeros(7, 7)
+    assert check.difference(args) is not None
+    check.forget()
+    assert check.last is None
+
+
+def test_what_cannot_be_bound_is_called() -> None:
+    args = arguments()
+    check, function = ArgumentCheck(args), _Binds(args[0].first, binds=False)
+    for _ in range(4):
+        assert check.difference(args) is None
+        assert check.last is not None
+        assert check.last.call(function) == len(args)
+    assert function.calls == ["plain", "bind", "plain", "plain"]
 
 
 def test_torchs_state_counts_even_when_the_arguments_are_the_same_objects() -> None:

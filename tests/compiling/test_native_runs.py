@@ -20,16 +20,16 @@ def call(s0, a1, a2, a3):
 NATIVE = """def call(s0, a1, a2, a3):
     b0, = piece_0([a1])
     del a1
-    b1, b4 = run_0([b0, a2, a3], (s0, 4 * s0))
+    b1, b4 = run_0([a2, a3], [b0], (s0, 4 * s0))
     del b0, a3
     b5, = piece_1([b4, b1])
     b6 = b5[slice(1, None, None)]
     return (b6, b1)"""
 SHAPE = (("size", 0), ("int", 2), ("int", 4), ("int", 8), ("int", 4), ("int", 1), ("size", 1))
 STEPS = (
-    Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (3,), (0, 1)),
+    Step("rms_norm", (("Tensor", 2), ("Tensor", 0), ("float", 1e-6)), (3,), (0, 2)),
     Step(VIEW, (("Tensor", 3), *SHAPE), (4,), ()),
-    Step("add_rms_norm", (("Tensor", 4), ("Tensor", 4), ("Tensor", 2), ("float", float("inf"))), (5, 6), (2, 4, 5)),
+    Step("add_rms_norm", (("Tensor", 4), ("Tensor", 4), ("Tensor", 1), ("float", float("inf"))), (5, 6), (1, 4, 5)),
 )
 
 
@@ -37,7 +37,7 @@ def test_a_run_takes_the_place_of_its_statements() -> None:
     found = native_runs(SOURCE)
     assert found is not None
     assert found.source == NATIVE
-    assert found.runs == {"run_0": Program(7, 3, (3, 6), STEPS)}
+    assert found.runs == {"run_0": Program(7, 3, 2, (3, 6), STEPS)}
     assert unpacked(packed(found.runs)) == found.runs
 
 

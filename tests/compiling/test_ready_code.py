@@ -1,5 +1,6 @@
 """Compiled functions that load without torch's compiler: they do what the compiler's result does."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm import ops
 from compiled_llm.compiling.compiler import compile_ahead
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.ready_code import load_ready, ready_code
@@ -99,6 +101,48 @@ print(compiler_settings(), *(name for name in ("torch._dynamo", "torch._inductor
         expected = outputs(load_ready(payload, scaled.__globals__))
     made = torch.load(tmp_path / "made")
     assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+
+
+def normed(weights: Pair, x: Tensor, counts: Tensor) -> tuple[Tensor, None, Pair]:
+    """Calls ops one after the other, has a kernel of its own, and writes an argument."""
+    counts.add_(1)
+    first = ops.rms_norm(x * 2, weights.first, 1e-6)
+    total, second = ops.add_rms_norm(first, x, weights.second, 1e-6)
+    return second, None, Pair(total, counts + x.sum())
+
+
+def test_it_is_bound_to_tensors_whose_contents_change() -> None:
+    """Results and what is written are those of a plain call, also those that an argument is among, also profiled."""
+    weights, x, counts = Pair(torch.rand(8), torch.rand(8)), torch.randn(3, 8), torch.zeros(2)
+    code = ready_code(compile_ahead(normed, "normed", (weights, x, counts))[0])
+    assert code is not None
+    ready = load_ready(code, normed.__globals__)
+    again: Any = None
+    for number in range(5):
+        x.copy_(torch.randn(3, 8))
+        weights.second.add_(1)
+        expected = normed(weights, x, counts.clone())
+        with torch.no_grad(), torch.profiler.profile() if number == 3 else contextlib.nullcontext():
+            result, again = ready.bind(weights, x, counts) if number == 0 else (again(), again)
+        assert type(result) is tuple
+        assert type(result[2]) is Pair
+        torch.testing.assert_close(result, expected)
+        assert counts.tolist() == [number + 1] * 2
+    held = {id(tensor) for tensor in again.held()}
+    assert held >= {id(tensor) for tensor in weights}
+    assert id(counts) not in held
+
+
+def test_results_that_are_arguments_are_not_bound() -> None:
+    def same(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x, ops.rms_norm(ops.rms_norm(x, y, 1e-6), y, 1e-6)
+
+    x, y = torch.randn(3, 8), torch.rand(8)
+    code = ready_code(compile_ahead(same, "same", (x, y))[0])
+    if code is not None:
+        result, again = load_ready(code, {"ops": ops}).bind(x, y)
+        assert result[0] is x
+        assert again is None
 
 
 def test_what_torch_has_to_prepare_is_not_kept() -> None:

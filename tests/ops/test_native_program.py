@@ -10,7 +10,7 @@ import torch
 
 from compiled_llm import ops
 from compiled_llm.ops import native, native_program
-from compiled_llm.ops.native_program import VIEW, Program, Step, prepare
+from compiled_llm.ops.native_program import VIEW, Program, Run, Step, prepare
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 
@@ -33,11 +33,11 @@ def test_all_kinds_of_arguments() -> None:
         ),
         Step("add_rms_norm", (("Tensor", 5), ("Tensor", 4), ("Tensor", 3), ("float", 1e-6)), (8, 9), (8,)),
     )
-    run = prepare(Program(10, 4, (9, 6, 7), steps))
+    run = prepare(Program(10, 4, 0, (9, 6, 7), steps))
     assert run is not None
     half = torch.rand(4)
     for rows, offset in ((3, 4), (2, 0)):
-        outputs = run([x, weight[:4].contiguous(), logits, half], [rows, offset])
+        outputs = run([], [x, weight[:4].contiguous(), logits, half], [rows, offset])
         part = x[:rows, offset : offset + 4]
         normed = ops.rms_norm(part, weight[:4].contiguous(), 1e-6)
         expected = (
@@ -48,29 +48,86 @@ def test_all_kinds_of_arguments() -> None:
 
 
 def test_what_an_op_refuses_is_its_own_error() -> None:
-    run = prepare(Program(3, 2, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
+    run = prepare(
+        Program(3, 2, 1, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),))
+    )
     assert run is not None
     with pytest.raises(ValueError, match="weight must be"):
-        run([torch.randn(2, 8), torch.rand(4)], [])
+        run([torch.randn(2, 8)], [torch.rand(4)], [])
     with pytest.raises(ValueError, match="the program takes 2 tensors, got 1"):
-        run([torch.randn(2, 8)], [])
+        run([torch.randn(2, 8)], [], [])
 
 
 def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an input after the call, nor the program after its function."""
     library, deleted = native_program._library(), list[int]()
     monkeypatch.setattr(library, "delete_program", deleted.append)
-    run = prepare(Program(3, 2, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),)))
+    run = prepare(
+        Program(3, 2, 1, (2,), (Step("rms_norm", (("Tensor", 0), ("Tensor", 1), ("float", 1e-6)), (2,), ()),))
+    )
     assert run is not None
     x, weight = torch.randn(2, 8), torch.rand(8)
-    output = run([x, weight], [])[0]
+    output = run([x], [weight], [])[0]
     ends = [weakref.ref(tensor) for tensor in (x, weight, output)]
     del x, weight, output
     gc.collect()
     assert [end() for end in ends] == [None] * 3
-    made = run.args[0]
+    made = run._made
     del run
     assert deleted == [made]
+
+
+def normed_twice() -> Run:
+    """Of x, both sums and norms, one of them by way of a view; the weight is the argument."""
+    steps = (
+        Step("rms_norm", (("Tensor", 1), ("Tensor", 0), ("float", 1e-6)), (2,), ()),
+        Step("add_rms_norm", (("Tensor", 2), ("Tensor", 1), ("Tensor", 0), ("float", 1e-6)), (3, 4), (2,)),
+        Step(VIEW, (("Tensor", 4), *(("int", value) for value in (1, 8, 8, 1, 0))), (5,), (4,)),
+        Step("rms_norm", (("Tensor", 3), ("Tensor", 0), ("float", 1e-6)), (6,), (3,)),
+        Step("rms_norm", (("Tensor", 5), ("Tensor", 0), ("float", 1e-6)), (7,), (0, 1, 5)),
+    )
+    run = prepare(Program(8, 2, 1, (6, 7), steps))
+    assert run is not None
+    return run
+
+
+def test_a_bound_run_does_the_same_with_what_its_argument_holds_by_then() -> None:
+    """Each call has other inputs, also of other sizes. Results stay, though memory of earlier steps is used again."""
+    run, weight = normed_twice(), torch.rand(8)
+    bound, kept = run.bound(), []
+    for rows in (3, 3, 1, 3, 1):
+        x = torch.randn(rows, 8)
+        outputs = bound([weight], [x], [])
+        kept.append((outputs, [each.clone() for each in outputs]))
+        assert all(torch.equal(one, other) for one, other in zip(outputs, run([weight], [x], []), strict=True))
+        weight += 1
+    assert all(torch.equal(one, other) for made in kept for one, other in zip(*made, strict=True))
+    assert bound.held == [weight]
+
+
+def test_an_argument_of_other_memory_is_refused() -> None:
+    bound, weight, x = normed_twice().bound(), torch.rand(8), torch.randn(3, 8)
+    expected = bound([weight], [x], [])
+    before, weight.data = weight.data, torch.rand(8)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="argument 0 has other memory than when it was bound"):
+            bound([weight], [x], [])
+    weight.data = before
+    assert all(torch.equal(one, other) for one, other in zip(bound([weight], [x], []), expected, strict=True))
+
+
+def test_a_bound_run_keeps_its_arguments_and_frees_them() -> None:
+    bound, weight, x = normed_twice().bound(), torch.rand(8), torch.randn(3, 8)
+    with pytest.raises(ValueError, match="weight must be"):
+        bound([torch.rand(4)], [x], [])
+    bound([weight], [x], [])
+    ends = [weakref.ref(tensor) for tensor in (weight, x)]
+    del weight, x
+    gc.collect()
+    assert [end() is None for end in ends] == [False, True]
+    del bound
+    gc.collect()
+    assert ends[0]() is None
 
 
 WORDS = {"Optional[Tensor]": "OptionalTensor", "int": "int64_t", "float": "double", "str": "std::string"}
