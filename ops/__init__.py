@@ -18,7 +18,14 @@ from compiled_llm.ops.attention.rotary_latent_attention import (
 )
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.head_linear import head_linear
-from compiled_llm.ops.linear.lora import LoraWeights, add_lora
+from compiled_llm.ops.linear.lora import (
+    Following,
+    LoraRows,
+    LoraWeights,
+    add_lora,
+    lora_followed,
+    slots_of_rows,
+)
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import fused_quantized_linear, grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import (
@@ -67,7 +74,9 @@ __all__ = [
     "TILE",
     "AttentionKind",
     "DecodePlan",
+    "Following",
     "Keys",
+    "LoraRows",
     "LoraWeights",
     "RankGroup",
     "StateRows",
@@ -104,6 +113,7 @@ __all__ = [
     "latent_attention",
     "layer_norm",
     "log_sum_exp",
+    "lora_followed",
     "mamba2_scan",
     "move_keys",
     "norm_of_sum",
@@ -128,6 +138,7 @@ __all__ = [
     "scaled_sum",
     "short_convolution",
     "sigmoid_gated",
+    "slots_of_rows",
     "soft_cap",
     "sum_of_norms",
     "summed_quantized_experts",

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from compiled_llm import ops
+from compiled_llm.models.linears.adapted import Adapted
 from compiled_llm.models.linears.fused import activated_linear, surrounded, takes_norm, takes_what_follows
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops.linear.surroundings import Surroundings
@@ -45,6 +46,13 @@ class GivenNorm(NamedTuple):
     stream: Tensor  # [T, D]
 
 
+class Change(NamedTuple):
+    """What adapters change of a block's output: still to be added to it."""
+
+    linear: Adapted
+    x: Tensor  # that the linear layer had
+
+
 class Summand(Protocol):
     """What a block gives, before it is added to the residual stream that it has read."""
 
@@ -63,19 +71,38 @@ class Residual:
 
     def __init__(self, x: Tensor, eps: float) -> None:
         self.x, self.eps = x, eps
-        self.delta: Tensor | None = None
+        self._delta: Tensor | None = None
+        self._change: Change | None = None
         self.delta_norm: Tensor | None = None
         self.scale: Tensor | None = None
+
+    @property
+    def delta(self) -> Tensor | None:
+        if self._change is not None and self._delta is not None:  # which nothing was to follow in its launch
+            self._change.linear.change(self._delta, self._change.x)
+            self._change = None
+        return self._delta
 
     def __iadd__(self, block: Summand) -> "Residual":
         block.add_to(self)
         return self
 
-    def add(self, delta: Tensor, norm: Tensor | None = None) -> None:
-        """Add ``delta`` ``[T, D]``, or its RMS norm by ``norm`` ``[D]``: with the next norm."""
+    def add(self, delta: Tensor, norm: Tensor | None = None, change: "Change | None" = None) -> None:
+        """Add ``delta`` ``[T, D]``, or its RMS norm by ``norm`` ``[D]``: with the next norm, and what changes it."""
         if self.delta is not None:
             self.tensor()  # what was to be added before
-        self.delta, self.delta_norm = delta, norm
+        self._delta, self.delta_norm, self._change = delta, norm, change
+
+    def changed_norm(self, norm: "Norm | None") -> Tensor | None:
+        """Of the sum, where what adapters change of ``delta``, the sum and its norm are one launch; else None."""
+        change, delta = self._change, self._delta
+        is_plain_sum = self.delta_norm is None and self.scale is None
+        if change is None or delta is None or not is_plain_sum or not isinstance(norm, Tensor):
+            return None
+        following = ops.Following(residual=self.x, norm=norm, eps=self.eps)
+        y, x = change.linear.followed(delta, change.x, following)
+        self.settle(x)
+        return y
 
     def multiply(self, scale: Tensor) -> None:
         """Multiply the sum by ``scale`` ``[1]`` float32: with the next norm."""
@@ -100,7 +127,7 @@ class Residual:
 
     def settle(self, x: Tensor) -> None:
         """Note that the sum is ``x``, which an op has computed."""
-        self.x, self.delta, self.delta_norm, self.scale = x, None, None, None
+        self.x, self._delta, self._change, self.delta_norm, self.scale = x, None, None, None, None
 
 
 class Normed:
@@ -115,7 +142,10 @@ class Normed:
 
     def tensor(self) -> Tensor:
         """``[T, D]``. See ``ops.rms_norm`` and ``ops.layer_norm``."""
-        of, norm, delta = self.residual, self.norm, self.residual.delta
+        of, norm = self.residual, self.norm
+        if (changed := of.changed_norm(norm)) is not None:
+            return changed
+        delta = of.delta
         if delta is None or norm is None:
             x = of.x if delta is None else of.tensor()
             if isinstance(norm, LayerNorm):
@@ -175,5 +205,7 @@ class BlockOutput:
         if self.norm is None and takes_what_follows(linear, x, "residual"):
             around = Surroundings(residual=residual.tensor(), multiplier=self.multiplier, beside=self.beside)
             residual.settle(surrounded(x, linear, around))
+        elif isinstance(linear, Adapted) and linear.changes_and(x) and self.multiplier == 1.0 and self.beside is None:
+            residual.add(activated_linear(x, linear.plain), self.norm, Change(linear, x))
         else:
             residual.add(self.tensor(), self.norm)

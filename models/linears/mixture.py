@@ -12,13 +12,14 @@ from torch import Tensor
 
 from compiled_llm import ops
 from compiled_llm.models.layers.residual import LayerNorm, Normed
-from compiled_llm.models.linears.adapted import experts_of
+from compiled_llm.models.linears.adapted import AdaptedExperts, experts_of
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.models.linears.quantized import QuantizedExperts
 from compiled_llm.models.linears.sharded import SummedExperts
 from compiled_llm.ops import (
+    Following,
     clamped_swiglu,
     gated_activation,
     gated_quantized_experts,
@@ -125,6 +126,9 @@ def routed(x: Normed, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, r
 def gated_experts(x: Tensor, experts: GroupedLinear, chosen: Routed, gate: Gate) -> Tensor:
     """``gate`` of what the chosen ``experts`` make of ``x`` ``[T, D]``: a row for each token and expert."""
     tokens = chosen.tokens, chosen.tokens
+    if x.is_cuda and isinstance(experts, AdaptedExperts):
+        following = Following(gate.activation, gate.is_gated, gate.alpha, gate.limit)
+        return experts.followed(x, *tokens, chosen.starts, following)
     if not gate.is_gated:
         return ops.activation(experts_of(experts, x, *tokens, chosen.starts), gate.activation)
     if x.is_cuda and isinstance(experts, DenseExperts):
@@ -175,6 +179,9 @@ def summed_experts(
             hidden, experts.arguments(chosen.tokens, chosen.starts), chosen.places, chosen.weights, beside, residual,
             used.counters,
         )  # fmt: skip
+    if hidden.is_cuda and isinstance(experts, AdaptedExperts):
+        following = Following(residual=residual, places=chosen.places, weights=chosen.weights, beside=beside)
+        return experts.followed(hidden, None, chosen.tokens, chosen.starts, following)
     y = experts_of(experts, hidden, None, chosen.tokens, chosen.starts)
     if beside is None and residual is None:
         return weighted_sum(y, chosen.places, chosen.weights)
