@@ -26,6 +26,7 @@ BESIDES = frozenset(
         "choose",
         "shrink",
         "times_a",
+        "_shrink",
         "expand",
         "_ask_for_b",
     }

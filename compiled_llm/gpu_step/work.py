@@ -373,6 +373,30 @@ def _exact_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wor
     )  # fmt: skip
 
 
+def _lora(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Every row has an adapter of its own, of the largest rank, while there are slots.
+
+    The main loop is that which expands. Programs wait for those that shrink, and these for what they read: four trips
+    take as long as a round trip.
+    """
+    rows, used = a["num_rows"], min(a["num_rows"], len(a["a"]))
+    around = ("x", "slots", "tokens", "bounds", "residual", "delta_norm", "norm", "places", "expert_weights", "beside")
+    read = sum(a[name].nbytes for name in around if a[name] is not None) + used * (a["a"][0].nbytes + a["b"][0].nbytes)
+    shrunk, y = 4 * rows * a["PARTS"] * a["RANK"], rows * a["b"].shape[1] * 16 * a["x"].itemsize
+    following = kernel.programs - a["shrinking"] - a["expanding"]
+    written = shrunk + y + a["out"].nbytes + (0 if a["total"] is None else a["total"].nbytes)
+    slots = min(a["share"], used)  # that a program takes one after the other
+    of_shrinking = slots * -(-a["IN"] // a["BLOCK_K"])
+    shares = dict.fromkeys(("times_a", "_shrink"), Share(a["shrinking"], of_shrinking))
+    shares |= dict.fromkeys(
+        ("norm_row", "sum_of_norms_row", "gated_piece", "activated_piece", "store_sums"), Share(following)
+    )
+    return Work(
+        read + shrunk + (2 if following else 1) * y, written, trips=a["expanding"] * slots * a["RANK"] // 8,
+        round_trips=(2 if following else 1) + -(-of_shrinking // 4), shares=shares,
+    )  # fmt: skip
+
+
 def _norm(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     read, written = ("x", "delta", "weight"), ("total", "out")
     count = [sum(a[name].nbytes for name in names if a[name] is not None) for names in (read, written)]
@@ -396,6 +420,7 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "rope_kernel": _rope,
     "head_linear_kernel": _head_linear,
     "norm_kernel": _norm,
+    "lora_kernel": _lora,
     "keep_rows_kernel": _keep_rows,
     **LATENT_RULES,
     **STATE_RULES,

@@ -89,24 +89,26 @@ class Residual:
 
     def add(self, delta: Tensor, norm: Tensor | None = None, change: "Change | None" = None) -> None:
         """Add ``delta`` ``[T, D]``, or its RMS norm by ``norm`` ``[D]``: with the next norm, and what changes it."""
-        if self.delta is not None:
+        if self._delta is not None:
             self.tensor()  # what was to be added before
         self._delta, self.delta_norm, self._change = delta, norm, change
 
-    def changed_norm(self, norm: "Norm | None") -> Tensor | None:
-        """Of the sum, where what adapters change of ``delta``, the sum and its norm are one launch; else None."""
+    def settle_changed(self, norm: Tensor | None) -> Tensor | None:
+        """Where adapters change ``delta``: the sum, and its RMS norm by ``norm``, in the launch that changes it.
+
+        Returns the norm, an empty tensor without one; None where there is no such launch, and nothing is done.
+        """
         change, delta = self._change, self._delta
-        is_plain_sum = self.delta_norm is None and self.scale is None
-        if change is None or delta is None or not is_plain_sum or not isinstance(norm, Tensor):
+        if change is None or delta is None:
             return None
-        following = ops.Following(residual=self.x, norm=norm, eps=self.eps)
-        y, x = change.linear.followed(delta, change.x, following)
+        given = {"delta_norm": self.delta_norm, "scale": self.scale, "norm": norm, "eps": self.eps}
+        y, x = change.linear.followed(delta, change.x, ops.Following(residual=self.x, **given))
         self.settle(x)
         return y
 
     def multiply(self, scale: Tensor) -> None:
         """Multiply the sum by ``scale`` ``[1]`` float32: with the next norm."""
-        assert self.delta is not None, "multiply follows add"
+        assert self._delta is not None, "multiply follows add"
         self.scale = scale
 
     def normed(self, norm: "Norm | TappedNorm | GivenNorm | None") -> "Normed":
@@ -121,7 +123,7 @@ class Residual:
 
     def tensor(self) -> Tensor:
         """The sum, ``[T, D]``: computed now, if something is still to be added."""
-        if self.delta is not None:
+        if self.settle_changed(None) is None and self.delta is not None:
             self.settle(ops.sum_of_norms(self.x, None, self.delta, self.delta_norm, self.eps, self.scale))
         return self.x
 
@@ -143,14 +145,16 @@ class Normed:
     def tensor(self) -> Tensor:
         """``[T, D]``. See ``ops.rms_norm`` and ``ops.layer_norm``."""
         of, norm = self.residual, self.norm
-        if (changed := of.changed_norm(norm)) is not None:
+        if isinstance(norm, Tensor) and (changed := of.settle_changed(norm)) is not None:
             return changed
+        if norm is None:
+            return of.tensor()
         delta = of.delta
-        if delta is None or norm is None:
-            x = of.x if delta is None else of.tensor()
+        if delta is None:
+            x = of.x
             if isinstance(norm, LayerNorm):
                 return ops.layer_norm(x, norm.weight, norm.bias, of.eps)
-            return x if norm is None else ops.rms_norm(x, norm, of.eps)
+            return ops.rms_norm(x, norm, of.eps)
         is_plain_sum = of.delta_norm is None and of.scale is None
         if isinstance(norm, LayerNorm):
             assert is_plain_sum, "no family has another beside layer norms"

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from compiled_llm import ops
 from compiled_llm.models.layers.residual import LayerNorm, Normed
-from compiled_llm.models.linears.adapted import AdaptedExperts, experts_of
+from compiled_llm.models.linears.adapted import Adapted, AdaptedExperts, experts_of
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.fused import activated_linear
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.models.linears.quantized import QuantizedExperts
 from compiled_llm.models.linears.sharded import SummedExperts
@@ -119,7 +120,8 @@ def routed(x: Normed, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, r
         return (of.x if norm is None else normed), Routed(*found)
     normed = x.tensor()
     seen = normed if w.norm is None else rms_norm(of.x, w.norm, eps) * router.multiplier
-    logits = w.linear.apply(seen.float() if router.in_float32 else seen)
+    seen = seen.float() if router.in_float32 else seen
+    logits = activated_linear(seen, w.linear) if isinstance(w.linear, Adapted) else w.linear.apply(seen)
     return normed, Routed(*routed_rows(logits, w.choice_bias, w.expert_scale, num_tokens, used.total, *rule))
 
 

@@ -126,12 +126,14 @@ class Following(NamedTuple):
     gated: bool = True
     alpha: float = 0.0
     limit: float = 0.0
-    residual: Tensor | None = None  # [T, N]: the sum with it, and that sum's RMS norm
-    norm: Tensor | None = None  # [N]
-    eps: float = 0.0
     places: Tensor | None = None  # the sum of experts, as ``weighted_sum_added``
     weights: Tensor | None = None
     beside: Tensor | None = None
+    residual: Tensor | None = None  # also of that sum; else ``norm_of_sum`` of it and ``y``, whose arguments follow
+    delta_norm: Tensor | None = None
+    scale: Tensor | None = None
+    norm: Tensor | None = None  # None: the sum alone
+    eps: float = 0.0
 
 
 def lora_followed(
@@ -146,8 +148,8 @@ def lora_followed(
             own.
 
     Returns:
-        what follows, ``[R, N]``, or ``[R, N / 2]`` of a gate, or ``[T, N]`` of a sum of experts; and with a norm the
-        sum ``[R, N]`` that it is of. Else empty tensors.
+        what follows, ``[R, N]``, or ``[R, N / 2]`` of a gate, or ``[T, N]`` of a sum of experts; and the sum ``[R, N]``
+        that a norm is of. Else empty tensors.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout; an unknown activation.
@@ -176,27 +178,27 @@ def lora_followed_reference(y: Tensor, x: Tensor, slots, tokens, bounds, groups,
     rows = x[tokens.clamp(0, len(x) - 1)] if gathered else x
     changed = y.flatten(0, -2) if groups > 1 else y
     shrunk = add_lora_reference(changed, rows.flatten(0, -2), own, *weights)
-    out = total = x.new_empty(0)
-    if after.norm is not None:
-        total = after.residual + changed
-        out = reference.rms_norm_reference(total, after.norm, after.eps)
-    elif after.places is not None:
+    out, total = x.new_empty(0), x.new_empty(0)
+    if after.places is not None:
         out = weighted_sum_added_reference(changed, after.places, after.weights, after.beside, after.residual)
+    elif after.residual is not None:
+        norms = changed, after.delta_norm, after.scale, after.norm, after.eps
+        total, out = reference.sum_of_norms_reference(after.residual, None, *norms)
     elif after.activation == "clamped_swiglu":
         out = reference.clamped_swiglu_reference(changed, after.alpha, after.limit)
     elif after.activation:
         of = reference.gated_activation_reference if after.gated else reference.activation_reference
         out = of(changed, after.activation)
-    return out, total.clone(), shrunk
+    return out, total, shrunk
 
 
 def _followed_fake(y: Tensor, x: Tensor, slots, tokens, bounds, groups, gathered, a, *args: Any) -> Any:
     after, wide, rows = Following(*args[5:]), y.shape[-1], y.shape[:-1].numel()
     shrunk, nothing = x.new_empty(rows, *a.shape[1:3], dtype=torch.float32), x.new_empty(0)
-    if after.norm is not None:
-        return x.new_empty(rows, wide), x.new_empty(rows, wide), shrunk
     if after.places is not None:
         return x.new_empty(after.places.shape[0], wide), nothing, shrunk
+    if after.residual is not None:
+        return x.new_empty(0 if after.norm is None else (rows, wide)), x.new_empty(rows, wide), shrunk
     if after.activation:
         return x.new_empty(rows, wide // 2 if after.gated else wide), nothing, shrunk
     return nothing, x.new_empty(0), shrunk
@@ -218,8 +220,8 @@ define_op(
 define_op(
     "lora_followed(Tensor(a!) y, Tensor x, Tensor slots, Tensor? tokens, Tensor? bounds, int groups, bool gathered,"
     " Tensor a, Tensor b, Tensor ranks, Tensor scales, Tensor starts, Tensor flags, str activation, bool gated,"
-    " float alpha, float limit, Tensor? residual, Tensor? norm, float eps, Tensor? places, Tensor? weights,"
-    " Tensor? beside) -> (Tensor, Tensor, Tensor)",
+    " float alpha, float limit, Tensor? places, Tensor? weights, Tensor? beside, Tensor? residual,"
+    " Tensor? delta_norm, Tensor? scale, Tensor? norm, float eps) -> (Tensor, Tensor, Tensor)",
     reference=lora_followed_reference,
     fake=_followed_fake,
     gpu=on_gpu("linear.triton_lora:lora_followed"),

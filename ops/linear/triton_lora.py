@@ -21,7 +21,7 @@ from torch import Tensor
 from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, check_lora, note_expanded, times_a, wait_for_programs
 from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
 from compiled_llm.ops.rowwise.reference import ACTIVATIONS
-from compiled_llm.ops.rowwise.triton_kernels import activated_piece, cast, gated_piece, norm_row
+from compiled_llm.ops.rowwise.triton_kernels import activated_piece, cast, gated_piece, norm_row, sum_of_norms_row
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, check_rows, refuse
 
@@ -130,7 +130,7 @@ def _expand(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "share", "num_tiles", "shrinking", "expanding"])
 def lora_kernel(
     y, x, slots, tokens, bounds, a, b, ranks, scales, starts, flags, shrunk,
-    residual, norm, total, places, expert_weights, beside, out,
+    residual, delta_norm, scale, norm, total, places, expert_weights, beside, out,
     num_rows, num_tokens, share, num_tiles, stride_x, step_x, stride_y, stride_residual, shrinking, expanding,
     eps, alpha, limit,
     IN: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -161,10 +161,14 @@ def lora_kernel(
     elif AFTER != "":
         number -= shrinking + expanding
         wait_for_programs(flags, shrinking + expanding)
-        PIECES: tl.constexpr = 1 if AFTER == "norm" else (SIZE + BLOCK - 1) // BLOCK
+        PIECES: tl.constexpr = 1 if AFTER == "norm" or AFTER == "norms" else (SIZE + BLOCK - 1) // BLOCK
         row, piece = (number // PIECES).to(tl.int64), number % PIECES
         if AFTER == "norm":
             norm_row(row, residual, y, norm, total, out, stride_residual, stride_y, eps, SIZE, BLOCK)
+        elif AFTER == "norms":
+            sum_of_norms_row(
+                row, residual, None, y, delta_norm, scale, norm, total, out, stride_residual, stride_y, eps, SIZE, BLOCK
+            )  # fmt: skip
         elif AFTER == "gate":
             gated_piece(row, piece, y, out, stride_y, alpha, limit, SIZE, ACTIVATION, BLOCK)
         elif AFTER == "activation":
@@ -180,8 +184,9 @@ def lora_kernel(
 def lora_followed(
     y: Tensor, x: Tensor, slots: Tensor, tokens: Tensor | None, bounds: Tensor | None, groups: int, gathered: bool,
     a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, starts: Tensor, flags: Tensor,
-    activation: str, gated: bool, alpha: float, limit: float, residual: Tensor | None, norm: Tensor | None, eps: float,
-    places: Tensor | None, expert_weights: Tensor | None, beside: Tensor | None,
+    activation: str, gated: bool, alpha: float, limit: float,
+    places: Tensor | None, expert_weights: Tensor | None, beside: Tensor | None, residual: Tensor | None,
+    delta_norm: Tensor | None, scale: Tensor | None, norm: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
@@ -215,25 +220,29 @@ def lora_followed(
     check_lora(op, x, a, b, ranks, scales, starts)
     after, out, total, following, block = "", x.new_empty(0), x.new_empty(0), 0, 16
     residual_stride, size, top_k = 0, 1, 1
-    if norm is not None:
-        assert residual is not None, "a norm of a sum"
-        check_contiguous(op, "norm", norm, (wide,), x.device, x.dtype, torch.float32)
-        if (residual.shape, residual.dtype) != (y.shape, y.dtype):
-            refuse(op, "residual", residual, f"like y, {list(y.shape)} of {y.dtype}")
-        residual, residual_stride = aligned_rows(residual, op, "residual")
-        after, out, total, following, size = "norm", x.new_empty(rows, wide), x.new_empty(rows, wide), rows, wide
-        block = min(triton.next_power_of_2(size), _NORM_BLOCK)
-    elif places is not None:
+    if places is not None:
         assert expert_weights is not None, "of the places"
         check_sum(y, places, expert_weights, beside, residual, wide)
         (num_sums, top_k), after, size = places.shape, "sum", wide
         out = x.new_empty(num_sums, size)
+    elif residual is not None:
+        for name, weights in (("delta_norm", delta_norm), ("norm", norm)):
+            check_contiguous(op, name, weights, (wide,), x.device, x.dtype, torch.float32)
+        check_contiguous(op, "scale", scale, (1,), x.device, torch.float32)
+        if (residual.shape, residual.dtype) != (y.shape, y.dtype):
+            refuse(op, "residual", residual, f"like y, {list(y.shape)} of {y.dtype}")
+        residual, residual_stride = aligned_rows(residual, op, "residual")
+        after, following, size = "norms", rows, wide
+        total, out = x.new_empty(rows, wide), x.new_empty(0 if norm is None else (rows, wide))
+        block = min(_PIECE, triton.next_power_of_2(size))
+        if delta_norm is None and scale is None and norm is not None:
+            after, block = "norm", min(_NORM_BLOCK, triton.next_power_of_2(size))
     elif activation:
         if activation not in (*ACTIVATIONS, "clamped_swiglu") or (activation == "clamped_swiglu" and not gated):
             raise ValueError(f"{op}: activation must be {' or '.join(ACTIVATIONS)} or clamped_swiglu, got {activation}")
         after, size = ("gate", wide // 2) if gated else ("activation", wide)
         out = x.new_empty(rows, size)
-    if after and after != "norm":
+    if after in ("gate", "activation", "sum"):
         block = min(_PIECE, triton.next_power_of_2(size))
         following = len(out) * triton.cdiv(size, block)
     parts, rank = a.shape[1:3]
@@ -248,7 +257,7 @@ def lora_followed(
     with torch.cuda.device_of(x):
         lora_kernel[(shrinking + expanding + following,)](
             y, x, slots, tokens, bounds, a, b, ranks, scales, starts, flags, shrunk,
-            residual, norm, total, places, expert_weights, beside, out,
+            residual, delta_norm, scale, norm, total, places, expert_weights, beside, out,
             rows, num_tokens, share, b.shape[1], x.stride(0), x.stride(1) if by_head else 0, y.stride(0),
             residual_stride, shrinking, expanding, eps, alpha, limit,
             IN=x.shape[-1], PARTS=parts, RANK=rank, GROUPS=groups, BLOCK_G=triton.next_power_of_2(groups),
@@ -264,6 +273,6 @@ def add_lora(
     y: Tensor, x: Tensor, slots: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, starts: Tensor
 ) -> Tensor:
     """The op: ``lora_followed`` with nothing behind it, and flags of its own."""
-    flags, nothing = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=x.device), (None, None, None)
-    given = a, b, ranks, scales, starts, flags, "", False, 0.0, 0.0, None, None, 0.0, *nothing
+    flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=x.device)
+    given = a, b, ranks, scales, starts, flags, "", False, 0.0, 0.0, *[None] * 7, 0.0
     return lora_followed(y, x, slots, None, None, 1, False, *given)[2]

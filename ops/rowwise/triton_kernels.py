@@ -200,6 +200,14 @@ def sum_of_norms_kernel(
 ):  # fmt: skip
     """A program a row."""
     row = tl.program_id(0).to(tl.int64)
+    sum_of_norms_row(row, x, x_norm, y, y_norm, scale, norm, total, out, x_stride, y_stride, eps, SIZE, BLOCK)
+
+
+@triton.jit
+def sum_of_norms_row(
+    row, x, x_norm, y, y_norm, scale, norm, total, out, x_stride, y_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     x += row * x_stride
     y += row * y_stride
     x_inverse, y_inverse = _inverse_rms_if_normed(x, x_norm, eps, SIZE), _inverse_rms_if_normed(y, y_norm, eps, SIZE)

@@ -71,6 +71,10 @@ def what_follows_has_the_bits_of_its_own_op() -> None:
     want = triton_rowwise.add_rms_norm(residual, changed, norm, 1e-6)
     assert torch.equal(total, want[0])
     assert torch.equal(out, want[1])
+    norms = torch.rand(64).bfloat16(), torch.tensor([0.5])
+    after = Following(residual=residual, delta_norm=norms[0], scale=norms[1], norm=norm, eps=1e-6)
+    want = triton_rowwise.sum_of_norms(residual, None, changed, *norms, norm, 1e-6)
+    assert [*map(torch.equal, launched(y.clone(), x, LoraRows(slots), w, after), reversed(want))] == [True, True]
     for following, expected in (
         (Following("silu"), triton_rowwise.gated_activation(changed, "silu")),
         (Following("relu2", gated=False), triton_rowwise.activation(changed, "relu2")),
