@@ -26,7 +26,8 @@ BESIDES = frozenset(
         "choose",
         "shrink",
         "times_a",
-        "_shrink",
+        "shrink_rows",
+        "_changes",
         "expand",
         "_ask_for_b",
     }

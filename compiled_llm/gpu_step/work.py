@@ -327,11 +327,17 @@ def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
 
 def _head_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     """Of single heads."""
-    rows = a["out"].shape[0]
-    trips, flops = kernel.programs * _trips(a), 2 * rows * a["weight"].numel()
-    padded = 2 * kernel.programs * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
+    rows, tiles = a["out"].shape[0], kernel.programs - a["before"]
+    trips, flops = tiles * _trips(a), 2 * rows * a["weight"].numel()
+    padded = 2 * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     read = rows * a["HEADS"] * a["IN"] * a["x"].itemsize + a["weight"].nbytes
-    return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
+    shares = {}
+    if a["before"]:  # every token has another adapter, of the largest rank
+        used = min(rows * a["HEADS"], len(a["lora_a"]))
+        read += used * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
+        shrinking = Share(a["before"], min(a["share"], used) * -(-a["IN"] // a["SHRINK_K"]))
+        shares = dict.fromkeys(("times_a", "shrink_rows"), shrinking) | {"_changes": Share(tiles, a["RANK"] // 8)}
+    return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips, shares=shares)
 
 
 def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -387,7 +393,7 @@ def _lora(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     written = shrunk + y + a["out"].nbytes + (0 if a["total"] is None else a["total"].nbytes)
     slots = min(a["share"], used)  # that a program takes one after the other
     of_shrinking = slots * -(-a["IN"] // a["BLOCK_K"])
-    shares = dict.fromkeys(("times_a", "_shrink"), Share(a["shrinking"], of_shrinking))
+    shares = dict.fromkeys(("times_a", "shrink_rows"), Share(a["shrinking"], of_shrinking))
     shares |= dict.fromkeys(
         ("norm_row", "sum_of_norms_row", "gated_piece", "activated_piece", "store_sums"), Share(following)
     )

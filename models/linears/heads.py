@@ -21,6 +21,7 @@ from compiled_llm.ops import (
     pack_rows,
     unpack_rows,
 )
+from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 
 
 class HeadRows(NamedTuple):
@@ -139,6 +140,9 @@ class AdaptedHeads(NamedTuple):
     def apply(self, x: Tensor, where: HeadRows | None = None) -> Tensor:
         """As ``DenseHeads.apply``."""
         assert self.slots is not None, "see with_slots"
+        few = len(x) <= MOST_ADAPTED and x.dtype != torch.float32
+        if self.flags is not None and few and isinstance(self.plain, DenseHeads):
+            return head_linear(x, self.plain.weight, (self.slots, *self.changes, self.flags))
         y, num_heads = self.plain.apply(x, where), x.shape[1]
         if self.flags is not None:
             lora_followed(y, x, LoraRows(self.slots, groups=num_heads), self.changes, self.flags)

@@ -25,10 +25,10 @@ from compiled_llm.ops.rowwise.triton_kernels import activated_piece, cast, gated
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, check_rows, refuse
 
-_ROWS = 16  # of a tile
+ROWS = 16  # of a tile
 _PROGRAMS = 128  # about a GPU's SMs: fewer rows than tiles for so many are shared out to as many programs
 _OUTPUTS = 1024  # of all rows, that a program expands: 8 a thread
-_MOST_INPUTS = 8192  # elements of A that a step of a program reads
+MOST_INPUTS = 8192  # elements of A that a step of a program reads
 _PIECE = 1024  # elements of a row that a program computes which follows
 _NORM_BLOCK = 8192  # and that a norm holds
 _TOGETHER = tl.constexpr(8)  # ranks whose loads are on their way at a time
@@ -36,7 +36,7 @@ _BEHIND_ALL = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _rows_of(
+def rows_of(
     rows, inside, slots, tokens, bounds, num_tokens, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr
 ):  # fmt: skip
     """Of each row its slot, from 1 on, or 0; its token; and its head or expert."""
@@ -54,7 +54,7 @@ def _rows_of(
 
 
 @triton.jit
-def _shrink(
+def shrink_rows(
     number, x, slots, tokens, bounds, a, ranks, scales, shrunk, num_rows, num_tokens, share, stride_x, step_x,
     IN: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     GATHERED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -63,7 +63,7 @@ def _shrink(
     part, place_of_row, outer = number % PARTS, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     rows = number // PARTS * share + place_of_row
     inside = (place_of_row < share) & (rows < num_rows)
-    left, token, group = _rows_of(rows, inside, slots, tokens, bounds, num_tokens, GROUPS, BLOCK_G)
+    left, token, group = rows_of(rows, inside, slots, tokens, bounds, num_tokens, GROUPS, BLOCK_G)
     source = token if GATHERED else rows.to(tl.int64)
     x_rows = x + source * stride_x + group.to(tl.int64) * step_x
     slot = tl.max(left, 0)
@@ -90,7 +90,7 @@ def _expand(
     first, place_of_row = number % pieces * TILES, tl.arange(0, BLOCK_M)
     rows = number // pieces * share + place_of_row
     inside_rows = (place_of_row < share) & (rows < num_rows)
-    left, token, group = _rows_of(rows, inside_rows, slots, tokens, bounds, num_tokens, GROUPS, BLOCK_G)
+    left, token, group = rows_of(rows, inside_rows, slots, tokens, bounds, num_tokens, GROUPS, BLOCK_G)
     target_rows = rows.to(tl.int64)
     if bounds is None and GROUPS > 1:
         target_rows = token * GROUPS + group
@@ -141,7 +141,7 @@ def lora_kernel(
     """``shrinking`` programs, then ``expanding`` ones, then those of ``AFTER``, if anything is after."""
     number = tl.program_id(0)
     if number < shrinking:
-        _shrink(
+        shrink_rows(
             number, x, slots, tokens, bounds, a, ranks, scales, shrunk, num_rows, num_tokens, share, stride_x, step_x,
             IN, PARTS, RANK, GROUPS, BLOCK_G, GATHERED, BLOCK_M, BLOCK_R, BLOCK_K,
         )  # fmt: skip
@@ -179,6 +179,17 @@ def lora_kernel(
                 y, places, expert_weights, beside, residual, out, token, token >= 0, columns, TOP_K, SIZE, False
             )  # fmt: skip
         note_expanded(flags, tl.num_programs(0) - shrinking - expanding)
+
+
+def rows_together(rows: int) -> int:
+    """Of a program that shrinks or expands."""
+    return min(ROWS, triton.cdiv(rows, _PROGRAMS))
+
+
+def shrinking_tile(rank: int) -> dict[str, int]:
+    """Constants of ``shrink_rows``."""
+    block_r = triton.next_power_of_2(rank)
+    return {"BLOCK_R": block_r, "BLOCK_K": max(16, min(256, MOST_INPUTS // block_r))}
 
 
 def lora_followed(
@@ -249,7 +260,7 @@ def lora_followed(
     shrunk = torch.empty(rows, parts, rank, dtype=torch.float32, device=x.device)
     if not rows:
         return out, total, shrunk
-    share, block_r = min(_ROWS, triton.cdiv(rows, _PROGRAMS)), triton.next_power_of_2(rank)
+    share = rows_together(rows)
     expand_m = triton.next_power_of_2(share)
     tiles = _OUTPUTS // 16 // expand_m if expand_m < 8 else 8
     sharing = triton.cdiv(rows, share)
@@ -261,8 +272,7 @@ def lora_followed(
             rows, num_tokens, share, b.shape[1], x.stride(0), x.stride(1) if by_head else 0, y.stride(0),
             residual_stride, shrinking, expanding, eps, alpha, limit,
             IN=x.shape[-1], PARTS=parts, RANK=rank, GROUPS=groups, BLOCK_G=triton.next_power_of_2(groups),
-            GATHERED=gathered or by_head, BLOCK_M=_ROWS, BLOCK_R=block_r,
-            BLOCK_K=max(16, min(256, _MOST_INPUTS // block_r)), EXPAND_M=expand_m, TILES=tiles,
+            GATHERED=gathered or by_head, BLOCK_M=ROWS, **shrinking_tile(rank), EXPAND_M=expand_m, TILES=tiles,
             AFTER=after, ACTIVATION=activation, TOP_K=top_k, SIZE=size, BLOCK=block,
             num_warps=8 if after == "norm" and block >= _PIECE else 4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from compiled_llm.ops.rowwise import triton_rowwise
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty, floats, integers
 from tests.ops.linear.test_lora import DTYPES, problem, weights
+from tests.ops.linear.test_triton_adapted import in_order
 
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -81,6 +82,18 @@ def what_follows_has_the_bits_of_its_own_op() -> None:
         (Following("clamped_swiglu", alpha=1.7, limit=1.0), triton_rowwise.clamped_swiglu(changed, 1.7, 1.0)),
     ):
         assert torch.equal(launched(y.clone(), x, LoraRows(slots), w, following)[0], expected)
+
+
+def programs_wait_for_those_before() -> None:
+    """Whatever order they come in: gates are of all that was added."""
+    w = weights((24, 24), 40, 9, torch.bfloat16)
+    y, x, slots = problem(3, w)
+    want = y.clone()
+    triton_lora.add_lora(want, x, slots, *w)
+    for backwards in (False, True):
+        with in_order(backwards):
+            got = launched(y.clone(), x, LoraRows(slots), w, Following("silu"))[0]
+        assert torch.equal(got, triton_rowwise.gated_activation(want, "silu"))
 
 
 def experts_find_their_slots() -> None:
@@ -153,12 +166,15 @@ INTERPRETED = {
     **{str(dtype)[6:]: functools.partial(agrees_with_the_reference, dtype) for dtype in DTYPES},
     "alone": a_row_has_the_same_bits_in_any_company,
     "following": what_follows_has_the_bits_of_its_own_op,
+    "waits": programs_wait_for_those_before,
     "experts": experts_find_their_slots,
     "heads": heads_find_their_slots,
     "reference": agrees_with_its_reference,
     "refused": others_are_refused,
 }
-test_interpreted = interpreted.each_of(INTERPRETED, ["bfloat16", "alone", "following", "experts", "heads", "refused"])
+test_interpreted = interpreted.each_of(
+    INTERPRETED, ["bfloat16", "alone", "following", "waits", "experts", "heads", "refused"]
+)
 FOLLOWING = ("", "norm", "gate", "sum")
 CASES = [
     (capability, *case)
