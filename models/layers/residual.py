@@ -83,13 +83,18 @@ class Residual:
             self._change = None
         return self._delta
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether something is still to be added."""
+        return self._delta is not None
+
     def __iadd__(self, block: Summand) -> "Residual":
         block.add_to(self)
         return self
 
     def add(self, delta: Tensor, norm: Tensor | None = None, change: "Change | None" = None) -> None:
         """Add ``delta`` ``[T, D]``, or its RMS norm by ``norm`` ``[D]``: with the next norm, and what changes it."""
-        if self._delta is not None:
+        if self.is_pending:
             self.tensor()  # what was to be added before
         self._delta, self.delta_norm, self._change = delta, norm, change
 
@@ -108,7 +113,7 @@ class Residual:
 
     def multiply(self, scale: Tensor) -> None:
         """Multiply the sum by ``scale`` ``[1]`` float32: with the next norm."""
-        assert self._delta is not None, "multiply follows add"
+        assert self.is_pending, "multiply follows add"
         self.scale = scale
 
     def normed(self, norm: "Norm | TappedNorm | GivenNorm | None") -> "Normed":
@@ -169,7 +174,7 @@ class Normed:
     def linear(self, linear: Linear, activation: str = "", gated: bool = True, factor: Tensor | None = None) -> Tensor:
         """``activated_linear`` of the norm, ``[T, N]``; norm and linear layer are one op where a GPU has it."""
         of, norm = self.residual, self.norm
-        if of.x.is_cuda and of.delta is None and isinstance(norm, Tensor) and takes_norm(linear, of.x):
+        if of.x.is_cuda and not of.is_pending and isinstance(norm, Tensor) and takes_norm(linear, of.x):
             return surrounded(of.x, linear, Surroundings(norm, of.eps, activation, gated=gated))
         return activated_linear(self.tensor(), linear, activation, gated, factor)
 

@@ -114,7 +114,7 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
         slots, a, b, ranks, scales, starts, flags = lora
         if rows > MOST_ADAPTED or x.dtype == torch.float32:  # in which products and sums are fused here, not there
             raise ValueError(
-                f"{op}: with adapters x must be of 16 bits and have at most {MOST_ADAPTED} rows, got {x.dtype} and {rows}"
+                f"{op}: with adapters x must be of 16 bits and have at most {MOST_ADAPTED} rows, got {x.dtype}, {rows}"
             )
         if a.dim() != 4 or a.shape[1] != 1 or len(a) % heads:
             refuse(op, "a", a, f"[S * {heads}, 1, R, {in_features}]")
