@@ -77,21 +77,43 @@ STEPS = {
     # What adapters change is in the launches of the products.
     "qwen3, adapters": Case("qwen3", (7,), (5, 10), bucket="decode_2_lora", arguments={"enable_lora": True}),
     "qwen3, adapters, a chunk of a prompt": Case("qwen3", (10,), (5, 13), "tokens_32", {"enable_lora": True}),
-    # Two launches more for each linear layer, of which there are four.
+    # One launch more, behind queries, keys and values; the others compute what follows, too.
     "qwen3, adapters, a batch of 64": Case(
-        "qwen3", (16,), (7, 18), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+        "qwen3", (9,), (6, 12), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+    ),
+    "qwen3, adapters, a batch of 64 in float32": Case(
+        "qwen3", (9,), (6, 12), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True, "dtype": "float32"}
+    ),
+    "gemma2, a batch of 64": Case("gemma2", (9,), (5, 13), "decode_64", BATCH_OF_64),
+    "gemma2, adapters, a batch of 64": Case(
+        "gemma2", (10,), (6, 13), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
     ),
     "qwen3-moe, adapters": Case("qwen3-moe", (7, 7), (5, 10), "decode_2_lora", {"enable_lora": True}),
-    # Two more for each of the two layers, two that find the rows' slots and inputs; gate and sum are by themselves.
+    "qwen3-moe, adapters, a batch of 64": Case(
+        "qwen3-moe", (9, 9), (6, 12), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+    ),
+    # One more for each of the two layers, in which are gates and sums, too.
     "qwen3-moe, adapters of experts": Case(
         "qwen3-moe",
-        (15, 7),
-        (5, 18),
+        (9, 7),
+        (5, 12),
         "decode_2_lora",
         {"enable_lora": True, "lora_target_modules": ["all-linear", "experts"]},
     ),
-    # Two more for each of the heads' two layers, and a copy of queries.
-    "deepseek-v2, adapters": Case("deepseek-v2", (15,), (10, 18), "decode_2_lora", {"enable_lora": True}),
+    # Norm, logits and the choice by themselves.
+    "qwen3-moe, adapters of routers": Case(
+        "qwen3-moe",
+        (9, 7),
+        (5, 12),
+        "decode_2_lora",
+        {"enable_lora": True, "lora_target_modules": ["all-linear", "gate"]},
+    ),
+    # One more, of a shared expert.
+    "deepseek-v2, adapters": Case("deepseek-v2", (10,), (6, 15), "decode_2_lora", {"enable_lora": True}),
+    "deepseek-v2, a batch of 64": Case("deepseek-v2", (11,), (6, 15), "decode_64", BATCH_OF_64),
+    "deepseek-v2, adapters, a batch of 64": Case(
+        "deepseek-v2", (12,), (7, 17), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+    ),
     "qwen3, adapters, none used": Case("qwen3", (7,), (5, 10), arguments={"enable_lora": True}),
     "qwen3, adapters, programmatic": Case(
         "qwen3", (7,), (5, 10), "decode_2_lora", {**PROGRAMMATIC, "enable_lora": True}, programmatic=16
