@@ -27,7 +27,7 @@ BESIDES = frozenset(
         "shrink",
         "times_a",
         "shrink_rows",
-        "_changes",
+        "changes_of",
         "expand",
         "_ask_for_b",
     }

@@ -336,7 +336,7 @@ def _head_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work
         used = min(rows * a["HEADS"], len(a["lora_a"]))
         read += used * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
         shrinking = Share(a["before"], min(a["share"], used) * -(-a["IN"] // a["SHRINK_K"]))
-        shares = dict.fromkeys(("times_a", "shrink_rows"), shrinking) | {"_changes": Share(tiles, a["RANK"] // 8)}
+        shares = dict.fromkeys(("times_a", "shrink_rows"), shrinking) | {"changes_of": Share(tiles, a["RANK"] // 8)}
     return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips, shares=shares)
 
 
@@ -360,7 +360,7 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
         besides += used * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
         shrinking = Share(a["before"], -(-a["IN"] // a["SHRINK_K"]))
         shares |= dict.fromkeys(("shrink", "times_a", "_ask_for_b"), shrinking) | {
-            "expand": Share(tiles, a["RANK"] // 8)
+            "changes_of": Share(tiles, a["RANK"] // 8)
         }
     return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
 

@@ -120,6 +120,14 @@ def expand(
     """``B[s] shrunk[t]``, ``[BLOCK_N, BLOCK_M]``, of outputs ``columns`` of ``WIDE``; waits for all that shrink."""
     wait_for_programs(flags, before)
     slot = tl.load(slots + rows, mask=inside_rows, other=0) - 1
+    return tl.trans(changes_of(slot, b, ranks, starts, shrunk, columns, rows, WIDE, PARTS, RANK))
+
+
+@triton.jit
+def changes_of(
+    slot, b, ranks, starts, shrunk, columns, rows, WIDE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr
+):
+    """``B[slot] shrunk[row]``, ``[BLOCK_M, BLOCK_N]``; 0 for rows whose slot is -1."""
     part, first, tile = columns * 0, columns * 0, columns * 0
     total = 0
     for other in tl.static_range(PARTS):
@@ -142,7 +150,7 @@ def expand(
             # From the L2 cache: that of this SM may have older bytes.
             term = tl.load(terms + r + i, mask=inside, other=0.0, cache_modifier=".cg")
             acc = tl.where(inside, tl.fma(weight, term, acc), acc)
-    return tl.trans(acc)
+    return acc
 
 
 @triton.jit

@@ -16,43 +16,17 @@ from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
 from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
-from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, check_lora, note_expanded, wait_for_programs
+from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, changes_of, check_lora, note_expanded, wait_for_programs
 from compiled_llm.ops.linear.triton_lora import ROWS, rows_together, shrink_rows, shrinking_tile
 from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.rowwise.triton_kernels import cast, rounded
 from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
 
-_TOGETHER = tl.constexpr(8)  # ranks whose loads are on their way at a time
-
-
-@triton.jit
-def _changes(
-    slots, b, ranks, shrunk, head, rows, inside_rows, columns, num_rows,
-    HEADS: tl.constexpr, OUT: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
-    """``B[s] shrunk``, ``[BLOCK_M, BLOCK_N]``, of rows of a head."""
-    slot = tl.load(slots + rows, mask=inside_rows, other=0)
-    own = tl.maximum(slot - 1, 0).to(tl.int64) * HEADS + head
-    rank = tl.load(ranks + own, mask=slot > 0, other=0)
-    TILES: tl.constexpr = (OUT + 15) // 16
-    of_b = b + (own[:, None] * TILES + columns[None, :] // 16) * (RANK * 16) + columns[None, :] % 16
-    terms = shrunk + (head * num_rows + rows) * RANK
-    acc = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
-    for r in range(0, tl.max(rank, 0), _TOGETHER):
-        for i in tl.static_range(_TOGETHER):
-            inside = r + i < rank
-            mask = inside[:, None] & (columns < OUT)[None, :]
-            weight = tl.load(of_b + (r + i) * 16, mask=mask, other=0.0).to(tl.float32)
-            # From the L2 cache: that of this SM may have older bytes.
-            term = tl.load(terms + r + i, mask=inside, other=0.0, cache_modifier=".cg")
-            acc = tl.where(inside[:, None], tl.fma(weight, term[:, None], acc), acc)
-    return acc
-
 
 @triton.jit(do_not_specialize=["num_rows", "before", "share"])
 def head_linear_kernel(
     x, weight, out, num_rows, stride_t, stride_n,
-    slots, lora_a, lora_b, ranks, scales, flags, shrunk, before, share,
+    slots, lora_a, lora_b, ranks, scales, starts, flags, shrunk, before, share,
     HEADS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     RANK: tl.constexpr, SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr,
@@ -88,9 +62,9 @@ def head_linear_kernel(
         acc = multiply_add(a, tl.trans(b), acc)
     if slots is not None:
         wait_for_programs(flags, before)
-        changes = _changes(
-            slots, lora_b, ranks, shrunk, head, rows, inside_rows, columns, num_rows, HEADS, OUT, RANK
-        )  # fmt: skip
+        slot = tl.load(slots + rows, mask=inside_rows, other=0)
+        slot = tl.where(slot > 0, (slot - 1) * HEADS + head, -1)
+        changes = changes_of(slot, lora_b, ranks, starts, shrunk, columns, head * num_rows + rows, OUT, 1, RANK)
         acc = rounded(acc, out.dtype.element_ty) + changes
         note_expanded(flags, tl.num_programs(0) - before)
     target = out + (rows * HEADS + head)[:, None] * OUT + columns[None, :]
@@ -108,7 +82,7 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
         refuse(op, "x", x, "[T, N, K] of float32, bfloat16 or float16 with the last stride 1")
     (rows, heads, in_features), out_features = x.shape, weight.shape[1]
     check_contiguous(op, "weight", weight, (heads, out_features, in_features), x.device, x.dtype)
-    adapters, before, share = (None,) * 7, 0, 0
+    adapters, before, share = (None,) * 8, 0, 0
     constants = {"RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0}
     if lora:
         slots, a, b, ranks, scales, starts, flags = lora
@@ -123,7 +97,7 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
         check_contiguous(op, "slots", slots, (rows,), x.device, torch.int32)
         check_contiguous(op, "flags", flags, (NUM_FLAGS,), x.device, torch.int32)
         shrunk = torch.empty(rows * heads, a.shape[2], dtype=torch.float32, device=x.device)
-        adapters, share = (slots, a, b, ranks, scales, flags, shrunk), rows_together(rows * heads)
+        adapters, share = (slots, a, b, ranks, scales, starts, flags, shrunk), rows_together(rows * heads)
         before = triton.cdiv(rows * heads, share)
         names = {"BLOCK_R": "SHRINK_R", "BLOCK_K": "SHRINK_K"}
         of_a = {names[name]: value for name, value in shrinking_tile(a.shape[2]).items()}
