@@ -261,7 +261,13 @@ def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] * factor // (a["BLOCK_N"] * in_tile))
     padded = 2 * in_tile * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     x = rows * a["IN"] * a["x"].itemsize
-    return Work(of_weights + x, made.nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, tiles * _trips(a))
+    shares = {}
+    if a.get("before"):  # every row has another adapter, of the largest rank
+        of_weights += min(rows, len(a["lora_a"])) * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
+        shrinking = Share(a["before"], a["share"] * -(-a["IN"] // a["SHRINK_K"]))
+        shares = dict.fromkeys(("times_a", "shrink_rows"), shrinking) | {"changes_of": Share(tiles, a["RANK"] // 8)}
+    programs, trips, bits = kernel.programs - a.get("before", 0), tiles * _trips(a), 8 * a["x"].itemsize
+    return Work(of_weights + x, made.nbytes, flops, padded, bits, programs, trips, shares=shares)
 
 
 def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:

@@ -20,6 +20,7 @@ from compiled_llm.models.linears.protocol import AroundKind, GroupedLinear, Line
 from compiled_llm.models.linears.quantizing import ROUTERS, names
 from compiled_llm.models.linears.sharded import CutTake, Piece
 from compiled_llm.ops import TILE, Following, LoraRows, LoraWeights, add_lora, lora_followed, slots_of_rows
+from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.pinned import on_device
 
@@ -133,6 +134,18 @@ class AdaptedExperts(NamedTuple):
     @property
     def cpu_ops(self) -> tuple[str, ...]:
         return (*self.plain.cpu_ops, "lora_cpu")
+
+    @property
+    def surroundings(self) -> tuple[Tensor, ...]:
+        """As that of ``Adapted``."""
+        assert self.slots is not None, "see with_slots"
+        assert self.flags is not None, "a GPU"
+        return self.slots, *self.changes, self.flags
+
+    def has_few(self, x: Tensor) -> bool:
+        """Whether a step with rows ``x`` has so few tokens that changes are in the products' own launches."""
+        assert self.slots is not None, "see with_slots"
+        return len(self.slots) <= MOST_ADAPTED and x.dtype != torch.float32
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         raise AssertionError("see experts_of")

@@ -129,6 +129,12 @@ def gated_experts(x: Tensor, experts: GroupedLinear, chosen: Routed, gate: Gate)
     """``gate`` of what the chosen ``experts`` make of ``x`` ``[T, D]``: a row for each token and expert."""
     tokens = chosen.tokens, chosen.tokens
     if x.is_cuda and isinstance(experts, AdaptedExperts):
+        plain = experts.plain
+        if gate.is_gated and isinstance(plain, DenseExperts) and experts.has_few(x):
+            of_gate = gate.activation, gate.alpha, gate.limit
+            return grouped_gated_linear(
+                x, plain.weight, plain.bias, chosen.tokens, chosen.starts, *of_gate, experts.surroundings
+            )
         following = Following(gate.activation, gate.is_gated, gate.alpha, gate.limit)
         return experts.followed(x, *tokens, chosen.starts, following)
     if not gate.is_gated:
@@ -170,10 +176,12 @@ def summed_experts(
         mixed = experts.sum_of(hidden, lambda own, part: summed_experts(own, part, chosen, used))
         mixed = mixed if beside is None else mixed + beside
         return mixed if residual is None else residual + mixed
-    if _sums_at_once(experts, hidden, chosen):
+    adapted = isinstance(experts, AdaptedExperts) and hidden.is_cuda and experts.has_few(hidden)
+    plain, lora = (experts.plain, experts.surroundings) if adapted else (experts, ())
+    if _sums_at_once(plain, hidden, chosen):
         return grouped_linear_sum(
-            hidden, experts.weight, experts.bias, chosen.tokens, chosen.starts, chosen.places, chosen.weights,
-            beside, residual, used.counters,
+            hidden, plain.weight, plain.bias, chosen.tokens, chosen.starts, chosen.places, chosen.weights,
+            beside, residual, used.counters, lora,
         )  # fmt: skip
     (tokens, top_k), of = chosen.places.shape, experts.out_features
     if top_k <= _MAX_UNROLLED and tokens * of <= 16 * NUM_COUNTERS and _is_surrounded(experts, hidden, tokens):

@@ -82,6 +82,7 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
         refuse(op, "x", x, "[T, N, K] of float32, bfloat16 or float16 with the last stride 1")
     (rows, heads, in_features), out_features = x.shape, weight.shape[1]
     check_contiguous(op, "weight", weight, (heads, out_features, in_features), x.device, x.dtype)
+    tile = triton_linear.row_tile_for(rows, x.itemsize, triton_linear._capability(x.device))
     adapters, before, share = (None,) * 8, 0, 0
     constants = {"RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0}
     if lora:
@@ -100,10 +101,10 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
         adapters, share = (slots, a, b, ranks, scales, starts, flags, shrunk), rows_together(rows * heads)
         before = triton.cdiv(rows * heads, share)
         names = {"BLOCK_R": "SHRINK_R", "BLOCK_K": "SHRINK_K"}
-        of_a = {names[name]: value for name, value in shrinking_tile(a.shape[2]).items()}
+        stage_bytes = (tile.m + tile.n) * triton_linear.BLOCK_K[x.itemsize] * x.itemsize
+        of_a = {names[name]: value for name, value in shrinking_tile(a.shape[2], stage_bytes).items()}
         constants = {"RANK": a.shape[2], "SHRINK_M": ROWS, **of_a}
     out = x.new_empty(rows, heads, out_features)
-    tile = triton_linear.row_tile_for(rows, x.itemsize, triton_linear._capability(x.device))
     tiles = triton.cdiv(rows, tile.m) * heads * triton.cdiv(out_features, tile.n)
     with torch.cuda.device_of(x):
         head_linear_kernel[(before + tiles,)](

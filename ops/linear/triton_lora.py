@@ -186,10 +186,14 @@ def rows_together(rows: int) -> int:
     return min(ROWS, triton.cdiv(rows, _PROGRAMS))
 
 
-def shrinking_tile(rank: int) -> dict[str, int]:
-    """Constants of ``shrink_rows``."""
+def shrinking_tile(rank: int, stage_bytes: int = 1 << 20) -> dict[str, int]:
+    """Constants of ``shrink_rows``, in a kernel whose main loop keeps so many bytes of shared memory a stage: no more.
+
+    Elements of the inputs have 16 bits there.
+    """
     block_r = triton.next_power_of_2(rank)
-    return {"BLOCK_R": block_r, "BLOCK_K": max(16, min(256, MOST_INPUTS // block_r))}
+    inputs = min(MOST_INPUTS // block_r, stage_bytes // (2 * (ROWS + block_r)))
+    return {"BLOCK_R": block_r, "BLOCK_K": max(16, min(256, triton.next_power_of_2(inputs + 1) // 2))}
 
 
 def lora_followed(
