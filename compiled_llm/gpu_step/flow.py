@@ -28,6 +28,7 @@ BESIDES = frozenset(
         "times_a",
         "shrink_rows",
         "changes_of",
+        "wait_for_programs",
         "expand",
         "_ask_for_b",
     }

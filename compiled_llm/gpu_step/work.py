@@ -261,11 +261,8 @@ def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] * factor // (a["BLOCK_N"] * in_tile))
     padded = 2 * in_tile * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     x = rows * a["IN"] * a["x"].itemsize
-    shares = {}
-    if a.get("before"):  # every row has another adapter, of the largest rank
-        of_weights += min(rows, len(a["lora_a"])) * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
-        shrinking = Share(a["before"], a["share"] * -(-a["IN"] // a["SHRINK_K"]))
-        shares = dict.fromkeys(("times_a", "shrink_rows"), shrinking) | {"changes_of": Share(tiles, a["RANK"] // 8)}
+    read, shares = _inside(a, rows, tiles)
+    of_weights += read
     programs, trips, bits = kernel.programs - a.get("before", 0), tiles * _trips(a), 8 * a["x"].itemsize
     return Work(of_weights + x, made.nbytes, flops, padded, bits, programs, trips, shares=shares)
 
@@ -321,6 +318,18 @@ def _trips(a: Arguments) -> int:
     return -(-a["IN"] // a["BLOCK_K"]) if "BLOCK_K" in a else -(-a["ROW_BYTES"] // a["PART"])
 
 
+def _inside(a: Arguments, rows: int, tiles: int) -> tuple[int, dict[str, Share]]:
+    """Bytes of adapters, and their code, inside a product: every row has another one, of the largest rank."""
+    if not a.get("before"):
+        return 0, {}
+    shrinking = Share(a["before"], a.get("share", 1) * -(-a["IN"] // a["SHRINK_K"]))
+    return min(rows, len(a["lora_a"])) * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes), {
+        **dict.fromkeys(("shrink", "shrink_rows", "times_a", "_ask_for_b"), shrinking),
+        "changes_of": Share(tiles, a["RANK"] // 8),
+        "wait_for_programs": Share(tiles),
+    }
+
+
 def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     rows, tiles = a["x"].shape[0], kernel.programs - a.get("before", 0)
     weights = [a[name] for name in ("weight", "codes", "scales", "zeros", "bias") if a.get(name) is not None]
@@ -337,13 +346,8 @@ def _head_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work
     trips, flops = tiles * _trips(a), 2 * rows * a["weight"].numel()
     padded = 2 * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     read = rows * a["HEADS"] * a["IN"] * a["x"].itemsize + a["weight"].nbytes
-    shares = {}
-    if a["before"]:  # every token has another adapter, of the largest rank
-        used = min(rows * a["HEADS"], len(a["lora_a"]))
-        read += used * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
-        shrinking = Share(a["before"], min(a["share"], used) * -(-a["IN"] // a["SHRINK_K"]))
-        shares = dict.fromkeys(("times_a", "shrink_rows"), shrinking) | {"changes_of": Share(tiles, a["RANK"] // 8)}
-    return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips, shares=shares)
+    of_adapters, shares = _inside(a, rows * a["HEADS"], tiles)
+    return Work(read + of_adapters, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips, shares=shares)
 
 
 def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -361,14 +365,10 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     tiles = kernel.programs - a.get("before", 0)
     passes = Share(tiles, -(-a["IN"] // PLACES.value))
     shares = {"inverse_rms_of_rows": passes, "scales_of_rows": passes}
-    if a.get("before"):  # every row has another adapter, of the largest rank
-        used = min(len(a["slots"]), len(a["lora_a"]))
-        besides += used * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
-        shrinking = Share(a["before"], -(-a["IN"] // a["SHRINK_K"]))
-        shares |= dict.fromkeys(("shrink", "times_a", "_ask_for_b"), shrinking) | {
-            "changes_of": Share(tiles, a["RANK"] // 8)
-        }
-    return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
+    of_adapters, of_code = _inside(a, a["x"].shape[0], tiles)
+    return dataclasses.replace(
+        work, read=work.read + besides + of_adapters, flops=work.flops * factor, bits=bits, shares=shares | of_code
+    )
 
 
 def _exact_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -400,6 +400,7 @@ def _lora(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     slots = min(a["share"], used)  # that a program takes one after the other
     of_shrinking = slots * -(-a["IN"] // a["BLOCK_K"])
     shares = dict.fromkeys(("times_a", "shrink_rows"), Share(a["shrinking"], of_shrinking))
+    shares["wait_for_programs"] = Share(kernel.programs - a["shrinking"])
     shares |= dict.fromkeys(
         ("norm_row", "sum_of_norms_row", "gated_piece", "activated_piece", "store_sums"), Share(following)
     )
