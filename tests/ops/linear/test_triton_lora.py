@@ -211,3 +211,24 @@ def test_compiles_without_spills(capability: tuple[int, int], rank: int, after: 
         for stored in ptx.split("global.gpu.release.add")[:-1]:
             assert "bar.sync" in stored[stored.rindex("st.global") :], "all threads have stored"
         assert "global.gpu.acquire." in ptx  # by those that wait
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    """What follows has the bits of its own op, also where a step is replayed."""
+    w = weights((4096,), 4096, 64, torch.bfloat16, slots=8)
+    on_gpu = type(w)(*(tensor.cuda() for tensor in w))
+    y, x, residual = (torch.randn(256, 4096).bfloat16().cuda() for _ in range(3))
+    norm, flags = torch.rand(4096).bfloat16().cuda(), torch.zeros(NUM_FLAGS, dtype=torch.int32).cuda()
+    slots, changed = (torch.arange(256, dtype=torch.int32) % 9).cuda(), y.clone()
+    triton_lora.add_lora(changed, x, slots, *on_gpu)
+    want = triton_rowwise.add_rms_norm(residual, changed, norm, 1e-6)
+    given = *LoraRows(slots), *on_gpu, flags, *Following(residual=residual, norm=norm, eps=1e-6)
+    triton_lora.lora_followed(y.clone(), x, *given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [triton_lora.lora_followed(y.clone(), x, *given)[:2] for _ in range(3)]
+    for _ in range(100):
+        graph.replay()
+    assert all(torch.equal(total, want[0]) and torch.equal(out, want[1]) for out, total in results)
+    assert not flags.any()
