@@ -106,8 +106,10 @@ class Residual:
         change, delta = self._change, self._delta
         if change is None or delta is None:
             return None
-        given = {"delta_norm": self.delta_norm, "scale": self.scale, "norm": norm, "eps": self.eps}
-        y, x = change.linear.followed(delta, change.x, ops.Following(residual=self.x, **given))
+        following = ops.Following(
+            residual=self.x, delta_norm=self.delta_norm, scale=self.scale, norm=norm, eps=self.eps
+        )
+        y, x = change.linear.followed(delta, change.x, following)
         self.settle(x)
         return y
 

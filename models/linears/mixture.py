@@ -176,8 +176,9 @@ def summed_experts(
         mixed = experts.sum_of(hidden, lambda own, part: summed_experts(own, part, chosen, used))
         mixed = mixed if beside is None else mixed + beside
         return mixed if residual is None else residual + mixed
-    adapted = isinstance(experts, AdaptedExperts) and hidden.is_cuda and experts.has_few(hidden)
-    plain, lora = (experts.plain, experts.surroundings) if adapted else (experts, ())
+    plain, lora = experts, tuple[Tensor, ...]()
+    if hidden.is_cuda and isinstance(experts, AdaptedExperts) and experts.has_few(hidden):
+        plain, lora = experts.plain, experts.surroundings
     if _sums_at_once(plain, hidden, chosen):
         return grouped_linear_sum(
             hidden, plain.weight, plain.bias, chosen.tokens, chosen.starts, chosen.places, chosen.weights,

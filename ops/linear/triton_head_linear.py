@@ -83,7 +83,8 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
     (rows, heads, in_features), out_features = x.shape, weight.shape[1]
     check_contiguous(op, "weight", weight, (heads, out_features, in_features), x.device, x.dtype)
     tile = triton_linear.row_tile_for(rows, x.itemsize, triton_linear._capability(x.device))
-    adapters, before, share = (None,) * 8, 0, 0
+    adapters: tuple[Tensor | None, ...] = (None,) * 8
+    before = share = 0
     constants = {"RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0}
     if lora:
         slots, a, b, ranks, scales, starts, flags = lora

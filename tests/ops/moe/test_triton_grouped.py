@@ -174,9 +174,9 @@ def test_compiles_without_spills(name: str, tokens: int, capability: tuple[int, 
     outputs, inputs, experts, top_k, activation = LAYERS[name]
     many = tokens * top_k
     rows, starts = integers(many), integers(experts + 1)
-    parts, wide, lora = 2 if activation else 1, outputs * (2 if activation else 1), ()
+    parts, lora = 2 if activation else 1, tuple[Tensor, ...]()
     if adapted:
-        a, b = empty(8 * experts, parts, 64, inputs), empty(8 * experts, wide // 16, 64, 16)
+        a, b = empty(8 * experts, parts, 64, inputs), empty(8 * experts, outputs * parts // 16, 64, 16)
         of_slots = integers(8 * experts, parts), floats(8 * experts, parts)
         lora = integers(tokens), a, b, *of_slots, integers(parts + 1), integers(NUM_FLAGS)
     with ahead_of_time.recorded(capability, triton_grouped) as recorded:
@@ -187,7 +187,7 @@ def test_compiles_without_spills(name: str, tokens: int, capability: tuple[int, 
         else:
             gate = (activation, 1.7, 7.0) if activation else ()
             x, weight = empty(tokens, inputs), empty(experts, outputs * (2 if activation else 1), inputs)
-            triton_grouped.grouped_linear(x, weight, None, rows, starts, *gate, **({"lora": lora} if adapted else {}))
+            triton_grouped.grouped_linear(x, weight, None, rows, starts, *(gate or ("", 0.0, 0.0)), lora)
     (launch,) = recorded
     binary, _ = ahead_of_time.without_spills(launch, capability)
     if activation is None and capability != (10, 0):
