@@ -172,9 +172,7 @@ INTERPRETED = {
     "reference": agrees_with_its_reference,
     "refused": others_are_refused,
 }
-test_interpreted = interpreted.each_of(
-    INTERPRETED, ["bfloat16", "alone", "following", "waits", "experts", "heads", "refused"]
-)
+test_interpreted = interpreted.each_of(INTERPRETED, ["following", "waits", "heads", "refused"])
 FOLLOWING = ("", "norm", "gate", "sum")
 CASES = [
     (capability, *case)
