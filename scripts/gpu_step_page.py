@@ -68,7 +68,8 @@ def page(now: Lines, measured: Lines) -> str:
         _measured(measured),
         "## Launches\n",
         "From a layer's attention to the next layer's, and of the whole step, with every kind of KV cache"
-        " unless it says otherwise. With [adapters](lora.md) a dense model's decodes of up to 32 have the same ones.\n",
+        " unless it says otherwise. With [adapters](lora.md) decodes of up to 32 have the same ones,"
+        " larger ones of dense models one more a layer.\n",
         _launches(now),
         "## Steps\n",
         "Milliseconds, and the share of the data sheet's bandwidth; of a chunk, the share of the bf16 matrix rate."

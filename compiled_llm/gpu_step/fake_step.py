@@ -22,7 +22,7 @@ from compiled_llm.compiling.gpu_properties import GpuProperties
 from compiled_llm.gpu_step.gpus import Gpu
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import MixedLayers
-from compiled_llm.models.linears.adapted import Adaptable, Adapted, flags_on
+from compiled_llm.models.linears.adapted import Adaptable, AnyAdapted, flags_on
 from compiled_llm.models.linears.dense import Dense, counters_on
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
@@ -222,7 +222,7 @@ class _Faked:
         if isinstance(value, Dense):  # only described, for any device
             counters = counters_on(DEVICE, value.out_features, value.in_features)
             return Dense(self.tree(value.weight), self.tree(value.bias), counters)
-        if isinstance(value, Adapted):
+        if isinstance(value, AnyAdapted):
             value = value._replace(flags=flags_on(DEVICE))
         if isinstance(value, tuple):
             items = map(self.tree, value)

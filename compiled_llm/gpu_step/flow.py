@@ -26,6 +26,9 @@ BESIDES = frozenset(
         "choose",
         "shrink",
         "times_a",
+        "shrink_rows",
+        "changes_of",
+        "wait_for_programs",
         "expand",
         "_ask_for_b",
     }

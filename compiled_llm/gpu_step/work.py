@@ -261,7 +261,10 @@ def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] * factor // (a["BLOCK_N"] * in_tile))
     padded = 2 * in_tile * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     x = rows * a["IN"] * a["x"].itemsize
-    return Work(of_weights + x, made.nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, tiles * _trips(a))
+    read, shares = _inside(a, rows, tiles)
+    of_weights += read
+    programs, trips, bits = kernel.programs - a.get("before", 0), tiles * _trips(a), 8 * a["x"].itemsize
+    return Work(of_weights + x, made.nbytes, flops, padded, bits, programs, trips, shares=shares)
 
 
 def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -315,6 +318,18 @@ def _trips(a: Arguments) -> int:
     return -(-a["IN"] // a["BLOCK_K"]) if "BLOCK_K" in a else -(-a["ROW_BYTES"] // a["PART"])
 
 
+def _inside(a: Arguments, rows: int, tiles: int) -> tuple[int, dict[str, Share]]:
+    """Bytes of adapters, and their code, inside a product: every row has another one, of the largest rank."""
+    if not a.get("before"):
+        return 0, {}
+    shrinking = Share(a["before"], a.get("share", 1) * -(-a["IN"] // a["SHRINK_K"]))
+    return min(rows, len(a["lora_a"])) * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes), {
+        **dict.fromkeys(("shrink", "shrink_rows", "times_a", "_ask_for_b"), shrinking),
+        "changes_of": Share(tiles, a["RANK"] // 8),
+        "wait_for_programs": Share(tiles),
+    }
+
+
 def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     rows, tiles = a["x"].shape[0], kernel.programs - a.get("before", 0)
     weights = [a[name] for name in ("weight", "codes", "scales", "zeros", "bias") if a.get(name) is not None]
@@ -327,11 +342,12 @@ def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
 
 def _head_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     """Of single heads."""
-    rows = a["out"].shape[0]
-    trips, flops = kernel.programs * _trips(a), 2 * rows * a["weight"].numel()
-    padded = 2 * kernel.programs * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
+    rows, tiles = a["out"].shape[0], kernel.programs - a["before"]
+    trips, flops = tiles * _trips(a), 2 * rows * a["weight"].numel()
+    padded = 2 * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     read = rows * a["HEADS"] * a["IN"] * a["x"].itemsize + a["weight"].nbytes
-    return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
+    of_adapters, shares = _inside(a, rows * a["HEADS"], tiles)
+    return Work(read + of_adapters, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips, shares=shares)
 
 
 def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -349,14 +365,10 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     tiles = kernel.programs - a.get("before", 0)
     passes = Share(tiles, -(-a["IN"] // PLACES.value))
     shares = {"inverse_rms_of_rows": passes, "scales_of_rows": passes}
-    if a.get("before"):  # every row has another adapter, of the largest rank
-        used = min(len(a["slots"]), len(a["lora_a"]))
-        besides += used * (a["lora_a"][0].nbytes + a["lora_b"][0].nbytes)
-        shrinking = Share(a["before"], -(-a["IN"] // a["SHRINK_K"]))
-        shares |= dict.fromkeys(("shrink", "times_a", "_ask_for_b"), shrinking) | {
-            "expand": Share(tiles, a["RANK"] // 8)
-        }
-    return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
+    of_adapters, of_code = _inside(a, a["x"].shape[0], tiles)
+    return dataclasses.replace(
+        work, read=work.read + besides + of_adapters, flops=work.flops * factor, bits=bits, shares=shares | of_code
+    )
 
 
 def _exact_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -370,6 +382,31 @@ def _exact_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wor
     return dataclasses.replace(
         work, read=work.read + partial, written=work.written + partial, padded_flops=work.padded_flops // a["CHAINS"],
         trips=trips, round_trips=2,
+    )  # fmt: skip
+
+
+def _lora(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Every row has an adapter of its own, of the largest rank, while there are slots.
+
+    The main loop is that which expands. Programs wait for those that shrink, and these for what they read: four trips
+    take as long as a round trip.
+    """
+    rows, used = a["num_rows"], min(a["num_rows"], len(a["a"]))
+    around = ("x", "slots", "tokens", "bounds", "residual", "delta_norm", "norm", "places", "expert_weights", "beside")
+    read = sum(a[name].nbytes for name in around if a[name] is not None) + used * (a["a"][0].nbytes + a["b"][0].nbytes)
+    shrunk, y = 4 * rows * a["PARTS"] * a["RANK"], rows * a["b"].shape[1] * 16 * a["x"].itemsize
+    following = kernel.programs - a["shrinking"] - a["expanding"]
+    written = shrunk + y + a["out"].nbytes + (0 if a["total"] is None else a["total"].nbytes)
+    slots = min(a["share"], used)  # that a program takes one after the other
+    of_shrinking = slots * -(-a["IN"] // a["BLOCK_K"])
+    shares = dict.fromkeys(("times_a", "shrink_rows"), Share(a["shrinking"], of_shrinking))
+    shares["wait_for_programs"] = Share(kernel.programs - a["shrinking"])
+    shares |= dict.fromkeys(
+        ("norm_row", "sum_of_norms_row", "gated_piece", "activated_piece", "store_sums"), Share(following)
+    )
+    return Work(
+        read + shrunk + (2 if following else 1) * y, written, trips=a["expanding"] * slots * a["RANK"] // 8,
+        round_trips=(2 if following else 1) + -(-of_shrinking // 4), shares=shares,
     )  # fmt: skip
 
 
@@ -396,6 +433,7 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "rope_kernel": _rope,
     "head_linear_kernel": _head_linear,
     "norm_kernel": _norm,
+    "lora_kernel": _lora,
     "keep_rows_kernel": _keep_rows,
     **LATENT_RULES,
     **STATE_RULES,

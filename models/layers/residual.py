@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from compiled_llm import ops
+from compiled_llm.models.linears.adapted import Adapted
 from compiled_llm.models.linears.fused import activated_linear, surrounded, takes_norm, takes_what_follows
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops.linear.surroundings import Surroundings
@@ -45,6 +46,13 @@ class GivenNorm(NamedTuple):
     stream: Tensor  # [T, D]
 
 
+class Change(NamedTuple):
+    """What adapters change of a block's output: still to be added to it."""
+
+    linear: Adapted
+    x: Tensor  # that the linear layer had
+
+
 class Summand(Protocol):
     """What a block gives, before it is added to the residual stream that it has read."""
 
@@ -63,23 +71,51 @@ class Residual:
 
     def __init__(self, x: Tensor, eps: float) -> None:
         self.x, self.eps = x, eps
-        self.delta: Tensor | None = None
+        self._delta: Tensor | None = None
+        self._change: Change | None = None
         self.delta_norm: Tensor | None = None
         self.scale: Tensor | None = None
+
+    @property
+    def delta(self) -> Tensor | None:
+        if self._change is not None and self._delta is not None:  # which nothing was to follow in its launch
+            self._change.linear.change(self._delta, self._change.x)
+            self._change = None
+        return self._delta
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something is still to be added."""
+        return self._delta is not None
 
     def __iadd__(self, block: Summand) -> "Residual":
         block.add_to(self)
         return self
 
-    def add(self, delta: Tensor, norm: Tensor | None = None) -> None:
-        """Add ``delta`` ``[T, D]``, or its RMS norm by ``norm`` ``[D]``: with the next norm."""
-        if self.delta is not None:
+    def add(self, delta: Tensor, norm: Tensor | None = None, change: "Change | None" = None) -> None:
+        """Add ``delta`` ``[T, D]``, or its RMS norm by ``norm`` ``[D]``: with the next norm, and what changes it."""
+        if self.is_pending:
             self.tensor()  # what was to be added before
-        self.delta, self.delta_norm = delta, norm
+        self._delta, self.delta_norm, self._change = delta, norm, change
+
+    def settle_changed(self, norm: Tensor | None) -> Tensor | None:
+        """Where adapters change ``delta``: the sum, and its RMS norm by ``norm``, in the launch that changes it.
+
+        Returns the norm, an empty tensor without one; None where there is no such launch, and nothing is done.
+        """
+        change, delta = self._change, self._delta
+        if change is None or delta is None:
+            return None
+        following = ops.Following(
+            residual=self.x, delta_norm=self.delta_norm, scale=self.scale, norm=norm, eps=self.eps
+        )
+        y, x = change.linear.followed(delta, change.x, following)
+        self.settle(x)
+        return y
 
     def multiply(self, scale: Tensor) -> None:
         """Multiply the sum by ``scale`` ``[1]`` float32: with the next norm."""
-        assert self.delta is not None, "multiply follows add"
+        assert self.is_pending, "multiply follows add"
         self.scale = scale
 
     def normed(self, norm: "Norm | TappedNorm | GivenNorm | None") -> "Normed":
@@ -94,13 +130,13 @@ class Residual:
 
     def tensor(self) -> Tensor:
         """The sum, ``[T, D]``: computed now, if something is still to be added."""
-        if self.delta is not None:
+        if self.settle_changed(None) is None and self.delta is not None:
             self.settle(ops.sum_of_norms(self.x, None, self.delta, self.delta_norm, self.eps, self.scale))
         return self.x
 
     def settle(self, x: Tensor) -> None:
         """Note that the sum is ``x``, which an op has computed."""
-        self.x, self.delta, self.delta_norm, self.scale = x, None, None, None
+        self.x, self._delta, self._change, self.delta_norm, self.scale = x, None, None, None, None
 
 
 class Normed:
@@ -115,12 +151,17 @@ class Normed:
 
     def tensor(self) -> Tensor:
         """``[T, D]``. See ``ops.rms_norm`` and ``ops.layer_norm``."""
-        of, norm, delta = self.residual, self.norm, self.residual.delta
-        if delta is None or norm is None:
-            x = of.x if delta is None else of.tensor()
+        of, norm = self.residual, self.norm
+        if isinstance(norm, Tensor) and (changed := of.settle_changed(norm)) is not None:
+            return changed
+        if norm is None:
+            return of.tensor()
+        delta = of.delta
+        if delta is None:
+            x = of.x
             if isinstance(norm, LayerNorm):
                 return ops.layer_norm(x, norm.weight, norm.bias, of.eps)
-            return x if norm is None else ops.rms_norm(x, norm, of.eps)
+            return ops.rms_norm(x, norm, of.eps)
         is_plain_sum = of.delta_norm is None and of.scale is None
         if isinstance(norm, LayerNorm):
             assert is_plain_sum, "no family has another beside layer norms"
@@ -135,7 +176,7 @@ class Normed:
     def linear(self, linear: Linear, activation: str = "", gated: bool = True, factor: Tensor | None = None) -> Tensor:
         """``activated_linear`` of the norm, ``[T, N]``; norm and linear layer are one op where a GPU has it."""
         of, norm = self.residual, self.norm
-        if of.x.is_cuda and of.delta is None and isinstance(norm, Tensor) and takes_norm(linear, of.x):
+        if of.x.is_cuda and not of.is_pending and isinstance(norm, Tensor) and takes_norm(linear, of.x):
             return surrounded(of.x, linear, Surroundings(norm, of.eps, activation, gated=gated))
         return activated_linear(self.tensor(), linear, activation, gated, factor)
 
@@ -175,5 +216,7 @@ class BlockOutput:
         if self.norm is None and takes_what_follows(linear, x, "residual"):
             around = Surroundings(residual=residual.tensor(), multiplier=self.multiplier, beside=self.beside)
             residual.settle(surrounded(x, linear, around))
+        elif isinstance(linear, Adapted) and linear.changes_and(x) and self.multiplier == 1.0 and self.beside is None:
+            residual.add(activated_linear(x, linear.plain), self.norm, Change(linear, x))
         else:
             residual.add(self.tensor(), self.norm)

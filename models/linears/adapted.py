@@ -19,7 +19,8 @@ from compiled_llm.models.linears.heads import AdaptedHeads, HeadLinear
 from compiled_llm.models.linears.protocol import AroundKind, GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantizing import ROUTERS, names
 from compiled_llm.models.linears.sharded import CutTake, Piece
-from compiled_llm.ops import TILE, LoraWeights, add_lora
+from compiled_llm.ops import TILE, Following, LoraRows, LoraWeights, add_lora, lora_followed, slots_of_rows
+from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 from compiled_llm.ops.linear.lora import tiles_of
 from compiled_llm.ops.pinned import on_device
 
@@ -71,17 +72,35 @@ class Adapted(NamedTuple):
     def change(self, y: Tensor, x: Tensor) -> Tensor:
         """``y``, what the layer itself gives for ``x``, changed in place."""
         if self.changes is not None:
-            assert self.slots is not None, "see with_slots"
-            add_lora(y, x, self.slots, self.changes)
+            _add(y, x, self.slots, self.changes, self.flags)
         return y
+
+    def changes_and(self, x: Tensor) -> bool:
+        """Whether ``followed`` is one launch: on a GPU."""
+        return x.is_cuda and self.changes is not None
+
+    def followed(self, y: Tensor, x: Tensor, following: Following) -> tuple[Tensor, Tensor]:
+        """As ``lora_followed``, of what the layer itself gives for ``x``."""
+        assert self.slots is not None, "see with_slots"
+        assert self.flags is not None, "a GPU"
+        assert self.changes is not None, "see changes_and"
+        return lora_followed(y, x, LoraRows(self.slots), self.changes, self.flags, following)
 
     def rows(self, ids: Tensor) -> Tensor:
         y = self.plain.rows(ids)
         if self.of_rows is not None:
             assert self.slots is not None, "see with_slots"
             places = (self.slots.clamp(min=1) - 1).long() * self.out_features + ids
-            add_lora(y, self.of_rows.a.flatten(0, 1)[places], self.slots, self.of_rows.expand)
+            _add(y, self.of_rows.a.flatten(0, 1)[places], self.slots, self.of_rows.expand, self.flags)
         return y
+
+
+def _add(y: Tensor, x: Tensor, slots: Tensor | None, changes: LoraWeights, flags: Tensor | None) -> None:
+    assert slots is not None, "see with_slots"
+    if flags is None:
+        add_lora(y, x, slots, changes)
+    else:
+        lora_followed(y, x, LoraRows(slots), changes, flags)
 
 
 class AdaptedExperts(NamedTuple):
@@ -90,6 +109,7 @@ class AdaptedExperts(NamedTuple):
     plain: GroupedLinear
     changes: LoraWeights  # of S * E slots, those of an adapter side by side
     slots: Tensor | None = None
+    flags: Tensor | None = None  # as of ``Adapted``
 
     @property
     def num_experts(self) -> int:
@@ -115,19 +135,45 @@ class AdaptedExperts(NamedTuple):
     def cpu_ops(self) -> tuple[str, ...]:
         return (*self.plain.cpu_ops, "lora_cpu")
 
+    @property
+    def surroundings(self) -> tuple[Tensor, ...]:
+        """As that of ``Adapted``."""
+        assert self.slots is not None, "see with_slots"
+        assert self.flags is not None, "a GPU"
+        return self.slots, *self.changes, self.flags
+
+    def has_few(self, x: Tensor) -> bool:
+        """Whether a step with rows ``x`` has so few tokens that changes are in the products' own launches."""
+        assert self.slots is not None, "see with_slots"
+        return len(self.slots) <= MOST_ADAPTED and x.dtype != torch.float32
+
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         raise AssertionError("see experts_of")
 
     def apply_to_tokens(self, x: Tensor, rows: Tensor | None, tokens: Tensor, starts: Tensor) -> Tensor:
         """As ``experts_of``."""
+        if self.flags is not None:
+            y = self.plain.apply_to(x, rows, starts)
+            self._launch(y, x, rows, tokens, starts, Following())
+            return y
         assert self.slots is not None, "see with_slots"
-        y = self.plain.apply_to(x, rows, starts)
-        tokens = tokens.clamp(0, len(self.slots) - 1)  # those of nobody's rows are anything
-        expert = torch.searchsorted(starts[1:], torch.arange(len(tokens), device=x.device), right=True, out_int32=True)
-        slots = self.slots[tokens]
-        own = ((slots - 1) * self.num_experts + expert + 1) * ((slots > 0) & (expert < self.num_experts))
-        add_lora(y, x if rows is None else x[tokens], own, self.changes)
+        y, own = self.plain.apply_to(x, rows, starts), slots_of_rows(self.slots, tokens, starts, self.num_experts)
+        add_lora(y, x if rows is None else x[tokens.clamp(0, len(x) - 1)], own, self.changes)
         return y
+
+    def followed(
+        self, x: Tensor, rows: Tensor | None, tokens: Tensor, starts: Tensor, following: Following
+    ) -> Tensor:  # fmt: skip
+        """``experts_of`` and what follows them: two launches of a GPU."""
+        return self._launch(self.plain.apply_to(x, rows, starts), x, rows, tokens, starts, following)
+
+    def _launch(
+        self, y: Tensor, x: Tensor, rows: Tensor | None, tokens: Tensor, starts: Tensor, following: Following
+    ) -> Tensor:
+        assert self.slots is not None, "see with_slots"
+        assert self.flags is not None, "a GPU"
+        where = LoraRows(self.slots, tokens, starts, self.num_experts, rows is not None)
+        return lora_followed(y, x, where, self.changes, self.flags, following)[0]
 
 
 def experts_of(layer: GroupedLinear, x: Tensor, rows: Tensor | None, tokens: Tensor, starts: Tensor) -> Tensor:
@@ -333,7 +379,7 @@ class Adaptable(AroundKind):
     def take_table(self, take: Take, part: StoredLinear) -> Linear:
         linear = self.plain.take_table(take, part)
         of_rows = self._row_changes(take, part, linear)
-        return linear if of_rows is None else Adapted(linear, None, of_rows)
+        return linear if of_rows is None else Adapted(linear, None, of_rows, flags=flags_on(take.device))
 
     def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> GroupedLinear:
         layer = self.plain.take_experts(take, experts, top_k)
@@ -345,7 +391,8 @@ class Adaptable(AroundKind):
                 "enable_expert_parallel must be false where lora_target_modules has 'experts', given true: ranks have "
                 "parts of each expert then"
             )
-        return AdaptedExperts(layer, self._changes(take, parts, None, len(experts)))
+        changes = self._changes(take, parts, None, len(experts))
+        return AdaptedExperts(layer, changes, flags=flags_on(take.device))
 
     def take_heads(
         self, take: Take, parts: Sequence[StoredLinear], num_heads: int, first: int
@@ -364,7 +411,10 @@ class Adaptable(AroundKind):
         self._note(take, HeadsPlace(parts[0], first, places[0], places[1]))
         assert not isinstance(to_inputs, AdaptedHeads)
         assert not isinstance(to_outputs, AdaptedHeads)
-        return AdaptedHeads(to_inputs, changes[0]), AdaptedHeads(to_outputs, changes[1])
+        return (
+            AdaptedHeads(to_inputs, changes[0], flags=flags_on(take.device)),
+            AdaptedHeads(to_outputs, changes[1], flags=flags_on(take.device)),
+        )
 
     def check_targets(self) -> None:
         """``ValueError`` for one of ``targets`` that names no layer of the model, whose layers have been taken."""

@@ -17,7 +17,13 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.linears.quantized import Quantized
-from compiled_llm.ops import exact_linear, fused_quantized_linear, fused_quantized_linear_a8, gated_activation
+from compiled_llm.ops import (
+    Following,
+    exact_linear,
+    fused_quantized_linear,
+    fused_quantized_linear_a8,
+    gated_activation,
+)
 from compiled_llm.ops.linear.product_choices import MAX_ROWS, is_fused
 from compiled_llm.ops.linear.surroundings import Surroundings
 
@@ -75,7 +81,13 @@ def activated_linear(
     around = "gate" if activation and gated else "residual"
     if (activation or isinstance(linear, (Dense, Adapted))) and takes_what_follows(linear, x, around):
         return surrounded(x, linear, Surroundings(activation=activation, gated=gated))
-    y = linear.change(activated_linear(x, linear.plain), x) if isinstance(linear, Adapted) else linear.apply(x)
+    if isinstance(linear, Adapted):
+        y = activated_linear(x, linear.plain)
+        if activation and linear.changes_and(x):
+            return linear.followed(y, x, Following(activation, gated))[0]
+        y = linear.change(y, x)
+    else:
+        y = linear.apply(x)
     if not activation:
         return y
     return gated_activation(y, activation) if gated else ops.activation(y, activation)

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from compiled_llm.ops import (
     TILE,
+    LoraRows,
     LoraWeights,
     add_lora,
     empty_packed,
     grouped_linear,
     grouped_packed_linear,
     head_linear,
+    lora_followed,
     pack_rows,
     unpack_rows,
 )
-from compiled_llm.ops.linear.product_choices import MAX_ROWS
+from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 
 
 class HeadRows(NamedTuple):
@@ -117,6 +119,7 @@ class AdaptedHeads(NamedTuple):
     plain: DenseHeads | PackedHeads
     changes: LoraWeights  # of S * N slots, those of an adapter side by side
     slots: Tensor | None = None  # [T] int32
+    flags: Tensor | None = None  # as of ``Adapted``
 
     @property
     def out_features(self) -> int:
@@ -137,12 +140,15 @@ class AdaptedHeads(NamedTuple):
     def apply(self, x: Tensor, where: HeadRows | None = None) -> Tensor:
         """As ``DenseHeads.apply``."""
         assert self.slots is not None, "see with_slots"
+        few = len(x) <= MOST_ADAPTED and x.dtype != torch.float32
+        if self.flags is not None and few and isinstance(self.plain, DenseHeads):
+            return head_linear(x, self.plain.weight, (self.slots, *self.changes, self.flags))
         y, num_heads = self.plain.apply(x, where), x.shape[1]
+        if self.flags is not None:
+            lora_followed(y, x, LoraRows(self.slots, groups=num_heads), self.changes, self.flags)
+            return y
         heads = torch.arange(num_heads, dtype=torch.int32, device=x.device)
         slots = ((self.slots[:, None] - 1) * num_heads + heads + 1) * (self.slots > 0)[:, None]
-        if x.is_cuda and len(x) <= MAX_ROWS:  # where a copy takes longer than rows that are not sorted by their slots
-            add_lora(y.flatten(0, 1), x.flatten(0, 1), slots.flatten(), self.changes)
-            return y
         y = y.transpose(0, 1).flatten(0, 1)
         add_lora(y, x.transpose(0, 1).flatten(0, 1), slots.t().flatten(), self.changes)
         return _by_token(y, x)

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from compiled_llm import ops
 from compiled_llm.models.layers.residual import LayerNorm, Normed
-from compiled_llm.models.linears.adapted import experts_of
+from compiled_llm.models.linears.adapted import Adapted, AdaptedExperts, experts_of
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.fused import activated_linear
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
 from compiled_llm.models.linears.quantized import QuantizedExperts
 from compiled_llm.models.linears.sharded import SummedExperts
 from compiled_llm.ops import (
+    Following,
     clamped_swiglu,
     gated_activation,
     gated_quantized_experts,
@@ -118,13 +120,23 @@ def routed(x: Normed, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, r
         return (of.x if norm is None else normed), Routed(*found)
     normed = x.tensor()
     seen = normed if w.norm is None else rms_norm(of.x, w.norm, eps) * router.multiplier
-    logits = w.linear.apply(seen.float() if router.in_float32 else seen)
+    seen = seen.float() if router.in_float32 else seen
+    logits = activated_linear(seen, w.linear) if isinstance(w.linear, Adapted) else w.linear.apply(seen)
     return normed, Routed(*routed_rows(logits, w.choice_bias, w.expert_scale, num_tokens, used.total, *rule))
 
 
 def gated_experts(x: Tensor, experts: GroupedLinear, chosen: Routed, gate: Gate) -> Tensor:
     """``gate`` of what the chosen ``experts`` make of ``x`` ``[T, D]``: a row for each token and expert."""
     tokens = chosen.tokens, chosen.tokens
+    if x.is_cuda and isinstance(experts, AdaptedExperts):
+        plain = experts.plain
+        if gate.is_gated and isinstance(plain, DenseExperts) and experts.has_few(x):
+            of_gate = gate.activation, gate.alpha, gate.limit
+            return grouped_gated_linear(
+                x, plain.weight, plain.bias, chosen.tokens, chosen.starts, *of_gate, experts.surroundings
+            )
+        following = Following(gate.activation, gate.is_gated, gate.alpha, gate.limit)
+        return experts.followed(x, *tokens, chosen.starts, following)
     if not gate.is_gated:
         return ops.activation(experts_of(experts, x, *tokens, chosen.starts), gate.activation)
     if x.is_cuda and isinstance(experts, DenseExperts):
@@ -164,10 +176,13 @@ def summed_experts(
         mixed = experts.sum_of(hidden, lambda own, part: summed_experts(own, part, chosen, used))
         mixed = mixed if beside is None else mixed + beside
         return mixed if residual is None else residual + mixed
-    if _sums_at_once(experts, hidden, chosen):
+    plain, lora = experts, tuple[Tensor, ...]()
+    if hidden.is_cuda and isinstance(experts, AdaptedExperts) and experts.has_few(hidden):
+        plain, lora = experts.plain, experts.surroundings
+    if _sums_at_once(plain, hidden, chosen):
         return grouped_linear_sum(
-            hidden, experts.weight, experts.bias, chosen.tokens, chosen.starts, chosen.places, chosen.weights,
-            beside, residual, used.counters,
+            hidden, plain.weight, plain.bias, chosen.tokens, chosen.starts, chosen.places, chosen.weights,
+            beside, residual, used.counters, lora,
         )  # fmt: skip
     (tokens, top_k), of = chosen.places.shape, experts.out_features
     if top_k <= _MAX_UNROLLED and tokens * of <= 16 * NUM_COUNTERS and _is_surrounded(experts, hidden, tokens):
@@ -175,6 +190,9 @@ def summed_experts(
             hidden, experts.arguments(chosen.tokens, chosen.starts), chosen.places, chosen.weights, beside, residual,
             used.counters,
         )  # fmt: skip
+    if hidden.is_cuda and isinstance(experts, AdaptedExperts):
+        following = Following(residual=residual, places=chosen.places, weights=chosen.weights, beside=beside)
+        return experts.followed(hidden, None, chosen.tokens, chosen.starts, following)
     y = experts_of(experts, hidden, None, chosen.tokens, chosen.starts)
     if beside is None and residual is None:
         return weighted_sum(y, chosen.places, chosen.weights)

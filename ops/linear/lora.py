@@ -13,13 +13,15 @@ its end:
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.library import define_op, on_gpu
+from compiled_llm.ops.moe.routing import weighted_sum_added_reference
+from compiled_llm.ops.rowwise import reference
 
 TILE = 16
 
@@ -104,6 +106,104 @@ def add_lora_reference(
     return shrunk
 
 
+class LoraRows(NamedTuple):
+    """Which slot each row of a layer has: a linear one, a mixture's experts, or the heads of latent attention.
+
+    Of G experts or heads, S adapters are S * G slots, those of an adapter side by side.
+    """
+
+    slots: Tensor  # [T] int32, of the tokens' adapters, from 1 on, or 0
+    tokens: Tensor | None = None  # [R] int32, of experts' rows, as ``expert_rows`` gives them
+    bounds: Tensor | None = None  # [G + 1] int32, likewise ``starts``
+    groups: int = 1  # G
+    gathered: bool = False  # x has rows of tokens, and not of experts
+
+
+class Following(NamedTuple):
+    """What is computed of a changed ``y`` in the same launch: one of these, or nothing."""
+
+    activation: str = ""  # one of ``ACTIVATIONS``, or "clamped_swiglu" with alpha and limit
+    gated: bool = True
+    alpha: float = 0.0
+    limit: float = 0.0
+    places: Tensor | None = None  # the sum of experts, as ``weighted_sum_added``
+    weights: Tensor | None = None
+    beside: Tensor | None = None
+    residual: Tensor | None = None  # also of that sum; else ``norm_of_sum`` of it and ``y``, whose arguments follow
+    delta_norm: Tensor | None = None
+    scale: Tensor | None = None
+    norm: Tensor | None = None  # None: the sum alone
+    eps: float = 0.0
+
+
+def lora_followed(
+    y: Tensor, x: Tensor, rows: LoraRows, weights: LoraWeights, flags: Tensor, following: Following | None = None
+) -> tuple[Tensor, Tensor]:
+    """``add_lora`` and what follows it, in one launch of a GPU. Elsewhere they are ops of their own.
+
+    Args:
+        y: ``[R, N]`` as of ``add_lora``; of heads ``[T, G, N]`` contiguous. Written in place.
+        x: ``[R, K]``; of heads ``[T, G, K]``; of experts whose ``rows.gathered`` is true ``[T, K]``.
+        flags: int32 ``[2]``, zeros, and zeros again when the op has run; two ops that run at the same time need their
+            own.
+
+    Returns:
+        what follows, ``[R, N]``, or ``[R, N / 2]`` of a gate, or ``[T, N]`` of a sum of experts; and the sum ``[R, N]``
+        that a norm is of. Else empty tensors.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or layout; an unknown activation.
+    """
+    following = following or Following()
+    return torch.ops.compiled_llm.lora_followed(y, x, *rows, *weights, flags, *following)[:2]
+
+
+def slots_of_rows(slots: Tensor, tokens: Tensor | None, bounds: Tensor | None, groups: int) -> Tensor:
+    """The slot of each row, ``[R]`` int32, in the order of ``y``: of heads, those of a token side by side."""
+    if bounds is None:
+        group = torch.arange(groups, dtype=torch.int32, device=slots.device).repeat(len(slots))
+        own = slots.repeat_interleave(groups) if groups > 1 else slots
+    else:
+        assert tokens is not None, "of experts' rows"
+        places = torch.arange(len(tokens), device=slots.device)
+        group = torch.searchsorted(bounds[1:], places, right=True, out_int32=True)
+        own = slots[tokens.clamp(0, len(slots) - 1)] * (group < groups)  # nobody's rows have any token
+    return ((own - 1) * groups + group + 1) * (own > 0)
+
+
+def lora_followed_reference(y: Tensor, x: Tensor, slots, tokens, bounds, groups, gathered, *args: Any) -> Any:
+    """The op in plain torch: its numbers, not its order."""
+    weights, after = args[:5], Following(*args[6:])
+    own = slots_of_rows(slots, tokens, bounds, groups)
+    rows = x[tokens.clamp(0, len(x) - 1)] if gathered else x
+    changed = y.flatten(0, -2) if groups > 1 else y
+    shrunk = add_lora_reference(changed, rows.flatten(0, -2), own, *weights)
+    out, total = x.new_empty(0), x.new_empty(0)
+    if after.places is not None:
+        out = weighted_sum_added_reference(changed, after.places, after.weights, after.beside, after.residual)
+    elif after.residual is not None:
+        norms = changed, after.delta_norm, after.scale, after.norm, after.eps
+        total, out = reference.sum_of_norms_reference(after.residual, None, *norms)
+    elif after.activation == "clamped_swiglu":
+        out = reference.clamped_swiglu_reference(changed, after.alpha, after.limit)
+    elif after.activation:
+        of = reference.gated_activation_reference if after.gated else reference.activation_reference
+        out = of(changed, after.activation)
+    return out, total, shrunk
+
+
+def _followed_fake(y: Tensor, x: Tensor, slots, tokens, bounds, groups, gathered, a, *args: Any) -> Any:
+    after, wide, rows = Following(*args[5:]), y.shape[-1], y.shape[:-1].numel()
+    shrunk, nothing = x.new_empty(rows, *a.shape[1:3], dtype=torch.float32), x.new_empty(0)
+    if after.places is not None:
+        return x.new_empty(after.places.shape[0], wide), nothing, shrunk
+    if after.residual is not None:
+        return x.new_empty(0 if after.norm is None else (rows, wide)), x.new_empty(rows, wide), shrunk
+    if after.activation:
+        return x.new_empty(rows, wide // 2 if after.gated else wide), nothing, shrunk
+    return nothing, x.new_empty(0), shrunk
+
+
 def _fake(y: Tensor, x: Tensor, slots: Tensor, a: Tensor, *weights: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], *a.shape[1:3], dtype=torch.float32)
 
@@ -115,4 +215,14 @@ define_op(
     fake=_fake,
     cpu="lora_cpu",
     gpu=on_gpu("linear.triton_lora:add_lora"),
+)
+
+define_op(
+    "lora_followed(Tensor(a!) y, Tensor x, Tensor slots, Tensor? tokens, Tensor? bounds, int groups, bool gathered,"
+    " Tensor a, Tensor b, Tensor ranks, Tensor scales, Tensor starts, Tensor flags, str activation, bool gated,"
+    " float alpha, float limit, Tensor? places, Tensor? weights, Tensor? beside, Tensor? residual,"
+    " Tensor? delta_norm, Tensor? scale, Tensor? norm, float eps) -> (Tensor, Tensor, Tensor)",
+    reference=lora_followed_reference,
+    fake=_followed_fake,
+    gpu=on_gpu("linear.triton_lora:lora_followed"),
 )

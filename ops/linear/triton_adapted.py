@@ -105,15 +105,29 @@ def _ask_for_b(b, starts, slot, part, first, PARTS: tl.constexpr, RANK: tl.const
 
 
 @triton.jit
+def wait_for_programs(flags, before):
+    """Until so many have counted."""
+    done = tl.atomic_add(flags, 0, sem="acquire", scope="gpu")
+    while done < before:
+        done = tl.atomic_add(flags, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
 def expand(
     slots, b, ranks, starts, flags, shrunk, before, columns, rows, inside_rows,
     WIDE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """``B[s] shrunk[t]``, ``[BLOCK_N, BLOCK_M]``, of outputs ``columns`` of ``WIDE``; waits for all that shrink."""
-    done = tl.atomic_add(flags, 0, sem="acquire", scope="gpu")
-    while done < before:
-        done = tl.atomic_add(flags, 0, sem="acquire", scope="gpu")
+    wait_for_programs(flags, before)
     slot = tl.load(slots + rows, mask=inside_rows, other=0) - 1
+    return tl.trans(changes_of(slot, b, ranks, starts, shrunk, columns, rows, WIDE, PARTS, RANK))
+
+
+@triton.jit
+def changes_of(
+    slot, b, ranks, starts, shrunk, columns, rows, WIDE: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr
+):
+    """``B[slot] shrunk[row]``, ``[BLOCK_M, BLOCK_N]``; 0 for rows whose slot is -1."""
     part, first, tile = columns * 0, columns * 0, columns * 0
     total = 0
     for other in tl.static_range(PARTS):
@@ -136,7 +150,7 @@ def expand(
             # From the L2 cache: that of this SM may have older bytes.
             term = tl.load(terms + r + i, mask=inside, other=0.0, cache_modifier=".cg")
             acc = tl.where(inside, tl.fma(weight, term, acc), acc)
-    return tl.trans(acc)
+    return acc
 
 
 @triton.jit
@@ -187,7 +201,8 @@ def adapters_of(op: str, x: Tensor, wide: int, lora: Sequence[Tensor]) -> Adapte
         raise ValueError(f"{op}: x must have at most {MOST_ROWS} rows with adapters, got {rows}; see add_lora")
     if a.dim() != 4:
         refuse(op, "a", a, f"[S, P, R, {x.shape[1]}]")
-    check_lora(op, x, slots, a, b, ranks, scales, starts)
+    check_contiguous(op, "slots", slots, (rows,), device, torch.int32)
+    check_lora(op, x, a, b, ranks, scales, starts)
     if b.shape[1] * TILE < wide:
         refuse(op, "b", b, f"of {wide} outputs, in tiles of {TILE}")
     check_contiguous(op, "flags", flags, (NUM_FLAGS,), device, torch.int32)
@@ -197,14 +212,11 @@ def adapters_of(op: str, x: Tensor, wide: int, lora: Sequence[Tensor]) -> Adapte
     return Adapters(slots, a, b, ranks, scales, starts, flags, shrunk, before)
 
 
-def check_lora(
-    op: str, x: Tensor, slots: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, starts: Tensor
-) -> None:
-    """``ValueError`` where tensors are not those of ``lora.LoraWeights`` and slots of the rows of ``x``."""
+def check_lora(op: str, x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, starts: Tensor) -> None:
+    """``ValueError`` where tensors are not those of ``lora.LoraWeights`` for inputs ``x`` ``[..., K]``."""
     num_slots, parts, rank, device = *a.shape[:3], x.device
-    check_contiguous(op, "a", a, (num_slots, parts, rank, x.shape[1]), device, x.dtype)
+    check_contiguous(op, "a", a, (num_slots, parts, rank, x.shape[-1]), device, x.dtype)
     check_contiguous(op, "b", b, (num_slots, b.shape[1], rank, TILE), device, x.dtype)
-    check_contiguous(op, "slots", slots, (len(x),), device, torch.int32)
     check_contiguous(op, "ranks", ranks, (num_slots, parts), device, torch.int32)
     check_contiguous(op, "scales", scales, (num_slots, parts), device, torch.float32)
     check_contiguous(op, "starts", starts, (parts + 1,), device, torch.int32)

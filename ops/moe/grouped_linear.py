@@ -8,12 +8,14 @@ experts have rows. An output is one float32 sum over the inputs in one order, wh
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, on_gpu
+from compiled_llm.ops.linear.lora import add_lora_reference, slots_of_rows
 from compiled_llm.ops.linear.packed_linear import pack_weight
 from compiled_llm.ops.moe.routing import weighted_sum_added_reference
 from compiled_llm.ops.rowwise.reference import GATES, clamped_swiglu_reference, gated_activation_reference
@@ -36,23 +38,27 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor 
 
 def grouped_gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str,
-    alpha: float = 0.0, limit: float = 0.0,
+    alpha: float = 0.0, limit: float = 0.0, lora: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """``grouped_linear``, and ``gated_activation`` or ``clamped_swiglu`` of what it gives, in one launch of a GPU.
 
     Args:
         activation: one of ``gated_activation``, or "clamped_swiglu", which ``alpha`` and ``limit`` belong to.
+        lora: of adapters, as ``Surroundings.lora``, of S E slots, for ``MOST_ADAPTED`` tokens in 16 bits at most:
+            ``rows`` are then tokens.
 
     Returns:
         ``[R, N / 2]``.
     """
     assert activation in GATES
-    return torch.ops.compiled_llm.grouped_gated_linear(x, weight, bias, rows, starts, activation, alpha, limit)
+    return torch.ops.compiled_llm.grouped_gated_linear(
+        x, weight, bias, rows, starts, activation, alpha, limit, list(lora)
+    )
 
 
 def grouped_linear_sum(
     x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
-    beside: Tensor | None, residual: Tensor | None, counters: Tensor,
+    beside: Tensor | None, residual: Tensor | None, counters: Tensor, lora: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """``grouped_linear`` and ``weighted_sum_added`` of what it gives, in one launch of a GPU: for few rows.
 
@@ -60,12 +66,13 @@ def grouped_linear_sum(
         x: ``[R, K]``; bfloat16 or float16.
         tokens, starts, places, weights: as ``routed_rows`` gives them: padding is behind the tokens that are real.
         counters: int32, one for each token and 16 outputs or more, zero before and after.
+        lora: as of ``grouped_gated_linear``.
 
     Returns:
         ``[T, N]`` in the dtype of ``x``.
     """
     return torch.ops.compiled_llm.grouped_linear_sum(
-        x, weight, bias, tokens, starts, places, weights, beside, residual, counters
+        x, weight, bias, tokens, starts, places, weights, beside, residual, counters, list(lora)
     )
 
 
@@ -97,10 +104,13 @@ def grouped_linear_reference(
 
 def grouped_gated_linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str, alpha: float,
-    limit: float,
+    limit: float, lora: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """The op in plain torch."""
     y = grouped_linear_reference(x, weight, bias, rows, starts)
+    if lora:
+        assert rows is not None, "tokens"
+        add_lora_reference(y, x[rows], slots_of_rows(lora[0], rows, starts, len(weight)), *lora[1:-1])
     if activation == "clamped_swiglu":
         return clamped_swiglu_reference(y, alpha, limit)
     return gated_activation_reference(y, activation)
@@ -108,10 +118,12 @@ def grouped_gated_linear_reference(
 
 def grouped_linear_sum_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
-    beside: Tensor | None, residual: Tensor | None, counters: Tensor,
+    beside: Tensor | None, residual: Tensor | None, counters: Tensor, lora: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """The op in plain torch."""
     y = grouped_linear_reference(x, weight, bias, None, starts)
+    if lora:
+        add_lora_reference(y, x, slots_of_rows(lora[0], tokens, starts, len(weight)), *lora[1:-1])
     return weighted_sum_added_reference(y, places, weights, beside, residual)
 
 
@@ -138,14 +150,15 @@ define_op(
     gpu=on_gpu("moe.triton_grouped:grouped_linear"),
 )
 define_op(
-    f"grouped_gated_linear(Tensor x, Tensor weight, {_EXPERTS}, str activation, float alpha, float limit) -> Tensor",
+    f"grouped_gated_linear(Tensor x, Tensor weight, {_EXPERTS}, str activation, float alpha, float limit,"
+    " Tensor[] lora) -> Tensor",
     reference=grouped_gated_linear_reference,
     fake=lambda x, weight, bias, rows, *args: _rows(x, rows, weight.shape[1] // 2),
     gpu=on_gpu("moe.triton_grouped:grouped_linear"),
 )
 define_op(
     "grouped_linear_sum(Tensor x, Tensor weight, Tensor? bias, Tensor tokens, Tensor starts, Tensor places,"
-    " Tensor weights, Tensor? beside, Tensor? residual, Tensor(a!) counters) -> Tensor",
+    " Tensor weights, Tensor? beside, Tensor? residual, Tensor(a!) counters, Tensor[] lora) -> Tensor",
     reference=grouped_linear_sum_reference,
     fake=lambda x, weight, bias, tokens, starts, places, *args: x.new_empty(places.shape[0], weight.shape[1]),
     gpu=on_gpu("moe.triton_grouped:grouped_linear_sum"),

@@ -7,8 +7,13 @@ so there are at most ``R / m + E`` of them, of m rows each; the programs that ar
 An output is one accumulator over all inputs, in the tiles and with the instructions of ``triton_linear.py``: so its
 bits do not depend on the rows that its expert has besides. A gate behind a product, and the sum of a token's experts
 behind another, round where the ops on their own round.
+
+What adapters change of few rows is in the launch, as in ``linear/triton_adapted.py``: the first programs shrink, as
+those of ``linear/triton_lora.py``, and the others expand behind their own sums.
 """
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
+from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
+from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, changes_of, check_lora, note_expanded, wait_for_programs
+from compiled_llm.ops.linear.triton_lora import ROWS, rows_together, shrink_rows, shrinking_tile
 from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.linear.triton_quantized import aligned
 from compiled_llm.ops.linear.triton_surroundings import gated
@@ -58,10 +66,25 @@ def _with_bias(acc, bias, columns, inside):
 
 
 @triton.jit
+def _changed(
+    acc, slot, lora_b, ranks, lora_starts, shrunk, columns, rows, dtype: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """The sums, and what adapters change of them; themselves where no layer is changed."""
+    if PARTS > 0:
+        acc = rounded(acc, dtype) + changes_of(
+            slot, lora_b, ranks, lora_starts, shrunk, columns, rows, WIDE, PARTS, RANK
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
 def _tile_outputs(
     x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit,
+    rows, tokens, slots, lora_b, ranks, lora_starts, flags, shrunk, before,
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXPERTS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """``OUT`` outputs an expert, of a tile of them; with an activation from as many gates and then as many ups."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -81,37 +104,62 @@ def _tile_outputs(
             b = tl.load(w_tile + OUT * IN + k, mask=inside_columns[:, None] & inside, other=0.0)
             up = multiply_add(a, tl.trans(b), up)
     acc = _with_bias(acc, bias, expert * WIDE + columns, inside_columns)
+    slot = rows
+    if PARTS > 0:
+        wait_for_programs(flags, before)
+        slot = tl.load(slots + tl.load(tokens + rows, mask=inside_rows, other=0), mask=inside_rows, other=0)
+        slot = tl.where(slot > 0, (slot - 1) * EXPERTS + expert, -1)
+    acc = _changed(acc, slot, lora_b, ranks, lora_starts, shrunk, columns, rows, dtype, WIDE, PARTS, RANK)
     if ACTIVATION != "":
         gate = rounded(acc, dtype)
-        up = rounded(_with_bias(up, bias, expert * WIDE + OUT + columns, inside_columns), dtype)
+        up = _with_bias(up, bias, expert * WIDE + OUT + columns, inside_columns)
+        # A half tile's columns behind the last gate are of ups: they are stored nowhere.
+        up = _changed(up, slot, lora_b, ranks, lora_starts, shrunk, OUT + columns, rows, dtype, WIDE, PARTS, RANK)
+        up = rounded(up, dtype)
         acc = gated(gate, up, alpha, limit, ACTIVATION, dtype)
     return cast(acc, dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["before", "share", "num_rows", "num_tokens"])
 def grouped_kernel(
-    x, weight, bias, rows, starts, out, x_stride, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
+    x, weight, bias, rows, starts, out, x_stride, alpha, limit,
+    slots, lora_a, lora_b, ranks, scales, lora_starts, flags, shrunk, before, share, num_rows, num_tokens,
+    NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+    SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
     if PROGRAMMATIC:
         wait_for_launches_before()
-    expert, targets, inside_rows, _ = own_tile(starts, tl.program_id(0) % NUM_M, EXPERTS, EXPERTS_POW2, BLOCK_M)
+    if slots is not None and tl.program_id(0) < before:
+        shrink_rows(
+            tl.program_id(0), x, slots, rows, starts, lora_a, ranks, scales, shrunk, num_rows, num_tokens, share,
+            x_stride, 0, IN, PARTS, RANK, EXPERTS, EXPERTS_POW2, True, SHRINK_M, SHRINK_R, SHRINK_K,
+        )  # fmt: skip
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        tl.atomic_add(flags, 1, sem="release", scope="gpu")
+        return
+    number = tl.program_id(0) - before
+    expert, targets, inside_rows, _ = own_tile(starts, number % NUM_M, EXPERTS, EXPERTS_POW2, BLOCK_M)
     if expert < EXPERTS:
         sources = targets
         if rows is not None:
             sources = tl.load(rows + targets, mask=inside_rows, other=0)
-        columns = (tl.program_id(0) // NUM_M * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        columns = (number // NUM_M * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
         outputs = _tile_outputs(
             x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit,
-            OUT, IN, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+            targets, rows, slots, lora_b, ranks, lora_starts, flags, shrunk, before,
+            OUT, IN, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, EXPERTS, PARTS, RANK,
         )  # fmt: skip
         tl.store(
             out + targets.to(tl.int64)[:, None] * OUT + columns[None, :],
             outputs,
             mask=inside_rows[:, None] & (columns < OUT)[None, :],
         )
+    if slots is not None:  # also where no tile was left
+        wait_for_programs(flags, before)
+        note_expanded(flags, tl.num_programs(0) - before)
 
 
 @triton.jit
@@ -153,12 +201,14 @@ def add_padding(
         store_sums(y, places, weights, beside, residual, out, token, token < num_tokens, columns, TOP_K, OUT, False)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "before", "share", "num_rows"])
 def grouped_sum_kernel(
     x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, x_stride, num_tokens,
+    slots, lora_a, lora_b, ranks, scales, lora_starts, flags, shrunk, before, share, num_rows,
     NUM_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+    SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """As ``grouped_kernel``; the program that writes the last row of a token adds up the token's rows in its columns.
 
@@ -166,13 +216,23 @@ def grouped_sum_kernel(
     """
     if PROGRAMMATIC:
         wait_for_launches_before()
-    place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
-    expert, rows, inside_rows, num_rows = own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
+    if slots is not None and tl.program_id(0) < before:
+        shrink_rows(
+            tl.program_id(0), x, slots, tokens, starts, lora_a, ranks, scales, shrunk, num_rows, num_tokens, share,
+            x_stride, 0, IN, PARTS, RANK, EXPERTS, EXPERTS_POW2, False, SHRINK_M, SHRINK_R, SHRINK_K,
+        )  # fmt: skip
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        tl.atomic_add(flags, 1, sem="release", scope="gpu")
+        return
+    number = tl.program_id(0) - before
+    place, tile = number % NUM_M, number // NUM_M
+    expert, rows, inside_rows, num_real = own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
     columns = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     if expert < EXPERTS:
         outputs = _tile_outputs(
             x, weight, bias, expert, rows, inside_rows, columns, x_stride, 0.0, 0.0,
-            OUT, IN, "", BLOCK_M, BLOCK_N, BLOCK_K,
+            rows, tokens, slots, lora_b, ranks, lora_starts, flags, shrunk, before,
+            OUT, IN, "", BLOCK_M, BLOCK_N, BLOCK_K, EXPERTS, PARTS, RANK,
         )  # fmt: skip
         tl.store(
             y + rows.to(tl.int64)[:, None] * OUT + columns[None, :],
@@ -184,8 +244,11 @@ def grouped_sum_kernel(
             OUT, TOP_K, BLOCK_T,
         )  # fmt: skip
     add_padding(
-        y, places, weights, beside, residual, out, num_rows, place, columns, num_tokens, NUM_M, OUT, TOP_K, BLOCK_T
+        y, places, weights, beside, residual, out, num_real, place, columns, num_tokens, NUM_M, OUT, TOP_K, BLOCK_T
     )
+    if slots is not None:  # also where no tile was left
+        wait_for_programs(flags, before)
+        note_expanded(flags, tl.num_programs(0) - before)
 
 
 class _Grid(NamedTuple):
@@ -215,9 +278,46 @@ def _grid(x: Tensor, weight: Tensor, count: int, is_gated: bool = False) -> _Gri
     return _Grid(num_m * triton.cdiv(out_features, block_n), num_m, constants, options)
 
 
+class _Adapters(NamedTuple):
+    """The arguments of the kernels for adapters, and their constants."""
+
+    tensors: tuple[Tensor | None, ...] = (None,) * 8
+    before: int = 0
+    share: int = 0
+    constants: Mapping[str, int] = MappingProxyType(
+        {"PARTS": 0, "RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0}
+    )
+
+
+def _adapters(
+    op: str, x: Tensor, weight: Tensor, rows: int, constants: Mapping[str, int], lora: Sequence[Tensor]
+) -> _Adapters:
+    """Of ``lora``, as of ``grouped_gated_linear``, checked; ``constants``: of the grid."""
+    if not lora:
+        return _Adapters()
+    slots, a, b, ranks, scales, starts, flags = lora
+    if len(slots) > MOST_ADAPTED or x.dtype == torch.float32:  # in which products and sums are fused here, not there
+        raise ValueError(
+            f"{op}: with adapters x must be of 16 bits and have at most {MOST_ADAPTED} tokens, got {x.dtype}, "
+            f"{len(slots)}"
+        )
+    if a.dim() != 4 or len(a) % len(weight) or b.shape[1] * ROWS < weight.shape[1]:
+        refuse(op, "a", a, f"[S * {len(weight)}, P, R, {x.shape[1]}], and b of {weight.shape[1]} outputs")
+    check_lora(op, x, a, b, ranks, scales, starts)
+    check_contiguous(op, "slots", slots, slots.shape[:1], x.device, torch.int32)
+    check_contiguous(op, "flags", flags, (NUM_FLAGS,), x.device, torch.int32)
+    parts, rank = a.shape[1:3]
+    shrunk, share = torch.empty(rows, parts, rank, dtype=torch.float32, device=x.device), rows_together(rows)
+    stage_bytes = (constants["BLOCK_M"] + constants["BLOCK_N"]) * constants["BLOCK_K"] * x.itemsize
+    tile = shrinking_tile(rank, stage_bytes)
+    of_a = {"SHRINK_M": ROWS, "SHRINK_R": tile["BLOCK_R"], "SHRINK_K": tile["BLOCK_K"]}
+    tensors = slots, a, b, ranks, scales, starts, flags, shrunk
+    return _Adapters(tensors, triton.cdiv(rows, share) * parts, share, {"PARTS": parts, "RANK": rank, **of_a})
+
+
 def grouped_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str = "",
-    alpha: float = 0.0, limit: float = 0.0,
+    alpha: float = 0.0, limit: float = 0.0, lora: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """The ops ``grouped_linear`` and, with an activation, ``grouped_gated_linear`` on CUDA tensors.
 
@@ -238,17 +338,19 @@ def grouped_linear(
     if not out.numel():
         return out
     grid = _grid(x, weight, count, bool(activation))
+    own = _adapters("grouped_linear", x, weight, count, grid.constants, lora)
     with torch.cuda.device_of(x):
-        grouped_kernel[(grid.programs,)](
-            x, weight, bias, rows, starts, out, _stride(x), alpha, limit, ACTIVATION=activation,
-            **grid.constants, **grid.options, **launch_options(len(x)),
+        grouped_kernel[(own.before + grid.programs,)](
+            x, weight, bias, rows, starts, out, _stride(x), alpha, limit, *own.tensors, own.before, own.share,
+            count, len(x), ACTIVATION=activation, **own.constants, **grid.constants, **grid.options,
+            **launch_options(len(x)),
         )  # fmt: skip
     return out
 
 
 def grouped_linear_sum(
     x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
-    beside: Tensor | None, residual: Tensor | None, counters: Tensor,
+    beside: Tensor | None, residual: Tensor | None, counters: Tensor, lora: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
@@ -271,10 +373,12 @@ def grouped_linear_sum(
     grid = _grid(x, weight, len(x))
     needed = num_tokens * grid.programs // grid.num_m
     check_counters("grouped_linear_sum", counters, needed)
+    own = _adapters("grouped_linear_sum", x, weight, len(x), grid.constants, lora)
     with torch.cuda.device_of(x):
-        grouped_sum_kernel[(grid.programs,)](
+        grouped_sum_kernel[(own.before + grid.programs,)](
             x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, _stride(x),
-            num_tokens, TOP_K=top_k, BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(num_tokens)),
+            num_tokens, *own.tensors, own.before, own.share, len(x), **own.constants, TOP_K=top_k,
+            BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(num_tokens)),
             **grid.constants, **grid.options, **launch_options(num_tokens),
         )  # fmt: skip
     return out

@@ -83,15 +83,22 @@ def norm_kernel(
     x, delta, weight, total, out, x_stride, delta_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
 ):  # fmt: skip
-    """A program a row. ``sum_of_places`` says in which order squares are added up.
-
-    Nothing is written before the last square is read: else a block's loads would wait for the one before.
-    """
+    """A program a row."""
     if PROGRAMMATIC:
         ITEM: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         prefetch_rows(weight + tl.zeros([1], tl.int32), SIZE * ITEM, 1, BLOCK * ITEM)
         wait_for_launches_before()
-    row = tl.program_id(0).to(tl.int64)
+    norm_row(tl.program_id(0).to(tl.int64), x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE, BLOCK)
+
+
+@triton.jit
+def norm_row(
+    row, x, delta, weight, total, out, x_stride, delta_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """``sum_of_places`` says in which order squares are added up.
+
+    Nothing is written before the last square is read: else a block's loads would wait for the one before.
+    """
     x += row * x_stride
     if delta is not None:
         delta += row * delta_stride
@@ -193,6 +200,14 @@ def sum_of_norms_kernel(
 ):  # fmt: skip
     """A program a row."""
     row = tl.program_id(0).to(tl.int64)
+    sum_of_norms_row(row, x, x_norm, y, y_norm, scale, norm, total, out, x_stride, y_stride, eps, SIZE, BLOCK)
+
+
+@triton.jit
+def sum_of_norms_row(
+    row, x, x_norm, y, y_norm, scale, norm, total, out, x_stride, y_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     x += row * x_stride
     y += row * y_stride
     x_inverse, y_inverse = _inverse_rms_if_normed(x, x_norm, eps, SIZE), _inverse_rms_if_normed(y, y_norm, eps, SIZE)
@@ -339,8 +354,15 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit
 def activation_kernel(x, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """A program for ``BLOCK`` elements of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    activated_piece(tl.program_id(0).to(tl.int64), tl.program_id(1), x, out, stride, SIZE, ACTIVATION, BLOCK)
+
+
+@triton.jit
+def activated_piece(
+    row, piece, x, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of a row, elements from ``piece * BLOCK`` on."""
+    i = piece * BLOCK + tl.arange(0, BLOCK)
     y = activated(load_row(x + row * stride, i, i < SIZE), ACTIVATION)
     tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
 
@@ -348,12 +370,23 @@ def activation_kernel(x, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.constex
 @triton.jit
 def gated_kernel(gate_up, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """A program for ``BLOCK`` outputs of a row."""
-    dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gated_piece(row, tl.program_id(1), gate_up, out, stride, 0.0, 0.0, SIZE, ACTIVATION, BLOCK)
+
+
+@triton.jit
+def gated_piece(
+    row, piece, gate_up, out, stride, alpha, limit, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of a row, outputs from ``piece * BLOCK`` on."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    i = piece * BLOCK + tl.arange(0, BLOCK)
     gate, up = load_row(gate_up + row * stride, i, i < SIZE), load_row(gate_up + row * stride + SIZE, i, i < SIZE)
-    y = activated(gate, ACTIVATION)
-    tl.store(out + row * SIZE + i, cast(rounded(y, dtype) * up, dtype), mask=i < SIZE)
+    if ACTIVATION == "clamped_swiglu":
+        y = clamped_swiglu(gate, up, alpha, limit)
+    else:
+        y = rounded(activated(gate, ACTIVATION), dtype) * up
+    tl.store(out + row * SIZE + i, cast(y, dtype), mask=i < SIZE)
 
 
 @triton.jit
@@ -397,10 +430,7 @@ def clamped_swiglu(gate, up, alpha, limit):
 def clamped_swiglu_kernel(gate_up, out, stride, alpha, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A program for ``BLOCK`` outputs of a row."""
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate, up = load_row(gate_up + row * stride, i, i < SIZE), load_row(gate_up + row * stride + SIZE, i, i < SIZE)
-    y = clamped_swiglu(gate, up, alpha, limit)
-    tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
+    gated_piece(row, tl.program_id(1), gate_up, out, stride, alpha, limit, SIZE, "clamped_swiglu", BLOCK)
 
 
 @triton.jit

@@ -146,3 +146,17 @@ def test_registration() -> None:
     torch.library.opcheck(
         torch.ops.compiled_llm.add_lora, (*problem(5, w), *w), test_utils=("test_schema", "test_faketensor")
     )
+    flags, rows = torch.zeros(2, dtype=torch.int32), lora.LoraRows(torch.zeros(5, dtype=torch.int32))
+    following = (
+        lora.Following(),
+        lora.Following("silu"),
+        lora.Following(residual=torch.ones(5, 48), norm=torch.ones(48)),
+        lora.Following(places=torch.zeros(5, 1, dtype=torch.int32), weights=torch.ones(5, 1)),
+    )
+    for after in following:
+        y, x, _ = problem(5, w)
+        torch.library.opcheck(
+            torch.ops.compiled_llm.lora_followed,
+            (y, x, *rows, *w, flags, *after),
+            test_utils=("test_schema", "test_faketensor"),
+        )

@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.linear import triton_linear
+from compiled_llm.ops.linear import triton_linear, triton_lora
+from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
+from compiled_llm.ops.linear.lora import Following, LoraRows
+from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS
 from compiled_llm.ops.moe import triton_grouped
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_linear_reference
 from compiled_llm.ops.moe.routing import weighted_sum_added_reference
 from compiled_llm.ops.rowwise.reference import clamped_swiglu_reference, gated_activation_reference
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty, floats, integers
+from tests.ops.linear.test_lora import weights as adapter_weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -95,7 +99,39 @@ def sums_have_the_bits_of_the_single_ops(dtype: torch.dtype) -> None:
             assert not counters.any()
 
 
+def adapters_have_the_bits_of_launches_of_their_own(dtype: torch.dtype) -> None:
+    """With experts without rows and padding, gates and ups of one part and of two; flags are zeros again."""
+    counts, tokens, top_k = [2, 0, 3, 1, 0], 4, 2
+    x, weight, bias, _, starts = arguments(counts, dtype, n=40)
+    places = torch.tensor(((0, 3), (5, 1), (2, 4), (-1, -1)), dtype=torch.int32)
+    rows = torch.tensor((0, 1, 2, 0, 2, 1, -7, 99), dtype=torch.int32)
+    slots, shares = torch.tensor((2, 0, 1, 1), dtype=torch.int32), torch.rand(tokens, top_k)
+    flags, counters = torch.zeros(NUM_FLAGS, dtype=torch.int32), torch.zeros(100, dtype=torch.int32)
+    where = LoraRows(slots, rows, starts, len(counts))
+    for parts, gathered in (((20, 20), True), ((40,), True), ((40,), False)):
+        w = adapter_weights(parts, 72, 20, dtype, slots=2 * len(counts))
+        lora, given = (slots, *w, flags), x[:tokens] if gathered else torch.randn(tokens * top_k, 72).to(dtype)
+        if gathered:
+            y = triton_grouped.grouped_linear(given, weight, bias, rows, starts)
+            after = Following("silu")
+            got = triton_grouped.grouped_linear(given, weight, bias, rows, starts, "silu", lora=lora)
+        else:
+            y = triton_grouped.grouped_linear(given, weight, bias, None, starts)
+            after = Following(places=places, weights=shares)
+            sums = places, shares, None, None, counters
+            got = triton_grouped.grouped_linear_sum(given, weight, bias, rows, starts, *sums, lora)
+        assert not flags.any(), "left for the next launch"
+        of_rows = where._replace(gathered=gathered)
+        want = triton_lora.lora_followed(y, given, *of_rows, *w, flags, *after)[0]
+        count = sum(counts) if gathered else tokens  # other rows are anything
+        assert torch.equal(got[:count], want[:count])
+
+
 INTERPRETED = {
+    **{
+        f"adapters-{str(d)[6:]}": functools.partial(adapters_have_the_bits_of_launches_of_their_own, d)
+        for d in DTYPES[1:]
+    },
     **{f"reference-{str(d)[6:]}": functools.partial(agrees_with_the_reference, d) for d in DTYPES},
     **{f"gates-{str(d)[6:]}": functools.partial(gates_have_the_bits_of_the_single_ops, d) for d in DTYPES[1:]},
     **{f"sums-{str(d)[6:]}": functools.partial(sums_have_the_bits_of_the_single_ops, d) for d in DTYPES[1:]},
@@ -125,24 +161,33 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "capability"),
-    [pytest.param(*case, marks=() if case in SOME else pytest.mark.battery) for case in CASES],
+    ("name", "tokens", "capability", "adapted"),
+    [
+        pytest.param(*case, adapted, marks=() if case in SOME and not adapted else pytest.mark.battery)
+        for case, adapted in itertools.product(CASES, (False, True))
+        if not adapted or (case[1] <= MOST_ADAPTED and case[0] != "alone")
+    ],
     ids=str,
 )
-def test_compiles_without_spills(name: str, tokens: int, capability: tuple[int, int]) -> None:
-    """Alone, and with gates and sums."""
+def test_compiles_without_spills(name: str, tokens: int, capability: tuple[int, int], adapted: bool) -> None:
+    """Alone, and with gates and sums; with adapters of rank 64."""
     outputs, inputs, experts, top_k, activation = LAYERS[name]
     many = tokens * top_k
     rows, starts = integers(many), integers(experts + 1)
+    parts, lora = 2 if activation else 1, tuple[Tensor, ...]()
+    if adapted:
+        a, b = empty(8 * experts, parts, 64, inputs), empty(8 * experts, outputs * parts // 16, 64, 16)
+        of_slots = integers(8 * experts, parts), floats(8 * experts, parts)
+        lora = integers(tokens), a, b, *of_slots, integers(parts + 1), integers(NUM_FLAGS)
     with ahead_of_time.recorded(capability, triton_grouped) as recorded:
         if activation == "":
             x, residual, counters = empty(many, inputs), empty(tokens, outputs), integers(2**17)
             added = integers(tokens, top_k), floats(tokens, top_k), None, residual, counters
-            triton_grouped.grouped_linear_sum(x, empty(experts, outputs, inputs), None, rows, starts, *added)
+            triton_grouped.grouped_linear_sum(x, empty(experts, outputs, inputs), None, rows, starts, *added, lora)
         else:
             gate = (activation, 1.7, 7.0) if activation else ()
             x, weight = empty(tokens, inputs), empty(experts, outputs * (2 if activation else 1), inputs)
-            triton_grouped.grouped_linear(x, weight, None, rows, starts, *gate)
+            triton_grouped.grouped_linear(x, weight, None, rows, starts, *(gate or ("", 0.0, 0.0)), lora)
     (launch,) = recorded
     binary, _ = ahead_of_time.without_spills(launch, capability)
     if activation is None and capability != (10, 0):
