@@ -38,6 +38,10 @@ def hand_over(
     return found
 
 
-def token_key(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> str:
-    """Of all that tokens depend on besides their request: engines with the same key give the same ones."""
-    return folder_key(config, [model_config], [checkpoint_directory(config)], device, []).hex()
+def token_key(config: EngineConfig, model_config: ModelConfig, device: torch.device, tokenizer: str) -> str:
+    """Of all that tokens and their texts depend on besides their request: engines with the same key give the same.
+
+    How many a request may have is left out. ``tokenizer``: the library's own, as JSON.
+    """
+    facts = model_config, config.split_special_tokens, tokenizer
+    return folder_key(config, facts, [checkpoint_directory(config)], device, []).hex()

@@ -310,9 +310,11 @@ class EngineServer:
 def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
     directory = checkpoint_directory(config)
     limits, capacity = engine.runner.limits, engine.scheduler.request_capacity
+    parts = None if engine.tokenizer is None else engine.tokenizer.parts
+    text = "" if parts is None else parts.backend
     return Started(
         version=VERSION,
-        tokenizer=None if engine.tokenizer is None else engine.tokenizer.parts,
+        tokenizer=parts,
         capacity=capacity,
         limit="max_model_len" if capacity == limits.max_model_len else "size of the KV pool",
         max_model_len=limits.max_model_len,
@@ -323,7 +325,7 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_loras=limits.max_loras,
         device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
-        token_key=token_key(config, engine.model_config, engine.runner.device)
+        token_key=token_key(config, engine.model_config, engine.runner.device, text)
         if os.environ.get(KV_KEY_VARIABLE)
         else "",
     )

@@ -104,6 +104,7 @@ class Replicas:
         self.clients, self.config, self._settings = tuple(clients), clients[0].config, settings
         self._requests: dict[str, OpenRequest] = {}  # that have not ended
         self._drained: set[int] = set()  # engines that get no requests
+        self._handing = [asyncio.Lock() for _ in clients]  # an engine hands over to one drain at a time
         # Those that compute prompts for others, if there are others.
         of_prefill = {client.place.number for client in clients if client.config.role == "prefill"}
         self._prefill = of_prefill if len(of_prefill) < len(clients) else set()
@@ -445,8 +446,9 @@ class Replicas:
             return []
         engine = client.place.number
         try:
-            asking = asyncio.wait_for(client.hand_over(seconds), seconds + _HAND_OVER_SECONDS)
-            handed = (await asking).requests
+            async with self._handing[engine]:
+                asking = asyncio.wait_for(client.hand_over(seconds), seconds + _HAND_OVER_SECONDS)
+                handed = (await asking).requests
         except TimeoutError:  # its requests are computed again elsewhere
             own = [name for name, one in self._requests.items() if one.engine == engine and one.elsewhere is None]
             handed = dict.fromkeys(own, ([], None))
