@@ -41,7 +41,7 @@ _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_m
 _NAMES = {
     "version": "version of messages",
     "model": "model",
-    "key": "weights, code, torch, processor and engine arguments (by their SHA-256)",
+    "key": "weights, tokenizer, code, torch, processor, threads and engine arguments (by their SHA-256)",
     "capacity": "most tokens of a request (max_model_len, or what its KV pool holds)",
 }
 _decode_output = msgspec.msgpack.Decoder(Output).decode

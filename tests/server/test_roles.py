@@ -522,7 +522,7 @@ def test_another_server_is_refused_by_name(
                 [],
                 "same model, given a/b here and None there",
             ),
-            (OtherServer(second.url, "k", {**facts, "key": "x"}), [], "same weights, code, torch"),
+            (OtherServer(second.url, "k", {**facts, "key": "x"}), [], "same weights, tokenizer, code"),
             (OtherServer(second.url, "k", {**facts, "capacity": "64"}), [], "of a request .* given 64 here and 512"),
             (OtherServer(second.url, "k", {**facts, "version": "0"}), [], "same version of messages, given 0 here"),
             (OtherServer(second.url, "k", facts), [AdapterRef("x", str(tmp_path))], "has the same adapter 'x'"),
