@@ -325,7 +325,7 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_loras=limits.max_loras,
         device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
-        token_key=token_key(config, engine.model_config, engine.runner.device, text)
+        token_key=token_key(config, engine.model_config, engine.runner.device, engine.runner.num_threads, text)
         if os.environ.get(KV_KEY_VARIABLE)
         else "",
     )
