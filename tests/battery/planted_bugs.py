@@ -1247,10 +1247,12 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         the server that takes requests need not know the key
             OtherServer.meet: not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()) => False
         a server of other weights takes requests
-            OtherServer.meet: facts["key"] != own["key"] => False
+            OtherServer.meet: here != there and (name != "model" or facts.get("key") != own["key"]) =>
+                here != there and name == "version"
+        a server takes its own requests
+            OtherServer.meet: facts.get("server") == own.get("server") => False
         an adapter of the same name is the same
-            OtherServer.meet: facts["adapters"].get(adapter.name) != await asyncio.to_thread(adapter_digest, adapter) =>
-                False
+            OtherServer.meet: digest is None or facts["adapters"].get(adapter.name) != digest => False
         """,
     ),
     (
@@ -1269,6 +1271,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a drained engine gets requests
             Replicas._of_role: self._fault(one) is None and one.place.number not in self._drained =>
                 self._fault(one) is None
+        two drains at once move a request twice
+            Replicas._hand_over: self._handing[engine] => contextlib.nullcontext()
         a request that was left runs on
             Replicas._forget: client.abort(left) => None
         what another server gave before it broke off comes again
