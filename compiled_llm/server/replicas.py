@@ -104,6 +104,7 @@ class Replicas:
         self.clients, self.config, self._settings = tuple(clients), clients[0].config, settings
         self._requests: dict[str, OpenRequest] = {}  # that have not ended
         self._drained: set[int] = set()  # engines that get no requests
+        self._other: OtherServer | None = None  # that gets all requests
         self._handing = [asyncio.Lock() for _ in clients]  # an engine hands over to one drain at a time
         # Those that compute prompts for others, if there are others.
         of_prefill = {client.place.number for client in clients if client.config.role == "prefill"}
@@ -267,7 +268,11 @@ class Replicas:
         timer = asyncio.get_running_loop().call_at(deadline, unread.fail, TimeoutError())
         try:
             for request_id, request in made.items():
-                self._send(request_id, request)
+                if self._other is None:
+                    self._send(request_id, request)
+                else:
+                    encode(request.asked)  # what cannot be sent is refused now
+                    self._send_elsewhere(self._other, request_id, request, None)
             while open_ids:
                 output = await unread.next()
                 if output.has_ended:
@@ -474,6 +479,8 @@ class Replicas:
         What it refuses, or does not serve to its end, goes on here. Arguments, result and errors as of ``drain``.
         """
         clients = self.clients if engine is None else [self._begin_drain(engine)]
+        if engine is None:
+            self._other = other
 
         async def move(client: EngineClient) -> int:
             handed = await self._hand_over(client, seconds)
@@ -481,11 +488,15 @@ class Replicas:
                 if request.late is not None:
                     request.late.cancel()
                     request.late, params = None, None
-                moving = self._serve_elsewhere(other, request_id, request, params)
-                request.elsewhere = asyncio.create_task(moving)
+                self._send_elsewhere(other, request_id, request, params)
             return len(handed)
 
         return sum(await asyncio.gather(*map(move, clients)))
+
+    def _send_elsewhere(
+        self, other: OtherServer, request_id: str, request: OpenRequest, params: dict[str, Any] | None
+    ) -> None:
+        request.elsewhere = asyncio.create_task(self._serve_elsewhere(other, request_id, request, params))
 
     async def _serve_elsewhere(
         self, other: OtherServer, request_id: str, request: OpenRequest, params: dict[str, Any] | None

@@ -379,6 +379,19 @@ class PlayedServer(OtherServer):
 
 
 @runs
+async def test_what_was_still_to_be_encoded_goes_there_at_once() -> None:
+    async with serving("both") as (replicas, (engine,)):
+        engine.handed, other = {}, PlayedServer()
+        assert await replicas.drain_to(other, None, 0.0) == 0
+        task = asyncio.create_task(collected(replicas, asked("a")))
+        await settle()
+        assert (len(other.asked), engine.sent) == (1, [])
+        other.given.put_nowait(Output("theirs", [Piece(0, "x", [5], finish_reason="stop")], times=TIMES))
+        assert texts(await task) == "x"
+        assert isinstance(await collected(replicas, asked("b", logits_transforms={"x": 2**70})), OverflowError)
+
+
+@runs
 async def test_two_drains_at_once_move_a_request_once() -> None:
     """The second one is impatient, while the engine still lays blocks ready for the first."""
     module_seconds, module._HAND_OVER_SECONDS = module._HAND_OVER_SECONDS, 0.05
