@@ -75,6 +75,32 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         OtherServer(url, None, FACTS)
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "has the same COMPILED_LLM_KV_KEY"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "has the same COMPILED_LLM_KV_KEY"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "has the same COMPILED_LLM_KV_KEY"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nhello", "answers with status 404: hello"),
+        (b'HTTP/1.1 500\r\nContent-Length: 12\r\n\r\n{"error": 5}', "answers with status 500"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "answers with status"),
+    ],
+    ids=["text", "list", "no length", "404", "500", "no HTTP"],
+)
+def test_what_is_no_such_server_is_refused_by_name(answer: bytes, said: str) -> None:
+    async def meet() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            await OtherServer(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, FACTS).meet()
+
+    with pytest.raises(ValueError, match=said):
+        asyncio.run(meet())
+
+
 def test_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for each request: they would take time from all streams."""
     made: list[None] = []
