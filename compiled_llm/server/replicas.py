@@ -383,7 +383,7 @@ class Replicas:
         if output.has_ended:
             del self._requests[output.request_id]
             self._set_left(request, 0)
-        else:
+        elif request.elsewhere is None:
             left = request.num_left if request.is_begun else request.num_expected  # then the prompt is computed
             request.is_begun = True
             self._set_left(request, max(1, left - sum(len(piece.token_ids) for piece in output.pieces)))

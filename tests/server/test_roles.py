@@ -386,6 +386,9 @@ async def test_what_was_still_to_be_encoded_goes_there_at_once() -> None:
         task = asyncio.create_task(collected(replicas, asked("a")))
         await settle()
         assert (len(other.asked), engine.sent) == (1, [])
+        other.given.put_nowait(Output("theirs", [Piece(0, "", [])]))
+        await settle()
+        assert replicas._loads == [0], "it is no work of an engine here"
         other.given.put_nowait(Output("theirs", [Piece(0, "x", [5], finish_reason="stop")], times=TIMES))
         assert texts(await task) == "x"
         assert isinstance(await collected(replicas, asked("b", logits_transforms={"x": 2**70})), OverflowError)
