@@ -210,6 +210,7 @@ class EngineServer:
         found |= self._engine.hand_over(asked.seconds)
         for request_id in found:
             self._ended.pop(request_id, None)
+        self._send_outputs([])  # no step follows that would say that it has none any more
         self._send(HandedOver(asked.number, found))
 
     def _prepare(self, asked: Generate) -> None:

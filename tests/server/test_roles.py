@@ -357,6 +357,7 @@ def test_streams_go_on_when_their_engine_is_drained_or_dies(
             assert len(logprobs[0]) == 150
             if not kills:
                 assert three[1].stats().peer_hit_tokens > before
+                until(lambda: running.client.clients[0].num_running == 0)
                 assert main("drain", [running.url, "--engine", "0", "--undo"]) == 0
                 assert running.http.post("/drain", json={"engine": 7}).status_code == 400
         assert running.client.num_handed_over == running.client.num_served_again == 1
