@@ -409,7 +409,8 @@ async def test_two_drains_at_once_move_a_request_once() -> None:
                 await ready.wait()
                 return HandedOver(0, {} if others[0].asked else {"a": ([5, 6], GIVEN)})
 
-            others, engine.hand_over = (PlayedServer(), PlayedServer()), hand_over
+            others = PlayedServer(), PlayedServer()
+            engine.hand_over = hand_over  # type: ignore[method-assign]
             drains = [asyncio.create_task(replicas.drain_to(others[0], None, 60.0))]
             await settle()
             drains.append(asyncio.create_task(replicas.drain_to(others[1], None, 0.0)))
