@@ -11,6 +11,7 @@ from compiled_llm.checkpoint.model_files import checkpoint_directory
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.transfers import Transfers
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.worker.tier_files import folder_key
 
 
@@ -38,6 +39,14 @@ def hand_over(
     return found
 
 
-def token_key(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> str:
-    """Of all that tokens depend on besides their request: engines with the same key give the same ones."""
-    return folder_key(config, [model_config], [checkpoint_directory(config)], device, []).hex()
+def token_key(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, num_threads: int, tokenizer: str
+) -> str:
+    """Of all that tokens and their texts depend on besides their request: engines with the same key give the same.
+
+    How many tokens a request may have is left out. ``num_threads``: the engine's; ``tokenizer``: the library's, as
+    JSON.
+    """
+    facts = model_config, config.split_special_tokens, tokenizer
+    with own_settings(num_threads):
+        return folder_key(config, facts, [checkpoint_directory(config)], device, []).hex()

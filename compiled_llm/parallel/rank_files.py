@@ -46,7 +46,9 @@ class RankFiles:
         found, lost = now - self.there, (touched - now) & self.there
         self.there = (self.there | found) - lost
         read = [(digest, *_slowest(self._reads.pop(digest))) for digest in self._ended(self._reads)]
-        written = [(digest, all(self._writes.pop(digest))) for digest in self._ended(self._writes)]
+        written = [
+            (digest, all(self._writes.pop(digest)) and digest in self.there) for digest in self._ended(self._writes)
+        ]
         return FileResult(
             tuple(read),
             tuple(written),

@@ -26,6 +26,11 @@ from compiled_llm.server.unread import EngineEndedError, RequestAbortedError
 def add_drain(app: FastAPI, service: Service) -> None:
     taken = TakenOver()
 
+    def facts() -> dict[str, str]:
+        started = service.started
+        model, capacity = str(service.client.config.model), str(started.capacity)
+        return {"model": model, "key": started.token_key, "capacity": capacity, "server": taken.name}
+
     @app.post("/drain", openapi_extra=described(schemas.Drained, "DrainRequest"))
     async def drain(request: Request) -> Response:
         """Move the requests of an engine to others, which take what KV blocks are ready in time.
@@ -37,7 +42,7 @@ def add_drain(app: FastAPI, service: Service) -> None:
             if to is None:
                 assert engine is not None
                 return JsonResponse({"moved": await service.client.drain(engine, seconds)})
-            other = OtherServer(to, key, _facts(service))
+            other = OtherServer(to, key, facts())
             await other.meet(*service.client.adapters_in_use)
             if engine is None:
                 service.end_when_answered()
@@ -64,7 +69,7 @@ def add_drain(app: FastAPI, service: Service) -> None:
         """Tell another server, which is to end, what is served here."""
         body = await read_body(service, request, dict)
         try:
-            return JsonResponse(await taken.hello(body, _facts(service), _adapters(service)))
+            return JsonResponse(await taken.hello(body, facts(), _adapters(service)))
         except ValueError as error:
             raise ApiError.of(error) from error
 
@@ -79,10 +84,6 @@ def add_drain(app: FastAPI, service: Service) -> None:
         except ValueError as error:
             raise ApiError.of(error) from error
         return await unless_gone(request.receive, streamed(service, _outputs(service, asked)))
-
-
-def _facts(service: Service) -> dict[str, str]:
-    return {"model": str(service.client.config.model), "key": service.started.token_key}
 
 
 def _adapters(service: Service) -> dict[str, AdapterRef]:
@@ -114,6 +115,8 @@ def _drained(body: Mapping[str, Any]) -> tuple[int | None, float, str | None, st
     for name, text in (("to", to), ("to_api_key", key)):
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{name} must be a string, given {shown(text)}")
+    if to is None and key is not None:
+        raise ValueError("to_api_key must be None without to, the server that it is for")
     seconds = body.get("grace_seconds", 5.0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 3600:
         raise ValueError(f"grace_seconds must be a number from 0 to 3600, given {shown(seconds)}")

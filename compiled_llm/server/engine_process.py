@@ -210,6 +210,7 @@ class EngineServer:
         found |= self._engine.hand_over(asked.seconds)
         for request_id in found:
             self._ended.pop(request_id, None)
+        self._send_outputs([])  # no step follows that would say that it has none any more
         self._send(HandedOver(asked.number, found))
 
     def _prepare(self, asked: Generate) -> None:
@@ -310,9 +311,11 @@ class EngineServer:
 def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
     directory = checkpoint_directory(config)
     limits, capacity = engine.runner.limits, engine.scheduler.request_capacity
+    parts = None if engine.tokenizer is None else engine.tokenizer.parts
+    text = "" if parts is None else parts.backend
     return Started(
         version=VERSION,
-        tokenizer=None if engine.tokenizer is None else engine.tokenizer.parts,
+        tokenizer=parts,
         capacity=capacity,
         limit="max_model_len" if capacity == limits.max_model_len else "size of the KV pool",
         max_model_len=limits.max_model_len,
@@ -323,7 +326,7 @@ def _started(engine: CompiledEngine, config: EngineConfig) -> Started:
         max_loras=limits.max_loras,
         device=engine.runner.device.type,
         sampling=suggested_sampling(directory),
-        token_key=token_key(config, engine.model_config, engine.runner.device)
+        token_key=token_key(config, engine.model_config, engine.runner.device, engine.runner.num_threads, text)
         if os.environ.get(KV_KEY_VARIABLE)
         else "",
     )

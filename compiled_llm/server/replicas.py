@@ -104,6 +104,8 @@ class Replicas:
         self.clients, self.config, self._settings = tuple(clients), clients[0].config, settings
         self._requests: dict[str, OpenRequest] = {}  # that have not ended
         self._drained: set[int] = set()  # engines that get no requests
+        self._other: OtherServer | None = None  # that gets all requests
+        self._handing = [asyncio.Lock() for _ in clients]  # an engine hands over to one drain at a time
         # Those that compute prompts for others, if there are others.
         of_prefill = {client.place.number for client in clients if client.config.role == "prefill"}
         self._prefill = of_prefill if len(of_prefill) < len(clients) else set()
@@ -266,7 +268,11 @@ class Replicas:
         timer = asyncio.get_running_loop().call_at(deadline, unread.fail, TimeoutError())
         try:
             for request_id, request in made.items():
-                self._send(request_id, request)
+                if self._other is None:
+                    self._send(request_id, request)
+                else:
+                    encode(request.asked)  # what cannot be sent is refused now
+                    self._send_elsewhere(self._other, request_id, request, None)
             while open_ids:
                 output = await unread.next()
                 if output.has_ended:
@@ -377,7 +383,7 @@ class Replicas:
         if output.has_ended:
             del self._requests[output.request_id]
             self._set_left(request, 0)
-        else:
+        elif request.elsewhere is None:
             left = request.num_left if request.is_begun else request.num_expected  # then the prompt is computed
             request.is_begun = True
             self._set_left(request, max(1, left - sum(len(piece.token_ids) for piece in output.pieces)))
@@ -445,8 +451,9 @@ class Replicas:
             return []
         engine = client.place.number
         try:
-            asking = asyncio.wait_for(client.hand_over(seconds), seconds + _HAND_OVER_SECONDS)
-            handed = (await asking).requests
+            async with self._handing[engine]:
+                asking = asyncio.wait_for(client.hand_over(seconds), seconds + _HAND_OVER_SECONDS)
+                handed = (await asking).requests
         except TimeoutError:  # its requests are computed again elsewhere
             own = [name for name, one in self._requests.items() if one.engine == engine and one.elsewhere is None]
             handed = dict.fromkeys(own, ([], None))
@@ -472,6 +479,8 @@ class Replicas:
         What it refuses, or does not serve to its end, goes on here. Arguments, result and errors as of ``drain``.
         """
         clients = self.clients if engine is None else [self._begin_drain(engine)]
+        if engine is None:
+            self._other = other
 
         async def move(client: EngineClient) -> int:
             handed = await self._hand_over(client, seconds)
@@ -479,11 +488,15 @@ class Replicas:
                 if request.late is not None:
                     request.late.cancel()
                     request.late, params = None, None
-                moving = self._serve_elsewhere(other, request_id, request, params)
-                request.elsewhere = asyncio.create_task(moving)
+                self._send_elsewhere(other, request_id, request, params)
             return len(handed)
 
         return sum(await asyncio.gather(*map(move, clients)))
+
+    def _send_elsewhere(
+        self, other: OtherServer, request_id: str, request: OpenRequest, params: dict[str, Any] | None
+    ) -> None:
+        request.elsewhere = asyncio.create_task(self._serve_elsewhere(other, request_id, request, params))
 
     async def _serve_elsewhere(
         self, other: OtherServer, request_id: str, request: OpenRequest, params: dict[str, Any] | None

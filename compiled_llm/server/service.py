@@ -105,10 +105,15 @@ class Service:
     @property
     def started(self) -> Started:
         """What an engine said of itself. ``ApiError`` while none serves, and when the server ends."""
+        if self.is_draining and self.client.ended is None:
+            raise ApiError(503, "the server is about to end", {"Retry-After": "10"})
+        return self._engines
+
+    @property
+    def _engines(self) -> Started:
+        """As ``started``, also while the server ends: for requests that have a place."""
         if self.client.ended is not None:
             raise ApiError(503, self.client.ended)
-        if self.is_draining:
-            raise ApiError(503, "the server is about to end", {"Retry-After": "10"})
         started = self.client.started
         if started is None or not self.is_started:
             raise ApiError(503, "the model is being loaded", {"Retry-After": "1"})
@@ -187,7 +192,7 @@ class Service:
             ApiError: it cannot be served.
         """
         adapter = self.adapter_of(asked.model)
-        defaults = {"max_tokens": _MAX_TOKENS[asked.kind], **self.started.sampling}
+        defaults = {"max_tokens": _MAX_TOKENS[asked.kind], **self._engines.sampling}
         sampling = {**defaults, **asked.sampling, "output_kind": "delta" if asked.stream else "final"}
         try:
             params = SamplingParams(**sampling)
@@ -198,7 +203,7 @@ class Service:
                 encoded = await self.encode(asked, params)
                 starts = [None] * len(encoded)
             for prompt in encoded:
-                check_token_ids("prompt", prompt.token_ids, self.started.vocab_size)
+                check_token_ids("prompt", prompt.token_ids, self._engines.vocab_size)
             plan = await self.plan(asked, encoded)
             if plan is not None:
                 sampling |= plan.sampling
@@ -278,7 +283,7 @@ class Service:
 
     @property
     def _capacity(self) -> Capacity:
-        return Capacity(self.started.capacity, self.started.limit)
+        return Capacity(self._engines.capacity, self._engines.limit)
 
     async def plan(self, asked: OpenAIRequest, encoded: Sequence[EncodedPrompt]) -> AnswerPlan | None:
         """How the answer to a request is read. ``ValueError``: it wants calls in a way that cannot be served."""
@@ -291,7 +296,7 @@ class Service:
 
     def chat_prompt(self, messages: Sequence[Any], options: Mapping[str, Any]) -> EncodedPrompt:
         """A conversation as the chat template writes it; waits for that. ``ValueError`` as ``ChatEncoder.encode``."""
-        return EncodedPrompt(*self._chats.encode(messages, self.started.capacity, **options))
+        return EncodedPrompt(*self._chats.encode(messages, self._engines.capacity, **options))
 
     async def in_thread(self, function: Callable[[], Result]) -> Result:
         """For what may take long, so that others do not wait for it."""

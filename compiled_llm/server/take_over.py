@@ -34,14 +34,15 @@ from compiled_llm.api.config import KV_KEY_VARIABLE, LEAST_KV_KEY
 from compiled_llm.api.readable import shown
 from compiled_llm.server.messages import VERSION, AdapterRef, Generate, Output, decode_for_engine, encode
 
-_CHALLENGE_SECONDS, _MOST_CHALLENGES = 30.0, 1024
+_CHALLENGE_SECONDS, _MOST_CHALLENGES = 30.0, 1 << 16
 _HELLO_SECONDS, _MOST_HELLO = 10.0, 1 << 20
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a machine may vanish
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _NAMES = {
     "version": "version of messages",
     "model": "model",
-    "key": "weights, code, torch, processor and engine arguments (by their SHA-256)",
+    "key": "weights, tokenizer, code, torch, processor, threads and engine arguments (by their SHA-256)",
+    "capacity": "most tokens of a request (max_model_len, or what its KV pool holds)",
 }
 _decode_output = msgspec.msgpack.Decoder(Output).decode
 
@@ -61,10 +62,13 @@ def shared_secret() -> bytes:
     return secret.encode()
 
 
-def adapter_digest(adapter: AdapterRef) -> str:
-    """SHA-256 of its files. May wait. ``OSError``: they are not there."""
-    paths = [path for name in _ADAPTER_FILES if (path := Path(adapter.path) / name).is_file()]
-    return _digest(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths))
+def adapter_digest(adapter: AdapterRef) -> str | None:
+    """SHA-256 of its files; None: they are not there any more. May wait."""
+    with contextlib.suppress(OSError):
+        paths = [path for name in _ADAPTER_FILES if (path := Path(adapter.path) / name).is_file()]
+        found = tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
+        return _digest(found) if found else None
+    return None
 
 
 @functools.lru_cache(maxsize=256)
@@ -83,9 +87,14 @@ def _proof(secret: bytes, side: str, *parts: str) -> str:
 
 
 class TakenOver:
-    """Of the server that takes requests over: what it says and checks of them."""
+    """Of the server that takes requests over: what it says and checks of them.
+
+    Attributes:
+        name: of this server, random: no two have the same.
+    """
 
     def __init__(self) -> None:
+        self.name = secrets.token_hex(16)
         self._challenges: dict[str, float] = {}  # and when they were made, oldest first
 
     async def hello(
@@ -94,7 +103,8 @@ class TakenOver:
         """The answer to a first message.
 
         Args:
-            facts: "key": of all that tokens depend on, as ``Started`` has it; "model": what a person calls that.
+            facts: "key": of all that tokens depend on, as ``Started`` has it; "model": what a person calls that;
+                "capacity": most tokens of a request; "server": a ``name``.
             own: adapters by name.
 
         Raises:
@@ -104,13 +114,17 @@ class TakenOver:
         if not isinstance(challenge, str) or len(challenge) != 64 or not isinstance(adapters, list):
             raise ValueError(f"challenge and adapters must be 64 characters and a list, given {shown(body)}")
         secret, made = shared_secret(), secrets.token_hex(32)
-        known = [own[name] for name in adapters if isinstance(name, str) and name in own]
-        digests = {one.name: await asyncio.to_thread(adapter_digest, one) for one in known}
-        self._challenges[made] = time.monotonic()
-        while len(self._challenges) > _MOST_CHALLENGES:
+        known = {name: own[name] for name in adapters if isinstance(name, str) and name in own}
+        digests = {name: await asyncio.to_thread(adapter_digest, one) for name, one in known.items()}
+        now = self._challenges[made] = time.monotonic()
+        while len(self._challenges) > _MOST_CHALLENGES or now > self._oldest + _CHALLENGE_SECONDS:
             del self._challenges[next(iter(self._challenges))]
         said = json.dumps({"version": str(VERSION), **facts, "adapters": digests, "challenge": made})
         return {"facts": said, "proof": _proof(secret, "takes", challenge, said)}
+
+    @property
+    def _oldest(self) -> float:
+        return next(iter(self._challenges.values()))
 
     def request(self, body: Mapping[str, Any], request_id: str, own: Mapping[str, AdapterRef]) -> Generate:
         """A request that is to be served, by a name of this server's own.
@@ -157,7 +171,9 @@ class OtherServer:
             raise ValueError(f"to must be the URL of a server, as http://127.0.0.1:8000, given {shown(url)}")
         if api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", api_key):
             raise ValueError("to_api_key must be visible ASCII characters")
-        self.url, self._secret, self._tls = url.rstrip("/"), shared_secret(), parts.scheme == "https"
+        self.url, self._secret = url.rstrip("/"), shared_secret()
+        # Made once: to read all certificates takes some 20 ms, in which nobody gets a token.
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
         self._path, self._netloc = parts.path.rstrip("/"), parts.netloc
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -167,13 +183,15 @@ class OtherServer:
         """Have it prove that it knows the secret, and that its tokens are these. Returns random bytes for one request.
 
         Raises:
-            ValueError: it has another key, model or adapter.
+            ValueError: it has another key, model or adapter, or is this server.
             OSError, EOFError: it does not answer.
         """
         challenge = secrets.token_hex(32)
         said = {"challenge": challenge, "adapters": [adapter.name for adapter in adapters]}
         async with asyncio.timeout(_HELLO_SECONDS), self._answer("/take_over", said) as (reader, length):
-            found = json.loads(await reader.readexactly(min(length, _MOST_HELLO)))
+            content, found = await reader.readexactly(min(length, _MOST_HELLO)), None
+            with contextlib.suppress(ValueError):  # else it is no such server, and proves nothing
+                found = json.loads(content)
         answer = found if isinstance(found, dict) else {}
         text = str(answer.get("facts"))
         expected = _proof(self._secret, "takes", challenge, text)
@@ -181,13 +199,18 @@ class OtherServer:
             raise ValueError(f"to must name a server that has the same {KV_KEY_VARIABLE}, given {self.url}")
         facts = json.loads(text)
         own = self._facts
-        for name in ("version", "model", "key"):
+        if facts.get("server") == own.get("server"):
+            raise ValueError(f"to must name another server than this one, given {self.url}")
+        for name, words in _NAMES.items():
+            here, there = str(own.get(name)), str(facts.get(name))
             # The model's directory may be another one.
-            if facts[name] != own[name] and (name == "version" or facts["key"] != own["key"]):
-                raise ValueError(f"to must name a server of the same {_NAMES[name]}, given {own[name]:.100} here and "
-                                 f"{facts[name]:.100} there")  # fmt: skip
+            if here != there and (name != "model" or facts.get("key") != own["key"]):
+                raise ValueError(
+                    f"to must name a server of the same {words}, given {here:.100} here and {there:.100} there"
+                )
         for adapter in adapters:
-            if facts["adapters"].get(adapter.name) != await asyncio.to_thread(adapter_digest, adapter):
+            digest = await asyncio.to_thread(adapter_digest, adapter)
+            if digest is None or facts["adapters"].get(adapter.name) != digest:
                 raise ValueError(f"to must name a server that has the same adapter {shown(adapter.name)}")
         return str(facts["challenge"])
 
@@ -214,9 +237,8 @@ class OtherServer:
     @contextlib.asynccontextmanager
     async def _answer(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
         """The body of its answer, which has so many bytes, or comes in chunks. ``ValueError``: it refuses."""
-        context = ssl.create_default_context() if self._tls else None
         async with asyncio.timeout(_HELLO_SECONDS):
-            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context)
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         try:
             own = writer.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

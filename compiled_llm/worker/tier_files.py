@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_llm.api.config import KV_KEY_VARIABLE, LEAST_KV_KEY, EngineConfig
 from compiled_llm.system.hardware import hardware
+from compiled_llm.tiers.block_file import HEADER_BYTES
 from compiled_llm.tiers.exchange import BlockExchange, hello
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.tiers.folder import BlockFolder
@@ -87,15 +88,19 @@ def open_files(
 ) -> FileThread:
     """The files of ``kv_disk_path`` that are this engine's, looked at once; or other engines. See ``folder_key``.
 
-    ``ValueError``: there is no key for engines to know each other by, or too short a one.
+    ``ValueError``: there is no key for engines to know each other by, or too short a one; or no room for a file.
     """
     key = folder_key(config, facts, directories, device, steps.cache_groups()[:-1])
     rows = HostRows(swap_space.pools[:-1])
+    own, of_windows = rows(swap_space.num_blocks + 1)
+    block_bytes = sum(map(len, (own, *of_windows)))
     if config.transfers:
-        own, of_windows = rows(swap_space.num_blocks + 1)
-        return FileThread(_exchange(config, key, sum(map(len, (own, *of_windows)))), rows)
+        return FileThread(_exchange(config, key, block_bytes), rows)
     assert config.kv_disk_path is not None
-    folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes // config.tensor_parallel_size)
+    ranks, least = config.tensor_parallel_size, HEADER_BYTES + block_bytes
+    if config.disk_bytes < ranks * least:
+        raise ValueError(f"kv_disk_bytes must be at least {ranks * least}, a block, given {config.disk_bytes}")
+    folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes // ranks)
     folder.scan()
     return FileThread(folder, rows)
 

@@ -305,6 +305,12 @@ def test_a_late_file_is_computed(tiny: dict[str, Any], tmp_path: Path, monkeypat
         assert stats.tier_idle_seconds > 0
 
 
+def test_a_bound_of_files_has_room_for_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"kv_disk_bytes must be at least \d+, a block, given 1000"):
+        CompiledEngine(**SMALL, kv_host_bytes=2**20, kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=1000)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"kv_host_bytes must be 0 for .*keep a state"):
         CompiledEngine(str(checkpoint("lfm2")), **SMALL, kv_host_bytes=2**20)

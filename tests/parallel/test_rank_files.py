@@ -30,6 +30,17 @@ def test_a_write_ends_with_its_last_rank() -> None:
     assert (ended.written, files.there) == (((B, True),), {A, B})
 
 
+def test_a_part_that_made_room_before_the_last_rank_had_written_its_own_is_missed() -> None:
+    files = RankFiles([(), ()])
+    files.joined([FileResult(written=((A, True),)), NOTHING])
+    assert files.joined([FileResult(lost=(A,)), NOTHING]) == NOTHING
+    assert files.joined([NOTHING, FileResult(written=((A, True),))]) == FileResult(written=((A, False),))
+    assert files.there == set()
+    # Within one step: what was written there made room at once.
+    both = [FileResult(written=((B, True), (C, True)), lost=(B,)), FileResult(written=((B, True), (C, True)))]
+    assert files.joined(both) == FileResult(written=((B, False), (C, True)), found=(C,))
+
+
 def test_a_read_ends_with_its_last_rank_and_takes_what_all_have() -> None:
     files = RankFiles([(A, B), (A, B)])
     first = FileResult(read=((A, (0, 1), 3.0), (B, (), 1.0)))

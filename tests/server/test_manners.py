@@ -17,6 +17,7 @@ import pytest
 
 from compiled_llm import CompiledEngine
 from compiled_llm.server import run
+from compiled_llm.server.service import Service
 from compiled_llm.system.child_process import framed
 from tests.server.conftest import BrokenEngineError, Running, running_with
 
@@ -294,6 +295,26 @@ def test_an_engine_that_hangs_is_not_healthy(engine: CompiledEngine, monkeypatch
             hangs.set()
             assert asked.recv(4096).startswith(b"HTTP/1.1 200")
             assert running.http.get("/health").status_code == 200
+
+
+def test_what_has_a_place_is_answered_though_its_server_ends_before_its_tokens_are_known(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_with(engine) as running:
+        encode = Service.encode
+
+        async def encoding(self: Service, *given: Any) -> Any:
+            running.stop()
+            until_ending = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.1, until_ending.set)
+            await until_ending.wait()
+            assert self.is_draining
+            return await encode(self, *given)
+
+        monkeypatch.setattr(Service, "encode", encoding)
+        answer = running.http.post("/v1/completions", json={"prompt": "import os", "max_tokens": 3})
+        assert answer.status_code == 200, answer.text
+        assert running.ended() == 0
 
 
 def test_with_a_certificate_it_is_found_at_https_alone(engine: CompiledEngine) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from compiled_llm.api.config import EngineConfig
 from compiled_llm.commands.drain import main
 from compiled_llm.server import replicas as module
 from compiled_llm.server.engine_client import Place
-from compiled_llm.server.messages import AdapterRef, HandedOver, Output, Piece
+from compiled_llm.server.messages import AdapterRef, Generate, HandedOver, Output, Piece
 from compiled_llm.server.replicas import Replicas, engine_clients
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.server.take_over import OtherServer
@@ -357,12 +357,73 @@ def test_streams_go_on_when_their_engine_is_drained_or_dies(
             assert len(logprobs[0]) == 150
             if not kills:
                 assert three[1].stats().peer_hit_tokens > before
+                until(lambda: running.client.clients[0].num_running == 0)
                 assert main("drain", [running.url, "--engine", "0", "--undo"]) == 0
                 assert running.http.post("/drain", json={"engine": 7}).status_code == 400
         assert running.client.num_handed_over == running.client.num_served_again == 1
 
 
 # -- From one server to another
+
+
+class PlayedServer(OtherServer):
+    """Another server that a test plays: it gives what is put into ``given``."""
+
+    def __init__(self) -> None:
+        self.asked: list[Generate] = []
+        self.given: asyncio.Queue[Output] = asyncio.Queue()
+
+    async def outputs(self, asked: Generate) -> AsyncGenerator[Output, None]:
+        self.asked.append(asked)
+        while True:
+            yield await self.given.get()
+
+
+@runs
+async def test_what_was_still_to_be_encoded_goes_there_at_once() -> None:
+    async with serving("both") as (replicas, (engine,)):
+        engine.handed, other = {}, PlayedServer()
+        assert await replicas.drain_to(other, None, 0.0) == 0
+        task = asyncio.create_task(collected(replicas, asked("a")))
+        await settle()
+        assert (len(other.asked), engine.sent) == (1, [])
+        other.given.put_nowait(Output("theirs", [Piece(0, "", [])]))
+        await settle()
+        assert replicas._loads == [0], "it is no work of an engine here"
+        other.given.put_nowait(Output("theirs", [Piece(0, "x", [5], finish_reason="stop")], times=TIMES))
+        assert texts(await task) == "x"
+        assert isinstance(await collected(replicas, asked("b", logits_transforms={"x": 2**70})), OverflowError)
+
+
+@runs
+async def test_two_drains_at_once_move_a_request_once() -> None:
+    """The second one is impatient, while the engine still lays blocks ready for the first."""
+    module_seconds, module._HAND_OVER_SECONDS = module._HAND_OVER_SECONDS, 0.05
+    try:
+        async with serving("both") as (replicas, (engine,)):
+            task = asyncio.create_task(collected(replicas, asked("a")))
+            await settle()
+            ready = asyncio.Event()
+
+            async def hand_over(seconds: float) -> HandedOver:
+                await ready.wait()
+                return HandedOver(0, {} if others[0].asked else {"a": ([5, 6], GIVEN)})
+
+            others = PlayedServer(), PlayedServer()
+            engine.hand_over = hand_over  # type: ignore[method-assign]
+            drains = [asyncio.create_task(replicas.drain_to(others[0], None, 60.0))]
+            await settle()
+            drains.append(asyncio.create_task(replicas.drain_to(others[1], None, 0.0)))
+            await asyncio.sleep(0.1)
+            ready.set()
+            assert [await drain for drain in drains] == [1, 0]
+            await settle()
+            assert [len(other.asked) for other in others] == [1, 0]
+            others[0].given.put_nowait(Output("theirs", [Piece(0, "xy", [5, 6], finish_reason="stop")], times=TIMES))
+            assert texts(await task) == "xy"
+    finally:
+        module._HAND_OVER_SECONDS = module_seconds
+
 
 TO = {"max_tokens": 60, "ignore_eos": True}
 MOVED: tuple[dict[str, Any], ...] = (
@@ -433,6 +494,32 @@ def test_a_drained_server_has_another_one_go_on(
         until(lambda: three[0]._transfers.exchange.giver.num_leases == 0)  # type: ignore[union-attr]
 
 
+def test_a_server_is_drained_over_https(
+    three: list[CompiledEngine], reference: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To one that the system's certificates, or those of SSL_CERT_FILE, vouch for."""
+    monkeypatch.setenv("COMPILED_LLM_KV_KEY", "a key that all of them share")
+    tls = Path(__file__).with_name("tls")
+    files = {"ssl_certfile": str(tls / "certificate.pem"), "ssl_keyfile": str(tls / "key.pem")}
+    with running_with(reference) as one:
+        expected = answered_by(one, MOVED[0])
+    with (
+        running_with(three[0], allow_drain=True) as first,
+        running_with(three[1], allow_drain=True, **files) as second,
+    ):
+        strange = first.http.post("/drain", json={"to": second.url})
+        assert strange.status_code == 400
+        assert "CERTIFICATE_VERIFY_FAILED" in strange.text
+        monkeypatch.setenv("SSL_CERT_FILE", files["ssl_certfile"])
+        with slow_steps(monkeypatch), ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(answered_by, first, MOVED[0])
+            until(lambda: any(len(one.output_token_ids) > 5 for one in three[0].scheduler.running))
+            assert first.http.post("/drain", json={"to": second.url}).json() == {"moved": 1}
+            assert answer.result() == expected
+        assert first.ended() == 0
+        assert first.client.num_handed_back == 0
+
+
 def test_another_server_is_refused_by_name(
     three: list[CompiledEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -443,7 +530,7 @@ def test_another_server_is_refused_by_name(
     ):
         started = first.client.started
         assert started is not None
-        facts = {"model": "None", "key": started.token_key}
+        facts = {"model": "None", "key": started.token_key, "capacity": str(started.capacity)}
         strange = OtherServer(second.url, "k", facts)
         strange._secret = b"another key of theirs"
         for other, adapters, said in (
@@ -453,7 +540,8 @@ def test_another_server_is_refused_by_name(
                 [],
                 "same model, given a/b here and None there",
             ),
-            (OtherServer(second.url, "k", {**facts, "key": "x"}), [], "same weights, code, torch"),
+            (OtherServer(second.url, "k", {**facts, "key": "x"}), [], "same weights, tokenizer, code"),
+            (OtherServer(second.url, "k", {**facts, "capacity": "64"}), [], "of a request .* given 64 here and 512"),
             (OtherServer(second.url, "k", {**facts, "version": "0"}), [], "same version of messages, given 0 here"),
             (OtherServer(second.url, "k", facts), [AdapterRef("x", str(tmp_path))], "has the same adapter 'x'"),
             (OtherServer(second.url, "j", facts), [], "answers with status 401: the request needs an API key"),
@@ -472,6 +560,8 @@ def test_another_server_is_refused_by_name(
             (["--to", second.url], "answers with status 401"),
             (["--to", "http://127.0.0.1:1"], "to must name a server that answers"),
             (["--to", second.url, "--to-api-key", "k", "--engine", "0"], "engine must not be the last one"),
+            (["--to", first.url], "to must name another server than this one"),
+            (["--to-api-key", "k", "--engine", "0"], "to_api_key must be None without to"),
             ([], "--engine must be given unless --to is"),
             (["--to", "x", "--undo", "--engine", "0"], "--to and --to-api-key have no meaning with --undo"),
         ):

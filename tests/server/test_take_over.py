@@ -75,6 +75,43 @@ def test_what_is_no_address_is_refused(url: str) -> None:
         OtherServer(url, None, FACTS)
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "has the same COMPILED_LLM_KV_KEY"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "has the same COMPILED_LLM_KV_KEY"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "has the same COMPILED_LLM_KV_KEY"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nhello", "answers with status 404: hello"),
+        (b'HTTP/1.1 500\r\nContent-Length: 12\r\n\r\n{"error": 5}', "answers with status 500"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "answers with status"),
+    ],
+    ids=["text", "list", "no length", "404", "500", "no HTTP"],
+)
+def test_what_is_no_such_server_is_refused_by_name(answer: bytes, said: str) -> None:
+    async def meet() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            await OtherServer(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, FACTS).meet()
+
+    with pytest.raises(ValueError, match=said):
+        asyncio.run(meet())
+
+
+def test_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each request: they would take time from all streams."""
+    made: list[None] = []
+    monkeypatch.setattr(module.ssl, "create_default_context", lambda: made.append(None))
+    other = OtherServer("https://127.0.0.1:1", None, FACTS)
+    for _ in range(2):
+        with pytest.raises(ConnectionRefusedError):
+            asyncio.run(other.meet())
+    assert len(made) == 1
+
+
 def test_a_header_has_no_second_line() -> None:
     with pytest.raises(ValueError, match="to_api_key must be visible ASCII"):
         OtherServer("http://a", "b\r\nc", FACTS)
@@ -87,3 +124,30 @@ def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
         (tmp_path / name / "adapter_model.safetensors").write_bytes(content)
         digests.append(adapter_digest(AdapterRef(name, str(tmp_path / name))))
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_an_adapter_without_files_is_like_no_other(tmp_path: Path) -> None:
+    """Of two servers that have both lost them, too."""
+    gone, taken = AdapterRef("gone", str(tmp_path)), TakenOver()
+    assert adapter_digest(gone) is None
+    answer = asyncio.run(taken.hello({"challenge": "0" * 64, "adapters": ["gone"]}, FACTS, {"gone": gone}))
+    assert module.json.loads(answer["facts"])["adapters"] == {"gone": None}
+
+
+def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a client that need not know the key repeats it."""
+    asked: list[AdapterRef] = []
+    monkeypatch.setattr(module, "adapter_digest", asked.append)
+    said = {"challenge": "0" * 64, "adapters": ["x"] * 100}
+    asyncio.run(TakenOver().hello(said, FACTS, {"x": AdapterRef("x", "/here")}))
+    assert len(asked) == 1
+
+
+def test_random_bytes_of_many_requests_at_once_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, own = TakenOver(), {"x": AdapterRef("x", "/here")}
+    made = [challenge(taken) for _ in range(3000)]
+    assert taken.request(body(made[0]), "ours", own).request_id == "ours"
+    now = module.time.monotonic() + 31
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    challenge(taken)
+    assert len(taken._challenges) == 1, "what is too old is not kept"
