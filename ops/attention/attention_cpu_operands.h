@@ -68,7 +68,7 @@ struct Floats {
 };
 struct Pairs {
   using Element = uint16_t;
-  using Sum = Vec;
+  using Sum = Part;
 };
 struct Bytes {
   using Element = int8_t;
@@ -84,10 +84,19 @@ constexpr int64_t kRowsOf = std::is_same_v<O, Bytes> ? 2 : 1;
 template <class O>
 constexpr int64_t kWeightsRow = std::is_same_v<O, Bytes> ? kTile / kPerLane<O> : kTile;
 
+// Whether bfloat16 over a cache of type C is multiplied in pairs.
+#if NEON >= 2
+template <class C>
+constexpr bool kInPairs = std::is_same_v<C, BFloat16>;
+#else
+template <class C>
+constexpr bool kInPairs = DOT;
+#endif
+
 // The operands for queries of type T over a cache of type C.
 template <class T, class C>
 using Operand = std::conditional_t<DOT && std::is_same_v<C, int8_t>, Bytes,
-                                   std::conditional_t<DOT && std::is_same_v<T, BFloat16>, Pairs, Floats>>;
+                                   std::conditional_t<std::is_same_v<T, BFloat16> && kInPairs<C>, Pairs, Floats>>;
 // Whether the cache holds the operands as they are.
 template <class O, class C>
 constexpr bool kRaw = std::is_same_v<O, Bytes> || (std::is_same_v<O, Pairs> && std::is_same_v<C, BFloat16>) ||
@@ -102,6 +111,8 @@ INLINE typename O::Sum add_keys(Part x, Part keys, typename O::Sum sum) {
   if constexpr (std::is_same_v<O, Bytes>)
     return _mm512_dpbusd_epi32(sum, reinterpret_cast<__m512i>(bits(keys) ^ static_cast<int32_t>(0x80808080)),
                                reinterpret_cast<__m512i>(x));
+#elif NEON >= 2
+  if constexpr (std::is_same_v<O, Pairs>) return add_products(sum, keys, x);
 #endif
   if constexpr (!std::is_same_v<O, Bytes>) return x * keys + sum;
 }

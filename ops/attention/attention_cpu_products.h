@@ -188,6 +188,16 @@ INLINE void store_weights(const Part* weights, float* row, int64_t key) {
   if constexpr (std::is_same_v<O, Pairs>) {
     return store(row + key / 2, to_bf16_pairs(weights[0], weights[1]));
   }
+#elif NEON >= 2
+  if constexpr (std::is_same_v<O, Pairs>) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kPartsOfVec; ++i) {
+      const auto first = vcvtq_low_bf16_f32(reinterpret_cast<float32x4_t>(weights[2 * i]));
+      const auto both = vcvtq_high_bf16_f32(first, reinterpret_cast<float32x4_t>(weights[2 * i + 1]));
+      store_part(row + key / 2 + i * kPartLanes, reinterpret_cast<Part>(both));
+    }
+    return;
+  }
 #endif
 #pragma GCC unroll 8
   for (int i = 0; i < 2 * kPartsOfVec; ++i) store_part(row + key + i * kPartLanes, weights[i]);

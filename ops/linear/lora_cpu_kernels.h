@@ -26,7 +26,7 @@ INLINE Register register_of(const T* from) {
 #if WIDTH == 512
     return reinterpret_cast<Register>(load_floats(from));
 #else
-    return Register{from[0], from[1], from[2], from[3]};
+    return reinterpret_cast<Register>(load_part(from));
 #endif
 #endif
   }

@@ -33,9 +33,7 @@ INLINE Part load_part_of(const T* from) {
 #if WIDTH == 256
     return reinterpret_cast<Part>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
-    Part x;
-    for (int64_t i = 0; i < kPartLanes; ++i) x[i] = from[i];
-    return x;
+    return load_part(from);
 #endif
   }
 #endif

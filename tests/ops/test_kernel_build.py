@@ -1,0 +1,90 @@
+"""Libraries for another kind of processor than this one: which there are, and that a cross compiler takes them all.
+
+``test_ops_under_an_emulator`` needs ``COMPILED_LLM_ARM_PYTHON``, a program that starts a Python of ARM with torch
+(CONTRIBUTING.md says how to make one).
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.ops import kernel_build
+from compiled_llm.ops.kernel_build import Library, features_library, kernel_library, levels, op_library, shipped
+
+ROOT = Path(__file__).parents[2]
+CROSS = "aarch64-linux-gnu-g++"
+EMULATED = os.environ.get("COMPILED_LLM_ARM_PYTHON")
+CPUS = {"max,pauth-impdef=on": "neon_bf16", "neoverse-n1": "neon_dot", "cortex-a72": "portable"}
+FILES = [
+    "attention/test_attention_cpu.py",
+    "linear/test_lora.py",
+    "linear/test_packed_linear.py",
+    "linear/test_quantize_rows.py",
+    "linear/test_quantized_linear.py",
+    "linear/test_quantized_linear_a8.py",
+    "moe/test_grouped_linear.py",
+    "moe/test_routing.py",
+    "recurrent/test_recurrent.py",
+    "rowwise/test_rowwise.py",
+    "sampling/test_noise.py",
+    "sampling/test_token_sampling.py",
+]
+
+
+@pytest.fixture
+def for_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+
+
+def compile_for_arm(library: Library) -> None:
+    """Every warning is an error; what is checked is all but the making of machine code."""
+    if shutil.which(CROSS) is None:
+        pytest.skip(f"needs {CROSS} (Debian's package g++-aarch64-linux-gnu)")
+    flags = [flag for flag in kernel_build._FLAGS if flag != "-shared"]
+    command = [CROSS, *flags, *library.defines, "-fsyntax-only", "-Wall", "-Werror", "-Wno-unused-function"]
+    command += ["-Wno-ignored-attributes", str(library.source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_each_kind_of_processor_has_libraries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, sets = [], []
+    for platform in ("linux-x86_64", "linux-aarch64", "linux-riscv64"):
+        monkeypatch.setenv("_PYTHON_HOST_PLATFORM", platform)
+        names.append({library.file_name() for library in shipped()})
+        sets.append({library.name.rpartition(".")[2] for library in shipped() if "." in library.name})
+        assert sets[-1] == set(levels())
+    assert sets[1:] == [{"portable", "neon_dot", "neon_bf16"}, {"portable"}]
+    assert not names[0] & names[1] | names[1] & names[2]
+
+
+@pytest.mark.usefixtures("for_arm")
+def test_a_sample_of_the_sources_compiles_for_arm() -> None:
+    compile_for_arm(features_library())
+    compile_for_arm(kernel_library("linear_cpu", "neon_bf16"))
+
+
+@pytest.mark.battery
+@pytest.mark.usefixtures("for_arm")
+def test_all_sources_compile_for_arm() -> None:
+    for library in [*shipped(), op_library("limits_cpu")]:
+        compile_for_arm(library)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("cpu", CPUS)
+def test_ops_under_an_emulator(cpu: str, file: str) -> None:
+    """Tests of the ops, run by a Python of ARM on an emulated processor, on the best set that it has."""
+    if EMULATED is None:
+        pytest.skip("needs a Python of ARM with torch, named by COMPILED_LLM_ARM_PYTHON")
+    environment = {**os.environ, "QEMU_CPU": cpu}
+    code = "from compiled_llm.ops import native; print(native.best_isa())"
+    found = subprocess.run([EMULATED, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert found.stdout.split()[-1:] == [CPUS[cpu]], found.stderr
+    command = [EMULATED, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/{file}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
