@@ -15,7 +15,7 @@ from compiled_llm.ops import kernel_build
 from compiled_llm.ops.kernel_build import Library, features_library, kernel_library, levels, op_library, shipped
 
 ROOT = Path(__file__).parents[2]
-CROSS = "aarch64-linux-gnu-g++"
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 EMULATED = os.environ.get("COMPILED_LLM_ARM_PYTHON")
 CPUS = {"max,pauth-impdef=on": "neon_bf16", "neoverse-n1": "neon_dot", "cortex-a72": "portable"}
 FILES = [
@@ -72,6 +72,29 @@ def test_a_sample_of_the_sources_compiles_for_arm() -> None:
 def test_all_sources_compile_for_arm() -> None:
     for library in [*shipped(), op_library("limits_cpu")]:
         compile_for_arm(library)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(
+    ("header", "part", "cpu"),
+    [
+        ("cpu/vectors.h", "HALVES", "neoverse-n1"),
+        ("linear/linear_cpu_kernels.h", "LINEAR", "max"),
+        ("linear/quantized_linear_a8_cpu_kernels.h", "BYTES", "max"),
+        ("linear/quantized_linear_a8_cpu_kernels.h", "BYTES", "neoverse-n1"),
+        ("attention/attention_cpu_products.h", "ATTENTION", "max"),
+    ],
+)
+def test_what_is_written_for_arm(header: str, part: str, cpu: str, tmp_path: Path) -> None:
+    """Under an emulator, without torch: ``arm_check.cpp``."""
+    if shutil.which(CROSS) is None or shutil.which(EMULATOR) is None:
+        pytest.skip(f"needs {CROSS} and {EMULATOR} (Debian's packages g++-aarch64-linux-gnu and qemu-user-static)")
+    flags = [*kernel_build._FLAGS[:4], "-O1", "-static", "-Wno-ignored-attributes", f"-D{part}"]
+    flags += [f'-DKERNELS="{ROOT / "ops" / header}"', f"-DLEVEL={2 if cpu == 'max' else 1}"]
+    source, program = ROOT / "tests" / "ops" / "cpu" / "arm_check.cpp", tmp_path / "check"
+    subprocess.run([CROSS, *flags, str(source), "-o", str(program)], check=True)
+    done = subprocess.run([EMULATOR, "-cpu", cpu, str(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.battery
