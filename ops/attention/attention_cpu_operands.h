@@ -68,7 +68,11 @@ struct Floats {
 };
 struct Pairs {
   using Element = uint16_t;
+#if NEON >= 2
   using Sum = Part;
+#else
+  using Sum = Vec;
+#endif
 };
 struct Bytes {
   using Element = int8_t;
@@ -84,19 +88,16 @@ constexpr int64_t kRowsOf = std::is_same_v<O, Bytes> ? 2 : 1;
 template <class O>
 constexpr int64_t kWeightsRow = std::is_same_v<O, Bytes> ? kTile / kPerLane<O> : kTile;
 
-// Whether bfloat16 over a cache of type C is multiplied in pairs.
-#if NEON >= 2
-template <class C>
-constexpr bool kInPairs = std::is_same_v<C, BFloat16>;
-#else
-template <class C>
-constexpr bool kInPairs = DOT;
-#endif
-
 // The operands for queries of type T over a cache of type C.
+#if NEON >= 2
+template <class T, class C>
+using Operand =
+    std::conditional_t<std::is_same_v<T, BFloat16> && std::is_same_v<C, BFloat16>, Pairs, Floats>;
+#else
 template <class T, class C>
 using Operand = std::conditional_t<DOT && std::is_same_v<C, int8_t>, Bytes,
-                                   std::conditional_t<std::is_same_v<T, BFloat16> && kInPairs<C>, Pairs, Floats>>;
+                                   std::conditional_t<DOT && std::is_same_v<T, BFloat16>, Pairs, Floats>>;
+#endif
 // Whether the cache holds the operands as they are.
 template <class O, class C>
 constexpr bool kRaw = std::is_same_v<O, Bytes> || (std::is_same_v<O, Pairs> && std::is_same_v<C, BFloat16>) ||

@@ -21,12 +21,12 @@ INLINE IntVec join(LongVec high, LongVec low) {
 
 // The largest blocks of sums that leave registers for the operands: rows of operands, and vectors of each.
 #ifdef __aarch64__
-constexpr int kSumsOfRows = 4;  // with 6 of four registers each some are kept in memory
-#else
-constexpr int kSumsOfRows = WIDTH == 128 ? 2 : 6;
-#endif
 template <class O>
-constexpr int kMaxRows = kSumsOfRows / kRowsOf<O>;
+constexpr int kMaxRows = 4 / kRowsOf<O>;  // with 6 rows of four registers some are kept in memory
+#else
+template <class O>
+constexpr int kMaxRows = (WIDTH == 128 ? 2 : 6) / kRowsOf<O>;
+#endif
 constexpr int kMaxVecs = WIDTH == 512 ? 4 : 1;
 
 // Scores[rows][kVecs groups of 16 keys] = queries[rows][depth] * keys[depth], integers for Bytes. The lane of a group is

@@ -102,15 +102,9 @@ INLINE float sum_of_lanes(Vec x) {
 }
 #endif
 
-#if WIDTH == 128
-INLINE Part load_part(const Half* from) {
 #if defined(__aarch64__)
+INLINE Part load_part(const Half* from) {
   return reinterpret_cast<Part>(vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(from))));
-#else
-  Part x;
-  for (int64_t i = 0; i < kPartLanes; ++i) x[i] = from[i];
-  return x;
-#endif
 }
 #endif
 

@@ -283,8 +283,12 @@ INLINE Register load_register(const Half* from) {
   return load_floats(from);
 #elif WIDTH == 256
   return reinterpret_cast<Register>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#else
+#elif defined(__aarch64__)
   return reinterpret_cast<Register>(load_part(from));
+#else
+  Register x;
+  for (int i = 0; i < WIDTH / 32; ++i) x[i] = from[i];
+  return x;
 #endif
 }
 
