@@ -1,10 +1,5 @@
-"""Libraries for another kind of processor than this one: which there are, and that a cross compiler takes them all.
+"""Libraries for another kind of processor than this one: a cross compiler takes them, an emulator runs them."""
 
-``test_ops_under_an_emulator`` needs ``COMPILED_LLM_ARM_PYTHON``, a program that starts a Python of ARM with torch
-(CONTRIBUTING.md says how to make one).
-"""
-
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,22 +11,6 @@ from compiled_llm.ops.kernel_build import Library, features_library, kernel_libr
 
 ROOT = Path(__file__).parents[2]
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
-EMULATED = os.environ.get("COMPILED_LLM_ARM_PYTHON")
-CPUS = {"max,pauth-impdef=on": "neon_bf16", "neoverse-n1": "neon_dot", "cortex-a72": "portable"}
-FILES = [
-    "attention/test_attention_cpu.py",
-    "linear/test_lora.py",
-    "linear/test_packed_linear.py",
-    "linear/test_quantize_rows.py",
-    "linear/test_quantized_linear.py",
-    "linear/test_quantized_linear_a8.py",
-    "moe/test_grouped_linear.py",
-    "moe/test_routing.py",
-    "recurrent/test_recurrent.py",
-    "rowwise/test_rowwise.py",
-    "sampling/test_noise.py",
-    "sampling/test_token_sampling.py",
-]
 
 
 @pytest.fixture
@@ -95,19 +74,3 @@ def test_what_is_written_for_arm(header: str, part: str, cpu: str, tmp_path: Pat
     subprocess.run([CROSS, *flags, str(source), "-o", str(program)], check=True)
     done = subprocess.run([EMULATOR, "-cpu", cpu, str(program)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
-
-
-@pytest.mark.battery
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("cpu", CPUS)
-def test_ops_under_an_emulator(cpu: str, file: str) -> None:
-    """Tests of the ops, run by a Python of ARM on an emulated processor, on the best set that it has."""
-    if EMULATED is None:
-        pytest.skip("needs a Python of ARM with torch, named by COMPILED_LLM_ARM_PYTHON")
-    environment = {**os.environ, "QEMU_CPU": cpu}
-    code = "from compiled_llm.ops import native; print(native.best_isa())"
-    found = subprocess.run([EMULATED, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert found.stdout.split()[-1:] == [CPUS[cpu]], found.stderr
-    command = [EMULATED, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/{file}"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
