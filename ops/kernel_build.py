@@ -12,17 +12,18 @@ import dataclasses
 import functools
 import hashlib
 import os
-import platform
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_in_software")
-"""The instruction sets, by their numbers in ``cpu/one_isa.cpp``. The last is a model of AMX, for tests."""
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_in_software", "neon_dot", "neon_bf16")
+"""The instruction sets, by their numbers in ``cpu/one_isa.cpp``. One is a model of AMX, for tests."""
+_LEVELS = {"x86_64": ISAS[:5], "aarch64": ("portable", "neon_dot", "neon_bf16")}
 
 DIGESTS = "SHA256SUMS"
 """The file beside shipped libraries with the SHA-256 of each, as the program sha256sum writes it."""
@@ -34,8 +35,14 @@ _BASES = {
     "linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
     "quantized_linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
 }
-# The ops with kernels for products of bytes, which a CPU has where it has products of bfloat16.
+# The ops with kernels for products of bytes, which an x86 CPU has where it has products of bfloat16.
 _BYTES = ("quantized_linear_a8_cpu",)
+# The ops with kernels of their own on ARM.
+_NEON = {
+    "attention_cpu": ("neon_bf16", "portable"),
+    "linear_cpu": ("neon_bf16", "portable"),
+    "quantized_linear_a8_cpu": ("neon_bf16", "neon_dot", "portable"),
+}
 OPS = (*_BASES, *_BYTES, "lora_cpu", "parallel_cpu", "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
 
 
@@ -53,7 +60,7 @@ class Library:
 
     def file_name(self, compiler: str = "") -> str:
         """It has a hash of all that goes into the build, so a library is never loaded for other sources."""
-        parts = [*texts(self.source, self._included()), *self.defines, *_FLAGS, platform.machine(), compiler]
+        parts = [*texts(self.source, self._included()), *self.defines, *_FLAGS, machine(), compiler]
         return f"{self.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 
     def build(self, compiler: str, directory: Path, file_name: str) -> Path:
@@ -135,9 +142,24 @@ def features_library() -> Library:
     return Library("features", ROOT / "cpu" / "features.cpp")
 
 
+def machine() -> str:
+    """The kind of processor that libraries are for: Python's own, or what CPython's variable for cross builds names.
+
+    That is ``_PYTHON_HOST_PLATFORM``, as in ``linux-aarch64``, which names a wheel's platform, too.
+    """
+    return sysconfig.get_platform().rpartition("-")[2]
+
+
+def levels() -> tuple[str, ...]:
+    """The sets of machines of this kind, by the numbers of ``best_level`` in ``cpu/features.cpp``."""
+    return _LEVELS.get(machine(), ("portable",))
+
+
 def isas_of(op: str) -> tuple[str, ...]:
-    """The sets that an op has kernels for on machines of this kind, best first; the last one is for tests."""
-    if platform.machine() != "x86_64":
+    """The sets that an op has kernels for on machines of this kind, best first; ``amx_in_software`` is for tests."""
+    if machine() == "aarch64":
+        return _NEON.get(op, ("portable",))
+    if machine() != "x86_64":
         return ("portable",)
     if op in _BYTES or "amx" in _BASES.get(op, {}):
         return ("amx", "avx512_bf16", "avx512", "avx2", "portable", "amx_in_software")

@@ -13,6 +13,9 @@
 #include <immintrin.h>
 #define ANY_VECTOR "+x"  // for the assembler: a vector register
 #else
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 #define ANY_VECTOR "+w"
 #endif
 
@@ -110,12 +113,27 @@ void loop_amx(int64_t rounds) {
 }
 #endif
 
+#if defined(__aarch64__)
+TARGET_NEON_BF16 void loop_neon_bf16(int64_t rounds) {
+  float32x4_t sums[CHAINS] = {};
+  bfloat16x8_t a = {}, b = {};
+  asm volatile("" : "+w"(a), "+w"(b));
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 16
+    for (int j = 0; j < CHAINS; ++j) asm volatile("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(sums[j]) : "w"(a), "w"(b));
+  }
+}
+#endif
+
 constexpr Peak kPeaks[] = {
 #if defined(__x86_64__)
     {"amx", 4.0 * 2 * 16 * 16 * 32, loop_amx},
     {"avx512_bf16", 2.0 * CHAINS * 2 * 32, loop_avx512_bf16},
     {"avx512", 2.0 * CHAINS * 2 * 16, loop_avx512},
     {"avx2", 1.0 * CHAINS * 2 * 8, loop_avx2},
+#elif defined(__aarch64__)
+    {"neon_bf16", 1.0 * CHAINS * 2 * 16, loop_neon_bf16},
+    {"neon_dot", 1.0 * CHAINS * 2 * 4, loop_portable},
 #endif
     {"portable", 1.0 * CHAINS * 2 * 4, loop_portable},
 };

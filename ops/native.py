@@ -3,7 +3,8 @@
 A library (``kernel_build.py``) is taken from the package, where a wheel has it ready built, else from the user's own
 cache directory, where it is built once by the user's C++ compiler. The instruction set is the best one that the CPU
 has. The environment variable ``COMPILED_LLM_ISA`` names the best that may be used (amx, avx512_bf16, avx512, avx2,
-portable), for checks and comparisons: the CPU then counts as one that has no better.
+portable; on ARM neon_bf16, neon_dot, portable), for checks and comparisons: the CPU then counts as one that has no
+better.
 """
 
 import ctypes
@@ -22,12 +23,12 @@ import torch
 
 from compiled_llm.ops.kernel_build import (
     DIGESTS,
-    ISAS,
     ROOT,
     Library,
     features_library,
     isas_of,
     kernel_library,
+    levels,
     op_library,
 )
 from compiled_llm.ops.shared_library import is_whole
@@ -212,25 +213,26 @@ def _isas(op: str) -> list[str]:
     level = _level()
     if level is None:
         return []
-    has = {*ISAS[: level + 1], *(["amx_in_software"] if "avx512_bf16" in ISAS[: level + 1] else [])}
+    has = set(levels()[: level + 1])
+    has |= {"amx_in_software"} if "avx512_bf16" in has else set()
     return [isa for isa in isas_of(op) if isa in has]
 
 
 def best_isa() -> str | None:
     """The best set that may be used, or None where ``load`` gives nothing. Raises as ``load``."""
     level = _level()
-    return None if level is None else ISAS[level]
+    return None if level is None else levels()[level]
 
 
 def _level() -> int | None:
     """The number of the best set that may be used."""
-    levels = ISAS[:-1]
-    asked = os.environ.get("COMPILED_LLM_ISA", levels[-1])
-    if asked not in levels:
-        allowed = f"{', '.join(levels[:0:-1])} or {levels[0]}"
+    sets = levels()
+    asked = os.environ.get("COMPILED_LLM_ISA", sets[-1])
+    if asked not in sets:
+        allowed = " or ".join(filter(None, (", ".join(sets[:0:-1]), sets[0])))
         raise ValueError(f"COMPILED_LLM_ISA must be {allowed}, given {asked!r}")
     features = open_library(features_library())
-    return None if features is None else min(features.best_level(), levels.index(asked))
+    return None if features is None else min(features.best_level(), sets.index(asked))
 
 
 # -- Memory

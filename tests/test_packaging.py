@@ -67,6 +67,22 @@ def test_a_wheel_made_with_a_compiler_carries_the_libraries_of_all_sets(tmp_path
     assert files_in(wheel) == expected_files() | libraries | {f"compiled_llm/ops/libraries/{DIGESTS}"}
 
 
+@pytest.mark.battery
+def test_a_cross_compiler_makes_a_wheel_for_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command of CONTRIBUTING.md; each library is one of ARM by its header."""
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("needs aarch64-linux-gnu-g++ (Debian's package g++-aarch64-linux-gnu)")
+    monkeypatch.setenv("_PYTHON_HOST_PLATFORM", "linux-aarch64")
+    wheel = build_wheel(tmp_path, CXX=compiler)
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
+    libraries = {f"compiled_llm/ops/libraries/{library.file_name()}" for library in shipped()}
+    assert files_in(wheel) == expected_files() | libraries | {f"compiled_llm/ops/libraries/{DIGESTS}"}
+    with zipfile.ZipFile(wheel) as archive:
+        machines = {int.from_bytes(archive.read(name)[18:20], "little") for name in libraries}
+    assert machines == {183}  # EM_AARCH64
+
+
 SERVE = """
 import sys
 import warnings

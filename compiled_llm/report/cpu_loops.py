@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from compiled_llm.ops import native
-from compiled_llm.ops.kernel_build import op_library
+from compiled_llm.ops.kernel_build import levels, op_library
 
 
 class CpuLoops:
@@ -21,9 +21,9 @@ class CpuLoops:
 
     def supported(self, bfloat16: bool) -> list[str]:
         """Names of loops for ``run_peak``, best first. Without ``bfloat16``, of loops that multiply float32 alone."""
-        names = ["amx", "avx512_bf16", "avx512", "avx2", "portable"]
-        names = names[names.index(self._best) :]
-        return names if bfloat16 else [name for name in names if name not in ("amx", "avx512_bf16")]
+        sets = levels()
+        names = sets[sets.index(self._best) :: -1]
+        return [name for name in names if bfloat16 or name not in ("amx", "avx512_bf16", "neon_bf16")]
 
     def run_peak(self, name: str, rounds: int, threads: int) -> tuple[float, float]:
         """(operations, seconds) of ``rounds`` rounds of the instruction ``name`` on each of ``threads`` threads."""

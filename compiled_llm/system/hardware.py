@@ -99,5 +99,8 @@ def _cpu_facts() -> dict[str, str]:
 
 def _cpu_name() -> str:
     facts = _cpu_facts()
-    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in facts.get("flags", "").split()]
-    return " ".join([facts.get("model name", platform.machine()), *known])
+    flags = facts.get("flags", facts.get("Features", "")).split()  # of x86, of ARM
+    names = "avx2", "avx512f", "avx512_bf16", "amx_tile", "asimddp", "i8mm", "bf16"
+    known = [name for name in names if name in flags]
+    part = " ".join(facts[name] for name in ("CPU implementer", "CPU part") if name in facts)
+    return " ".join([facts.get("model name", f"{platform.machine()} {part}".strip()), *known])

@@ -27,6 +27,7 @@ _MORE_WEIGHT = {
     "attention_cpu.avx512_bf16": 4.0,
     "attention_cpu.avx512": 3.0,
     "attention_cpu.avx2": 3.0,
+    "attention_cpu.neon_bf16": 3.0,
     "attention_cpu.portable": 3.0,
     "latent_attention_cpu.avx512_bf16": 4.0,
     "latent_attention_cpu.avx512": 3.0,
@@ -36,6 +37,7 @@ _MORE_WEIGHT = {
     "quantized_linear_cpu.avx512_bf16": 5.0,
     "quantized_linear_a8_cpu.amx": 4.0,
     "quantized_linear_a8_cpu.avx512_bf16": 3.0,
+    "quantized_linear_a8_cpu.neon_bf16": 3.0,
 }
 
 

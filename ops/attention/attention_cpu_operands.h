@@ -68,7 +68,11 @@ struct Floats {
 };
 struct Pairs {
   using Element = uint16_t;
+#if NEON >= 2
+  using Sum = Part;
+#else
   using Sum = Vec;
+#endif
 };
 struct Bytes {
   using Element = int8_t;
@@ -85,9 +89,15 @@ template <class O>
 constexpr int64_t kWeightsRow = std::is_same_v<O, Bytes> ? kTile / kPerLane<O> : kTile;
 
 // The operands for queries of type T over a cache of type C.
+#if NEON >= 2
+template <class T, class C>
+using Operand =
+    std::conditional_t<std::is_same_v<T, BFloat16> && std::is_same_v<C, BFloat16>, Pairs, Floats>;
+#else
 template <class T, class C>
 using Operand = std::conditional_t<DOT && std::is_same_v<C, int8_t>, Bytes,
                                    std::conditional_t<DOT && std::is_same_v<T, BFloat16>, Pairs, Floats>>;
+#endif
 // Whether the cache holds the operands as they are.
 template <class O, class C>
 constexpr bool kRaw = std::is_same_v<O, Bytes> || (std::is_same_v<O, Pairs> && std::is_same_v<C, BFloat16>) ||
@@ -102,6 +112,8 @@ INLINE typename O::Sum add_keys(Part x, Part keys, typename O::Sum sum) {
   if constexpr (std::is_same_v<O, Bytes>)
     return _mm512_dpbusd_epi32(sum, reinterpret_cast<__m512i>(bits(keys) ^ static_cast<int32_t>(0x80808080)),
                                reinterpret_cast<__m512i>(x));
+#elif NEON >= 2
+  if constexpr (std::is_same_v<O, Pairs>) return add_products(sum, keys, x);
 #endif
   if constexpr (!std::is_same_v<O, Bytes>) return x * keys + sum;
 }

@@ -20,8 +20,13 @@ INLINE IntVec join(LongVec high, LongVec low) {
 }
 
 // The largest blocks of sums that leave registers for the operands: rows of operands, and vectors of each.
+#ifdef __aarch64__
+template <class O>
+constexpr int kMaxRows = 4 / kRowsOf<O>;  // with 6 rows of four registers some are kept in memory
+#else
 template <class O>
 constexpr int kMaxRows = (WIDTH == 128 ? 2 : 6) / kRowsOf<O>;
+#endif
 constexpr int kMaxVecs = WIDTH == 512 ? 4 : 1;
 
 // Scores[rows][kVecs groups of 16 keys] = queries[rows][depth] * keys[depth], integers for Bytes. The lane of a group is
@@ -187,6 +192,16 @@ INLINE void store_weights(const Part* weights, float* row, int64_t key) {
 #if DOT
   if constexpr (std::is_same_v<O, Pairs>) {
     return store(row + key / 2, to_bf16_pairs(weights[0], weights[1]));
+  }
+#elif NEON >= 2
+  if constexpr (std::is_same_v<O, Pairs>) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kPartsOfVec; ++i) {
+      const auto first = vcvtq_low_bf16_f32(reinterpret_cast<float32x4_t>(weights[2 * i]));
+      const auto both = vcvtq_high_bf16_f32(first, reinterpret_cast<float32x4_t>(weights[2 * i + 1]));
+      store_part(row + key / 2 + i * kPartLanes, reinterpret_cast<Part>(both));
+    }
+    return;
   }
 #endif
 #pragma GCC unroll 8

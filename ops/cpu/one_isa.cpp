@@ -15,6 +15,8 @@
 //   DOT     whether there are instructions that multiply pairs of bfloat16, and groups of four bytes, and add them up
 //   TILES   the tile registers, which multiply the same; not defined where there are none
 //   HALVES  with TILES: whether there are instructions that multiply float16
+//   NEON    on ARM 1 where there are instructions that multiply groups of four bytes, 2 where others multiply matrices of
+//           bytes and of bfloat16, too; not defined where there are none
 
 #include "features.h"
 
@@ -36,6 +38,25 @@
 #define ISA avx2
 #define TARGET TARGET_AVX2
 #define WIDTH 256
+#define DOT 0
+#include KERNELS
+#undef ISA
+#undef TARGET
+#undef WIDTH
+#undef DOT
+#endif
+
+#if WANTED(6)
+#define ISA neon_dot
+#define TARGET TARGET_NEON_DOT
+#define NEON 1
+#elif WANTED(7)
+#define ISA neon_bf16
+#define TARGET TARGET_NEON_BF16
+#define NEON 2
+#endif
+#ifdef NEON
+#define WIDTH 128
 #define DOT 0
 #include KERNELS
 #undef ISA

@@ -10,6 +10,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef ISA  // a kernel header by itself, as an editor or a test compiles it
@@ -100,6 +102,12 @@ INLINE float sum_of_lanes(Vec x) {
 }
 #endif
 
+#if defined(__aarch64__)
+INLINE Part load_part(const Half* from) {
+  return reinterpret_cast<Part>(vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(from))));
+}
+#endif
+
 template <class T>
 INLINE Vec load_floats(const T* from) {
   if constexpr (std::is_same_v<T, float>) {
@@ -121,6 +129,8 @@ INLINE Vec load_floats(const T* from) {
 #if WIDTH == 256
     for (int i = 0; i < 2; ++i)
       reinterpret_cast<__m256*>(&x)[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
+#elif defined(__aarch64__)
+    for (int64_t i = 0; i < kLanes; i += kPartLanes) store_part(reinterpret_cast<float*>(&x) + i, load_part(from + i));
 #else
     for (int i = 0; i < kLanes; ++i) x[i] = from[i];
 #endif
@@ -191,6 +201,33 @@ INLINE Vec add_products(Vec sum, Vec a, Vec b) {
 }
 #endif
 
+#if NEON >= 2
+// The same as `add_products` of DOT; each product, their sum and the new sum are rounded to odd.
+INLINE Part add_products(Part sum, Part a, Part b) {
+  return reinterpret_cast<Part>(vbfdotq_f32(reinterpret_cast<float32x4_t>(sum), reinterpret_cast<bfloat16x8_t>(a),
+                                            reinterpret_cast<bfloat16x8_t>(b)));
+}
+
+// What products of matrices take, two words of two columns: of a first and a second word of four columns.
+template <class T>
+INLINE T lower_columns(T first, T second) { return __builtin_shufflevector(first, second, 0, 4, 1, 5); }
+template <class T>
+INLINE T upper_columns(T first, T second) { return __builtin_shufflevector(first, second, 2, 6, 3, 7); }
+
+// And their sums: of each two rows the first two columns of both, and the last two. Done twice it changes nothing.
+template <class T, int M, int N>
+INLINE void exchange_halves(T (&sums)[M][N]) {
+#pragma GCC unroll 2
+  for (int m = 0; m + 1 < M; m += 2)
+#pragma GCC unroll 4
+    for (int i = 0; i < N; ++i) {
+      const T first = sums[m][i], second = sums[m + 1][i];
+      sums[m][i] = __builtin_shufflevector(first, second, 0, 1, 4, 5);
+      sums[m + 1][i] = __builtin_shufflevector(first, second, 2, 3, 6, 7);
+    }
+}
+#endif
+
 // The first `count` lanes as T, rounded as above.
 template <class T>
 INLINE void store_as(T* to, Vec x, int64_t count) {
@@ -203,6 +240,11 @@ INLINE void store_as(T* to, Vec x, int64_t count) {
 #if WIDTH == 512
     const __m256i halves = _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(all), halves);
+#elif defined(__aarch64__)
+    for (int64_t i = 0; i < kLanes; i += kPartLanes) {
+      const Part part = load_part(reinterpret_cast<const float*>(&x) + i);
+      vst1_f16(reinterpret_cast<float16_t*>(all + i), vcvt_f16_f32(reinterpret_cast<float32x4_t>(part)));
+    }
 #else
     for (int64_t i = 0; i < kLanes; ++i) all[i] = static_cast<T>(x[i]);
 #endif

@@ -58,7 +58,7 @@ TARGET void finish(const Finish<T>& of) {
                of.columns - i);
 }
 
-#if defined(TILES) || DOT
+#if defined(TILES) || DOT || NEON >= 2
 constexpr bool WIDENS = false;
 #else
 constexpr bool WIDENS = true;
@@ -168,6 +168,63 @@ TARGET void multiply_bf16(const Work<BFloat16>& work) {
     for (int c = 0; c < C; ++c) store(work.sums + (m * C + c) * TILE, sums[m][c]);
 }
 
+#elif NEON >= 2
+// An instruction takes two words of two rows and two columns: four sums, each of which gets what two of `add_products`
+// add to it, one after the other (Arm Architecture Reference Manual, BFMMLA and BFDOT). Those take what is left over, a
+// last row and a last word, so that a sum has the same bits in any number of rows.
+INLINE Register add_matrix(Register sums, UintRegister x, UintRegister w) {
+  return reinterpret_cast<Register>(vbfmmlaq_f32(reinterpret_cast<float32x4_t>(sums), reinterpret_cast<bfloat16x8_t>(x),
+                                                 reinterpret_cast<bfloat16x8_t>(w)));
+}
+
+template <int M, int C>
+TARGET void multiply_bf16(const Work<BFloat16>& work) {
+  static_assert(C == 1);
+  constexpr int LANES = WIDTH / 32, REGISTERS = TILE / LANES;
+  const auto weights = [&](int64_t p, int i) TARGET {
+    UintRegister w;
+    std::memcpy(&w, work.w + p * TILE + i * LANES, sizeof(w));
+    return w;
+  };
+  const auto two_rows = [&](int64_t p, int m) TARGET { return vld1_u32(work.x + p * M + m); };
+  Register sums[M][REGISTERS];
+  const auto add_word = [&](int64_t p, int m, int i, UintRegister w) TARGET {
+    const auto x = UintRegister{} + work.x[p * M + m];
+    sums[m][i] = add_products(sums[m][i], reinterpret_cast<Register>(x), reinterpret_cast<Register>(w));
+  };
+  load_sums(work, sums);
+  exchange_halves(sums);
+  int64_t p = 0;
+  for (; p + 2 <= work.words; p += 2) {
+    if (work.prefetch) prefetch<C>(work, p), prefetch<C>(work, p + 1);
+    UintRegister x[M / 2 + 1];
+#pragma GCC unroll 2
+    for (int m = 0; m + 1 < M; m += 2) {
+      const uint32x2x2_t pairs = vzip_u32(two_rows(p, m), two_rows(p + 1, m));
+      x[m / 2] = reinterpret_cast<UintRegister>(vcombine_u32(pairs.val[0], pairs.val[1]));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i) {
+      const UintRegister first = weights(p, i), second = weights(p + 1, i);
+#pragma GCC unroll 2
+      for (int m = 0; m + 1 < M; m += 2) {
+        sums[m][i] = add_matrix(sums[m][i], x[m / 2], lower_columns(first, second));
+        sums[m + 1][i] = add_matrix(sums[m + 1][i], x[m / 2], upper_columns(first, second));
+      }
+      if constexpr (M % 2 == 1) add_word(p, M - 1, i, first), add_word(p + 1, M - 1, i, second);
+    }
+  }
+  exchange_halves(sums);
+  if (p < work.words)
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i) {
+      const UintRegister w = weights(p, i);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) add_word(p, m, i, w);
+    }
+  store_sums(sums, work);
+}
+
 #else
 // Without an instruction for it bfloat16 becomes float32: weights by a shift as they are loaded, activations as they are
 // packed. Registers of 512 bits are 32: 8 x 3 sums, 3 of weights, one of activations, one for the mask; those of 256 bits
@@ -226,6 +283,8 @@ INLINE Register load_register(const Half* from) {
   return load_floats(from);
 #elif WIDTH == 256
   return reinterpret_cast<Register>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Register>(load_part(from));
 #else
   Register x;
   for (int i = 0; i < WIDTH / 32; ++i) x[i] = from[i];

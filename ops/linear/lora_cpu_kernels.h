@@ -25,6 +25,8 @@ INLINE Register register_of(const T* from) {
   } else {
 #if WIDTH == 512
     return reinterpret_cast<Register>(load_floats(from));
+#elif defined(__aarch64__)
+    return reinterpret_cast<Register>(load_part(from));
 #else
     return Register{from[0], from[1], from[2], from[3]};
 #endif

@@ -25,6 +25,9 @@ INLINE Part fma(Part a, Part b, Part c) {
 #if WIDTH == 256
   return reinterpret_cast<Part>(
       _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Part>(vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a),
+                                          reinterpret_cast<float32x4_t>(b)));
 #else
   for (int i = 0; i < kPartLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;

@@ -3,7 +3,7 @@
 //
 // A product takes groups of four inputs. With VNNI these are one instruction, of unsigned weights by signed
 // activations: codes of int8 are kept with an offset of 128 there (those of int4 always with 8), and the sums start at
-// what makes up for it. Without, weights and activations are widened to 16 bits, but for codes of int4 on AVX2. On tile
+// what makes up for it. Without, weights and activations are widened to 16 bits, but for codes of int4 on AVX2. ARM multiplies groups of signed bytes. On tile
 // registers blocks of rows are multiplied (..._amx.h).
 
 #include <array>
@@ -28,6 +28,14 @@ INLINE Bytes four(ByteRegister bytes) { return bytes; }
 INLINE IntRegister added(IntRegister sum, Bytes w, Bytes x) {
   return reinterpret_cast<IntRegister>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(w),
                                                           reinterpret_cast<__m512i>(x)));
+}
+#elif NEON
+constexpr int32_t OFFSET = 0;
+using Bytes = ByteRegister;
+INLINE Bytes four(ByteRegister bytes) { return bytes; }
+INLINE IntRegister added(IntRegister sum, Bytes w, Bytes x) {
+  return reinterpret_cast<IntRegister>(
+      vdotq_s32(reinterpret_cast<int32x4_t>(sum), reinterpret_cast<int8x16_t>(w), reinterpret_cast<int8x16_t>(x)));
 }
 #else
 constexpr int32_t OFFSET = 0;
@@ -88,6 +96,45 @@ INLINE Operand<BITS> broadcast_four(const int8_t* from) {
 
 INLINE Part part_of(const Vec& x, int i) { return load_part(reinterpret_cast<const float*>(&x) + i * kPartLanes); }
 
+#if NEON >= 2
+// Adds eight inputs at a time, of two rows and two outputs by one instruction. Returns the first word that is left.
+template <int BITS, int M>
+INLINE int64_t multiply_matrices(const Work8& work, int64_t word, int64_t end, IntRegister (&sums)[M][PARTS]) {
+  constexpr int WORDS = BITS == 4 ? 1 : 2;
+  exchange_halves(sums);
+  for (; word + WORDS <= end; word += WORDS) {
+    const int8_t* const codes = work.x.codes + word * (8 / WORDS);
+    int8x16_t x[M / 2];
+#pragma GCC unroll 2
+    for (int m = 0; m + 1 < M; m += 2)
+      x[m / 2] = vcombine_s8(vld1_s8(codes + m * work.x.stride), vld1_s8(codes + (m + 1) * work.x.stride));
+    for (int i = 0; i < WORDS; ++i) __builtin_prefetch(work.later + (word + i) * WORD_BYTES, 0, 2);
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; ++i) {
+      const auto raw = [&](int at) TARGET { return load_bytes(work.w + (word + at) * WORD_BYTES + i * (WIDTH / 8)); };
+      const ByteRegister a = weights<BITS>(raw(0), 0), b = weights<BITS>(raw(WORDS - 1), 1);
+      const auto first = reinterpret_cast<IntRegister>(a), second = reinterpret_cast<IntRegister>(b);
+      const auto add = [](IntRegister& sum, int8x16_t rows, IntRegister columns) TARGET {
+        sum = reinterpret_cast<IntRegister>(
+            vmmlaq_s32(reinterpret_cast<int32x4_t>(sum), rows, reinterpret_cast<int8x16_t>(columns)));
+      };
+#pragma GCC unroll 2
+      for (int m = 0; m + 1 < M; m += 2) {
+        add(sums[m][i], x[m / 2], lower_columns(first, second));
+        add(sums[m + 1][i], x[m / 2], upper_columns(first, second));
+      }
+      if constexpr (M % 2 == 1) {
+        IntRegister& sum = sums[M - 1][i];
+        sum = added(sum, a, broadcast_four<BITS>(codes + (M - 1) * work.x.stride));
+        sum = added(sum, b, broadcast_four<BITS>(codes + (M - 1) * work.x.stride + 4));
+      }
+    }
+  }
+  exchange_halves(sums);
+  return word;
+}
+#endif
+
 // Small products hold several sums of each output, so that they do not wait for one another.
 template <int BITS, int M, int C>
 TARGET void multiply(const Work8& work) {
@@ -125,6 +172,9 @@ TARGET void multiply(const Work8& work) {
         }
       }
     };
+#if NEON >= 2
+    if constexpr (M > 1) word = multiply_matrices<BITS>(work, word, end, sums[0]);
+#endif
     for (; word + SUMS <= end; word += SUMS)
 #pragma GCC unroll 4
       for (int s = 0; s < SUMS; ++s) take(s, word + s);

@@ -32,6 +32,8 @@ INLINE Part load_part_of(const T* from) {
   } else {
 #if WIDTH == 256
     return reinterpret_cast<Part>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__aarch64__)
+    return load_part(from);
 #else
     Part x;
     for (int64_t i = 0; i < kPartLanes; ++i) x[i] = from[i];
