@@ -166,6 +166,8 @@ DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
 LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
 TREES = Checks(("tests/scheduling/test_draft_trees.py", "tests/e2e/test_draft_trees.py"), load_torch=True)
+NETWORK_TREES = Checks(("tests/worker/test_draft_trees.py", "tests/e2e/test_network_trees.py"), load_torch=True)
+LATENT_TREES = Checks(("tests/ops/attention/test_latent_trees.py",), load_torch=True)
 NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
 HEADS = Checks(("tests/worker/test_head_coverage.py", "tests/e2e/test_draft_heads.py"), load_torch=True)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
@@ -494,6 +496,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """
         rows of a tree stand where their slots are
             tree_depths: depths[parent] + 1 => len(depths)
+        acceptance follows the first child
+            DraftTree._child: self.token_ids[child - 1] == token_id => True
         """,
     ),
     (
@@ -512,6 +516,70 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         """
         values stay where they are
             move_keys_reference: values[targets, :, to_offset // v_width, :, to_offset % v_width] = lanes => ...
+        """,
+    ),
+    (
+        "ops.attention.move_keys",
+        LATENT_TREES,
+        """
+        latents stay where they are
+            move_keys_reference: (keys, values) if latent else (keys,) => (keys,)
+        """,
+    ),
+    (
+        "ops.attention.latent_attention",
+        LATENT_TREES,
+        """
+        a tree over latents sees its siblings
+            latent_attention_reference: ancestors[start] != 0 => False
+        """,
+    ),
+    (
+        "models.layers.latent_attention",
+        TREES,
+        """
+        rows of trees over latents see all before them
+            latent_attention: rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec, step.ancestors)
+                => rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec)
+        """,
+    ),
+    (
+        "worker.draft_trees",
+        NETWORK_TREES,
+        """
+        features of accepted drafts stay where they are
+            move_accepted: rows[target] = rows[source] => ...
+        """,
+    ),
+    (
+        "step.tree_drafting",
+        NETWORK_TREES,
+        """
+        on the device a path goes on with a draft of another node
+            accepted_path: known.parents == row[:, None] => known.parents >= 0
+        on the device a path follows the first child
+            accepted_path: known.token_ids == sampled[:, None] => known.token_ids >= 0
+        Medusa heads read the row that a chain has there
+            draft_medusa_tree_function: known.token_row + path[:, -1] => known.token_row + accepted
+        all Medusa heads have the noise of the first
+            draft_medusa_tree_function: known.position + accepted + number + 1 => known.position + accepted + 1
+        a token is drafted twice
+            likeliest: logits.scatter(1, place, -math.inf) => logits
+        a node has the ancestors of its sibling
+            draft_tree_function: torch.gather(masks[:, count - width :], 1, before) => masks[:, count - width :]
+        a node does not see its parent
+            draft_tree_function: masks_before | (1 << own) => masks_before[:, :1] & 1 | (1 << own)
+        the hidden state of a parent is that of its sibling
+            draft_tree_function: torch.gather(fed_back, 1, before[:, :, None].expand(-1, -1, fed_back.shape[2]))
+                => fed_back
+        nodes have the noise of the level before
+            _of_nodes: sampling.position + level => sampling.position + level - 1
+        nodes stand where their slots are
+            _step_of_tree: base[:, None] + depths => places
+        features of a path are those of the rows that a chain has there
+            _path_rows: known.position[owner] - 1 + row => known.position[owner] - 1 + place
+        tokens of a path are those of the rows that a chain has there
+            _path_rows: known.first_row[owner] + row => known.first_row[owner] + place
         """,
     ),
     (
