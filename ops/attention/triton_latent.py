@@ -140,7 +140,7 @@ def rotary_latent_attention(
     table_tokens = table_width * k_cache.shape[2]
     tiles = latent_tiles(dim, q_latent.element_size(), k_cache.element_size(), capability)
     tile = tiles.exact if exact else tiles.chunk
-    if ancestors is not None:  # masks take registers
+    if ancestors is not None and k_scale is not None:  # masks take registers
         tile = tile._replace(m=min(tile.m, 32))
     splits = latent_splits(tile, num_requests, num_heads, num_sms)
     if exact:  # states of several rows' partitions are many: requests of more rows fold them
