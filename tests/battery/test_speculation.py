@@ -182,7 +182,7 @@ _FULL = [
     pytest.param(engine, method, NUM_REQUESTS, id=f"full-{engine}-{method}", marks=pytest.mark.battery)
     for engine in ENGINES
     for method in METHODS
-    # With states: the first layer of layer_skip keeps one, and trees are refused. The model with latents has two layers.
+    # With states: the first layer of layer_skip keeps one, and trees are refused. That with latents has two layers.
     if not (engine in ("states", "latents") and method == "layer_skip")
     and not (engine == "states" and "tree" in method)
 ]
