@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "latents": {"model": "deepseek-v3"},
     "latents-float32": {"model": "deepseek-v2", "dtype": "float32"},
     "latents-int8": {"model": "deepseek-v3", "kv_cache_dtype": "int8"},
+    "latents-compiled": {"model": "deepseek-v3", "enforce_eager": False},
     "latents-fp8": {"model": "mistral4", "kv_cache_dtype": "fp8"},
 }
 
@@ -63,10 +64,11 @@ def test_keys_are_those_of_a_run_without_trees(kind: str) -> None:
     options = dict(KINDS[kind])
     if "model" in options:
         options["model"] = str(checkpoint(options["model"]))
-    with CompiledEngine(**ARGUMENTS, **options) as engine:
+    options = ARGUMENTS | options
+    with CompiledEngine(**options) as engine:
         tokens, logprobs, held, moved = served(engine)
     assert moved == 0
-    with CompiledEngine(**ARGUMENTS, **options, speculative_config=TREE) as engine:
+    with CompiledEngine(**options, speculative_config=TREE) as engine:
         drafted = served(engine)
         stats = engine.stats()
     assert drafted[:2] == (tokens, logprobs)

@@ -126,11 +126,19 @@ def test_what_others_computed_without_it_is_caught_up_with(tmp_path: Path) -> No
             assert expected_drafts(engine, one) == one.drafts
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("glm4-moe", marks=pytest.mark.battery)])
-def test_trees(name: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*the language model has no such parts")  # without drafts
+@pytest.mark.parametrize(
+    ("name", "eager"),
+    [
+        ("deepseek-v3", True),
+        pytest.param("deepseek-v3", False, marks=pytest.mark.battery),
+        pytest.param("glm4-moe", True, marks=pytest.mark.battery),
+    ],
+)
+def test_trees(name: str, eager: bool, tmp_path: Path) -> None:
     """Of a layer over latents, and one over keys: outputs are those without, the first path is that of a chain."""
     given = {"method": "mtp", "num_speculative_tokens": 24, "adaptive": False, "speculative_token_tree": "auto"}
-    arguments = SMALL | {"num_kv_blocks": 60}
+    arguments = SMALL | {"num_kv_blocks": 60, "enforce_eager": eager}
     model = str(guessing_checkpoint(name, tmp_path / "model", 0.02))
     prompts = [[3 + seed, 50, 7 * seed + 9] for seed in range(2)]
     params = [
