@@ -67,7 +67,7 @@ METHODS: Mapping[str, Method] = {
     "draft_model": Method(4, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
     "eagle3": Method(3, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
     "medusa": Method(3, _OF_NETWORKS, ("model",), MOST_NETWORK_TOKENS),
-    "mtp": Method(2, {"speculative_token_tree": None}, most=MOST_NETWORK_TOKENS),
+    "mtp": Method(2, {}, most=MOST_NETWORK_TOKENS),
     "layer_skip": Method(4, {"num_draft_layers": None}, most=MOST_NETWORK_TOKENS),
 }
 # Methods whose drafts a network of the worker makes behind each step.
@@ -132,9 +132,9 @@ class SpeculativeConfig:
             ``num_speculative_tokens``. None: as many.
         lookahead_ngram: by "lookahead": tokens of the n-grams, 2 to 8. None: 4.
         num_draft_layers: by "layer_skip": how many of the first layers draft. None: a quarter of them, at least one.
-        speculative_token_tree: by all methods but "lookahead" and "layer_skip": drafts are a tree, several of which
-            may follow the same token. "auto": of ``num_speculative_tokens`` nodes, those that were measured to be
-            right most often. Or, by "ngram", "suffix" and "medusa", the nodes as a list of tuples in a str, such as
+        speculative_token_tree: by "ngram", "suffix", "medusa", "eagle3", "draft_model": drafts are a tree, several of
+            which may follow the same token. "auto": of ``num_speculative_tokens`` nodes, those that were measured to be
+            right most often. Or, by the first three, the nodes as a list of tuples in a str, such as
             "[(0,), (1,), (0, 0)]": the likeliest and the second likeliest first token, and the likeliest one after the
             former. None: drafts are a chain.
     """

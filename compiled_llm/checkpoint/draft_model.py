@@ -72,8 +72,7 @@ def draft_checkpoint(
         return None  # by "layer_skip" the model itself drafts
     if wanted.method == "mtp":
         directory = checkpoint_directory(config, with_weights)
-        own, found = mtp_arguments(config, target, directory)
-        return DraftCheckpoint(own, found, directory, wanted.num_tokens, wanted.network_tree)
+        return DraftCheckpoint(*mtp_arguments(config, target, directory), directory, wanted.num_tokens)
     assert wanted.model is not None
     directory = model_directory(wanted.model, wanted.revision, "speculative_config: model", with_weights)
     own = _own_arguments(config, wanted, target)

@@ -563,8 +563,6 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
             draft_medusa_tree_function: known.token_row + path[:, -1] => known.token_row + accepted
         all Medusa heads have the noise of the first
             draft_medusa_tree_function: known.position + accepted + number + 1 => known.position + accepted + 1
-        a token is drafted twice
-            likeliest: logits.scatter(1, place, -math.inf) => logits
         a node has the ancestors of its sibling
             draft_tree_function: torch.gather(masks[:, count - width :], 1, before) => masks[:, count - width :]
         a node does not see its parent

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.api.speculative_config import SpeculativeConfig
 from compiled_llm.worker.memory import num_bytes
 from tests.drafting_networks import Drafted, record_drafts
 from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, serve
-from tests.e2e.test_network_trees import first_path
 from tests.mtp_checkpoints import FAMILIES, expected_drafts, guessing_checkpoint
 
 CONFIG: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
@@ -124,38 +122,6 @@ def test_what_others_computed_without_it_is_caught_up_with(tmp_path: Path) -> No
         assert len(found) > 10
         for one in found:
             assert expected_drafts(engine, one) == one.drafts
-
-
-@pytest.mark.filterwarnings("ignore:.*the language model has no such parts")  # without drafts
-@pytest.mark.parametrize(
-    ("name", "eager"),
-    [
-        ("deepseek-v3", True),
-        pytest.param("deepseek-v3", False, marks=pytest.mark.battery),
-        pytest.param("glm4-moe", True, marks=pytest.mark.battery),
-    ],
-)
-def test_trees(name: str, eager: bool, tmp_path: Path) -> None:
-    """Of a layer over latents, and one over keys: outputs are those without, the first path is that of a chain."""
-    given = {"method": "mtp", "num_speculative_tokens": 24, "adaptive": False, "speculative_token_tree": "auto"}
-    arguments = SMALL | {"num_kv_blocks": 60, "enforce_eager": eager}
-    model = str(guessing_checkpoint(name, tmp_path / "model", 0.02))
-    prompts = [[3 + seed, 50, 7 * seed + 9] for seed in range(2)]
-    params = [
-        SamplingParams(temperature=t, seed=4, max_tokens=20, ignore_eos=True, logprobs=1, detokenize=False)
-        for t in (0.0, 0.8)
-    ]
-    with CompiledEngine(model, **arguments) as engine:
-        wanted = engine.generate(prompts, params, use_tqdm=False)
-    with CompiledEngine(model, **arguments, speculative_config=given) as engine:
-        found = record_drafts(engine)
-        outputs, stats = engine.generate(prompts, params, use_tqdm=False), engine.stats()
-        paths = [dataclasses.replace(one, drafts=first_path(one.drafts, SpeculativeConfig(**given))) for one in found]
-        for one in paths[:: 1 + len(paths) // 12]:
-            assert expected_drafts(engine, one) == one.drafts, f"after {len(one.token_ids)} tokens"
-    assert [output.outputs for output in outputs] == [output.outputs for output in wanted]
-    assert stats.num_accepted_by_position[1] > 0
-    assert len(paths) > 8
 
 
 def test_its_memory_is_in_the_ledger_and_embedding_and_head_are_the_models(tmp_path: Path) -> None:
