@@ -109,11 +109,13 @@ class Eagle3Reference:
         self._seen[number] = args[0] if args else kwargs["hidden_states"]
 
     @torch.no_grad()
-    def drafts(self, token_ids: Sequence[int], count: int, params: SamplingParams, seed: int) -> tuple[int, ...]:
-        """The ``count`` tokens that are drafted after ``token_ids``."""
+    def drafts(
+        self, token_ids: Sequence[int], count: int, params: SamplingParams, seed: int, path: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """The ``count`` tokens that are drafted after ``token_ids``; the first of them are taken to be ``path``."""
         tokens = list(token_ids)
         features = self._features(tuple(token_ids))[:-1]  # of the last token nothing is known yet
-        for _ in range(count):
+        for number in range(count):
             out = self._rows(features, torch.tensor(tokens[1:]))[-1:]
             normed = self._norm(out, "norm")
             logits = normed @ self.head.T
@@ -121,7 +123,8 @@ class Eagle3Reference:
                 every = torch.full((1, self.layer["vocab_size"]), -torch.inf)
                 ids = torch.arange(len(self.tensors["d2t"])) + self.tensors["d2t"]
                 logits = every.index_copy(1, ids, logits)
-            tokens.append(self._sampled(logits, params, seed, len(tokens)))
+            is_given = number < len(path)
+            tokens.append(path[number] if is_given else self._sampled(logits, params, seed, len(tokens)))
             features = torch.cat((features, normed if self.config.get("norm_output") else out))
         return tuple(tokens[len(token_ids) :])
 

@@ -215,7 +215,7 @@ def _rotary(given: dict[str, Any]) -> Tensor:
 def _rotary_latent(given: dict[str, Any]) -> Tensor:
     own = ("q_latent", "q_turned", "k_turned", "latent", "cos_sin", "norm", "query_scale", "eps")
     keys = Keys(**{name: given[name] for name in Keys._fields})
-    return rotary_latent_attention(*(given[name] for name in own), keys, _kind(given))
+    return rotary_latent_attention(*(given[name] for name in own), keys, _kind(given), given["ancestors"])
 
 
 def _kind(given: dict[str, Any]) -> AttentionSpec:

@@ -24,6 +24,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import FeatureCache, KVCache, StepInput
 from compiled_llm.models.linears.adapted import without_adapters
 from compiled_llm.models.linears.vocabulary import shared_head
+from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.models.stages import is_last
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.pinned import give
@@ -194,7 +195,9 @@ class CompiledSteps:
         if output.moved_keys:
             kept = () if self.drafting is None else self.drafting.kv_cache
             features = kept[-1].features if kept and isinstance(kept[-1], FeatureCache) else None
-            move_accepted(output, split_by_window(self.model_config, self._windows, self.kv_cache), features)
+            groups = split_by_window(self.model_config, self._windows, self.kv_cache)
+            latent = any(spec.latent_dim for spec in attention_layers(layers_of(self.model_config)))
+            move_accepted(output, groups, features, latent=latent)
 
     def hold(self, kv_cache: KVCache, draft_cache: KVCache = ()) -> None:
         """Take other caches in the place of those so far: see ``record_again``."""

@@ -27,8 +27,6 @@ def check_trees(model_config: ModelConfig, device: torch.device, num_draft_token
         reason = "layers with a state compute tokens one after the other"
     elif device.type != "cpu" and any(0 < spec.window <= num_draft_tokens for spec in attention_layers(layers)):
         reason = f"a window of less than {1 + num_draft_tokens} keys"
-    elif any(isinstance(spec, AttentionSpec) and spec.latent_dim for spec in layers):
-        reason = "latent attention has no masks for them yet"
     if reason:
         raise ValueError(
             f"speculative_token_tree must be left out for {model_config.architecture} on {device.type!r} ({reason}): "
@@ -59,9 +57,11 @@ def tree_rows(parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def move_accepted(
-    output: SchedulerOutput, groups: Sequence[Sequence[LayerCache]], features: Tensor | None = None
+    output: SchedulerOutput, groups: Sequence[Sequence[LayerCache]], features: Tensor | None = None, *, latent: bool
 ) -> None:
     """Move the keys that ``output`` says. ``groups``: layers without a window, and those with each.
+
+    ``latent``: their caches are those of latent attention.
 
     ``features``: ``[B, S, F]``, what a network that drafts keeps of each token, which move as well.
     """
@@ -74,4 +74,4 @@ def move_accepted(
         if told.moved_keys and layers:
             moves = on_device(torch.tensor(told.moved_keys, dtype=torch.int64), layers[0].k.device)
             for cache in layers:
-                move_keys(*cache, moves)
+                move_keys(*cache, moves, latent=latent)

@@ -149,5 +149,5 @@ def latent_attention(
     if spec.plan is not None:
         seen = rotary_latent_decode_attention(*new, *turn, cache, step.plans[spec.plan], spec)
     else:
-        seen = rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec)
+        seen = rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec, step.ancestors)
     return BlockOutput(w.latent_to_value.apply(seen, heads).flatten(1), w.o)

@@ -218,21 +218,23 @@ TARGET void find_tile(const Problem& p, const Unit& unit, int64_t first, int64_t
 }
 
 // Gives a tile of a branch the keys that are not where their positions say: copies of runs of 16 keys, in `memory`.
+// Without `has_values` of keys alone, which are all that latents have.
 template <class C>
 TARGET void gather_branch(const Problem& p, const Unit& unit, int64_t first, const Branch& branch, float* memory,
-                          Tile<C>& tile) {
+                          Tile<C>& tile, bool has_values = true) {
   constexpr int64_t kWidth = kCacheWidth<C>, kLanesOfKeys = kLanes / kWidth;
   const int64_t lanes = p.head_dim / kWidth, stride = p.block_size * kWidth, runs = p.block_size / kLanes;
   const int32_t* table = p.table + unit.request * p.table_width;
   C* values = reinterpret_cast<C*>(memory);
-  C* keys = values + kTile * p.head_dim;
+  C* keys = values + (has_values ? kTile * p.head_dim : 0);
   for (int64_t g = std::max<int64_t>(branch.own_keys() - first, 0) / kLanes; g * kLanes < tile.count; ++g) {
     C* const keys_of_run = keys + g / runs * lanes * stride + g % runs * kLanes * kWidth;
     C* const values_of_run = values + g * kLanes * p.head_dim;
     const C* from = reinterpret_cast<const C*>(tile.keys[g]);
     for (int64_t lane = 0; lane < lanes; ++lane)
       std::memcpy(static_cast<void*>(keys_of_run + lane * stride), from + lane * stride, kLanes * kWidth * sizeof(C));
-    std::memcpy(static_cast<void*>(values_of_run), tile.values[g * kLanesOfKeys], kLanes * p.head_dim * sizeof(C));
+    if (has_values)
+      std::memcpy(static_cast<void*>(values_of_run), tile.values[g * kLanesOfKeys], kLanes * p.head_dim * sizeof(C));
     for (int64_t i = std::max<int64_t>(branch.own_keys() - first - g * kLanes, 0);
          i < std::min(kLanes, tile.count - g * kLanes); ++i) {
       const int64_t slot = branch.slot(first + g * kLanes + i), offset = slot % p.block_size;
@@ -242,14 +244,14 @@ TARGET void gather_branch(const Problem& p, const Unit& unit, int64_t first, con
       for (int64_t lane = 0; lane < lanes; ++lane)
         std::memcpy(static_cast<void*>(keys_of_run + lane * stride + i * kWidth), k + lane * stride, kWidth * sizeof(C));
       C* to = values_of_run + i / kWidth * kWidth * p.head_dim + i % kWidth;
-      for (int64_t d = 0; d < p.head_dim; ++d) to[d * kWidth] = v[d * kWidth];
+      for (int64_t d = 0; has_values && d < p.head_dim; ++d) to[d * kWidth] = v[d * kWidth];
       if (p.k_scale != nullptr) {
         tile.k_scale[g * kLanes + i] = p.k_scale[run + offset];
         tile.v_scale[g * kLanes + i] = p.v_scale[run + offset];
       }
     }
     tile.keys[g] = reinterpret_cast<const float*>(keys_of_run);
-    for (int64_t i = 0; i < kLanesOfKeys; ++i)
+    for (int64_t i = 0; has_values && i < kLanesOfKeys; ++i)
       tile.values[g * kLanesOfKeys + i] = reinterpret_cast<const float*>(values_of_run + i * p.head_dim * kWidth);
   }
 }

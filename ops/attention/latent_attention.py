@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention.paged_attention import seen_in_tree
 from compiled_llm.ops.library import define_op, like_first
 
 
 def latent_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, k_cache: Tensor, v_cache: Tensor,
     k_scale: Tensor | None, v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, *, sm_scale: float, max_query_len: int, window: int = 0,
+    seq_lens: Tensor, *, sm_scale: float, max_query_len: int, window: int = 0, ancestors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write ``k_turned`` and ``latent`` to the cache, then return causal attention over it.
 
@@ -38,7 +39,7 @@ def latent_attention(
             the last one 1.
         k_cache: ``[B, 1, S, H]``, v_cache: ``[B, 1, S, C]``: contiguous; dtype of ``q_latent``, or int8 or
             float8_e4m3fn; written in place.
-        k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, window: as of
+        k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, window, ancestors: as of
             ``paged_attention``.
         sm_scale: positive scale of the scores.
 
@@ -47,14 +48,14 @@ def latent_attention(
     """
     return torch.ops.compiled_llm.latent_attention(
         q_latent, q_turned, k_turned, latent, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table,
-        query_start_loc, seq_lens, sm_scale, max_query_len, window,
+        query_start_loc, seq_lens, sm_scale, max_query_len, window, ancestors,
     )  # fmt: skip
 
 
 def latent_attention_reference(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, k_cache: Tensor, v_cache: Tensor,
     k_scale: Tensor | None, v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
-    seq_lens: Tensor, sm_scale: float, max_query_len: int, window: int,
+    seq_lens: Tensor, sm_scale: float, max_query_len: int, window: int, ancestors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The op in plain torch, one request at a time, in a wider dtype. All kernels are tested against it."""
     wide = torch.float64 if q_latent.dtype == torch.float32 else torch.float32
@@ -86,6 +87,8 @@ def latent_attention_reference(
         positions = torch.arange(seq_len - (end - start), seq_len, device=out.device)[:, None]
         key_positions = torch.arange(seq_len, device=out.device)
         visible = key_positions <= positions
+        if ancestors is not None and ancestors[start] != 0:
+            visible, positions, key_positions = seen_in_tree(ancestors[start:end], seq_len)
         if window > 0:
             visible &= key_positions > positions - window
         probs = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
@@ -98,7 +101,8 @@ def latent_attention_reference(
 define_op(
     "latent_attention(Tensor q_latent, Tensor q_turned, Tensor k_turned, Tensor latent, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor slot_mapping, Tensor block_table, "
-    "Tensor query_start_loc, Tensor seq_lens, float sm_scale, int max_query_len, int window) -> Tensor",
+    "Tensor query_start_loc, Tensor seq_lens, float sm_scale, int max_query_len, int window, Tensor? ancestors) "
+    "-> Tensor",
     reference=latent_attention_reference,
     fake=like_first,
     cpu="latent_attention_cpu",

@@ -18,7 +18,7 @@ Tensor latent_attention(
     const Tensor& q_latent, const Tensor& q_turned, const Tensor& k_turned, const Tensor& latent, const Tensor& k_cache,
     const Tensor& v_cache, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
     const Tensor& slot_mapping, const Tensor& block_table, const Tensor& query_start_loc, const Tensor& seq_lens,
-    double sm_scale, int64_t max_query_len, int64_t window) {
+    double sm_scale, int64_t max_query_len, int64_t window, const std::optional<Tensor>& ancestors) {
   CHECK_VALUE(q_latent.dim() == 3 && q_turned.dim() == 3 && k_cache.dim() == 4,
               "q_latent must be [T, N, C], q_turned [T, N, H] and k_cache [B, 1, S, H], got ", q_latent.sizes(), ", ",
               q_turned.sizes(), " and ", k_cache.sizes());
@@ -36,6 +36,7 @@ Tensor latent_attention(
   check_rows(q_turned, "q_turned", dtype, {tokens, heads, turned});
   check_rows(k_turned, "k_turned", dtype, {tokens, 1, turned});
   check_rows(latent, "latent", dtype, {tokens, 1, dim});
+  if (ancestors.has_value()) check_contiguous(*ancestors, "ancestors", kLong, {tokens});
   const bool quantised = check_caches(dtype, k_cache, v_cache, k_scale, v_scale, 1, turned, dim);
   CHECK_VALUE(block_table.dim() == 2, "block_table must be [R, M], got ", block_table.sizes());
   const int64_t requests = block_table.size(0), width = block_table.size(1);
@@ -46,7 +47,7 @@ Tensor latent_attention(
        quantised ? k_scale->data<float>() : nullptr, quantised ? v_scale->data<float>() : nullptr, nullptr,
        int32_data(slot_mapping, "slot_mapping", {tokens}), int32_data(block_table, "block_table", {requests, width}),
        int32_data(query_start_loc, "query_start_loc", {requests + 1}), int32_data(seq_lens, "seq_lens", {requests}),
-       nullptr,
+       ancestors.has_value() ? ancestors->data<const int64_t>() : nullptr,
        q_latent.stride(0), q_latent.stride(1), k_turned.stride(0), k_turned.stride(1), latent.stride(0), latent.stride(1),
        tokens, requests, heads, 1, heads, dim, block_size, width, std::min<int64_t>(window, int64_t{1} << 40),
        static_cast<float>(sm_scale), 0.f},

@@ -29,9 +29,12 @@ template <class O, class C>
 struct KeyOperands {
   const float* keys[Tile<C>::kGroups];
   int64_t stride;
-  float* memory;
+  float *memory, *gathered;  // the latter of a tree's branches
 
   static int64_t floats(const Problem& part) { return ceil_div(part.head_dim, kPerLane<O>) * kTile; }
+  static int64_t gathered_floats(const Problem& part) {
+    return ceil_div((kTile + part.block_size) * part.head_dim * static_cast<int64_t>(sizeof(C)), sizeof(float));
+  }
 };
 
 template <class O, class C>
@@ -50,15 +53,17 @@ TARGET void convert_keys(const Problem& part, const Tile<C>& tile, KeyOperands<O
 
 // Element by element, for blocks and rows that are not made of whole vectors.
 template <class O, class C>
-TARGET void copy_keys(const Problem& part, const Unit& unit, int64_t first, Tile<C>& tile, KeyOperands<O, C>& to) {
+TARGET void copy_keys(const Problem& part, const Unit& unit, int64_t first, const Branch& branch, Tile<C>& tile,
+                      KeyOperands<O, C>& to) {
   constexpr int64_t kEach = kPerLane<O>;
   const int64_t lanes = ceil_div(part.head_dim, kEach), width = part.key_width<C>();
   const int32_t* table = part.table + unit.request * part.table_width;
-  tile.count = std::clamp<int64_t>(unit.keys - first, 0, kTile);
+  tile.count = std::clamp<int64_t>(branch.keys - first, 0, kTile);
   std::memset(to.memory, 0, to.floats(part) * sizeof(float));
   auto* keys = reinterpret_cast<typename O::Element*>(to.memory);
   for (int64_t i = 0; i < tile.count; ++i) {
-    const int64_t run = part.run(table[(first + i) / part.block_size], 0), offset = (first + i) % part.block_size;
+    const int64_t slot = branch.slot(first + i), offset = slot % part.block_size;
+    const int64_t run = part.run(table[slot / part.block_size], 0);
     const C* k = static_cast<const C*>(part.k_cache) + run * part.head_dim + offset * width;
     for (int64_t d = 0; d < part.head_dim; ++d)
       keys[((i / kLanes * lanes + d / kEach) * kLanes + i % kLanes) * kEach + d % kEach] =
@@ -68,21 +73,21 @@ TARGET void copy_keys(const Problem& part, const Unit& unit, int64_t first, Tile
 }
 
 template <class O, class C>
-TARGET void find_keys(const Problem& part, const Unit& unit, int64_t first, bool in_runs, Tile<C>& tile,
-                      KeyOperands<O, C>& to) {
-  if (in_runs && kRaw<O, C>) {
-    find_tile(part, unit, first, unit.keys, tile);
-    std::copy(std::begin(tile.keys), std::end(tile.keys), to.keys);
-    to.stride = part.block_size;
-    return;
-  }
-  if constexpr (!kRaw<O, C>) {
-    if (in_runs) {
-      find_tile(part, unit, first, unit.keys, tile);
+TARGET void find_keys(const Problem& part, const Unit& unit, int64_t first, const Branch& branch, bool apart,
+                      bool in_runs, Tile<C>& tile, KeyOperands<O, C>& to) {
+  if (in_runs) {
+    find_tile(part, unit, first, branch.keys, tile);
+    if (apart) gather_branch(part, unit, first, branch, to.gathered, tile, false);
+    if constexpr (kRaw<O, C>) {
+      std::copy(std::begin(tile.keys), std::end(tile.keys), to.keys);
+      to.stride = part.block_size;
+      return;
+    } else {
       convert_keys(part, tile, to);
     }
+  } else {
+    copy_keys(part, unit, first, branch, tile, to);
   }
-  if (!in_runs) copy_keys(part, unit, first, tile, to);
   const int64_t lanes = ceil_div(part.head_dim, kPerLane<O>);
   for (int64_t g = 0; g < Tile<C>::kGroups; ++g) to.keys[g] = to.memory + g * lanes * kLanes;
   to.stride = kLanes;
@@ -186,11 +191,15 @@ TARGET void attend_latents(const Problem& p, const Item& item, float* states) {
   const int64_t lanes = ceil_div(latent.head_dim, kPerLane<O>), turned_lanes = ceil_div(turned.head_dim, kPerLane<O>);
   const int64_t first_position = shared ? item.last_partition * kPartition : unit.keys - unit.tokens;
   const bool in_runs = turned.in_runs() && latent.in_runs(), raw = in_runs && kRaw<O, C>;
+  const bool tree = !shared && p.is_tree(unit.request);
+  const Branch whole{rows / p.group, unit.keys, unit.keys, 0};
 
   const int64_t sizes[] = {KeyOperands<O, C>::floats(latent), KeyOperands<O, C>::floats(turned),
                            Operands<O, C>::value_floats(p), 3 * dim, room * kRowsOf<O> * lanes,
                            room * kRowsOf<O> * turned_lanes, room * 4, room * 4, room * kTile, room * kTile,
-                           room * kRowsOf<O> * kWeightsRow<O>, room, state_size, state_size};
+                           room * kRowsOf<O> * kWeightsRow<O>, room, state_size, state_size,
+                           tree && in_runs ? KeyOperands<O, C>::gathered_floats(latent) : 0,
+                           tree && in_runs ? KeyOperands<O, C>::gathered_floats(turned) : 0};
   int64_t total_size = 0;
   for (const int64_t size : sizes) total_size += ceil_div(size, kLanes) * kLanes;
   float* memory = scratch(total_size);
@@ -208,6 +217,8 @@ TARGET void attend_latents(const Problem& p, const Item& item, float* states) {
   float *scores = take(), *turned_scores = take(), *codes = take(), *weight_scale = take();
   const State total(take(), room, dim);
   float* partition_memory = take();
+  latent_keys.gathered = take();
+  turned_keys.gathered = take();
 
   for (int64_t i = 0, row = 0; i < item.count; row += item.units[i++]->rows(p)) {
     load_queries<O, T>(latent, *item.units[i], lanes, queries + row * kRowsOf<O> * lanes, of_latent + row);
@@ -230,35 +241,44 @@ TARGET void attend_latents(const Problem& p, const Item& item, float* states) {
     const int64_t start = std::max(first_tile, partition * kPartition);
     const int64_t end = std::min(unit.keys, (partition + 1) * kPartition);
     for (int64_t first = start; first < end; first += kTile) {
-      find_keys<O, C>(turned, unit, first, in_runs, turned_tile, turned_keys);
-      find_keys<O, C>(latent, unit, first, in_runs, latent_tile, latent_keys);
+      const bool apart = tree && first + kTile > p.context(unit.request) + 1;  // each branch has a tile of its own
       if (raw) find_tile(latent, unit, first + kTile, unit.keys, next);
-      const bool fetch = raw && next.count > 0;
-      const int64_t count = latent_tile.count;
-      const int64_t last = std::min(first_position + (rows - 1) / p.group - first + 1, count);
-      const int64_t depth = ceil_div(last, kPerLane<O>), groups = ceil_div(last, kLanes), keys = groups * kLanes;
-      all_scores<O>(false, rows, queries, lanes, groups, latent_keys.keys, latent_keys.stride,
-                    fetch ? next.keys : nullptr, scores);
-      all_scores<O>(false, rows, turned_queries, turned_lanes, groups, turned_keys.keys, turned_keys.stride, nullptr,
-                    turned_scores);
-      values_of_keys<O>(latent.head_dim, groups, latent_keys.keys, latent_keys.stride, dim, operands.value_memory);
-      for (int64_t i = 0; i < operands.kDepth; ++i) operands.values[i] = operands.value_memory + i * dim;
-      hide_values(std::max<int64_t>(unit.first_key - first, 0), count, depth, dim, operands);
+      const bool fetch = raw && !apart && next.count > 0, quantised = p.v_scale != nullptr;
+      Branch branch = whole;
+      for (int64_t first_token = 0; first_token < whole.end; first_token = branch.end) {
+        if (apart) branch = branch_from(p, unit, first_token);
+        if (branch.keys <= first) continue;
+        find_keys<O, C>(turned, unit, first, branch, apart, in_runs, turned_tile, turned_keys);
+        find_keys<O, C>(latent, unit, first, branch, apart, in_runs, latent_tile, latent_keys);
+        const int64_t begin_row = first_token * p.group, end_row = branch.end * p.group, num_rows = end_row - begin_row;
+        const int64_t count = latent_tile.count;
+        const int64_t last = tree ? count : std::min(first_position + (rows - 1) / p.group - first + 1, count);
+        const int64_t depth = ceil_div(last, kPerLane<O>), groups = ceil_div(last, kLanes), keys = groups * kLanes;
+        all_scores<O>(false, num_rows, queries + begin_row * kRowsOf<O> * lanes, lanes, groups, latent_keys.keys,
+                      latent_keys.stride, fetch ? next.keys : nullptr, scores + begin_row * kTile);
+        all_scores<O>(false, num_rows, turned_queries + begin_row * kRowsOf<O> * turned_lanes, turned_lanes, groups,
+                      turned_keys.keys, turned_keys.stride, nullptr, turned_scores + begin_row * kTile);
+        values_of_keys<O>(latent.head_dim, groups, latent_keys.keys, latent_keys.stride, dim, operands.value_memory);
+        for (int64_t i = 0; i < operands.kDepth; ++i) operands.values[i] = operands.value_memory + i * dim;
+        hide_values(std::max<int64_t>(unit.first_key - first, 0), count, depth, dim, operands);
 
-      const bool quantised = p.v_scale != nullptr;
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t position = first_position + row / p.group - first;  // of the query, in the tile
-        const Mask mask{p.window > 0 ? std::max<int64_t>(position - p.window + 1, 0) : 0,
-                        std::min(position + 1, count), nullptr, quantised ? latent_tile.k_scale : nullptr};
-        float* of_row = scores + row * kTile;
-        add_products_of_parts<O>(of_row, turned_scores + row * kTile, keys, of_latent[row], of_turned[row],
-                                 quantised ? latent_tile.k_scale : nullptr, turned_tile.k_scale);
-        weight_scale[row] = weigh_row<O>(of_row, keys, plain, mask, largest_score<Floats>(of_row, keys, plain, mask), state,
-                                         row, dim,
-                                         reinterpret_cast<uint8_t*>(codes + row * kRowsOf<O> * kWeightsRow<O>));
+        for (int64_t row = begin_row; row < end_row; ++row) {
+          const int64_t token = row / p.group;
+          const int64_t position = (tree ? p.position(unit.request, unit.first_token + token, tree) : first_position + token) -
+                                   first;  // of the query, in the tile
+          const Mask mask{p.window > 0 ? std::max<int64_t>(position - p.window + 1, 0) : 0,
+                          std::min(position + 1, count), nullptr, quantised ? latent_tile.k_scale : nullptr};
+          float* of_row = scores + row * kTile;
+          add_products_of_parts<O>(of_row, turned_scores + row * kTile, keys, of_latent[row], of_turned[row],
+                                   quantised ? latent_tile.k_scale : nullptr, turned_tile.k_scale);
+          weight_scale[row] = weigh_row<O>(of_row, keys, plain, mask, largest_score<Floats>(of_row, keys, plain, mask),
+                                           state, row, dim,
+                                           reinterpret_cast<uint8_t*>(codes + row * kRowsOf<O> * kWeightsRow<O>));
+        }
+        all_values<O>(false, num_rows, kBytes ? codes + begin_row * kRowsOf<O> * kWeightsRow<O> : scores + begin_row * kTile,
+                      weight_scale + begin_row, depth, operands.values, nullptr, first > start, dim,
+                      state.values + begin_row * dim);
       }
-      all_values<O>(false, rows, kBytes ? codes : scores, weight_scale, depth, operands.values, nullptr, first > start,
-                    dim, state.values);
     }
     if (shared) keep_states(p, item, partition, state, states);
     else if (folded) fold(total, state, rows, dim);

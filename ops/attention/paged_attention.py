@@ -122,7 +122,7 @@ def paged_attention_reference(
         key_positions = torch.arange(seq_len, device=q.device)
         visible = key_positions <= positions
         if ancestors is not None and ancestors[start] != 0:
-            visible, positions, key_positions = _seen_in_tree(ancestors[start:end], seq_len)
+            visible, positions, key_positions = seen_in_tree(ancestors[start:end], seq_len)
         if window > 0:
             visible &= key_positions > positions - window
         scores = scores.masked_fill(~visible, float("-inf"))
@@ -137,7 +137,7 @@ def paged_attention_reference(
     return out
 
 
-def _seen_in_tree(ancestors: Tensor, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def seen_in_tree(ancestors: Tensor, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which keys a tree's rows see, ``[rows, seq_len]``; where they stand, ``[rows, 1]``; and where keys do."""
     count = len(ancestors)
     nodes = (ancestors[:, None] >> torch.arange(count, device=ancestors.device)) & 1

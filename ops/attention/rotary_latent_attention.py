@@ -20,7 +20,7 @@ from compiled_llm.ops.rowwise.rowwise import rms_norm, rope
 
 def rotary_latent_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
-    query_scale: Tensor | None, eps: float, keys: Keys, kind: AttentionKind,
+    query_scale: Tensor | None, eps: float, keys: Keys, kind: AttentionKind, ancestors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``latent_attention`` after ``rope`` of the turned parts and ``rms_norm`` of the latents.
 
@@ -29,9 +29,9 @@ def rotary_latent_attention(
         cos_sin: ``[T, H]`` float32, that of ``rope``.
         norm: ``[C]``, the weights of ``rms_norm``, and its ``eps``.
         query_scale: ``[T, 1]`` in the dtype of ``q_turned``, multiplies the turned parts of queries; or None.
-        keys, kind: the arguments of ``latent_attention``. With ``kind.exact`` a row has the same bits alone and in any
-            batch, as a decode and in any chunk. On a CPU it always does; on a GPU other tiles and an order of their own
-            do that.
+        keys, kind, ancestors: the arguments of ``latent_attention``. With ``kind.exact`` a row has the same bits alone
+            and in any batch, as a decode and in any chunk. On a CPU it always does; on a GPU other tiles and an order
+            of their own do that, without trees.
 
     Returns:
         ``[T, N, C]``, as ``latent_attention`` does.
@@ -41,12 +41,12 @@ def rotary_latent_attention(
         name = "rotary_latent_attention_exact" if kind.exact else "rotary_latent_attention"
         return getattr(torch.ops.compiled_llm, name)(
             q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, *keys,
-            scale, max_query_len, window,
+            scale, max_query_len, window, ancestors,
         )  # fmt: skip
     q_turned, k_turned, latent = _turned(q_turned, k_turned, latent, cos_sin, norm, query_scale, eps)
     return latent_attention(
         q_latent, q_turned, k_turned, latent, *keys,
-        sm_scale=scale, max_query_len=max_query_len, window=window,
+        sm_scale=scale, max_query_len=max_query_len, window=window, ancestors=ancestors,
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ _NEW = (
 )
 define_op(
     f"rotary_latent_attention({_NEW}, Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, "
-    "Tensor seq_lens, float sm_scale, int max_query_len, int window) -> Tensor",
+    "Tensor seq_lens, float sm_scale, int max_query_len, int window, Tensor? ancestors) -> Tensor",
     fake=like_first,
     gpu=on_gpu("attention.triton_latent:rotary_latent_attention"),
     gpu_exact=on_gpu("attention.triton_latent:rotary_latent_attention", exact=True),

@@ -193,7 +193,7 @@ def paged_attention(
     counters = torch.empty(num_requests * num_kv_heads * counter_rows + 1, dtype=torch.int32, device=q.device)
     # What the split and prefill kernels share, in the order of their arguments.
     inputs = (q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out)
-    _check_trees(ancestors, window)
+    check_trees(ancestors, window)
     strides = (block_table.stride(0), q.stride(0), q.stride(1))
     shape = {
         "GROUP": q.shape[1] // num_kv_heads,
@@ -218,10 +218,10 @@ def paged_attention(
     return out
 
 
-def _check_trees(ancestors: Tensor | None, window: int) -> None:
+def check_trees(ancestors: Tensor | None, window: int) -> None:
     """``ValueError`` for trees that the kernels cannot serve: they tell a window by slots."""
     if ancestors is not None and 0 < window < SHORT_QUERY.value:
-        raise ValueError(f"paged_attention: window must be 0 or at least {SHORT_QUERY.value} with trees, got {window}")
+        raise ValueError(f"window must be 0 or at least {SHORT_QUERY.value} with trees, got {window}")
 
 
 def _split(

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.latent_tiles import LatentTile, heads_of_tile, latent_splits, latent_tiles
-from compiled_llm.ops.attention.triton_attention import device_facts
-from compiled_llm.ops.attention.triton_kernels import SHORT_QUERY
+from compiled_llm.ops.attention.triton_attention import check_trees, device_facts
+from compiled_llm.ops.attention.triton_kernels import SHORT_QUERY, TREE_QUERY
 from compiled_llm.ops.attention.triton_latent_decode import latent_decode_attention_kernel
 from compiled_llm.ops.attention.triton_latent_kernels import (
     PARTITION,
@@ -127,9 +127,12 @@ def rotary_latent_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
     query_scale: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
     v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
-    sm_scale: float, max_query_len: int, window: int, *, exact: bool = False,
+    sm_scale: float, max_query_len: int, window: int, ancestors: Tensor | None = None, *, exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU."""
+    check_trees(ancestors, window)
+    if ancestors is not None and exact:
+        raise ValueError("latent_attention: ancestors must be None with exact on a GPU: keys of a path lie apart there")
     turn, caches = ToTurn(cos_sin, norm, query_scale, eps), Caches(k_cache, v_cache, k_scale, v_scale)
     sizes, capability, num_sms = _checked(q_latent, q_turned, k_turned, latent, caches)
     (num_tokens, num_heads, dim), (num_requests, table_width) = q_latent.shape, block_table.shape
@@ -137,12 +140,15 @@ def rotary_latent_attention(
     table_tokens = table_width * k_cache.shape[2]
     tiles = latent_tiles(dim, q_latent.element_size(), k_cache.element_size(), capability)
     tile = tiles.exact if exact else tiles.chunk
+    if ancestors is not None and k_scale is not None:  # masks take registers
+        tile = tile._replace(m=min(tile.m, 32))
     splits = latent_splits(tile, num_requests, num_heads, num_sms)
     if exact:  # states of several rows' partitions are many: requests of more rows fold them
         split_rows = max(1, max_query_len) if max_query_len <= SHORT_QUERY.value else 1
         most = triton.cdiv(table_tokens, PARTITION.value) * split_rows
     else:
-        split_rows, most = SHORT_QUERY.value, min(splits.most, triton.cdiv(table_tokens, splits.tokens))
+        split_rows = (SHORT_QUERY if ancestors is None else TREE_QUERY).value
+        most = min(splits.most, triton.cdiv(table_tokens, splits.tokens))
     heads = heads_of_tile(tile, num_heads)
     of_token = triton.cdiv(num_heads, heads)
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": not exact}
@@ -154,7 +160,7 @@ def rotary_latent_attention(
         )  # fmt: skip
         tasks = of_token * (num_tokens // (tile.m // heads) + num_requests) * max(1, most)
         latent_attention_kernel[(min(tasks, num_sms * tile.programs_per_sm),)](
-            q_latent, q_turned, *caches, block_table, query_start_loc, seq_lens, states.row_splits, out,
+            q_latent, q_turned, *caches, block_table, query_start_loc, seq_lens, ancestors, states.row_splits, out,
             states.partial, states.partial_max, states.partial_sum,
             sm_scale, num_requests, states.rows, block_table.stride(0), *q_latent.stride()[:2], *q_turned.stride()[:2],
             SPLIT_ROWS=split_rows, SPLIT_TOKENS=splits.tokens, MOST_SPLITS=most, EXACT=exact, WINDOW=window,

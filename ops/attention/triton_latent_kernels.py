@@ -20,7 +20,15 @@ from compiled_llm.ops.attention.triton_kernels import (
     owner,
 )
 from compiled_llm.ops.attention.triton_prefill import dot, numbers
-from compiled_llm.ops.attention.triton_softmax import LOG2_E, LOWEST, SMALLEST_UNIT, no_keys, seen_keys, weighed
+from compiled_llm.ops.attention.triton_softmax import (
+    LOG2_E,
+    LOWEST,
+    SMALLEST_UNIT,
+    keys_before,
+    no_keys,
+    seen_keys,
+    weighed,
+)
 
 PARTITION = tl.constexpr(512)  # keys of an exact partition
 GRAIN = tl.constexpr(64)  # keys, of which a split has a multiple
@@ -41,13 +49,13 @@ def in_codes_dtype(q, k_scale):
 def attend_latents(
     q_latent, q_turned, visible, k_cache, v_cache, k_scale, v_scale, table_row, oldest, begin, end, scale,
     LATENT_DIM: tl.constexpr, TURNED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, nodes=None, context=0,
 ):  # fmt: skip
     """Softmax of rows over keys ``begin`` to ``end``: weighted sums, maxima (as exponents of two) and sums of weights.
 
     Row i sees the keys before ``visible[i]``, with a window the last ``WINDOW`` of them, and no key before ``oldest``
-    is loaded; ``visible`` None says that every row sees all that are loaded. No row's bits depend on keys that it does
-    not see.
+    is loaded; ``visible`` None says that every row sees all that are loaded. ``nodes`` and ``context`` are those of
+    ``seen_keys``. No row's bits depend on keys that it does not see.
     """
     BLOCK_M: tl.constexpr = q_latent.shape[0]
     IN_FLOAT16: tl.constexpr = v_scale is not None and q_latent.dtype != tl.float32
@@ -90,7 +98,7 @@ def attend_latents(
                 scores * latent_unit[:, None], scales[None, :],
                 turned_scores * turned_unit[:, None] * turned_scales[None, :],
             )  # fmt: skip
-        seen = seen_keys(positions, inside, visible, WINDOW)
+        seen = seen_keys(positions, inside, visible, WINDOW, nodes, context)
         scores = tl.where(seen, scores, float("-inf"))
         probs, decay, row_max, row_sum = weighed(scores, factor, row_max, row_sum)
         if v_scale is not None:
@@ -151,8 +159,8 @@ def store_rows_or_states(
 
 @triton.jit
 def latent_attention_kernel(
-    q_latent, q_turned, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, row_splits, out,
-    partial, partial_max, partial_sum,
+    q_latent, q_turned, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, ancestors,
+    row_splits, out, partial, partial_max, partial_sum,
     scale, num_requests, partial_rows, table_stride, latent_stride_t, latent_stride_n, turned_stride_t, turned_stride_n,
     SPLIT_ROWS: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, EXACT: tl.constexpr,
     NUM_HEADS: tl.constexpr, LATENT_DIM: tl.constexpr, TURNED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -203,10 +211,13 @@ def latent_attention_kernel(
 
         # For a padding request (seq_len 0) begin and end are 0, so its rows are zero.
         context_len = tl.maximum(seq_len - query_len, 0)
-        visible = context_len + tokens + 1
+        visible, nodes = keys_before(ancestors, rows, row_mask, context_len, tokens)
         oldest = 0
         if WINDOW > 0:
-            oldest = tl.maximum(context_len + first_token + 1 - WINDOW, 0)
+            before = context_len
+            if ancestors is None:  # a tree's rows may stand before their slots
+                before += first_token
+            oldest = tl.maximum(before + 1 - WINDOW, 0)
         begin = first_key + split * size
         last = tl.minimum(context_len + first_token + BLOCK_Q, seq_len)
         end = tl.minimum(begin + size, last)
@@ -226,7 +237,7 @@ def latent_attention_kernel(
                 begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
             acc, row_max, row_sum = attend_latents(
                 latent_tile, turned_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, oldest,
-                begin, end, scale, LATENT_DIM, TURNED_DIM, BLOCK_SIZE, WINDOW, BLOCK_N,
+                begin, end, scale, LATENT_DIM, TURNED_DIM, BLOCK_SIZE, WINDOW, BLOCK_N, nodes, context_len,
             )  # fmt: skip
         place = (request.to(tl.int64) * NUM_HEADS + heads) * partial_rows + tokens * num_splits + split
         store_rows_or_states(

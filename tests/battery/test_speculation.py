@@ -49,7 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
 SMALL_METHODS = ("ngram", "suffix", "draft_model")  # heads: tests/e2e/test_draft_heads.py
 HEADS = {"eagle3": write_eagle3, "medusa": write_medusa}  # of random weights
 # By the model, the one that drafts for it.
-DRAFT_MODELS = {None: str(DEMO_MODEL), "lfm2": "llama"}
+DRAFT_MODELS = {None: str(DEMO_MODEL), "lfm2": "llama", "deepseek-v3": "deepseek-v2"}
 SIZES: dict[str, Any] = {
     "enforce_eager": True,
     "bucket_sizes": (1, 4, 6),
@@ -73,6 +73,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "compiled": {"enforce_eager": False, "dtype": "float32", "num_kv_blocks": 40},
     "compiled, bfloat16": {"enforce_eager": False, "dtype": "bfloat16", "num_kv_blocks": 24, **SWAP},
     "states": {"model": "lfm2", "num_kv_blocks": 80, "bucket_sizes": (1, 4)},
+    "latents": {"model": "deepseek-v3", "kv_cache_dtype": "int8", "num_kv_blocks": 24, "bucket_sizes": (1, 4)},
 }
 _CODE = (
     "def read_rows(path, separator):\n    with open(path) as file:\n        rows = [line.split(separator) for line in"
@@ -181,8 +182,9 @@ _FULL = [
     pytest.param(engine, method, NUM_REQUESTS, id=f"full-{engine}-{method}", marks=pytest.mark.battery)
     for engine in ENGINES
     for method in METHODS
-    # With states: the first layer of layer_skip keeps one, and trees are refused.
-    if engine != "states" or not (method == "layer_skip" or "tree" in method)
+    # With states: the first layer of layer_skip keeps one, and trees are refused. That with latents has two layers.
+    if not (engine in ("states", "latents") and method == "layer_skip")
+    and not (engine == "states" and "tree" in method)
 ]
 
 

@@ -55,6 +55,19 @@ def first_path(columns: tuple[int, ...], config: SpeculativeConfig) -> tuple[int
     return tuple(path)
 
 
+def gone_on_from(one: Drafted) -> list[tuple[tuple[int, ...], int]]:
+    """Of the nodes of levels that a network went on from, the path to each, and the first token after it."""
+    families = _families(one.drafts)
+    found: list[tuple[tuple[int, ...], int]] = []
+    waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    for node, path in waiting:
+        children = families.get(node, [])
+        if children:
+            found.append((path, children[0][0]))
+        waiting += [(child, (*path, token)) for token, _, child in children]
+    return found
+
+
 @pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
 def test_the_first_ranks_are_a_chains_drafts(method: str, plain: Outputs) -> None:
     """After accepted paths of trees, too: the network has read the right keys and hidden states."""
@@ -70,11 +83,20 @@ def test_the_first_ranks_are_a_chains_drafts(method: str, plain: Outputs) -> Non
     assert stats.num_steps < 24
     chains = [dataclasses.replace(one, drafts=first_path(one.drafts, config)) for one in found]
     assert len(chains) > 20
+    every = [] if method == "medusa" else [(one, *node) for one in found[::4] for node in gone_on_from(one)]
     if method == "draft_model":
         own = {name: value for name, value in ARGUMENTS.items() if name not in ("enforce_eager", "progress")}
+        chains += [
+            dataclasses.replace(one, token_ids=(*one.token_ids, *path), drafts=(token,)) for one, path, token in every
+        ]
         check_drafts(chains, str(directory), **own)
     else:
-        check_with(reference_of(method), chains)
+        reference = reference_of(method)
+        check_with(reference, chains)
+        for one, path, token in every:
+            wanted = reference.drafts(one.token_ids, len(path) + 1, one.params, one.seed, path)
+            assert (*path, token) == wanted, f"after {len(one.token_ids)} tokens"
+    assert method == "medusa" or len(every) > 60
 
 
 def reference_of(method: str) -> Eagle3Reference | MedusaReference:

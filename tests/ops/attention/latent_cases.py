@@ -37,6 +37,7 @@ class LatentCase(Call):
     sm_scale: float
     max_query_len: int
     window: int
+    ancestors: Tensor | None = None
 
 
 def make_case(

@@ -91,7 +91,7 @@ def test_moved_keys_are_those_of_a_chain(
         caches[:2] = [reordered(cache, n == 0, True) for n, cache in enumerate(caches[:2])]
     else:
         monkeypatch.setattr(native, "load", lambda op: None)
-    move_keys(*caches, moves)
+    move_keys(*caches, moves, latent=False)
     if kernels_order:
         caches[:2] = [reordered(cache, n == 0, False) for n, cache in enumerate(caches[:2])]
     size, dropped = case.k_cache.shape[2], slots[len(path) :]
@@ -108,4 +108,6 @@ def test_ops_are_as_torch_knows_them() -> None:
     case = replace(case, **clean)
     torch.library.opcheck(torch.ops.compiled_llm.paged_attention.default, case.args())
     caches = [case.values()[name] for name in CACHES]
-    torch.library.opcheck(torch.ops.compiled_llm.move_keys.default, (*caches, torch.tensor([[17, 18], [35, 17]])))
+    torch.library.opcheck(
+        torch.ops.compiled_llm.move_keys.default, (*caches, torch.tensor([[17, 18], [35, 17]]), False)
+    )

@@ -125,6 +125,6 @@ def test_op_has_a_schema_that_holds() -> None:
 @pytest.mark.usefixtures("kernels")
 def test_bad_arguments_are_refused(change: dict, message: str) -> None:
     case = replace(make_case(**GRID["decode"]), **change)
-    *tensors, sm_scale, max_query_len, window = case.args()
+    *tensors, sm_scale, max_query_len, window, _ = case.args()
     with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
         latent_attention(*tensors, sm_scale=sm_scale, max_query_len=max_query_len, window=window)

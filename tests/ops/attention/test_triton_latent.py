@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.ops.attention.attention_cases import (
 )
 from tests.ops.attention.latent_cases import GRID, LatentCase, make_case
 from tests.ops.attention.test_triton_decode import decode_case, in_a_larger_table, same_plan
+from tests.ops.attention.tree_cases import make_tree_case, random_parents
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = KV_DTYPES["int8"], KV_DTYPES["fp8"]
@@ -81,6 +83,13 @@ def of_the_grid(name: str, how: str, **types) -> None:
 def of_mixed_rows(how: str, scaled: bool = False, **kwargs) -> None:
     case = make_case([3, 1, 20, 1], [140, 90, 20, 0], padding_query_lens=[0, 1], trailing_rows=2, **kwargs)
     turned(how, case, scaled)
+
+
+def of_trees(**kwargs) -> None:
+    """Two trees beside a decode, a chain of masks and a prompt; some across splits."""
+    rng = random.Random(0)
+    trees = [random_parents(64, rng), 1, random_parents(7, rng), [0, 1, 2], 70]
+    turned("fast", make_tree_case(trees, [300, 20, 129, 5, 3], make_case, latent_dim=64, **kwargs))
 
 
 def decoded(case: LatentCase, turn: triton_latent.ToTurn, tile: LatentTile | None = None) -> tuple[Tensor, dict]:
@@ -169,6 +178,10 @@ INTERPRETED = {
     "neighbours-exact-window": functools.partial(neighbours_change_no_bit, "exact", dtype=BF16, window=100),
     "chunks-window": functools.partial(chunks_change_no_bit, dtype=BF16, window=100),
     "chunks-heads": functools.partial(chunks_change_no_bit, dtype=BF16, num_heads=40),
+    "tree-bf16": functools.partial(of_trees, dtype=BF16, trailing_rows=2),
+    "tree-int8-window": functools.partial(of_trees, dtype=BF16, kv_dtype=INT8, window=70),
+    "tree-fp8-heads": functools.partial(of_trees, dtype=FP16, kv_dtype=FP8, num_heads=20),
+    "tree-float32-window": functools.partial(of_trees, dtype=FP32, window=64),
 }
 for kind, (dtype, kv_dtype) in SOME.items():
     types = {"dtype": dtype, "kv_dtype": kv_dtype}
@@ -200,7 +213,7 @@ def test_on_a_gpu(name: str, kind: str, how: str) -> None:
 def launches(
     capability: tuple[int, int], kind: str, num_heads: int, latent_dim: int, kv_dtype: torch.dtype | None
 ) -> list[ahead_of_time.Launch]:
-    """What a decode of 8 requests or a chunk of 512 tokens launches."""
+    """What a decode of 8 requests, a chunk of 512 tokens or trees of so many rows launch."""
     tokens, turned_dim = 8 if kind == "decode" else 512, 64
     heads, down = empty(tokens, num_heads, 128 + turned_dim), empty(tokens, 1, latent_dim + turned_dim)
     new = empty(tokens, num_heads, latent_dim), heads[..., 128:], down[..., latent_dim:], down[..., :latent_dim]
@@ -213,14 +226,16 @@ def launches(
             triton_latent.latent_decode_attention(*new, turn, made, *plan, 0.1, 0)
         else:
             step = integers(tokens), integers(8, 2048), integers(9), integers(8)
-            triton_latent.rotary_latent_attention(*new, *turn, *made, *step, 0.1, tokens, 0, exact=kind == "exact")
+            masks = integers(tokens).long() if kind == "tree" else None
+            given = *new, *turn, *made, *step, 0.1, tokens, 0, masks
+            triton_latent.rotary_latent_attention(*given, exact=kind == "exact")
     return recorded
 
 
 COMPILED = {
     f"sm_{10 * capability[0]}-{kind}-n{heads}-c{size}-{name}": (capability, kind, heads, size, kv_dtype)
     for capability in ahead_of_time.SM_MEMORY
-    for kind in ("decode", "chunk", "exact")
+    for kind in ("decode", "chunk", "tree", "exact")
     for heads, size in ((16, 512), (128, 512), (32, 256))
     for name, kv_dtype in ALL_KV_DTYPES.items()
     if kv_dtype != FP8 or capability != (8, 0)
@@ -231,7 +246,8 @@ COMPILED = {
 def test_kernels_compile_without_spills(name: str) -> None:
     """And all programs of the grid run at once."""
     capability, kind, heads, size, kv_dtype = COMPILED[name]
-    programs = getattr(latent_tiles(size, 2, 1 if kv_dtype else 2, capability), kind).programs_per_sm
+    tiles = latent_tiles(size, 2, 1 if kv_dtype else 2, capability)
+    programs = getattr(tiles, "chunk" if kind == "tree" else kind).programs_per_sm
     for launch in launches(capability, kind, heads, size, kv_dtype):
         attends = launch[0].__name__ in ("latent_attention_kernel", "latent_decode_attention_kernel")
         ahead_of_time.without_spills(launch, capability, programs if attends else 0)
@@ -248,6 +264,13 @@ def test_splits_follow_from_the_size_of_the_step() -> None:
     assert latent_splits(tile, 256, 16, 132) == (128, 8)
 
 
+def test_trees_that_the_kernels_cannot_serve_are_refused() -> None:
+    with pytest.raises(ValueError, match="window must be 0 or at least 16"):
+        OPS["fast"](*make_tree_case([[0, 0]], [40], make_case, window=15).args())
+    with pytest.raises(ValueError, match="ancestors must be None"):
+        OPS["exact"](*make_tree_case([[0, 0]], [40], make_case).args())
+
+
 def test_latents_that_are_too_long_are_refused() -> None:
     with pytest.raises(ValueError, match="latent_dim 513 is not supported by the GPU kernels: at most 512"):
         latent_tiles(513, 2, 2, (9, 0))
@@ -256,5 +279,6 @@ def test_latents_that_are_too_long_are_refused() -> None:
 ORDINARY = [
     "fast-only-padding-bf16", "exact-mixed-bf16", "decode-c40-n5-int8",
     "turned-fast-scaled", "bad-latent-fast-int8",
+    "tree-int8-window",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

@@ -2,12 +2,13 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from tests.ops.attention.attention_cases import AttentionCase, alone, make_case
+from tests.ops.attention.attention_cases import Case, alone, make_case
 
 
 def random_parents(count: int, generator: random.Random, reach: int = 4) -> list[int]:
@@ -29,21 +30,24 @@ def masks_of(parents: Sequence[int]) -> list[int]:
     return [mask - (1 << 64) if mask >= 1 << 63 else mask for mask in masks]
 
 
-def make_tree_case(trees: Sequence[Sequence[int] | int], context_lens: Sequence[int], **options) -> AttentionCase:
-    """As ``make_case``. ``trees``: of each request the parents of its rows; or a number of rows that are no tree."""
+def make_tree_case(
+    trees: Sequence[Sequence[int] | int], context_lens: Sequence[int], make: Callable[..., Any] = make_case, **options
+) -> Any:
+    """As ``make``. ``trees``: of each request the parents of its rows; or a number of rows that are no tree."""
     counts = [tree if isinstance(tree, int) else len(tree) + 1 for tree in trees]
-    case = make_case(counts, context_lens, **options)
+    case = make(counts, context_lens, **options)
     masks = [[0] * tree if isinstance(tree, int) else masks_of(tree) for tree in trees]
-    padding = len(case.q) - sum(counts)
+    padding = len(case.queries) - sum(counts)
     return replace(case, ancestors=torch.tensor([*itertools.chain(*masks), *[0] * padding], dtype=torch.int64))
 
 
-def path_case(case: AttentionCase, request: int, path: Sequence[int]) -> AttentionCase:
+def path_case(case: Case, request: int, path: Sequence[int]) -> Case:
     """One request by itself, whose rows are those of a path alone, as a chain: where a step without trees has them."""
     one = alone(case, request)
     slots = one.slot_mapping[: len(path)]
-    context = int(one.seq_lens[0]) - len(one.q)
-    rows = {name: getattr(one, name)[list(path)].contiguous() for name in ("q", "k", "v")}
+    context = int(one.seq_lens[0]) - len(one.queries)
+    new = (name for name in one.OF_TOKENS if name != "slot_mapping")
+    rows = {name: getattr(one, name)[list(path)].contiguous() for name in new}
     return replace(
         one, **rows, slot_mapping=slots, query_start_loc=torch.tensor([0, len(path)], dtype=torch.int32),
         seq_lens=torch.tensor([context + len(path)], dtype=torch.int32), ancestors=None, max_query_len=len(path),
