@@ -57,10 +57,11 @@ class Transfers:
         self._giving: dict[str, _Giving] = {}
         self._taking: dict[str, BlockSource] = {}
         self._engine_id = os.urandom(8).hex()
+        self._names: Callable[[list[bytes]], list[bytes]] = list  # of blocks, and of the state at their end
 
     def enter(self, tiers: KVTiers) -> None:
         """A scheduler begins to work."""
-        tiers.to_give, tiers.on_taken = self._to_give, self.exchange.end
+        tiers.to_give, tiers.on_taken, self._names = self._to_give, self.exchange.end, tiers.names
 
     def check(self, params: Mapping[str, Any] | None) -> BlockSource | None:
         """The engine that a request is to take blocks from, which is connected to. May wait, in any thread.
@@ -128,8 +129,8 @@ class Transfers:
         if request_id in self._giving:
             return
         giving = self._giving[request_id] = _Giving(os.urandom(_LEASE_BYTES), digests)
-        self.exchange.giver.hold(giving.lease, digests, None)
-        self._to_give.update(digests)
+        self.exchange.giver.hold(giving.lease, self._names(digests), None)
+        self._to_give.update(self._names(digests))
 
     def may_end(self, entry: UserRequest, scheduler: Scheduler, move_blocks: Callable[[], object]) -> bool:
         """Whether nothing is left to do for a request, which may have ended: its blocks may be on their way to others.
@@ -164,8 +165,9 @@ class Transfers:
             self.exchange.end(source)
         if giving is None:
             return None
-        self._to_give.subtract(giving.digests)
-        for digest in giving.digests:
+        names = self._names(giving.digests)
+        self._to_give.subtract(names)
+        for digest in names:
             if not self._to_give[digest]:
                 del self._to_give[digest]
         giver = self.exchange.giver
@@ -173,7 +175,7 @@ class Transfers:
         if not is_served:
             giver.release(giving.lease)
             return None
-        giver.hold(giving.lease, giving.digests, LEASE_SECONDS)
+        giver.hold(giving.lease, names, LEASE_SECONDS)
         host, port = giver.address, 0
         if not host.startswith("unix:"):
             host, _, digits = host.rpartition(":")

@@ -129,6 +129,7 @@ class RankProcesses(Worker):
             first.facts,
             blocks_on_disk=None if self._files is None else tuple(self._files.there),
             host_block_bytes=sum(process.facts.host_block_bytes for process in self.ranks),
+            host_slot_bytes=sum(process.facts.host_slot_bytes for process in self.ranks),
         )
         self.cache_dtypes, self.exact, self.transforms = first.cache_dtypes, first.exact, first.transforms
         self.start_times = first.start_times

@@ -131,6 +131,7 @@ WINDOWS = Checks(
 STATES = Checks(
     ("tests/scheduling/test_state_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
+TIERS = Checks(("tests/battery/test_schedules.py::test_random_schedules_with_tiers",), load_torch=False)
 SUSPECTS = Checks(
     ("tests/scheduling/test_suspects.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
@@ -931,7 +932,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a slot is free as soon as one of its requests leaves it
             StatePool.free: self._references[slot] == 0 => self._references[slot] <= 1
         an evicted snapshot can still be found
-            StatePool.allocate: del self._slot_of[self._digest_of.pop(slot)] => self._digest_of.pop(slot)
+            StatePool.withdraw: del self._slot_of[digest] =>
         a snapshot outlives its block in a slot that is empty
             StatePool.forget: self._empty.append(slot) =>
         """,
@@ -978,6 +979,31 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
                 => self._is_filling(request, index)
         a prefix is used without a state
             PrefixCache._usable: shorter = self.states.longest_hit(request.block_digests, shorter) =>
+        """,
+    ),
+    (
+        "scheduling.tiers",
+        TIERS,
+        """
+        a state is found in host memory before it is copied there
+            KVTiers._store_state: self._states_out.append((slot, -row)) =>
+        a row is given away while a state is copied to it
+            KVTiers._store_state: self._pin_for_step(held) =>
+        the state at the end of another block comes back
+            KVTiers.find_with_state: self._at(request, state_name(digests[end - 1]))
+                => self._at(request, state_name(digests[max(0, end - 2)]))
+        a snapshot is copied out of a slot that was given away
+            KVTiers.send: self.pool.states.lookup(digest) != slot or self._store_state(slot, digest, makes_room=False)
+                => self._store_state(slot, digest, makes_room=False)
+        """,
+    ),
+    (
+        "scheduling.running_set",
+        TIERS,
+        """
+        a state from host memory is taken for that of fewer tokens
+            RunningSet.admit: self.states.enter(request, digest, -state.row, output, computed)
+                => self.states.enter(request, digest, -state.row, output, len(shared) * self.limits.block_size)
         """,
     ),
     (

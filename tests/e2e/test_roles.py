@@ -25,6 +25,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("gemma3", SWAP),
     "latent": ("deepseek-v3", SWAP),
     "int8": ("qwen3", {**SWAP, "kv_cache_dtype": "int8"}),
+    "states": ("lfm2", SWAP),
+    "states, overlap": ("granite-hybrid", {"preemption_mode": "recompute", "async_scheduling": True}),
+    "states, int8": ("qwen3-next", {**SWAP, "kv_cache_dtype": "int8"}),
+    "states, bfloat16": ("nemotron-h", {**SWAP, "dtype": "bfloat16"}),
     "bfloat16, no chunks": (
         "qwen2",
         {"dtype": "bfloat16", "enable_chunked_prefill": False, "token_bucket_sizes": (64,)},
@@ -77,6 +81,7 @@ def serve_apart(prefill: CompiledEngine, decode: CompiledEngine, work: Work) -> 
     [
         pytest.param("windows", 10, "unix", id="small-unix"),
         pytest.param("swap", 10, "tcp", id="small-tcp"),
+        pytest.param("states", 10, "unix", id="small-states"),
         *(
             pytest.param(name, 200, transport, id=f"full-{name}-{transport}", marks=pytest.mark.battery)
             for name in ENGINES
@@ -126,7 +131,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1
 
 def forget_all(pair: tuple[CompiledEngine, CompiledEngine]) -> None:
     giver = pair[0]._transfers.exchange.giver  # type: ignore[union-attr]
-    giver._free += [slot.index for slot in giver._slots.values()]
+    giver._free[False] += [slot.offset for slot in giver._slots.values()]
     giver._slots.clear()
     for engine in pair:
         engine.reset_prefix_cache()

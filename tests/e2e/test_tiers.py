@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine, LoRARequest, RequestOutput, SamplingParams
+from compiled_llm.scheduling import tiers as scheduling_tiers
+from compiled_llm.scheduling.host_blocks import HostBlock
 from compiled_llm.scheduling.prefix_cache import PrefixCache
-from compiled_llm.scheduling.tiers import HostBlock, KVTiers
+from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.tiers import file_thread
+from compiled_llm.tiers.block_file import HEADER_BYTES
 from compiled_llm.worker import block_copies
 from tests.adapters.made import linear_modules, write_adapter
 from tests.drafting_networks import inexact_copy
@@ -19,6 +22,7 @@ from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, se
 from tests.families import checkpoint, transformers_model
 
 HOST, GREEDY = 2**16, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+HYBRIDS = ("granite-hybrid", "nemotron-h", "qwen3-next", "qwen3.5")
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "swap": ("qwen3", SWAP),
     "recompute, overlap": ("llama", {"preemption_mode": "recompute", "async_scheduling": True}),
@@ -32,17 +36,24 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         {"dtype": "bfloat16", "enable_chunked_prefill": False, "token_bucket_sizes": (64,)},
     ),
     "ngram": ("llama", {**SWAP, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "states": ("lfm2", SWAP),
+    "states, overlap": ("granite-hybrid", {"preemption_mode": "recompute", "async_scheduling": True}),
+    "states, int8": ("qwen3-next", {**SWAP, "kv_cache_dtype": "int8"}),
+    "states, drafts": (
+        "nemotron-h",
+        {**SWAP, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ),
     "other process": ("llama", {**SWAP, "model_process": True}),
     "compiled": ("llama", {**SWAP, "enforce_eager": False, "async_scheduling": True}),
 }
 
 
 def host_bytes(model: str, arguments: dict[str, Any], blocks: int) -> int:
-    """Memory for so many blocks."""
+    """Memory for so many blocks, and as many states."""
     with CompiledEngine(
         str(checkpoint(model)), **SMALL | arguments | {"kv_host_bytes": HOST, "model_process": False}
     ) as e:
-        return e.runner.facts.host_block_bytes * blocks
+        return (e.runner.facts.host_block_bytes + e.runner.facts.host_slot_bytes) * blocks
 
 
 def without_tiers(model: str, arguments: dict[str, Any], work: Work) -> dict[str, RequestOutput]:
@@ -59,6 +70,7 @@ def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput],
     ("name", "count"),
     [
         pytest.param("windows", 6, id="small"),
+        pytest.param("states", 8, id="small-states"),
         *(pytest.param(name, 200, id=f"full-{name}", marks=pytest.mark.battery) for name in ENGINES),
     ],
 )
@@ -150,6 +162,38 @@ def test_damaged_files_are_noticed_and_computed_again(tiny: dict[str, Any], tmp_
     with CompiledEngine(str(checkpoint("llama")), **tiny, **disk) as engine:  # good ones are in their places
         assert tokens(engine, prompts) == expected
         assert engine.stats().disk_hit_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["lfm2", *(pytest.param(name, marks=pytest.mark.battery) for name in HYBRIDS)],
+)
+def test_states_come_back_with_their_blocks(model: str, tmp_path: Path) -> None:
+    """From host memory and, after a restart, from files; a state whose file is damaged is computed, with its blocks."""
+    prompts, disk = prompts_of(3, 50), {"kv_disk_path": str(tmp_path / "kv"), "kv_host_bytes": 2**21}
+    arguments = {**SMALL, "dtype": "float32", "num_kv_blocks": 20}
+    with CompiledEngine(str(checkpoint(model)), **arguments, **disk) as engine:
+        expected = tokens(engine, prompts)
+        assert tokens(engine, prompts) == expected
+        assert engine.stats().host_hit_tokens == 3 * 48
+        state_bytes = engine.runner.facts.host_slot_bytes
+    for damage in (False, True):
+        damaged = [
+            path
+            for path in (tmp_path / "kv").glob("*/*.kv")
+            if damage and path.stat().st_size == HEADER_BYTES + state_bytes
+        ]
+        for path in damaged:
+            content = bytearray(path.read_bytes())
+            content[-state_bytes // 2] ^= 1
+            path.write_bytes(content)
+        with CompiledEngine(str(checkpoint(model)), **arguments, **disk) as engine:
+            assert tokens(engine, prompts) == expected
+            stats = engine.stats()
+            assert stats.disk_hit_tokens == (not damage) * 3 * 48
+            assert stats.num_computed_tokens == 3 * ((50 if damage else 2) + 5)
+            assert stats.num_disk_failures == damage * 3
+    assert damaged
 
 
 @pytest.mark.battery
@@ -252,6 +296,37 @@ def _reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_copies, "swap_indices", swap_indices)
 
 
+def _stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are found in host memory before they are copied there."""
+
+    def store(self: KVTiers, slot: int, digest: bytes, *, makes_room: bool) -> bool:
+        name = scheduling_tiers.state_name(digest)
+        if name not in self._blocks and (row := self._take_row(makes_room=makes_room, is_state=True)) is not None:
+            self._blocks[name] = HostBlock(name, row)
+        return True
+
+    monkeypatch.setattr(KVTiers, "_store_state", store)
+
+
+def _one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are not told apart by what they follow."""
+    monkeypatch.setattr(scheduling_tiers, "state_name", lambda digest: bytes(32))
+
+
+@pytest.mark.parametrize("plant", [_stale_state, _one_state_for_all])
+def test_planted_bugs_of_states_are_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(3)
+    with CompiledEngine(str(checkpoint("lfm2")), **SMALL, dtype="float32", kv_host_bytes=2**21) as engine:
+        expected = [tokens(engine, prompts), tokens(engine, prompts)]
+        assert expected[0] == expected[1]
+        assert engine.stats().host_hit_tokens > 0
+        engine.reset_prefix_cache()
+        plant(monkeypatch)
+        assert [tokens(engine, prompts), tokens(engine, prompts)] != expected
+
+
 @pytest.mark.battery
 @pytest.mark.parametrize("plant", [_stale, wrong_adapter, _half_a_layer, _reordered])
 def test_planted_bugs_are_caught(
@@ -306,8 +381,8 @@ def test_a_late_file_is_computed(tiny: dict[str, Any], tmp_path: Path, monkeypat
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"kv_host_bytes must be 0 for .*keep a state"):
-        CompiledEngine(str(checkpoint("lfm2")), **SMALL, kv_host_bytes=2**20)
+    with pytest.raises(ValueError, match=r"kv_host_bytes must be 0 or at least \d+ for layers with a state"):
+        CompiledEngine(str(checkpoint("lfm2")), **SMALL, kv_host_bytes=3000)
     for arguments, message in (
         ({"kv_host_bytes": 2**20, "enable_prefix_caching": False}, "kv_host_bytes must be 0 with"),
         ({"kv_disk_path": "kv"}, "kv_host_bytes must be above 0 with kv_disk_path"),

@@ -84,7 +84,7 @@ def test_what_is_given_is_taken(giver: BlockGiver, taker: BlockExchange) -> None
 def test_a_block_that_changes_meanwhile_is_not_taken(giver: BlockGiver, taker: BlockExchange) -> None:
     """As when a lease has lapsed, and another block is where it was."""
     write(giver, *DIGESTS[:2])
-    start = giver._slots[DIGESTS[0]].index * giver._slot_bytes
+    start = giver._slots[DIGESTS[0]].offset
     for place in (start, start + 999):
         giver._view[place] ^= 1
         assert take(taker, giver) is None
