@@ -502,6 +502,8 @@ class KVTiers:
         if copied and result.copy_seconds:
             self.costs.record_copy(result.copy_seconds / copied)
             self.counts.tier_copy_seconds += result.copy_seconds
+        if result.is_coming:
+            self._last_read = time.monotonic()  # nothing of what is waited for is late
         for digest, windows, taken in result.read:
             self._end_read(digest, windows, taken)
         for digest, is_written in result.written:

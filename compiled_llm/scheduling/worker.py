@@ -79,6 +79,7 @@ class FileResult(NamedTuple):
         found, lost: digests of files that others have written, and of files that are gone.
         num_evicted: of these, files that made room for others.
         file_seconds: time in reading and writing, beside steps.
+        is_coming: whether another engine still computes a block that is read.
         copy_seconds: of the step's copies between host and device; 0 on a GPU, where the host does not wait for them.
     """
 
@@ -89,6 +90,7 @@ class FileResult(NamedTuple):
     num_evicted: int = 0
     file_seconds: float = 0.0
     copy_seconds: float = 0.0
+    is_coming: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

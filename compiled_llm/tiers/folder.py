@@ -23,7 +23,7 @@ from compiled_llm.tiers.block_file import (
     remove_partial,
     write_file,
 )
-from compiled_llm.tiers.file_thread import Room
+from compiled_llm.tiers.file_thread import Read, Room
 
 _FREED = 0.95  # of the most bytes are left when files have to make room, so that they need not at each file
 _TOUCHED_SECONDS = 60.0  # a file that was used within so many seconds need not be marked as used again
@@ -76,7 +76,7 @@ class BlockFolder:
         self._total = sum(size for size, _ in found.values())
         return found.keys() - before.keys(), before.keys() - found.keys()
 
-    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[Read]:
         """See ``BlockStore``."""
         assert source is None, "files are this machine's"
         return [self.read(*block) for block in blocks]

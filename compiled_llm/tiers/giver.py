@@ -3,7 +3,8 @@
 What a step hands down is copied here, so that no taker ever reads memory that a step may write to. A block stays while
 a lease has it, or a taker reads it; then the least recently written one goes where there is no room. A lease lasts as
 long as its request runs, and 30 seconds from its end, or from the last sign of life of the engine that takes. It ends
-when that says so. A lapsed lease costs time, not truth: what was taken is checked by its digest and checksum.
+when that says so. A lapsed lease costs time, not truth: what was taken is checked by its digest and checksum. Who asks
+for a block of a request that still runs, and that is not there yet, is told to ask again.
 """
 
 import contextlib
@@ -25,9 +26,11 @@ from compiled_llm.tiers.peer_session import (
     DONE,
     FOUND,
     GET,
+    LATER,
     MISSING,
     RELEASE,
     RENEW,
+    UNKNOWN,
     Message,
     PeerError,
     PeerSession,
@@ -108,6 +111,7 @@ class BlockGiver:
         self._free = {kind: list(offsets) for kind, offsets in self._offsets.items()}
         self._slots: OrderedDict[bytes, _Slot] = OrderedDict()
         self._leases: dict[bytes, tuple[tuple[bytes, ...], float | None]] = {}
+        self._taken: set[bytes] = set()  # leases of requests that run, of which nothing is wanted any more
         self._held: Counter[bytes] = Counter()
         self._peers: set[socket.socket] = set()
         self._is_closed = False
@@ -161,7 +165,10 @@ class BlockGiver:
     def hold(self, lease: bytes, digests: Iterable[bytes], seconds: float | None) -> None:
         """Blocks of these digests, here or to come, stay for so long; None: until ``release``, or another ``hold``."""
         with self._lock:
+            is_taken = lease in self._taken
             self._release(lease)
+            if is_taken:
+                return
             self._leases[lease] = tuple(digests), None if seconds is None else time.monotonic() + seconds
             self._held.update(self._leases[lease][0])
 
@@ -169,6 +176,11 @@ class BlockGiver:
         """A lease has ended; an unknown one is passed over."""
         with self._lock:
             self._release(lease)
+
+    def has(self, lease: bytes) -> bool:
+        """Whether blocks stay for a lease."""
+        with self._lock:
+            return lease in self._leases
 
     @property
     def num_leases(self) -> int:
@@ -178,6 +190,7 @@ class BlockGiver:
 
     def _release(self, lease: bytes) -> None:
         digests, _ = self._leases.pop(lease, ((), None))
+        self._taken.discard(lease)
         self._held.subtract(digests)
         for digest in digests:
             if not self._held[digest]:
@@ -226,11 +239,17 @@ class BlockGiver:
 
     def _answer(self, session: PeerSession, asked: Message) -> None:
         if asked.kind == RELEASE:
-            self.release(asked.lease)
+            with self._lock:
+                if self._leases.get(asked.lease, ((), 0.0))[1] is None:
+                    self._taken.add(asked.lease)
+                else:
+                    self._release(asked.lease)
             session.send(Message(DONE))
             return
         with self._lock:
+            is_known = asked.lease in self._leases
             digests, end = self._leases.get(asked.lease, ((), None))
+            is_to_come = is_known and end is None and asked.digest in digests
             if end is not None:
                 self._leases[asked.lease] = digests, time.monotonic() + LEASE_SECONDS
             slot = self._slots.get(asked.digest) if asked.kind == GET else None
@@ -238,7 +257,8 @@ class BlockGiver:
                 slot.readers += 1
                 self.num_given, self.given_bytes = self.num_given + 1, self.given_bytes + slot.size
         if slot is None:
-            session.send(Message(DONE if asked.kind == RENEW else MISSING))
+            missing = LATER if is_to_come else MISSING if is_known else UNKNOWN
+            session.send(Message(DONE if asked.kind == RENEW else missing))
             return
         try:
             found = Message(FOUND, asked.lease, asked.digest, slot.windows, slot.offset, slot.size, slot.checksum)
