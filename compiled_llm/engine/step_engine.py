@@ -218,8 +218,9 @@ class StepEngine:
             RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
         source = self._source_of(kv_transfer_params)
-        gives = self._transfers is not None and kv_transfer_params and kv_transfer_params.get("do_remote_decode")
-        lease = self._transfers.lease(kv_transfer_params) if gives else None
+        lease = None
+        if self._transfers is not None and kv_transfer_params and kv_transfer_params.get("do_remote_decode"):
+            lease = self._transfers.lease(kv_transfer_params)
         try:
             self._add(
                 request_id,

@@ -120,11 +120,11 @@ class RunningSet:
             self.waiting.remove(request)
             self.prefix_cache.hold_back(request, awaited)
             return False
-        found = self._find_below(request, shared)
-        if found is None:
+        prefix = self._find_below(request, shared)
+        if prefix is None:
             self.waiting.remove(request)
             return False
-        shared, below, state = found
+        shared, below, state = prefix
         while not self._has_room(request, shared, len(below), state is not None):
             # While others run, they will leave room.
             if self.running:

@@ -276,7 +276,8 @@ class KVTiers:
 
     def _chain(self, request: Request, digests: Sequence[bytes]) -> list[Part]:
         """The first of these blocks: in host memory, or digests of those that may be read."""
-        return list(itertools.takewhile(bool, (self._at(request, digest) for digest in digests)))  # type: ignore[arg-type]
+        found = (self._at(request, digest) for digest in digests)
+        return [part for part in itertools.takewhile(bool, found) if part]
 
     def _at(self, request: Request, name: bytes) -> Part | None:
         """A block or state in host memory, or its name where it may be read, if ``request`` has not waited for it."""

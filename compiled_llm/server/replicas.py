@@ -98,9 +98,12 @@ class Replicas:
         num_served_again: requests, after their engine had died.
         num_prompts_apart: prompts that an engine of the role "prefill" computed; num_prompts_back: those that none did
             in time.
+        on_prompt: told of a request whose prompt an engine of the role "prefill" has computed, and of its output.
         num_handed_over: requests that went from one engine to another while they ran; num_handed_back: those that
             another server was to serve, and did not to the end.
     """
+
+    on_prompt: Callable[[str, Output], object] | None = None
 
     def __init__(self, clients: Sequence[EngineClient], settings: ServerSettings) -> None:
         self.clients, self.config, self._settings = tuple(clients), clients[0].config, settings
@@ -403,6 +406,8 @@ class Replicas:
         request = self._requests[output.request_id]
         if request.prompt_engine is not None and output.engine == request.prompt_engine:
             if output.has_ended:
+                if self.on_prompt is not None:
+                    self.on_prompt(output.request_id, output)
                 self._end_prefill(output.request_id, request, output.kv_transfer_params)
             return
         output = request.take(output)
