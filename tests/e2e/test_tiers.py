@@ -10,13 +10,14 @@ import pytest
 
 from compiled_llm import CompiledEngine, LoRARequest, RequestOutput, SamplingParams
 from compiled_llm.scheduling import tiers as scheduling_tiers
-from compiled_llm.scheduling.host_blocks import HostBlock
+from compiled_llm.scheduling.host_blocks import HostBlock, MoveCosts
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.tiers import file_thread
 from compiled_llm.tiers.block_file import HEADER_BYTES
 from compiled_llm.worker import block_copies
 from tests.adapters.made import linear_modules, write_adapter
+from tests.draft_heads import write_eagle3, write_medusa
 from tests.drafting_networks import inexact_copy
 from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, serve
 from tests.families import checkpoint, transformers_model
@@ -56,6 +57,13 @@ def host_bytes(model: str, arguments: dict[str, Any], blocks: int) -> int:
         return (e.runner.facts.host_block_bytes + e.runner.facts.host_slot_bytes) * blocks
 
 
+def network(method: str, directory: Path) -> dict[str, Any]:
+    """A speculative_config for llama whose network drafts by this method."""
+    target, made = checkpoint("llama"), {"eagle3": write_eagle3, "medusa": write_medusa}
+    model = inexact_copy("llama", directory) if method == "draft_model" else made[method](directory, target)
+    return {"method": method, "model": model, "num_speculative_tokens": 3}
+
+
 def without_tiers(model: str, arguments: dict[str, Any], work: Work) -> dict[str, RequestOutput]:
     with CompiledEngine(str(checkpoint(model)), **SMALL | arguments) as engine:
         return serve(engine, work)
@@ -74,8 +82,12 @@ def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput],
         *(pytest.param(name, 200, id=f"full-{name}", marks=pytest.mark.battery) for name in ENGINES),
     ],
 )
-def test_outputs_are_those_without_and_a_restarted_engine_finds_blocks(name: str, count: int, tmp_path: Path) -> None:
+def test_outputs_are_those_without_and_a_restarted_engine_finds_blocks(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random requests on pools of a few blocks, so that all moves all the time; some are aborted."""
+    if "states" in name:  # small models compute faster than states of 100 blocks are copied
+        monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
     (model, arguments), rng = ENGINES[name], random.Random(name)
     work = [
         (prompt, dataclasses.replace(params, num_speculative_tokens=None)) for prompt, params in random_work(rng, count)
@@ -168,8 +180,9 @@ def test_damaged_files_are_noticed_and_computed_again(tiny: dict[str, Any], tmp_
     "model",
     ["lfm2", *(pytest.param(name, marks=pytest.mark.battery) for name in HYBRIDS)],
 )
-def test_states_come_back_with_their_blocks(model: str, tmp_path: Path) -> None:
+def test_states_come_back_with_their_blocks(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From host memory and, after a restart, from files; a state whose file is damaged is computed, with its blocks."""
+    monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
     prompts, disk = prompts_of(3, 50), {"kv_disk_path": str(tmp_path / "kv"), "kv_host_bytes": 2**21}
     arguments = {**SMALL, "dtype": "float32", "num_kv_blocks": 20}
     with CompiledEngine(str(checkpoint(model)), **arguments, **disk) as engine:
@@ -228,9 +241,10 @@ def test_an_adapter_has_blocks_of_its_own(tiny: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.battery
-def test_with_a_network_that_drafts(tiny: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+def test_with_a_network_that_drafts(method: str, tiny: dict[str, Any], tmp_path: Path) -> None:
     """What it keeps of a block from a file is computed again: no token suffers, and later drafts are accepted."""
-    config = {"method": "draft_model", "model": inexact_copy("llama", tmp_path / "draft"), "num_speculative_tokens": 3}
+    config = network(method, tmp_path / "draft")
     prompts, disk = prompts_of(3), {"kv_disk_path": str(tmp_path / "kv")}
     with CompiledEngine(str(checkpoint("llama")), **tiny) as engine:
         expected = tokens(engine, prompts)
@@ -240,7 +254,7 @@ def test_with_a_network_that_drafts(tiny: dict[str, Any], tmp_path: Path) -> Non
             assert tokens(engine, prompts) == expected
             accepted.append(engine.stats().num_accepted_draft_tokens)
     assert engine.stats().disk_hit_tokens > 0
-    assert min(accepted) > 0
+    assert min(accepted) > 0 or method != "draft_model"  # heads with random weights are never right
 
 
 # -- Planted bugs: what the tests above would see
@@ -317,6 +331,7 @@ def _one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planted_bugs_of_states_are_caught(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
     prompts = prompts_of(3)
     with CompiledEngine(str(checkpoint("lfm2")), **SMALL, dtype="float32", kv_host_bytes=2**21) as engine:
         expected = [tokens(engine, prompts), tokens(engine, prompts)]
