@@ -324,4 +324,12 @@ def check_equal(name: str, values: Sequence[Any]) -> None:
 
 def _pools(process: WorkerProcess) -> tuple[Any, ...]:
     facts = process.facts
-    return facts.num_blocks, facts.num_swap_blocks, facts.window_places, facts.num_state_slots, facts.num_swap_slots
+    below = facts.num_tier_blocks, facts.num_tier_slots
+    return (
+        facts.num_blocks,
+        facts.num_swap_blocks,
+        facts.window_places,
+        facts.num_state_slots,
+        facts.num_swap_slots,
+        below,
+    )
