@@ -100,7 +100,8 @@ class Scheduler:
         self.forks = Forks(pool, places, states, size)
         lower = tier_rows, size, self.costs, on_disk, row_bytes, tier_slots, state_bytes
         self.tiers = KVTiers(pool, *lower) if tier_rows else None
-        self.prefix_cache.tiers = states.tiers = self.tiers
+        self.prefix_cache.tiers = self.tiers
+        states.on_publish = None if self.tiers is None else self.tiers.publish_state
         self.running_set = RunningSet(
             limits,
             pool,

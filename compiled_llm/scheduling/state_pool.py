@@ -14,13 +14,9 @@ an end. A request keeps no more than one snapshot of its own output; those of pr
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import HeldState, Request, Status
-
-if TYPE_CHECKING:
-    from compiled_llm.scheduling.tiers import KVTiers
 
 MOST_SNAPSHOTS = 2  # states that a step writes for a request besides its own
 
@@ -162,10 +158,11 @@ class StateSlots:
     What it changes belongs to the pools and the requests.
 
     Attributes:
-        tiers: where snapshots go besides; None: nowhere.
+        on_publish: told of each new snapshot: its slot, its digest, and whether it is the last one of a prompt or an
+            output, which is of use for longest.
     """
 
-    tiers: "KVTiers | None" = None
+    on_publish: Callable[[int, bytes, bool], None] | None = None
 
     def __init__(
         self, pool: StatePool, block_size: int, keeps_snapshots: bool, host_pool: StatePool | None = None
@@ -353,9 +350,9 @@ class StateSlots:
         self.pool.publish(slot, digest)
         if self.pool.lookup(digest) != slot:
             return
-        if self.tiers is not None:  # those of parts of a prompt, and of an output that goes on, are soon succeeded
+        if self.on_publish is not None:
             is_last = (prompt_len - 1) // self.block_size <= tokens // self.block_size <= prompt_len // self.block_size
-            self.tiers.publish_state(slot, digest, is_last=is_last)
+            self.on_publish(slot, digest, is_last)
         if tokens > prompt_len:
             if held.own_snapshot:
                 self.pool.forget(held.own_snapshot)
@@ -386,8 +383,8 @@ class StateSlots:
     def release(self, request: Request) -> None:
         """A request is about to lose its blocks, and so its state."""
         own = self.pool.lookup(request.state.own_snapshot)
-        if self.tiers is not None and own is not None:
-            self.tiers.publish_state(own, request.state.own_snapshot, is_last=True)
+        if self.on_publish is not None and own is not None:
+            self.on_publish(own, request.state.own_snapshot, True)
         for slot in request.state.slots():
             self.pool.free(slot)
         request.state = HeldState()

@@ -125,7 +125,7 @@ class KVTiers:
         if not self._store_state(slot, digest, makes_room=True):
             self.counts.num_stores_without_room += 1
 
-    def publish_state(self, slot: int, digest: bytes, *, is_last: bool) -> None:
+    def publish_state(self, slot: int, digest: bytes, is_last: bool) -> None:
         """A snapshot can be found from now on: with a disk, it is to get there, if ``is_last`` of its request."""
         name = state_name(digest)
         wanted = self.has_disk and is_last if self.to_give is None else self.to_give[name] > 0
