@@ -58,11 +58,11 @@ class Transfers:
         self._giving: dict[str, _Giving] = {}
         self._taking: dict[str, BlockSource] = {}
         self._engine_id = os.urandom(8).hex()
-        self._names: Callable[[list[bytes]], list[bytes]] = list  # of blocks, and of the state at their end
+        self._tiers: KVTiers | None = None
 
     def enter(self, tiers: KVTiers) -> None:
         """A scheduler begins to work."""
-        tiers.to_give, tiers.on_taken, self._names = self._to_give, self.exchange.end, tiers.names
+        tiers.to_give, tiers.on_taken, self._tiers = self._to_give, self.exchange.end, tiers
 
     def check(self, params: Mapping[str, Any] | None) -> BlockSource | None:
         """The engine that a request is to take blocks from, which is connected to. May wait, in any thread.
@@ -138,11 +138,14 @@ class Transfers:
     def give(self, request_id: str, digests: list[bytes], lease: bytes | None = None) -> None:
         """Blocks of a request are to be taken, as soon as they are published. ``lease``: None: a new one."""
         assert self.exchange.giver is not None
+        assert self._tiers is not None
         if request_id in self._giving:
             return
         giving = self._giving[request_id] = _Giving(lease or os.urandom(_LEASE_BYTES), digests)
-        self.exchange.giver.hold(giving.lease, self._names(digests), None)
-        self._to_give.update(self._names(digests))
+        names = self._tiers.names(digests)
+        self.exchange.giver.hold(giving.lease, names, None)
+        self._to_give.update(names)
+        self._tiers.give(digests)  # those that are there
 
     def may_end(self, entry: UserRequest, scheduler: Scheduler, move_blocks: Callable[[], object]) -> bool:
         """Whether nothing is left to do for a request, which may have ended: its blocks may be on their way to others.
@@ -177,7 +180,8 @@ class Transfers:
             self.exchange.end(source)
         if giving is None:
             return None
-        names = self._names(giving.digests)
+        assert self._tiers is not None
+        names = self._tiers.names(giving.digests)
         self._to_give.subtract(names)
         for digest in names:
             if not self._to_give[digest]:

@@ -132,7 +132,10 @@ class BlockExchange:
         with contextlib.suppress(ValueError), self._failing(source.address):  # another engine may be there by now
             peer = self._peer(source.address)
             if peer is not None:
-                return peer.read(source, blocks)
+                found = peer.read(source, blocks)
+                with self._changed:
+                    is_wanted = source in self._taking  # else nobody is to ask again
+                return [one if is_wanted or not isinstance(one, NotYet) else None for one in found]
         return [None] * len(blocks)
 
     def write(self, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int]) -> tuple[bool, list[bytes]]:

@@ -178,6 +178,16 @@ def test_blocks_are_taken_while_the_prompt_is_computed(
         decode.add_request("b", prompt, GREEDY, kv_transfer_params={**params, "remote_request_id": "cd" * 32})
         assert facts(finished(decode)["b"])[2:] == found, "nobody has computed it in time, so it is computed here"
         assert decode.stats().num_computed_tokens == 2 * (1 + 5) + 200
+        monkeypatch.undo()
+        monkeypatch.setenv("COMPILED_LLM_KV_KEY", KEY)
+        prefill.add_request("c", prompt, GREEDY)
+        while not any(len(output.outputs[0].token_ids) == 4 for output in prefill.step()):
+            pass
+        tokens, given = prefill.hand_over(5.0)["c"]
+        decode.reset_prefix_cache()
+        decode.add_request("c", prompt, GREEDY, kv_transfer_params=given, output_token_ids=tokens)
+        assert finished(decode)["c"].outputs[0].token_ids == found[0][0].token_ids
+        assert decode.stats().peer_hit_tokens == 200 + 204
 
 
 LLAMA: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 40, "enable_lora": True, "max_lora_rank": 8}
