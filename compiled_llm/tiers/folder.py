@@ -69,7 +69,8 @@ class BlockFolder:
         """
         if time.monotonic() >= self._next_cleaning:
             self._next_cleaning = time.monotonic() + _CLEANING_SECONDS
-            remove_unused(self.path.parent, self.most_bytes)
+            with contextlib.suppress(OSError):
+                remove_unused(self.path.parent, self.most_bytes)
         found: dict[bytes, tuple[int, float]] = {}
         with os.scandir(self._folder) as entries:
             for entry in entries:

@@ -82,7 +82,6 @@ def serve_apart(prefill: CompiledEngine, decode: CompiledEngine, work: Work) -> 
     [
         pytest.param("windows", 10, "unix", id="small-unix"),
         pytest.param("swap", 10, "tcp", id="small-tcp"),
-        pytest.param("states", 10, "unix", id="small-states"),
         *(
             pytest.param(name, 200, transport, id=f"full-{name}-{transport}", marks=pytest.mark.battery)
             for name in ENGINES
@@ -112,7 +111,7 @@ def test_outputs_are_those_of_one_engine(name: str, count: int, transport: str, 
 @pytest.mark.parametrize(
     ("method", "count"),
     [
-        ("draft_model", 6),
+        ("draft_model", 4),
         *(pytest.param(name, 100, marks=pytest.mark.battery) for name in ("draft_model", "eagle3", "medusa")),
     ],
 )
