@@ -309,7 +309,7 @@ def test_answers_are_those_of_one_engine(three: list[CompiledEngine], reference:
 def test_proxies_of_vllm_find_their_fields(three: list[CompiledEngine]) -> None:
     body = {"prompt": "# proxy\n" + PROMPT, "max_tokens": 6, "temperature": 0}
     nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    asks = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
+    asks: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
     with running_with(three[2]) as prefill, running_with(three[0]) as decode:
         before = three[0].stats().peer_hit_tokens
         first = prefill.http.post("/v1/completions", json={**body, "max_tokens": 1, "kv_transfer_params": asks}).json()
@@ -319,6 +319,16 @@ def test_proxies_of_vllm_find_their_fields(three: list[CompiledEngine]) -> None:
         answer = decode.http.post("/v1/completions", json={**body, "kv_transfer_params": params})
         assert answer.json()["choices"][0]["text"].startswith(first["choices"][0]["text"])
         assert three[0].stats().peer_hit_tokens > before
+        body, name, before = {**body, "prompt": "# both\n" + PROMPT}, "ef" * 32, three[0].stats().peer_hit_tokens
+        early = {key: params[key] for key in ("do_remote_prefill", "remote_host", "remote_port")}
+        early["remote_request_id"] = asks["remote_request_id"] = name
+        with ThreadPoolExecutor(1) as pool:  # the second one need not wait for the first
+            second = pool.submit(decode.http.post, "/v1/completions", json={**body, "kv_transfer_params": early})
+            first = prefill.http.post(
+                "/v1/completions", json={**body, "max_tokens": 1, "kv_transfer_params": asks}
+            ).json()
+        assert second.result().json()["choices"][0]["text"].startswith(first["choices"][0]["text"])
+        assert three[0].stats().peer_hit_tokens > before + 96
         for wrong, said in (
             ({**params, "tp_size": 2}, "tp_size of kv_transfer_params must be 1 here, given 2"),
             ({**params, "remote_host": "example.org", "remote_port": 80}, "must be this machine, or one of"),
