@@ -360,10 +360,10 @@ class Replicas:
         self.num_prompts_apart += params is not None
         self.num_prompts_back += params is None
         self._leave_prompt(request_id, request)
-        loads = self._of_role(prefill=False)
         if request.engine is not None:
-            pass  # it takes what is there, and computes the rest
-        elif params is None or not loads or request.prompt is None or self._router is None:
+            return  # it takes what is there, and computes the rest
+        loads = self._of_role(prefill=False)
+        if params is None or not loads or request.prompt is None or self._router is None:
             self._send(request_id, request, prefills=False)
         else:
             self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
@@ -413,6 +413,7 @@ class Replicas:
         output = request.take(output)
         if output.has_ended:
             self._set_left(request, 0)
+            self.num_prompts_apart += request.prompt_engine is not None  # which has yet to say so
             self._leave_prompt(output.request_id, request)
             del self._requests[output.request_id]
         else:

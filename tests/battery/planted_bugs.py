@@ -1288,10 +1288,16 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         what a dead engine gave comes again
             Replicas._lose: request.begin_again() => request.is_begun = False
         the prompt of another engine is the answer
-            Replicas._take: request.late is not None => False
+            Replicas._take: request.prompt_engine is not None and output.engine == request.prompt_engine => False
         a slow prefill engine is waited for
-            Replicas._send: request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None) =>
+            Replicas._begin_prompt: request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None) =>
                 request.late = loop.call_later(3600, self._end_prefill, request_id, request, None)
+        blocks of all prompts of an engine are waited for at once
+            Replicas._begin_prompt: len(prompts) == 1 => True
+        the next prompt's blocks are not waited for when the first has ended
+            Replicas._leave_prompt: was_first and prompts and prompts[0] in self._requests => False
+        a request goes to a second engine when its prompt has ended
+            Replicas._end_prefill: request.engine is not None => False
         a drained engine gets requests
             Replicas._of_role: self._fault(one) is None and one.place.number not in self._drained =>
                 self._fault(one) is None
