@@ -131,7 +131,10 @@ WINDOWS = Checks(
 STATES = Checks(
     ("tests/scheduling/test_state_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
-TIERS = Checks(("tests/battery/test_schedules.py::test_random_schedules_with_tiers",), load_torch=False)
+TIERS = Checks(
+    ("tests/scheduling/test_tiers.py", "tests/battery/test_schedules.py::test_random_schedules_with_tiers"),
+    load_torch=False,
+)
 SUSPECTS = Checks(
     ("tests/scheduling/test_suspects.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
@@ -1290,8 +1293,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         the prompt of another engine is the answer
             Replicas._take: request.prompt_engine is not None and output.engine == request.prompt_engine => False
         a slow prefill engine is waited for
-            Replicas._begin_prompt: request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None) =>
-                request.late = loop.call_later(3600, self._end_prefill, request_id, request, None)
+            Replicas._begin_prompt: request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None)
+                => request.late = loop.call_later(3600, self._end_prefill, request_id, request, None)
         blocks of all prompts of an engine are waited for at once
             Replicas._begin_prompt: len(prompts) == 1 => True
         the next prompt's blocks are not waited for when the first has ended
