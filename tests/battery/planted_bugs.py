@@ -1293,8 +1293,8 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         the prompt of another engine is the answer
             Replicas._take: request.prompt_engine is not None and output.engine == request.prompt_engine => False
         a slow prefill engine is waited for
-            Replicas._begin_prompt: request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None)
-                => request.late = loop.call_later(3600, self._end_prefill, request_id, request, None)
+            Replicas._begin_prompt: loop.call_later(seconds, self._end_prefill, request_id, request, None)
+                => loop.call_later(3600, self._end_prefill, request_id, request, None)
         blocks of all prompts of an engine are waited for at once
             Replicas._begin_prompt: len(prompts) == 1 => True
         the next prompt's blocks are not waited for when the first has ended
