@@ -109,6 +109,7 @@ def make_scheduler(
     num_state_slots: int = 0,
     num_swap_slots: int = 0,
     num_tier_blocks: int = 0,
+    num_tier_slots: int = 0,
     disk: "dict[bytes, Any] | None" = None,
     drafter: Drafter | None = None,
     source: DraftSource | None = None,
@@ -118,7 +119,8 @@ def make_scheduler(
     """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler.
 
     ``windows``: the keys that layers of a kind see, and their places; None: what an engine gives; else at least this.
-    ``num_tier_blocks``, ``disk``: of host memory below the prefix cache, and the ``FakeFiles.disk`` below that.
+    ``num_tier_blocks``, ``num_tier_slots``, ``disk``: of host memory below the prefix cache, and the ``FakeFiles.disk``
+    below that.
     ``num_state_slots``: of layers with a state; 0: there are none. ``source``: in the place of a ``drafter``.
     """
     limits = dataclasses.replace(LIMITS, num_state_slots=num_state_slots, **sizes)
@@ -140,6 +142,7 @@ def make_scheduler(
         prefix_caching=prefix_caching,
         swap_pool=BlockPool(num_swap_blocks, states=StatePool(num_swap_slots)),
         tier_rows=range(num_swap_blocks + 1, num_swap_blocks + num_tier_blocks + 1),
+        tier_slots=range(num_swap_slots + 1, num_swap_slots + num_tier_slots + 1),
         on_disk=disk,
         drafter=source,
         **(arguments or {}),
@@ -329,11 +332,14 @@ class FakeStates:
         self.slots: dict[int, tuple[int, int]] = {}
         self.host: dict[int, tuple[int, int]] = {}
         self.written: deque[set[int]] = deque()
+        self.rows_written: deque[set[int]] = deque()
+        self.num_swap_slots = 0
 
     def update(self, output: SchedulerOutput, contexts: dict[RequestId, list[int]]) -> None:
         """``contexts``: at each position of each request of the step."""
         told = output.states
-        assert len({host for _, host in told.swapped_out}) == len(told.swapped_out)
+        self.rows_written.append({host for _, host in told.swapped_out})
+        assert len(self.rows_written[-1]) == len(told.swapped_out), "two states are copied to one row"
         for slot, host in told.swapped_out:
             self.host[host] = self.slots[slot]
         for slot, host in told.swapped_in:
@@ -362,7 +368,9 @@ class FakeStates:
         for slot in set().union(*self.written):
             self.slots.pop(slot, None)
         self.written.clear()
-        self.host.clear()
+        for host in {host for host in self.host if host <= self.num_swap_slots}.union(*self.rows_written):
+            self.host.pop(host, None)
+        self.rows_written.clear()
 
 
 class FakeRunner:
@@ -579,6 +587,17 @@ class FakeFiles:
         read, written, lost = [], [], []
         for digest, row, _ in self._some(self._reads, bool(output.files.wait_seconds)):
             file = self.disk.get(digest)
+            if row < 0:
+                states = self.runner.states
+                assert states is not None
+                assert -row > states.num_swap_slots
+                states.host.pop(-row, None)
+                if file is not None:
+                    states.host[-row] = file[0]
+                else:
+                    self.disk.pop(digest, None)
+                read.append((digest, None if file is None else (), 1e-4))
+                continue
             assert row > self.runner.num_swap_blocks
             host.pop(row, None)
             for window in windows:
@@ -592,7 +611,10 @@ class FakeFiles:
             read.append((digest, None if file is None else tuple(file[1]), 1e-4))
         for digest, row, numbers in self._some(self._writes, False):
             is_written = self._rng.random() < 0.9
-            if is_written:
+            if is_written and row < 0:
+                assert self.runner.states is not None
+                self.disk[digest] = self.runner.states.host[-row], {}
+            elif is_written:
                 self.disk[digest] = dict(host[row]), {number: dict(windows[number].host[row]) for number in numbers}
             written.append((digest, is_written))
         if self.disk and self._rng.random() < 0.1:  # another engine removes a file, or one is damaged
@@ -633,6 +655,8 @@ class FakeEngine:
         self.runner = FakeRunner(scheduler.limits, scheduler.pool.windows, scheduler.pool.states)
         self.runner.files = FakeFiles(self.runner, {} if disk is None else disk, seed)
         self.runner.num_swap_blocks = scheduler.swap_pool.num_blocks
+        if self.runner.states is not None:
+            self.runner.states.num_swap_slots = scheduler.swap_pool.states.num_slots
         self.outputs: list[SchedulerOutput] = []  # of all steps
         self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._most_launched = 2 if overlap else 1
@@ -667,6 +691,7 @@ class FakeEngine:
             window.written.popleft()
         if self.runner.states is not None:
             self.runner.states.written.popleft()
+            self.runner.states.rows_written.popleft()
 
     def fail_steps(self, reason: str) -> list[Request]:
         """The steps in flight broke, as the device may do; returns the requests that this ended."""

@@ -10,7 +10,8 @@ is still under way. Tokens that nobody knows, no HTTP. A round ends when the las
 
 ITL is the time between two tokens of the steady outputs; TTFT that from a prompt's arrival to its first token; tokens/s
 are those of prompts and outputs together, by the time of the round. Shown are medians over rounds, and of the ratios
-within a round: above 1 the roles are ahead.
+within a round: above 1 the roles are ahead. Besides, for roles, how long it takes from the end of a prompt in the
+engine that computes it to the first token of the one that answers.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.bench.harness import finish, median_ratio
 from compiled_llm.checkpoint.shapes import config_of, engine_parser
-from compiled_llm.server.messages import Generate
+from compiled_llm.server.messages import Generate, Output
 from compiled_llm.server.replicas import Replicas, engine_clients
 from compiled_llm.server.settings import ServerSettings
 
@@ -66,19 +67,27 @@ class Load:
 
     Attributes:
         gaps: seconds between two tokens of steady outputs.
-        first: seconds to the first tokens of long prompts.
+        first: seconds to the first tokens of long prompts; after_prompt: of these, those after the prompt was computed
+            by another engine.
         num_tokens: of prompts that were answered, and of outputs.
     """
 
     def __init__(self, replicas: Replicas, args: argparse.Namespace, vocab_size: int) -> None:
         self._replicas, self._args, self._vocab_size = replicas, args, vocab_size
         self._rng, self._names = random.Random(0), itertools.count()
+        self._ended: dict[str, float] = {}  # request -> when its prompt was computed
+        replicas.on_prompt = self._note_prompt
         self.start()
+
+    def _note_prompt(self, request_id: str, output: Output) -> None:
+        if output.times is not None and output.times.decode is not None:
+            self._ended[request_id] = output.times.first or 0.0
 
     def start(self) -> None:
         """Count from now on."""
         self.gaps: list[float] = []
         self.first: list[float] = []
+        self.after_prompt: list[float] = []
         self.num_tokens = 0
 
     async def _serve(self, length: int, num_tokens: int, *, is_steady: bool) -> None:
@@ -87,7 +96,7 @@ class Load:
         sampling = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False,
                     "output_kind": "delta"}  # fmt: skip
         request = Generate(f"bench-{next(self._names)}", tokens, sampling)
-        began, last = time.perf_counter(), 0.0
+        began, last, first = time.perf_counter(), 0.0, 0.0
         outputs = self._replicas.generate([request], asyncio.get_running_loop().time() + _FOREVER)
         async with contextlib.aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
@@ -101,8 +110,11 @@ class Load:
                     self.gaps += [(now - last) / count] * count
                 elif not last:
                     self.num_tokens += length
-                    self.first += [] if is_steady else [now - began]
+                    first = now - began
+                    self.first += [] if is_steady else [first]
                 last = now
+        if request.request_id in self._ended:
+            self.after_prompt.append(first - self._ended.pop(request.request_id))
 
     async def _stream(self) -> None:
         while True:
@@ -132,6 +144,7 @@ class Load:
             "itl_max_ms": 1000 * ordered[-1],
             "ttft_p50_ms": 1000 * statistics.median(self.first),
             "tokens_per_second": self.num_tokens / elapsed,
+            "after_prompt_ms": 1000 * statistics.median(self.after_prompt or [0.0]),
         }
 
 
@@ -176,5 +189,7 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     engines = [{name: counts[name] for name in names} for counts in found["roles"][1]]
     print("; ".join(f"engine {number}: {counts}" for number, counts in enumerate(engines)))
     prompts = {name: found["roles"][1][0][name] for name in ("prompts_apart", "prompts_back")}
+    prompts["after_prompt_ms"] = statistics.median(figures["after_prompt_ms"] for figures in found["roles"][0])
+    print(f"from the end of a prompt to its first token: {prompts['after_prompt_ms']:.0f} ms")
     finish("roles", {"input_len": args.input_len, "rows": rows, "engines": engines, **prompts}, args.json)
     return 0

@@ -352,7 +352,7 @@ class CompiledEngine(StepEngine):
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and its state now."""
-        return self._core.counts.stats(self.scheduler, self.runner.times, self.runner.facts.host_block_bytes)
+        return self._core.counts.stats(self.scheduler, self.runner.times)
 
     def compile_report(self) -> CompileReport:
         """Per compiled graph: graph breaks, recompiles since ready, seconds, cache hit or miss."""

@@ -4,21 +4,11 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from compiled_llm.api.outputs import EngineStats
+from compiled_llm.scheduling.host_blocks import TierCounts
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.tiers import TierCounts
 
 if TYPE_CHECKING:
     from compiled_llm.worker.times import RunnerTimes
-
-# Of ``EngineStats`` -> blocks of ``TierCounts``.
-_BYTES = {
-    "host_stored_bytes": "num_host_stores",
-    "host_loaded_bytes": "num_host_loads",
-    "disk_written_bytes": "num_disk_writes",
-    "disk_read_bytes": "num_disk_reads",
-    "peer_taken_bytes": "num_blocks_taken",
-    "peer_given_bytes": "num_blocks_given",
-}
 
 
 @dataclasses.dataclass
@@ -36,11 +26,10 @@ class EngineCounts:
     schedule_seconds: float = 0.0
     output_seconds: float = 0.0
 
-    def stats(self, scheduler: Scheduler, times: "RunnerTimes", host_block_bytes: int) -> EngineStats:
+    def stats(self, scheduler: Scheduler, times: "RunnerTimes") -> EngineStats:
         """All counts together, and the state now."""
         tiers = scheduler.tiers
         moved = dataclasses.asdict(TierCounts() if tiers is None else tiers.counts)
-        in_bytes = {name: moved.pop(blocks) * host_block_bytes for name, blocks in _BYTES.items()}
         pool, prefix_cache, counts = scheduler.pool, scheduler.prefix_cache, scheduler.counts
         own = dataclasses.asdict(self) | dataclasses.asdict(counts) | dataclasses.asdict(times)
         own["num_output_tokens"] += counts.num_accepted_draft_tokens  # beyond one for each request and step
@@ -63,7 +52,6 @@ class EngineCounts:
             cached_slots=pool.states.num_free - len(pool.states.empty_slots()),
             num_snapshot_evictions=pool.states.num_evictions,
             **moved,
-            **in_bytes,
             num_tier_blocks=0 if tiers is None else tiers.num_rows,
             used_tier_blocks=0 if tiers is None else tiers.num_used,
             num_disk_blocks=0 if tiers is None else len(tiers.on_disk),

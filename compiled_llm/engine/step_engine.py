@@ -206,7 +206,8 @@ class StepEngine:
             prompt: as that of ``stream``, or what ``prepare`` made of it, the parameters and the adapter.
             lora_request: an adapter; None: the model as it is.
             kv_transfer_params: vLLM's: ``do_remote_decode`` gives its KV blocks to whoever has what the last output has
-                as ``kv_transfer_params``; with that they are taken from there. For engines with a ``role``.
+                as ``kv_transfer_params``; with that they are taken from there, also while they are computed, by the
+                ``remote_request_id`` that both requests are given. For engines with a ``role``.
             output_token_ids: of an output that another engine has begun, with the same seed: it goes on after them, and
                 the first output has them too. Not with ``n`` above 1. Their log-probabilities are left empty.
 
@@ -217,7 +218,9 @@ class StepEngine:
             RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
         source = self._source_of(kv_transfer_params)
-        gives = bool(kv_transfer_params and kv_transfer_params.get("do_remote_decode"))
+        lease = None
+        if self._transfers is not None and kv_transfer_params and kv_transfer_params.get("do_remote_decode"):
+            lease = self._transfers.lease(kv_transfer_params)
         try:
             self._add(
                 request_id,
@@ -225,7 +228,7 @@ class StepEngine:
                 sampling_params,
                 priority,
                 lora_request=lora_request,
-                transfer=(source, gives),
+                transfer=(source, lease),
                 output_token_ids=output_token_ids,
             )
         except BaseException:
@@ -472,7 +475,7 @@ class StepEngine:
         priority: int,
         output_kind: str | None = None,
         lora_request: LoRARequest | None = None,
-        transfer: tuple[BlockSource | None, bool] = (None, False),
+        transfer: tuple[BlockSource | None, bytes | None] = (None, None),
         output_token_ids: Sequence[int] = (),
     ) -> None:
         """``add_request``, with ``output_kind`` in the place of that of the parameters if it is given."""
@@ -484,7 +487,7 @@ class StepEngine:
         with self._interrupts:
             if self._transfers is not None:
                 digests = self.scheduler.prefix_cache.digests_below(entry.requests[0], 0)
-                self._transfers.begin(entry, digests, gives=transfer[1])
+                self._transfers.begin(entry, digests, transfer[1])
             self._core.add(entry)
 
     def _for_each(

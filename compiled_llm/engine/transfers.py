@@ -2,7 +2,8 @@
 
 What goes with a request is vLLM's ``kv_transfer_params``, so that its proxies work: a prompt with ``do_remote_decode``
 is computed here, and the output says where its blocks are; given to another engine as they are, these let it begin
-there. Blocks are named by what they hold: ids are for reading alone.
+there. Blocks are named by what they hold: ids are for reading alone. Who sends both at once chooses the name of the
+prompt, ``remote_request_id``: the other engine then takes blocks while the prompt is computed.
 """
 
 import dataclasses
@@ -57,10 +58,11 @@ class Transfers:
         self._giving: dict[str, _Giving] = {}
         self._taking: dict[str, BlockSource] = {}
         self._engine_id = os.urandom(8).hex()
+        self._tiers: KVTiers | None = None
 
     def enter(self, tiers: KVTiers) -> None:
         """A scheduler begins to work."""
-        tiers.to_give, tiers.on_taken = self._to_give, self.exchange.end
+        tiers.to_give, tiers.on_taken, self._tiers = self._to_give, self.exchange.end, tiers
 
     def check(self, params: Mapping[str, Any] | None) -> BlockSource | None:
         """The engine that a request is to take blocks from, which is connected to. May wait, in any thread.
@@ -77,20 +79,31 @@ class Transfers:
         for name in ("tp_size", "pp_size", "dcp_size"):
             if params.get(name) not in (None, 1):
                 raise ValueError(f"{name} of kv_transfer_params must be 1 here, given {shown(params[name])}")
-        if params.get("do_remote_decode") and self.exchange.giver is None:
+        if params.get("do_remote_decode"):
+            self.lease(params)
+        if not params.get("do_remote_prefill"):
+            return None
+        lease = _lease(params)
+        address = self._address(params.get("remote_host"), params.get("remote_port"))
+        self.exchange.meet(address)
+        return BlockSource(address, lease, is_early=not params.get("remote_block_ids"))
+
+    def lease(self, params: Mapping[str, Any]) -> bytes:
+        """Under which the blocks of a request are to be taken. ``ValueError``: it is none, or another request's."""
+        giver = self.exchange.giver
+        if giver is None:
             raise ValueError(
                 "kv_transfer_params: do_remote_decode needs an engine with kv_transfer_address, given True"
             )
-        if not params.get("do_remote_prefill"):
-            return None
-        given = params.get("remote_request_id")
-        if not isinstance(given, str) or not re.fullmatch(f"[0-9a-f]{{{2 * _LEASE_BYTES}}}", given):
+        if params.get("remote_request_id") is None:
+            return os.urandom(_LEASE_BYTES)
+        lease = _lease(params)
+        if giver.has(lease):
             raise ValueError(
-                f"remote_request_id of kv_transfer_params must be what the other engine called it, given {shown(given)}"
+                "remote_request_id of kv_transfer_params must be no other request's, given "
+                f"{shown(params['remote_request_id'])}"
             )
-        address = self._address(params.get("remote_host"), params.get("remote_port"))
-        self.exchange.meet(address)
-        return BlockSource(address, bytes.fromhex(given))
+        return lease
 
     def _address(self, host: Any, port: Any) -> str:
         if isinstance(host, str) and host.startswith("unix:") and not port:
@@ -113,23 +126,26 @@ class Transfers:
 
     # -- Requests
 
-    def begin(self, entry: UserRequest, digests: list[bytes], *, gives: bool) -> None:
-        """A request was added, with so many full blocks. ``gives``: others are to take them."""
+    def begin(self, entry: UserRequest, digests: list[bytes], lease: bytes | None) -> None:
+        """A request was added, with so many full blocks. ``lease``: others are to take them under it."""
         source = entry.requests[0].source
         if source is not None:
             self._taking[entry.request_id] = source
             self.exchange.begin(source)
-        if gives:
-            self.give(entry.request_id, digests)
+        if lease is not None:
+            self.give(entry.request_id, digests, lease)
 
-    def give(self, request_id: str, digests: list[bytes]) -> None:
-        """Blocks of a request are to be taken, as soon as they are published."""
+    def give(self, request_id: str, digests: list[bytes], lease: bytes | None = None) -> None:
+        """Blocks of a request are to be taken, as soon as they are published. ``lease``: None: a new one."""
         assert self.exchange.giver is not None
+        assert self._tiers is not None
         if request_id in self._giving:
             return
-        giving = self._giving[request_id] = _Giving(os.urandom(_LEASE_BYTES), digests)
-        self.exchange.giver.hold(giving.lease, digests, None)
-        self._to_give.update(digests)
+        giving = self._giving[request_id] = _Giving(lease or os.urandom(_LEASE_BYTES), digests)
+        names = self._tiers.names(digests)
+        self.exchange.giver.hold(giving.lease, names, None)
+        self._to_give.update(names)
+        self._tiers.give(digests)  # those that are there
 
     def may_end(self, entry: UserRequest, scheduler: Scheduler, move_blocks: Callable[[], object]) -> bool:
         """Whether nothing is left to do for a request, which may have ended: its blocks may be on their way to others.
@@ -164,8 +180,10 @@ class Transfers:
             self.exchange.end(source)
         if giving is None:
             return None
-        self._to_give.subtract(giving.digests)
-        for digest in giving.digests:
+        assert self._tiers is not None
+        names = self._tiers.names(giving.digests)
+        self._to_give.subtract(names)
+        for digest in names:
             if not self._to_give[digest]:
                 del self._to_give[digest]
         giver = self.exchange.giver
@@ -173,7 +191,7 @@ class Transfers:
         if not is_served:
             giver.release(giving.lease)
             return None
-        giver.hold(giving.lease, giving.digests, LEASE_SECONDS)
+        giver.hold(giving.lease, names, LEASE_SECONDS)
         host, port = giver.address, 0
         if not host.startswith("unix:"):
             host, _, digits = host.rpartition(":")
@@ -188,3 +206,13 @@ class Transfers:
             "remote_port": port,
             "tp_size": 1,
         }
+
+
+def _lease(params: Mapping[str, Any]) -> bytes:
+    given = params.get("remote_request_id")
+    if not isinstance(given, str) or not re.fullmatch(f"[0-9a-f]{{{2 * _LEASE_BYTES}}}", given):
+        raise ValueError(
+            "remote_request_id of kv_transfer_params must be what the other engine calls the request, "
+            f"{2 * _LEASE_BYTES} hexadecimal digits, given {shown(given)}"
+        )
+    return bytes.fromhex(given)

@@ -129,6 +129,7 @@ class RankProcesses(Worker):
             first.facts,
             blocks_on_disk=None if self._files is None else tuple(self._files.there),
             host_block_bytes=sum(process.facts.host_block_bytes for process in self.ranks),
+            host_slot_bytes=sum(process.facts.host_slot_bytes for process in self.ranks),
         )
         self.cache_dtypes, self.exact, self.transforms = first.cache_dtypes, first.exact, first.transforms
         self.start_times = first.start_times
@@ -323,4 +324,12 @@ def check_equal(name: str, values: Sequence[Any]) -> None:
 
 def _pools(process: WorkerProcess) -> tuple[Any, ...]:
     facts = process.facts
-    return facts.num_blocks, facts.num_swap_blocks, facts.window_places, facts.num_state_slots, facts.num_swap_slots
+    below = facts.num_tier_blocks, facts.num_tier_slots
+    return (
+        facts.num_blocks,
+        facts.num_swap_blocks,
+        facts.window_places,
+        facts.num_state_slots,
+        facts.num_swap_slots,
+        below,
+    )

@@ -175,6 +175,6 @@ class BlockPool:
         if self.on_evict is not None:
             self.on_evict(block, digest)
         del self._digest_of[block], self._block_of[digest]
-        self.states.forget(digest)
+        self.states.evict(digest)
         self.num_evictions += 1
         return block

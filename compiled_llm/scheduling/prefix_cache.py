@@ -6,6 +6,8 @@ since every layer writes the step's keys before it attends to any. A request tha
 step fills yet is held back, instead of computing that block a second time.
 """
 
+import itertools
+
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.state_pool import StateSlots
@@ -71,6 +73,11 @@ class PrefixCache:
         """Of the blocks after the first ``num_found``, as far as ``find`` may find any: they may be in lower tiers."""
         most = self._most_found(request)
         return self._digests(request, most)[num_found:most]
+
+    def on_device(self, request: Request) -> list[int]:
+        """Blocks on the device that hold its first tokens, whether or not all that its next token needs is there."""
+        found = map(self.pool.lookup, self.digests_below(request, 0))
+        return [block for block in itertools.takewhile(lambda block: block is not None, found) if block]
 
     def _most_found(self, request: Request) -> int:
         most = (request.num_tokens - 1) // self.block_size

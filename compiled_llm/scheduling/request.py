@@ -30,10 +30,12 @@ class BlockSource(NamedTuple):
     Attributes:
         address: where it gives them, as ``kv_transfer_address``.
         lease: what it calls the request: it keeps the blocks for that.
+        is_early: whether it may not know the request yet.
     """
 
     address: str
     lease: bytes
+    is_early: bool = False
 
 
 class Mask(Protocol):

@@ -16,13 +16,14 @@ from compiled_llm.scheduling.adapter_slots import AdapterSlots
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.forks import Forks
+from compiled_llm.scheduling.host_blocks import Found, HostBlock
 from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, RequestId, Status
 from compiled_llm.scheduling.request_queue import RequestQueue
 from compiled_llm.scheduling.scheduler_output import StartedRequest
 from compiled_llm.scheduling.state_pool import StateSlots
-from compiled_llm.scheduling.tiers import HostBlock, KVTiers
+from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
@@ -119,11 +120,12 @@ class RunningSet:
             self.waiting.remove(request)
             self.prefix_cache.hold_back(request, awaited)
             return False
-        below = self._find_below(request, shared)
-        if below is None:
+        prefix = self._find_below(request, shared)
+        if prefix is None:
             self.waiting.remove(request)
             return False
-        while not self._has_room(request, shared, len(below)):
+        shared, below, state = prefix
+        while not self._has_room(request, shared, len(below), state is not None):
             # While others run, they will leave room.
             if self.running:
                 return False
@@ -132,16 +134,20 @@ class RunningSet:
                 return self.take_back() and self.admit(request, output)
         self.waiting.remove(request)
         if self.tiers is not None:
-            self.tiers.fetch(request, below)  # pins them, before blocks that are evicted take rows
+            self.tiers.fetch(request, below, state)  # pins them, before what is evicted takes rows
         if holds:
             del self.forks.holders[request]
         else:
             for block in shared:
                 self.pool.share(block)
         if not holds:
-            computed = len(shared) * self.limits.block_size
-            is_swapped_in = request.host_slot > 0 and request.num_computed_tokens > computed
-            self.states.enter(request, self._last_digest(request, shared), is_swapped_in, output)
+            computed = (len(shared) + len(below)) * self.limits.block_size
+            digest = self._last_digest(request, shared, len(below))
+            if state is not None:
+                self.states.enter(request, digest, -state.row, output, computed)
+            else:
+                host_slot = request.host_slot if request.num_computed_tokens > computed else 0
+                self.states.enter(request, digest, host_slot, output)
         blocks = self.pool.allocate(self._blocks_for(request.num_tokens) - len(shared))
         assert blocks is not None
         request.block_ids = shared + blocks
@@ -183,18 +189,27 @@ class RunningSet:
         """Blocks that hold its first tokens, its own as a fork or cached, and the digest that it should wait for."""
         return (request.block_ids, None) if request in self.forks.holders else self.prefix_cache.find(request)
 
-    def _find_below(self, request: Request, shared: list[int]) -> list[HostBlock] | None:
-        """Blocks in host memory to go on with after those ``shared``. None: ``request`` waits for files now."""
-        tiers, size = self.tiers, self.limits.block_size
-        if tiers is None or request in self.forks.holders or request.host_block_ids:
-            return []
-        below = tiers.find(request, self.prefix_cache.digests_below(request, len(shared)))
-        while below and not self._is_seen(shared, below, (len(shared) + len(below)) * size):
-            below.pop()
-        return below
+    def _find_below(self, request: Request, shared: list[int]) -> Found | None:
+        """What to go on with in host memory, beside blocks on the device. None: ``request`` waits for files now.
 
-    def _is_seen(self, shared: list[int], below: list[HostBlock], end: int) -> bool:
-        """Whether all that a query at token ``end`` sees in layers with a window is there."""
+        ``shared``: those that it can go on with if lower tiers have nothing.
+        """
+        tiers, cache = self.tiers, self.prefix_cache
+        if tiers is None or request in self.forks.holders or request.host_block_ids:
+            return Found(shared)
+        if self.states.are_used:
+            found = tiers.find_with_state(request, cache.digests_below(request, 0), cache.on_device(request), shared)
+            return found if found is None or self._is_seen(*found[:2]) else Found(shared)
+        below = tiers.find(request, cache.digests_below(request, len(shared)))
+        if below is None:
+            return None
+        while below and not self._is_seen(shared, below):
+            below.pop()
+        return Found(shared, below)
+
+    def _is_seen(self, shared: list[int], below: Sequence[HostBlock]) -> bool:
+        """Whether all that the next query sees in layers with a window is there."""
+        end = (len(shared) + len(below)) * self.limits.block_size
         return all(
             window.has(shared[index]) if index < len(shared) else number in below[index - len(shared)].windows
             for number, window in enumerate(self.pool.windows)
@@ -206,25 +221,26 @@ class RunningSet:
         output.swapped_in.extend(zip(request.block_ids[first : first + len(rows)], rows, strict=True))
         self.places.swap_in(request, first, [0] * first + rows, output)
 
-    def _has_room(self, request: Request, shared: list[int], num_below: int = 0) -> bool:
+    def _has_room(self, request: Request, shared: list[int], num_below: int = 0, is_state_below: bool = False) -> bool:
         """Whether all its tokens have blocks, with one more for each running request to grow into.
 
-        ``num_below``: how many blocks it is to get from lower tiers.
+        ``num_below``: how many blocks it is to get from lower tiers; ``is_state_below``: and whether its state.
         """
         copies = self.forks.must_copy(request, request.num_computed_tokens)
         needed = self._blocks_for(request.num_tokens) - len(shared) + copies
         free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)
         if needed + len(self.running) > free:
             return False
-        if not self.states.has_room(self._last_digest(request, shared)):
+        if not self.states.has_room(self._last_digest(request, shared, num_below), is_state_below):
             return False
         lacking, windows = self._lacking_places(request, shared, num_below), self.pool.windows
         others = len(self.running) + copies
         return all(count + others <= window.num_free for count, window in zip(lacking, windows, strict=True))
 
-    def _last_digest(self, request: Request, shared: list[int]) -> bytes | None:
+    def _last_digest(self, request: Request, shared: list[int], num_below: int = 0) -> bytes | None:
         """Of the blocks found for a request, that of the last; None: there are none, or they are its own as a fork."""
-        return request.block_digests[len(shared) - 1] if shared and request not in self.forks.holders else None
+        count = 0 if request in self.forks.holders else len(shared) + num_below
+        return request.block_digests[count - 1] if count else None
 
     def _lacking_places(self, request: Request, shared: list[int], num_below: int = 0) -> list[int]:
         """How many free places it takes in each window to admit ``request``."""

@@ -56,6 +56,7 @@ class Scheduler:
         tier_rows: blocks in host memory for what leaves the prefix cache, numbered as those of ``swap_pool``.
         on_disk: digests of the blocks that have a file; None: there is no disk.
         row_bytes: of one of ``tier_rows``.
+        tier_slots, state_bytes: as ``tier_rows`` and ``row_bytes``, for snapshots of states.
         drafter: guesses tokens of requests, for steps to verify; None: no drafts.
         decode_seconds, sampling_seconds: as in ``DecodeCosts``, measured at the start.
 
@@ -77,7 +78,9 @@ class Scheduler:
         swap_pool: BlockPool | None = None,
         tier_rows: Sequence[int] = (),
         on_disk: Iterable[bytes] | None = None,
-        row_bytes: int = 0,
+        row_bytes: int = 1,
+        tier_slots: Sequence[int] = (),
+        state_bytes: int = 1,
         preemption_mode: PreemptionMode = "auto",
         policy: Literal["fcfs", "priority"] = "fcfs",
         target_itl_ms: float | None = None,
@@ -95,8 +98,10 @@ class Scheduler:
         states = StateSlots(pool.states, size, prefix_caching, self.swap_pool.states)
         self.prefix_cache = PrefixCache(pool, places, states, size, enabled=prefix_caching, facts=block_contents)
         self.forks = Forks(pool, places, states, size)
-        self.tiers = KVTiers(pool, tier_rows, size, self.costs, on_disk, row_bytes) if tier_rows else None
+        lower = tier_rows, size, self.costs, on_disk, row_bytes, tier_slots, state_bytes
+        self.tiers = KVTiers(pool, *lower) if tier_rows else None
         self.prefix_cache.tiers = self.tiers
+        states.on_publish = None if self.tiers is None else self.tiers.publish_state
         self.running_set = RunningSet(
             limits,
             pool,
@@ -238,7 +243,8 @@ class Scheduler:
             self.costs.record_step(result.bucket.num_tokens, result.seconds)
         if self.tiers is not None:
             is_full = result.bucket.kind == "tokens" and 2 * output.num_tokens >= result.bucket.num_tokens
-            copied = len(output.swapped_out) + len(output.swapped_in)
+            num_states = len(output.states.swapped_out) + len(output.states.swapped_in)
+            copied = len(output.swapped_out) + len(output.swapped_in) + num_states * self.tiers.costs.of(is_state=True)
             idle = 0.0 if requests else result.seconds
             self.tiers.end_step(result.files, is_full * output.num_tokens, result.seconds, copied, idle)
         if not requests:  # a step of ``move_files``

@@ -13,7 +13,7 @@ an end. A request keeps no more than one snapshot of its own output; those of pr
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import HeldState, Request, Status
@@ -31,7 +31,10 @@ class StatePool:
         num_evictions: snapshots whose slot was given away.
         peak_used: most slots in use at once.
         swapped_out: (slot, host slot) pairs that the next step copies.
+        on_evict: called with the slot and the digest of a snapshot before its slot is given away.
     """
+
+    on_evict: Callable[[int, bytes], None] | None = None
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -57,7 +60,7 @@ class StatePool:
             if not self._cached:
                 return None
             slot, _ = self._cached.popitem(last=False)
-            del self._slot_of[self._digest_of.pop(slot)]
+            self.withdraw(slot)
             self._empty.append(slot)
             self.num_evictions += 1
         slot = self._empty.pop()
@@ -117,9 +120,19 @@ class StatePool:
                 del self._cached[slot]
                 self._empty.append(slot)
 
+    def evict(self, digest: bytes) -> None:
+        """The block of ``digest`` is evicted, and so is its snapshot, if there is one."""
+        slot = self._slot_of.get(digest)
+        if slot is not None and self.on_evict is not None:
+            self.on_evict(slot, digest)
+        self.forget(digest)
+
     def withdraw(self, slot: int) -> None:
-        """``slot``, which one request needs, is no snapshot any more: it is about to be written to."""
-        del self._slot_of[self._digest_of.pop(slot)]
+        """``slot`` is no snapshot any more: it is about to be written to."""
+        digest = self._digest_of.pop(slot)
+        del self._slot_of[digest]
+        if self.on_evict is not None:
+            self.on_evict(slot, digest)
 
     def forget_all(self) -> None:
         for digest in list(self._slot_of):
@@ -143,7 +156,13 @@ class StateSlots:
     """Gives requests slots of a ``StatePool``, as ``RunningSet`` gives them blocks; nothing where that has no slots.
 
     What it changes belongs to the pools and the requests.
+
+    Attributes:
+        on_publish: told of each new snapshot: its slot, its digest, and whether it is the last one of a prompt or an
+            output, which is of use for longest.
     """
+
+    on_publish: Callable[[int, bytes, bool], None] | None = None
 
     def __init__(
         self, pool: StatePool, block_size: int, keeps_snapshots: bool, host_pool: StatePool | None = None
@@ -161,23 +180,35 @@ class StateSlots:
             return count
         return next((end for end in range(count, 0, -1) if self.pool.lookup(digests[end - 1]) is not None), 0)
 
-    def has_room(self, digest: bytes | None) -> bool:
-        """Whether a request can start: from the snapshot of ``digest``, or as it is."""
+    def has_room(self, digest: bytes | None, is_below: bool = False) -> bool:
+        """Whether a request can start: from the snapshot of ``digest``, from one in a lower tier, or as it is."""
         slot = None if digest is None else self.pool.lookup(digest)
-        return not self.are_used or self.pool.num_free >= 1 + (slot is not None and self.pool.num_references(slot) == 0)
+        taken = is_below or (slot is not None and self.pool.num_references(slot) == 0)
+        return not self.are_used or self.pool.num_free >= 1 + taken
 
     def enter(
-        self, request: Request, digest: bytes | None, is_swapped_in: bool, output: SchedulerOutputBuilder
+        self,
+        request: Request,
+        digest: bytes | None,
+        host_slot: int,
+        output: SchedulerOutputBuilder,
+        num_tokens: int | None = None,
     ) -> None:
-        """A request starts to run: from its own state on the host, from the snapshot of ``digest``, or from nothing."""
+        """A request starts to run: from the state in ``host_slot``, from the snapshot of ``digest``, or from nothing.
+
+        ``num_tokens``: after which the state in ``host_slot`` is a snapshot; None: it is the request's own.
+        """
         if not self.are_used:
             return
         held = request.state
-        if is_swapped_in:
+        if host_slot:
             slot = self.pool.allocate()
             assert slot is not None
-            output.states.swapped_in.append((slot, request.host_slot))
+            output.states.swapped_in.append((slot, host_slot))
             held.slot = slot
+            if num_tokens is not None:  # others find it when the step has ended
+                self.pool.share(slot)
+                held.snapshots.append((num_tokens, slot))
         elif digest is not None:
             slot = self.pool.lookup(digest)
             assert slot is not None
@@ -315,9 +346,14 @@ class StateSlots:
         held.snapshots = later
 
     def _publish(self, request: Request, digest: bytes, slot: int, tokens: int) -> None:
-        held = request.state
+        held, prompt_len = request.state, len(request.prompt_token_ids)
         self.pool.publish(slot, digest)
-        if tokens > len(request.prompt_token_ids) and self.pool.lookup(digest) == slot:
+        if self.pool.lookup(digest) != slot:
+            return
+        if self.on_publish is not None:
+            is_last = (prompt_len - 1) // self.block_size <= tokens // self.block_size <= prompt_len // self.block_size
+            self.on_publish(slot, digest, is_last)
+        if tokens > prompt_len:
             if held.own_snapshot:
                 self.pool.forget(held.own_snapshot)
             held.own_snapshot = digest
@@ -346,6 +382,9 @@ class StateSlots:
 
     def release(self, request: Request) -> None:
         """A request is about to lose its blocks, and so its state."""
+        own = self.pool.lookup(request.state.own_snapshot)
+        if self.on_publish is not None and own is not None:
+            self.on_publish(own, request.state.own_snapshot, True)
         for slot in request.state.slots():
             self.pool.free(slot)
         request.state = HeldState()

@@ -1,4 +1,4 @@
-"""KVTiers: blocks that left the device's prefix cache, in host memory and on disk. Plain Python.
+"""KVTiers: blocks and states that left the device's prefix cache, in host memory and on disk. Plain Python.
 
 A block that is evicted is copied to a row of host memory as the next step begins, before anything is written to it; a
 request that finds it there gets it copied back as its first step begins. With a disk, each block that is published is
@@ -9,87 +9,27 @@ longer than computing, or does, the tokens are computed.
 What moves is known by the digest of a block, which stands for all that its keys and values depend on. Rows that a copy
 or a file in flight uses are pinned: they are neither given to another block nor counted as free until it has ended,
 whatever becomes of the requests.
+
+Where layers keep a state, a request goes on after a block only with the state at its end. Snapshots of states move as
+blocks do, in rows of their own size and under names of their own, and are fetched together with the blocks.
 """
 
-import dataclasses
 import itertools
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from compiled_llm.scheduling.block_pool import BlockPool
-from compiled_llm.scheduling.costs import StepCosts, moved
+from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.host_blocks import Found, HostBlock, MoveCosts, Part, Step, TierCounts, Wait, state_name
 from compiled_llm.scheduling.output_builder import SchedulerOutputBuilder
 from compiled_llm.scheduling.request import BlockSource, Request
 from compiled_llm.scheduling.scheduler_output import FileOutput
 from compiled_llm.scheduling.worker import FileResult
 
-_BYTES_A_SECOND = 200e6  # of reading files, until some were read: a slow disk's
 _PEER_WAIT = 2.0  # seconds without a block from another engine, after which what is left is computed
 _LATE = 4.0  # a file is late after so many times what the others took
 _MOST_IDLE_WAIT = 0.02  # seconds that a step without requests waits for a file: new requests wait as long
-
-
-@dataclasses.dataclass
-class TierCounts:
-    """What was moved between tiers since the engine was made; ``EngineStats`` says what each of the counts is."""
-
-    host_hit_tokens: int = 0
-    disk_hit_tokens: int = 0
-    num_host_stores: int = 0
-    num_host_loads: int = 0
-    num_host_evictions: int = 0
-    num_stores_without_room: int = 0
-    num_disk_writes: int = 0
-    num_disk_reads: int = 0
-    num_disk_failures: int = 0
-    num_disk_evictions: int = 0
-    num_fetches_dearer: int = 0
-    num_fetches_late: int = 0
-    peer_hit_tokens: int = 0
-    num_blocks_given: int = 0
-    num_blocks_taken: int = 0
-    num_takes_failed: int = 0
-    tier_copy_seconds: float = 0.0
-    tier_file_seconds: float = 0.0
-    tier_idle_seconds: float = 0.0
-    tier_wait_seconds: float = 0.0
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class HostBlock:
-    """A block in host memory.
-
-    Attributes:
-        row: of the worker's host memory, numbered as blocks of the swap space.
-        windows: numbers of the windows whose keys are there too.
-        pins: copies and files in flight that use the row, and requests that wait for it.
-        is_there: whether its keys are in the row, or will be before anything that a step does with them.
-        source: where they were read from, until they are first used: "disk", "peer" (another engine) or "" (neither).
-    """
-
-    digest: bytes
-    row: int
-    windows: frozenset[int] = frozenset()
-    pins: int = 0
-    is_there: bool = True
-    source: str = ""
-
-
-@dataclasses.dataclass(slots=True)
-class _Wait:
-    """A request that waits for files, and the blocks in host memory that are pinned for it."""
-
-    blocks: list[HostBlock]
-    began: float
-
-
-@dataclasses.dataclass(slots=True)
-class _Step:
-    """What a step moves: blocks that it pins, and those of them that it copies to the host."""
-
-    pinned: list[HostBlock] = dataclasses.field(default_factory=list)
-    stored: list[HostBlock] = dataclasses.field(default_factory=list)
 
 
 class KVTiers:
@@ -99,6 +39,8 @@ class KVTiers:
         rows: of host memory.
         on_disk: digests of the blocks that have a file; None: there is no disk.
         block_bytes: of a row.
+        slots: for states in host memory.
+        state_bytes: of one of them.
 
     Attributes:
         counts: what was moved, and why not.
@@ -118,42 +60,50 @@ class KVTiers:
         block_size: int,
         costs: StepCosts,
         on_disk: Iterable[bytes] | None,
-        block_bytes: int = 0,
+        block_bytes: int = 1,
+        slots: Sequence[int] = (),
+        state_bytes: int = 1,
     ) -> None:
         self.pool, self.block_size = pool, block_size
-        self.num_rows, self.has_disk = len(rows), on_disk is not None
+        self.num_rows, self.num_slots, self.has_disk = len(rows), len(slots), on_disk is not None
+        self.costs = MoveCosts(block_size, block_bytes, state_bytes, costs.swap_seconds)
         self.on_disk = set(on_disk or ())
         self.to_give: Counter[bytes] | None = None
         self.on_taken: Callable[[BlockSource], None] = _nothing
         self.counts = TierCounts()
-        self._empty = list(reversed(rows))
-        self._rows = frozenset(rows)
+        self._empty = {False: list(reversed(rows)), True: [-slot for slot in reversed(slots)]}  # of blocks, of states
+        self._rows = frozenset(itertools.chain(*self._empty.values()))
         self._blocks: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
         self._dropped: set[HostBlock] = set()  # forgotten, but pinned
         # Of the next step: pairs as in ``SchedulerOutput``, and what it pins.
         self._out: list[tuple[int, int]] = []
         self._windows_out: list[list[tuple[int, int]]] = [[] for _ in pool.windows]
-        self._step, self._steps = _Step(), deque[_Step]()
+        self._states_out: list[tuple[int, int]] = []
+        self._step, self._steps = Step(), deque[Step]()
         self._unstored: dict[bytes, int] = {}  # published blocks that are still to be copied to the host
+        self._unstored_states: dict[bytes, int] = {}  # by the digest of the block; as those
         self._unwritten: dict[bytes, HostBlock] = {}
         self._writing: dict[bytes, HostBlock] = {}
         self._reading: dict[bytes, HostBlock] = {}
         self._to_read: list[tuple[bytes, int, BlockSource | None]] = []
-        self._waits: dict[Request, _Wait] = {}
+        self._waits: dict[Request, Wait] = {}
         self._last_read = 0.0  # when a file was read last
-        self._fetched: dict[Request, _Wait] = {}  # those that need not wait any more, until they are admitted
-        self._copy_seconds = costs.swap_seconds  # of a block, a moving average, as these; 0: not measured
-        self._read_seconds, self._token_seconds = block_bytes / _BYTES_A_SECOND, 0.0
+        self._fetched: dict[Request, Wait] = {}  # those that need not wait any more, until they are admitted
         self._resets_files = False
         if self.num_rows:
             pool.on_evict = self.store
+            pool.states.on_evict = self.store_state
             for window in pool.windows:
                 window.on_evict = self._store_evicted
 
     @property
     def num_used(self) -> int:
         """Rows that hold a block, or are about to."""
-        return self.num_rows - len(self._empty)
+        return self.num_rows - len(self._empty[False])
+
+    def names(self, digests: list[bytes]) -> list[bytes]:
+        """Of all that another engine is to get with the blocks of these digests."""
+        return digests + [state_name(digest) for digest in digests[-1:] if self.pool.states.num_slots]
 
     # -- Downwards
 
@@ -169,21 +119,38 @@ class KVTiers:
         if wanted and digest not in self._blocks and digest not in self.on_disk:
             self._unstored[digest] = block
 
-    def give(self, digests: Iterable[bytes]) -> int:
+    def store_state(self, slot: int, digest: bytes) -> None:
+        """The snapshot in ``slot``, of the block of ``digest``, is about to be given away: as ``store``."""
+        self._unstored_states.pop(digest, None)
+        if not self._store_state(slot, digest, makes_room=True):
+            self.counts.num_stores_without_room += 1
+
+    def publish_state(self, slot: int, digest: bytes, is_last: bool) -> None:
+        """A snapshot can be found from now on: with a disk, it is to get there, if ``is_last`` of its request."""
+        name = state_name(digest)
+        wanted = self.has_disk and is_last if self.to_give is None else self.to_give[name] > 0
+        if wanted and name not in self._blocks and name not in self.on_disk:
+            self._unstored_states[digest] = slot
+
+    def give(self, digests: Sequence[bytes]) -> int:
         """Blocks of these digests are to be given to other engines. Returns how many are on their way."""
-        num_left = 0
-        for digest in digests:
-            held, block = self._blocks.get(digest), self.pool.lookup(digest)
-            if digest in self.on_disk:
-                continue
-            if held is not None and held.is_there:
-                num_left += 1
-                if digest not in self._writing and not any(held in step.stored for step in (*self._steps, self._step)):
-                    self._unwritten[digest] = held
-            elif block is not None:
-                num_left += 1
-                self._unstored[digest] = block
+        num_left = sum(self._give(one, one, self.pool.lookup(one), self._unstored) for one in digests)
+        for last in digests[-1:]:
+            num_left += self._give(state_name(last), last, self.pool.states.lookup(last), self._unstored_states)
         return num_left
+
+    def _give(self, name: bytes, digest: bytes, place: int | None, unstored: dict[bytes, int]) -> bool:
+        """Whether a block or a state is on its way to other engines; ``place``: on the device."""
+        if name in self.on_disk:
+            return False
+        held = self._blocks.get(name)
+        if held is not None and held.is_there:
+            if name not in self._writing and not any(held in step.stored for step in (*self._steps, self._step)):
+                self._unwritten[name] = held
+            return True
+        if place is not None:
+            unstored[digest] = place
+        return place is not None
 
     def _store_evicted(self, block: int) -> None:
         """A window is about to give the place of ``block`` away."""
@@ -201,7 +168,7 @@ class KVTiers:
                 return False
             held = self._blocks[digest] = HostBlock(digest, row)
             self._out.append((block, row))
-            self.counts.num_host_stores += 1
+            self.counts.host_stored_bytes += self.costs.num_bytes(held)
         elif held.pins or windows <= held.windows:
             self._blocks.move_to_end(digest)
             return True
@@ -213,11 +180,27 @@ class KVTiers:
         self._step.stored.append(held)
         return True
 
-    def _take_row(self, *, makes_room: bool = True) -> int | None:
+    def _store_state(self, slot: int, digest: bytes, *, makes_room: bool) -> bool:
+        """As ``_store``."""
+        name = state_name(digest)
+        if name not in self._blocks:
+            row = self._take_row(makes_room=makes_room, is_state=True)
+            if row is None:
+                return False
+            held = self._blocks[name] = HostBlock(name, row)
+            self._states_out.append((slot, -row))
+            self.counts.host_stored_bytes += self.costs.num_bytes(held)
+            self._pin_for_step(held)
+            self._step.stored.append(held)
+        self._blocks.move_to_end(name)
+        return True
+
+    def _take_row(self, *, makes_room: bool = True, is_state: bool = False) -> int | None:
         """A row to write to: an empty one, or that of the least recently used block, rather of one that has a file."""
-        if self._empty:
-            return self._empty.pop()
-        free = (held for held in self._blocks.values() if not held.pins)
+        empty = self._empty[is_state]
+        if empty:
+            return empty.pop()
+        free = (held for held in self._blocks.values() if not held.pins and held.is_state is is_state)
         first = next(free, None)
         if first is None:
             return None
@@ -227,7 +210,7 @@ class KVTiers:
                 return None
         self._forget(first)
         self.counts.num_host_evictions += 1
-        return self._empty.pop()
+        return empty.pop()
 
     def _forget(self, held: HostBlock) -> None:
         """The row is free, at once or when its last pin is gone."""
@@ -236,14 +219,14 @@ class KVTiers:
         if held.pins:
             self._dropped.add(held)
         else:
-            self._empty.append(held.row)
+            self._empty[held.is_state].append(held.row)
 
     def _unpin(self, held: HostBlock) -> None:
         held.pins -= 1
         assert held.pins >= 0, "a row is not pinned"
         if not held.pins and held in self._dropped:
             self._dropped.remove(held)
-            self._empty.append(held.row)
+            self._empty[held.is_state].append(held.row)
 
     def _pin_for_step(self, held: HostBlock) -> None:
         held.pins += 1
@@ -261,63 +244,112 @@ class KVTiers:
             They are to be fetched by ``fetch``. None: ``request`` waits for files from now on; ``take_ready`` returns
             it.
         """
-        known = request in self._fetched
-        chain, away = list[HostBlock | bytes](), 0
-        for digest in digests:
-            held = self._blocks.get(digest)
-            is_there = held is not None and held.is_there
-            may_be_there = digest in self.on_disk or request.source is not None
-            if (held is None and not may_be_there) or (known and not is_there):
-                break
-            away += not is_there
-            chain.append(held or digest)
-        if away and (request.source or self._pays(self._read_seconds * (away + len(self._reading)), away)):
-            if self._wait(request, chain):
+        return self._reach(request, self._chain(request, digests))
+
+    def find_with_state(
+        self, request: Request, digests: Sequence[bytes], on_device: list[int], usable: list[int]
+    ) -> Found | None:
+        """As ``find``, where layers keep a state: all that ``request`` can go on with, and the state after that.
+
+        Args:
+            digests: of its first tokens, as far as any may be found.
+            on_device: blocks that hold the first of them.
+            usable: the first of these, with a snapshot on the device at their end.
+        """
+        chain = self._chain(request, digests[len(on_device) :])
+        for end in range(len(on_device) + len(chain), len(usable), -1):
+            is_below = self.pool.states.lookup(digests[end - 1]) is None
+            state = self._at(request, state_name(digests[end - 1])) if is_below else None
+            if is_below and state is None:
+                continue
+            chain = chain[: max(0, end - len(on_device))]
+            states = [] if state is None else [state]
+            found = self._reach(request, chain + states, states, end - len(usable))
+            if found is None:
                 return None
-            away = 0  # there is no room
+            if len(found) < len(chain) + len(states):
+                break
+            return Found(on_device[:end], found[: len(chain)], found[-1] if is_below else None)
+        return Found(usable)
+
+    def _chain(self, request: Request, digests: Sequence[bytes]) -> list[Part]:
+        """The first of these blocks: in host memory, or digests of those that may be read."""
+        found = (self._at(request, digest) for digest in digests)
+        return [part for part in itertools.takewhile(bool, found) if part]
+
+    def _at(self, request: Request, name: bytes) -> Part | None:
+        """A block or state in host memory, or its name where it may be read, if ``request`` has not waited for it."""
+        held = self._blocks.get(name)
+        may_be_there = name in self.on_disk or request.source is not None
+        if (held is None and not may_be_there) or (request in self._fetched and not (held and held.is_there)):
+            return None
+        return held or name
+
+    def _reach(
+        self, request: Request, chain: list[Part], states: Sequence[Part] = (), num_blocks: int = 0
+    ) -> list[HostBlock] | None:
+        """Those of ``chain`` that are in host memory, if fetching them pays. None: ``request`` waits for others.
+
+        Args:
+            states: those of them that are no blocks.
+            num_blocks: that need not be computed if all are fetched, and fewer are of no use; 0: as many as are.
+        """
+
+        def cost(those: Sequence[Part]) -> float:
+            return sum(self.costs.of(one in states) for one in those)
+
+        away = [one for one in chain if isinstance(one, bytes) or not one.is_there]
+        seconds = self.costs.read_seconds * (cost(away) + len(self._reading))
+        if away and (request.source or self.costs.pays(seconds, num_blocks or len(away))):
+            if self._wait(request, chain, states, num_blocks):
+                return None
         elif away:
-            self.counts.num_fetches_dearer += away
-        found: list[HostBlock] = []
+            self.counts.num_fetches_dearer += len(away)
+        found = list[HostBlock]()
         for one in chain:
             if isinstance(one, bytes) or not one.is_there:
                 break
             found.append(one)
-        if found and not (request.source or self._pays(self._copy_seconds * len(found), len(found))):
+        if found and not (
+            request.source or self.costs.pays(self.costs.copy_seconds * cost(found), num_blocks or len(found))
+        ):
             self.counts.num_fetches_dearer += len(found)
             return []
         return found
 
-    def fetch(self, request: Request, found: Sequence[HostBlock]) -> None:
+    def fetch(self, request: Request, found: Sequence[HostBlock], state: HostBlock | None = None) -> None:
         """The next step copies these to the device. ``request``, which runs from now on, keeps no others pinned."""
-        self.counts.num_host_loads += len(found)
-        for held in reversed(found):
+        for held in [*([] if state is None else [state]), *reversed(found)]:
+            num_tokens = 0 if held.is_state else self.block_size
+            self.counts.host_loaded_bytes += self.costs.num_bytes(held)
             if held.source == "disk":
-                self.counts.disk_hit_tokens += self.block_size
+                self.counts.disk_hit_tokens += num_tokens
             elif held.source == "peer":
-                self.counts.peer_hit_tokens += self.block_size
+                self.counts.peer_hit_tokens += num_tokens
             else:
-                self.counts.host_hit_tokens += self.block_size
+                self.counts.host_hit_tokens += num_tokens
             held.source = ""  # the next time it is found in host memory
             self._pin_for_step(held)
             self._blocks.move_to_end(held.digest)
         self.forget(request)
 
-    def _pays(self, seconds: float, num_blocks: int) -> bool:
-        """Whether ``seconds`` are less than it takes to compute the tokens of some blocks, as far as that is known."""
-        own = self._token_seconds * self.block_size * num_blocks
-        return not own or seconds < own
-
-    def _wait(self, request: Request, chain: Sequence[HostBlock | bytes]) -> bool:
+    def _wait(self, request: Request, chain: Sequence[Part], states: Sequence[Part] = (), num_blocks: int = 0) -> bool:
         """Let ``request`` wait until the blocks of ``chain`` are in host memory, as many as there is room for.
 
-        False: there is no room for those that are not.
+        False: there is no room for those that are not. Arguments as of ``_reach``.
         """
         blocks: list[HostBlock] = [held for held in chain if isinstance(held, HostBlock)]
+        if num_blocks:  # all, or none
+            free = Counter(held.is_state for held in self._blocks.values() if not held.pins)
+            free.subtract(held.is_state for held in blocks if not held.pins)
+            wanted = Counter(one in states for one in chain if isinstance(one, bytes))
+            if any(wanted[kind] > free[kind] + len(empty) for kind, empty in self._empty.items()):
+                return False
         for held in blocks:
             held.pins += 1  # before rows are taken
         taken, away = list[HostBlock](), 0
         for one in chain:
-            read = self._read(one, request.source) if isinstance(one, bytes) else one
+            read = self._read(one, request.source, is_state=one in states) if isinstance(one, bytes) else one
             if read is None:
                 break
             read.pins += isinstance(one, bytes)
@@ -331,15 +363,15 @@ class KVTiers:
             for held in taken:
                 self._unpin(held)
             return False
-        self._waits[request] = _Wait(taken, time.monotonic())
+        self._waits[request] = Wait(taken, time.monotonic(), num_blocks)
         return True
 
-    def _read(self, digest: bytes, source: BlockSource | None) -> HostBlock | None:
+    def _read(self, digest: bytes, source: BlockSource | None, *, is_state: bool) -> HostBlock | None:
         """Begin to read the file of a block, or to fetch it from ``source``. None: there is no row for it.
 
         Nor is there one while what ``forget_host`` forgot is still being read: results are told apart by the digest.
         """
-        row = None if digest in self._reading else self._take_row()
+        row = None if digest in self._reading else self._take_row(is_state=is_state)
         if row is None:
             return None
         kind = "peer" if source is not None and digest not in self.on_disk else "disk"
@@ -357,9 +389,10 @@ class KVTiers:
         """Requests whose blocks are in host memory, or that have waited too long."""
         now, ready = time.monotonic(), []
         for request, wait in list(self._waits.items()):
-            left = sum(not held.is_there and held not in self._dropped for held in wait.blocks)
+            left = [held for held in wait.blocks if not (held.is_there or held in self._dropped)]
             is_over = not left
-            is_dear = request.source is None and not self._pays(self._read_seconds * left, left)
+            seconds = self.costs.read_seconds * sum(self.costs.of(held.is_state) for held in left)
+            is_dear = request.source is None and not self.costs.pays(seconds, wait.num_blocks or len(left))
             if is_over or now >= self._late_at(request, wait) or is_dear:
                 self.counts.num_fetches_late += not is_over
                 self.counts.tier_wait_seconds += now - wait.began
@@ -367,10 +400,11 @@ class KVTiers:
                 ready.append(request)
         return ready
 
-    def _late_at(self, request: Request, wait: _Wait) -> float:
+    def _late_at(self, request: Request, wait: Wait) -> float:
         """When ``wait`` ends, if nothing is read until then."""
         least = self.least_wait if request.source is None else _PEER_WAIT
-        return max(wait.began, self._last_read) + max(least, _LATE * self._read_seconds)
+        most = max(1.0, self.costs.of(any(held.is_state for held in wait.blocks)))
+        return max(wait.began, self._last_read) + max(least, _LATE * self.costs.read_seconds * most)
 
     def forget(self, request: Request) -> bool:
         """``request`` runs, or has ended: nothing is pinned for it. Returns whether it was held back."""
@@ -392,15 +426,26 @@ class KVTiers:
                 del self._unstored[digest]
             else:
                 break  # for want of a row
+        for digest, slot in list(self._unstored_states.items()):
+            if self.pool.states.lookup(digest) != slot or self._store_state(slot, digest, makes_room=False):
+                del self._unstored_states[digest]
         output.swapped_out += self._out
+        output.states.swapped_out += self._states_out
         for told, pairs in zip(output.windows, self._windows_out, strict=True):
             told.swapped_out += pairs
-        self._out, self._windows_out = [], [[] for _ in self._windows_out]
+        self._out, self._windows_out, self._states_out = [], [[] for _ in self._windows_out], []
         self._steps.append(self._step)
-        self._step = _Step()
-        room = max(1, self.num_rows // 2) - len(self._writing)  # the other half stays for blocks that come and go
-        free = (held for held in self._unwritten.values() if not held.pins and held.digest not in self._writing)
-        writes = list(itertools.islice(free, max(0, room)))
+        self._step = Step()
+        writes = list[HostBlock]()
+        for is_state, count in ((False, self.num_rows), (True, self.num_slots)):
+            room = max(1, count // 2)  # the other half stays for what comes and goes
+            room -= sum(held.is_state is is_state for held in self._writing.values())
+            free = (
+                held
+                for held in self._unwritten.values()
+                if held.is_state is is_state and not held.pins and held.digest not in self._writing
+            )
+            writes += itertools.islice(free, max(0, room))
         for held in writes:
             del self._unwritten[held.digest]
             self._writing[held.digest] = held
@@ -424,19 +469,20 @@ class KVTiers:
         """Whether blocks are still on their way to the disk."""
         return self.has_disk and bool(
             self._unstored
+            or self._unstored_states
             or self._unwritten
             or self._writing
             or any(step.stored for step in (*self._steps, self._step))
         )
 
     def end_step(
-        self, result: FileResult | None, num_tokens: int, seconds: float, copied: int, idle_seconds: float = 0.0
+        self, result: FileResult | None, num_tokens: int, seconds: float, copied: float, idle_seconds: float = 0.0
     ) -> None:
         """The oldest step that was sent has ended.
 
         Args:
             num_tokens, seconds: that it computed, where it was one of prompts, and how long it took; 0: it was not.
-            copied: blocks that it swapped.
+            copied: blocks that it swapped, and states by their ``cost``.
             idle_seconds: that a step without requests waited.
         """
         step = self._steps.popleft()
@@ -449,22 +495,24 @@ class KVTiers:
                 if wanted and held.digest not in self.on_disk and self._blocks.get(held.digest) is held:
                     self._unwritten[held.digest] = held
         if num_tokens:
-            self._token_seconds = _averaged(self._token_seconds, seconds / num_tokens)
+            self.costs.record_tokens(seconds / num_tokens)
         if result is None:
             return
         if copied and result.copy_seconds:
-            self._copy_seconds = _averaged(self._copy_seconds, result.copy_seconds / copied)
+            self.costs.record_copy(result.copy_seconds / copied)
             self.counts.tier_copy_seconds += result.copy_seconds
+        if result.is_coming:
+            self._last_read = time.monotonic()  # nothing of what is waited for is late
         for digest, windows, taken in result.read:
             self._end_read(digest, windows, taken)
         for digest, is_written in result.written:
             held = self._writing.pop(digest)
             self._unpin(held)
             if self.to_give is None:
-                self.counts.num_disk_writes += is_written
+                self.counts.disk_written_bytes += is_written * self.costs.num_bytes(held)
                 self.counts.num_disk_failures += not is_written
             else:
-                self.counts.num_blocks_given += is_written
+                self.counts.peer_given_bytes += is_written * self.costs.num_bytes(held)
             if is_written:
                 self.on_disk.add(digest)
         self.on_disk |= set(result.found)
@@ -474,7 +522,7 @@ class KVTiers:
 
     def _end_read(self, digest: bytes, windows: tuple[int, ...] | None, seconds: float) -> None:
         held, self._last_read = self._reading.pop(digest), time.monotonic()
-        self._read_seconds = _averaged(self._read_seconds, seconds)
+        self.costs.record_read(seconds / self.costs.of(held.is_state))
         is_peers = held.source == "peer"
         if windows is None:
             self.counts.num_disk_failures += not is_peers
@@ -483,8 +531,8 @@ class KVTiers:
             if held not in self._dropped:
                 self._forget(held)
         else:
-            self.counts.num_disk_reads += not is_peers
-            self.counts.num_blocks_taken += is_peers
+            self.counts.disk_read_bytes += (not is_peers) * self.costs.num_bytes(held)
+            self.counts.peer_taken_bytes += is_peers * self.costs.num_bytes(held)
             held.is_there, held.windows = True, frozenset(windows)
         self._unpin(held)
 
@@ -497,15 +545,15 @@ class KVTiers:
         for held in (*self._blocks.values(), *self._dropped):
             held.pins = 0
         for held in self._dropped:
-            self._empty.append(held.row)
+            self._empty[held.is_state].append(held.row)
         self._dropped.clear()
         for held in unsure:
             if self._blocks.get(held.digest) is held:
                 self._forget(held)
         self._steps.clear()
-        self._step = _Step()
-        self._out, self._windows_out = [], [[] for _ in self._windows_out]
-        for queue in (self._writing, self._reading, self._unstored):
+        self._step = Step()
+        self._out, self._windows_out, self._states_out = [], [[] for _ in self._windows_out], []
+        for queue in (self._writing, self._reading, self._unstored, self._unstored_states):
             queue.clear()
         self._to_read, self._resets_files = [], True
         waiting = list(self._waits)
@@ -516,6 +564,7 @@ class KVTiers:
     def forget_host(self) -> None:
         """Forget what host memory holds. Files stay: what they hold is right for whoever finds it."""
         self._unstored.clear()
+        self._unstored_states.clear()
         if self.to_give is not None:
             self.on_disk.clear()
         for held in list(self._blocks.values()):
@@ -529,9 +578,8 @@ class KVTiers:
     def check_invariants(self) -> None:
         """Assert that no two blocks have a row, and that what is in flight is pinned."""
         held = [*self._blocks.values(), *self._dropped]
-        rows = [one.row for one in held] + self._empty
-        assert len(rows) == len(set(rows)) == self.num_rows, "a row has two owners, or none"
-        assert set(rows) == self._rows
+        rows = [*(one.row for one in held), *itertools.chain(*self._empty.values())]
+        assert sorted(rows) == sorted(self._rows), "a row has two owners, or none"
         pins = dict.fromkeys(held, 0)
         waits = (*self._waits.values(), *self._fetched.values())
         users = [one for step in (*self._steps, self._step) for one in step.pinned]
@@ -547,7 +595,3 @@ class KVTiers:
 
 def _nothing(source: BlockSource) -> None:
     """Nobody is to be told."""
-
-
-def _averaged(average: float, value: float) -> float:
-    return moved(average, value) if average else value

@@ -25,7 +25,8 @@ class WorkerFacts:
         window_places: (window, places of its pool, numbered from 1) for layers that see a window of keys.
         num_swap_blocks: blocks in host memory, numbered from 1.
         num_tier_blocks: further blocks in host memory, numbered on from these, for what leaves the prefix cache.
-        host_block_bytes: of one of them in host memory.
+        num_tier_slots: further slots in host memory, numbered on from ``num_swap_slots``, for snapshots of states.
+        host_block_bytes, host_slot_bytes: of a block and of a slot in host memory.
         blocks_on_disk: digests of the blocks that have a file; None: there is no disk.
         num_state_slots: slots of layers with a state, numbered from 1; 0: there is no such layer.
         num_swap_slots: slots in host memory, numbered from 1.
@@ -48,7 +49,9 @@ class WorkerFacts:
     num_state_slots: int = 0
     num_swap_slots: int = 0
     num_tier_blocks: int = 0
+    num_tier_slots: int = 0
     host_block_bytes: int = 0
+    host_slot_bytes: int = 0
     blocks_on_disk: tuple[bytes, ...] | None = None
     decode_seconds: tuple[tuple[tuple[int, int], float], ...] = ()
     sampling_seconds: tuple[tuple[tuple[int, int], float], ...] = ()
@@ -76,6 +79,7 @@ class FileResult(NamedTuple):
         found, lost: digests of files that others have written, and of files that are gone.
         num_evicted: of these, files that made room for others.
         file_seconds: time in reading and writing, beside steps.
+        is_coming: whether another engine still computes a block that is read.
         copy_seconds: of the step's copies between host and device; 0 on a GPU, where the host does not wait for them.
     """
 
@@ -86,6 +90,7 @@ class FileResult(NamedTuple):
     num_evicted: int = 0
     file_seconds: float = 0.0
     copy_seconds: float = 0.0
+    is_coming: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

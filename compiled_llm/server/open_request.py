@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,12 +37,15 @@ class OpenRequest:
         prompt: None where there is nothing to choose.
         unread: of its client.
         num_expected: tokens of its output, about.
-        engine: the one that has it.
+        engine: the one that has it; None: none has more than its prompt.
         num_left: tokens that this has still to compute for it, about.
+        prompt_engine: one of the role "prefill" that computes its prompt; None: none does.
+        prompt_left: as ``num_left``, of this.
+        lease: what the blocks of the prompt are called there.
         token_ids: of its output that its client has had, or will read; where it has one continuation.
         known_ids: these, or more of them, which an engine that goes on begins with.
         had: by continuation.
-        late: while an engine of the role "prefill" has it: when that has taken too long.
+        late: while an engine of the role "prefill" has its prompt: when that has taken too long.
         elsewhere: while another server has it: what brings its outputs from there.
         is_second: the engine that had it before has died.
     """
@@ -50,8 +54,11 @@ class OpenRequest:
     prompt: RoutedPrompt | None
     unread: Unread
     num_expected: int
-    engine: int = 0
+    engine: int | None = None
     num_left: int = 0
+    prompt_engine: int | None = None
+    prompt_left: int = 0
+    lease: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     known_ids: list[int] = dataclasses.field(default_factory=list)
     had: dict[int, _Had] = dataclasses.field(default_factory=dict)
@@ -75,9 +82,11 @@ class OpenRequest:
         return msgspec.structs.replace(self.asked, **more, kv_transfer_params=params)
 
     def prompt_message(self) -> Generate:
-        """Its known tokens as a prompt, whose blocks another engine is to take."""
+        """Its known tokens as a prompt, whose blocks another engine is to take, under a new ``lease``."""
         tokens = [*self.asked.prompt_token_ids, *(self.known_ids or self.asked.output_token_ids)]
-        more = {"prompt_token_ids": tokens, "sampling": _PROMPT_ONLY, "kv_transfer_params": {"do_remote_decode": True}}
+        self.lease = secrets.token_hex(32)
+        params = {"do_remote_decode": True, "remote_request_id": self.lease}
+        more = {"prompt_token_ids": tokens, "sampling": _PROMPT_ONLY, "kv_transfer_params": params}
         return msgspec.structs.replace(self.asked, **more, output_token_ids=[])
 
     def begin_again(self, token_ids: Sequence[int] = ()) -> None:

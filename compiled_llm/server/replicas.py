@@ -5,8 +5,10 @@ What is not seeded gets a seed here, so that it is the same tokens the second ti
 position alone. So the second engine goes on after the tokens that are known here, or begins anew, and what the client
 has had already is left out: it gets each token once.
 
-With engines of the role "prefill" a long prompt goes to one of them first, and then to another one, which takes its KV
-blocks from there. Where that fails, or takes too long, the second one computes the prompt itself.
+With engines of the role "prefill" a long prompt goes to one of them, and at the same time to another one, which takes
+its KV blocks from there while they are computed. Of several prompts in one engine the next one goes to another when the
+first has ended: blocks that are waited for take room. Where that fails, or takes too long, the second one computes the
+prompt itself.
 """
 
 import asyncio
@@ -96,9 +98,12 @@ class Replicas:
         num_served_again: requests, after their engine had died.
         num_prompts_apart: prompts that an engine of the role "prefill" computed; num_prompts_back: those that none did
             in time.
+        on_prompt: told of a request whose prompt an engine of the role "prefill" has computed, and of its output.
         num_handed_over: requests that went from one engine to another while they ran; num_handed_back: those that
             another server was to serve, and did not to the end.
     """
+
+    on_prompt: Callable[[str, Output], object] | None = None
 
     def __init__(self, clients: Sequence[EngineClient], settings: ServerSettings) -> None:
         self.clients, self.config, self._settings = tuple(clients), clients[0].config, settings
@@ -110,6 +115,7 @@ class Replicas:
         of_prefill = {client.place.number for client in clients if client.config.role == "prefill"}
         self._prefill = of_prefill if len(of_prefill) < len(clients) else set()
         self._router: Router | None = None  # while there is nothing to choose
+        self._prompts: dict[int, list[str]] = {}  # in engines of the role "prefill", in the order in which they came
         self._loads = [0] * len(self.clients)
         self._numbers = itertools.count()
         self._serves_again = len(self.clients) > 1  # a request whose engine died, by another one
@@ -309,13 +315,8 @@ class Replicas:
             of_prefill = self._of_role(prefill=True) if prefills and engine not in self._prefill else {}
             num_new = self._router.num_new(engine, request.prompt) + len(request.known_ids)
             if of_prefill and num_new >= self._settings.min_prefill_tokens and _may_be_apart(request.asked):
-                request.engine = min(of_prefill, key=of_prefill.__getitem__)
-                self._set_left(request, num_new)
-                seconds = self._settings.max_prefill_seconds
-                loop = asyncio.get_running_loop()
                 encode(request.asked)  # what cannot be sent is refused now: later nobody waits who could be told
-                request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None)
-                self.clients[request.engine].send(request_id, framed(encode(request.prompt_message())))
+                self._begin_prompt(min(of_prefill, key=of_prefill.__getitem__), request_id, request, num_new)
                 return
         self._send_to(engine, request_id, request, None)
 
@@ -339,34 +340,68 @@ class Replicas:
         self._set_left(request, (0 if params else num_tokens) + request.num_expected)
         self.clients[engine].send(request_id, framed(encode(request.message(params))))
 
+    def _begin_prompt(self, engine: int, request_id: str, request: OpenRequest, num_tokens: int) -> None:
+        """An engine of the role "prefill" computes a prompt."""
+        request.prompt_engine, request.prompt_left, request.engine = engine, num_tokens, None
+        self._loads[engine] += num_tokens
+        loop, seconds = asyncio.get_running_loop(), self._settings.max_prefill_seconds
+        request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None)
+        self.clients[engine].send(request_id, framed(encode(request.prompt_message())))
+        prompts = self._prompts.setdefault(engine, [])
+        prompts.append(request_id)
+        if len(prompts) == 1:
+            self._take_early(request_id, request)
+
+    def _take_early(self, request_id: str, request: OpenRequest) -> None:
+        """Another engine gets a request, and takes blocks of the prompt as they are computed."""
+        loads, engine = self._of_role(prefill=False), request.prompt_engine
+        assert engine is not None
+        if loads and request.prompt is not None and self._router is not None and engine not in loads:
+            place = {"remote_host": self.clients[engine].config.kv_transfer_address, "remote_port": 0}
+            params = {"do_remote_prefill": True, "remote_request_id": request.lease, **place}
+            self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
+
     def _end_prefill(self, request_id: str, request: OpenRequest, params: dict[str, Any] | None) -> None:
         """A prompt was computed, and its blocks are where ``params`` say; None: they are not, or too late."""
-        assert request.late is not None
-        request.late.cancel()
-        request.late = None
-        self._set_left(request, 0)
-        self.clients[request.engine].abort([request_id])  # if it has not ended
         self.num_prompts_apart += params is not None
         self.num_prompts_back += params is None
+        self._leave_prompt(request_id, request)
+        if request.engine is not None:
+            return  # it takes what is there, and computes the rest
         loads = self._of_role(prefill=False)
         if params is None or not loads or request.prompt is None or self._router is None:
             self._send(request_id, request, prefills=False)
         else:
             self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)
 
+    def _leave_prompt(self, request_id: str, request: OpenRequest) -> None:
+        """No engine of the role "prefill" has a request any more."""
+        if request.late is None or request.prompt_engine is None:
+            return
+        engine, request.prompt_engine = request.prompt_engine, None
+        request.late.cancel()
+        request.late = None
+        self._loads[engine] -= request.prompt_left
+        self.clients[engine].abort([request_id])  # if it has not ended
+        prompts = self._prompts[engine]
+        was_first = prompts[0] == request_id
+        prompts.remove(request_id)
+        if was_first and prompts and prompts[0] in self._requests:
+            self._take_early(prompts[0], self._requests[prompts[0]])
+
     def _set_left(self, request: OpenRequest, num_tokens: int) -> None:
-        self._loads[request.engine] += num_tokens - request.num_left
-        request.num_left = num_tokens
+        if request.engine is not None:
+            self._loads[request.engine] += num_tokens - request.num_left
+            request.num_left = num_tokens
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Requests that have no reader any more."""
         left = {
             request_id: self._requests.pop(request_id) for request_id in request_ids if request_id in self._requests
         }
-        for request in left.values():
+        for request_id, request in left.items():
             self._set_left(request, 0)
-            if request.late is not None:
-                request.late.cancel()
+            self._leave_prompt(request_id, request)
             if request.elsewhere is not None:
                 request.elsewhere.cancel()
         for client in self.clients if left else ():
@@ -375,14 +410,18 @@ class Replicas:
     def _take(self, output: Output) -> None:
         """An output came."""
         request = self._requests[output.request_id]
-        if request.late is not None:
+        if request.prompt_engine is not None and output.engine == request.prompt_engine:
             if output.has_ended:
+                if self.on_prompt is not None:
+                    self.on_prompt(output.request_id, output)
                 self._end_prefill(output.request_id, request, output.kv_transfer_params)
             return
         output = request.take(output)
         if output.has_ended:
-            del self._requests[output.request_id]
             self._set_left(request, 0)
+            self.num_prompts_apart += request.prompt_engine is not None  # which has yet to say so
+            self._leave_prompt(output.request_id, request)
+            del self._requests[output.request_id]
         elif request.elsewhere is None:
             left = request.num_left if request.is_begun else request.num_expected  # then the prompt is computed
             request.is_begun = True
@@ -393,10 +432,11 @@ class Replicas:
         """An engine has ended, with requests that had not."""
         for request_id in request_ids:
             request = self._requests[request_id]
-            self._set_left(request, 0)
-            if request.late is not None:  # an engine of the role "prefill": nothing has come of it
+            if request.prompt_engine == engine:  # nothing has come of it
                 self._end_prefill(request_id, request, None)
                 continue
+            self._set_left(request, 0)
+            self._leave_prompt(request_id, request)
             if request.is_second or not self._serves_again:
                 request.unread.fail(EngineEndedError(reason))
                 continue
@@ -420,7 +460,7 @@ class Replicas:
         handed = await self._hand_over(client, seconds)
         for request_id, request, params in handed:
             loads = self._of_role(prefill=False)
-            if request.late is not None:
+            if request.prompt_engine == engine:
                 self._end_prefill(request_id, request, None)
             elif params is None or not loads:
                 self._send(request_id, request)
@@ -455,7 +495,11 @@ class Replicas:
                 asking = asyncio.wait_for(client.hand_over(seconds), seconds + _HAND_OVER_SECONDS)
                 handed = (await asking).requests
         except TimeoutError:  # its requests are computed again elsewhere
-            own = [name for name, one in self._requests.items() if one.engine == engine and one.elsewhere is None]
+            own = [
+                name
+                for name, one in self._requests.items()
+                if engine in (one.engine, one.prompt_engine) and one.elsewhere is None
+            ]
             handed = dict.fromkeys(own, ([], None))
             client.abort(handed)
         except EngineEndedError:
@@ -463,11 +507,12 @@ class Replicas:
         found = []
         for request_id, (tokens, params) in handed.items():
             request = self._requests.get(request_id)
-            if request is None or request.engine != engine:
+            if request is None or engine not in (request.engine, request.prompt_engine):
                 continue
             client.forget(request_id)
-            self._set_left(request, 0)
-            if request.late is None:
+            if request.prompt_engine != engine:
+                self._set_left(request, 0)
+                self._leave_prompt(request_id, request)
                 request.begin_again(tokens)
             found.append((request_id, request, params))
         self.num_handed_over += len(found)
@@ -485,9 +530,11 @@ class Replicas:
         async def move(client: EngineClient) -> int:
             handed = await self._hand_over(client, seconds)
             for request_id, request, params in handed:
-                if request.late is not None:
-                    request.late.cancel()
-                    request.late, params = None, None
+                if request.prompt_engine is not None:
+                    self._leave_prompt(request_id, request)
+                    params = None
+                if request.engine is not None and request.engine != client.place.number:
+                    continue  # it is computed there
                 self._send_elsewhere(other, request_id, request, params)
             return len(handed)
 
@@ -505,7 +552,7 @@ class Replicas:
             try:
                 async with contextlib.aclosing(other.outputs(request.message(given))) as outputs:
                     async for output in outputs:
-                        output.request_id, output.engine = request_id, request.engine
+                        output.request_id, output.engine = request_id, request.engine or 0
                         self._take(output)
                 return
             except OtherServerError as error:

@@ -11,14 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from compiled_llm.scheduling.request import BlockSource
-from compiled_llm.tiers.file_thread import Room
+from compiled_llm.tiers.file_thread import NotYet, Read, Room
 from compiled_llm.tiers.giver import LEASE_SECONDS, BlockGiver, scattered
 from compiled_llm.tiers.peer_session import (
     FOUND,
     GET,
+    LATER,
     MISSING,
     RELEASE,
     RENEW,
+    UNKNOWN,
     Message,
     PeerError,
     PeerSession,
@@ -36,6 +38,7 @@ class _Peer:
     def __init__(self, address: str, secret: bytes) -> None:
         family, place = parse_address(address)
         self.lock = threading.Lock()
+        self._met = set[bytes]()  # leases that it knew, of those that it may not know yet
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._memory: memoryview | None = None
         try:
@@ -56,17 +59,23 @@ class _Peer:
             self._socket.close()
             raise
 
-    def read(self, lease: bytes, blocks: Sequence[Room]) -> list[tuple[int, ...] | None]:
+    def read(self, source: BlockSource, blocks: Sequence[Room]) -> list[Read]:
         """As ``BlockStore.read_all``. All are asked for before the first answer is read."""
         with self.lock:
             for block in blocks:
-                self._session.send(Message(GET, lease, block.digest))
+                self._session.send(Message(GET, source.lease, block.digest))
             self._session.flush()
-            return [self._read_one(*block) for block in blocks]
+            return [self._read_one(source, *block) for block in blocks]
 
-    def _read_one(self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]) -> tuple[int, ...] | None:
+    def _read_one(self, source: BlockSource, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]) -> Read:
         found = self._session.take()
-        if found.kind == MISSING:
+        if source.is_early and found.kind in (FOUND, LATER):
+            self._met.add(source.lease)
+        if found.kind == LATER:
+            return NotYet(is_coming=True)
+        if found.kind == UNKNOWN and source.is_early and source.lease not in self._met:
+            return NotYet(is_coming=False)
+        if found.kind in (MISSING, UNKNOWN):
             return None
         if found.kind != FOUND or found.digest != digest:
             raise PeerError("it answers something else")
@@ -81,6 +90,8 @@ class _Peer:
 
     def tell(self, kind: int, lease: bytes) -> None:
         with self.lock:
+            if kind == RELEASE:
+                self._met.discard(lease)
             self._session.send(Message(kind, lease))
             self._session.flush()
             self._session.take()
@@ -115,13 +126,16 @@ class BlockExchange:
         """What this engine gives is not there yet when it starts."""
         return ()
 
-    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[Read]:
         if source is None:
             return [None if self.giver is None else self.giver.read(*block) for block in blocks]
         with contextlib.suppress(ValueError), self._failing(source.address):  # another engine may be there by now
             peer = self._peer(source.address)
             if peer is not None:
-                return peer.read(source.lease, blocks)
+                found = peer.read(source, blocks)
+                with self._changed:
+                    is_wanted = source in self._taking  # else nobody is to ask again
+                return [one if is_wanted or not isinstance(one, NotYet) else None for one in found]
         return [None] * len(blocks)
 
     def write(self, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int]) -> tuple[bool, list[bytes]]:

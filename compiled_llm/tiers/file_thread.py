@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -17,7 +18,9 @@ from compiled_llm.scheduling.worker import FileResult
 _SCAN_SECONDS = 30.0  # between two looks at what other engines have written
 _MOST_READS = 16  # blocks that are asked for at once
 
-_Read = tuple[bytes, int, BlockSource | None, Callable[[], object]]
+_ASK_SECONDS = 0.01  # until another engine is asked again for what it has not computed yet
+
+_Job = tuple[bytes, int, BlockSource | None, Callable[[], object]]
 
 
 class Room(NamedTuple):
@@ -26,6 +29,15 @@ class Room(NamedTuple):
     digest: bytes
     own: memoryview
     of_windows: Sequence[memoryview]
+
+
+class NotYet(NamedTuple):
+    """A block of another engine that is not there yet. ``is_coming``: this engine is known to compute it."""
+
+    is_coming: bool
+
+
+Read = tuple[int, ...] | NotYet | None  # numbers of the windows whose keys were read; None: there is no such block
 
 
 class BlockStore(Protocol):
@@ -41,8 +53,8 @@ class BlockStore(Protocol):
     @property
     def known(self) -> Collection[bytes]: ...
 
-    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
-        """Copy blocks to where there is room for them; returns the numbers of each one's windows; None: not there.
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[Read]:
+        """Copy blocks to where there is room for them.
 
         ``source``: the engine that has them; None: they are here.
         """
@@ -68,7 +80,8 @@ class FileThread:
 
     def __init__(self, folder: BlockStore, rows: Callable[[int], tuple[memoryview, Sequence[memoryview]]]) -> None:
         self.folder, self._rows = folder, rows
-        self._reads: deque[_Read] = deque()
+        self._reads: deque[_Job] = deque()
+        self._asked_again: dict[BlockSource | None, float] = {}  # whose next block was not there: when, at the earliest
         self._writes: deque[tuple[bytes, int, tuple[int, ...], Callable[[], object]]] = deque()
         self._changed = threading.Condition()
         self._is_busy = self._is_closed = False
@@ -84,6 +97,8 @@ class FileThread:
                 self._reads.clear()
                 self._writes.clear()
                 self._changed.wait_for(lambda: not self._is_busy)
+                self._reads.clear()  # what was to be asked for again
+                self._asked_again.clear()
                 self._result = self._result._replace(read=(), written=())
             self._reads += ((digest, row, source, wait) for digest, row, source in files.reads)
             self._writes += ((digest, row, windows, wait) for digest, row, windows in files.writes)
@@ -118,14 +133,15 @@ class FileThread:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                while not (self._reads or self._writes or self._is_closed):
-                    left = self._next_scan - time.monotonic()
-                    if left <= 0 or not self._changed.wait(left):
+                while not (reads := self._next_reads()) and not (self._writes or self._is_closed):
+                    waiting = (self._asked_again[source] for _, _, source, _ in self._reads)
+                    left = min([self._next_scan, *waiting]) - time.monotonic()
+                    if self._next_scan <= time.monotonic():
                         break
+                    self._changed.wait(max(left, 1e-4))
                 if self._is_closed:
                     return
                 self._is_busy = True
-                reads = self._next_reads()
                 write = self._writes.popleft() if self._writes and not reads else None
             began = time.perf_counter()
             if reads:
@@ -143,22 +159,43 @@ class FileThread:
                     last.lost + news.lost,
                     last.num_evicted + news.num_evicted,
                     last.file_seconds + time.perf_counter() - began,
+                    is_coming=last.is_coming or news.is_coming,
                 )
 
-    def _next_reads(self) -> list[_Read]:
-        """The next read; from another engine, a few that follow, since each way there and back takes time."""
-        reads = [self._reads.popleft()] if self._reads else []
-        while self._reads and reads[0][2] is not None and self._reads[0][2] == reads[0][2] and len(reads) < _MOST_READS:
-            reads.append(self._reads.popleft())
+    def _next_reads(self) -> list[_Job]:
+        """The next read; from another engine, a few that follow, since each way there and back takes time.
+
+        One whose next block was not there yet is asked for that alone, after a while.
+        """
+        now = time.monotonic()
+        first = next((one for one in self._reads if self._asked_again.get(one[2], 0.0) <= now), None)
+        if first is None:
+            return []
+        most = 1 if first[2] is None or first[2] in self._asked_again else _MOST_READS
+        reads = list(itertools.islice((one for one in self._reads if one[2] == first[2]), most))
+        for one in reads:
+            self._reads.remove(one)
         return reads
 
-    def _read(self, reads: Sequence[_Read]) -> FileResult:
+    def _read(self, reads: Sequence[_Job]) -> FileResult:
         for *_, wait in reads:
             wait()
-        began = time.perf_counter()
-        found = self.folder.read_all([Room(digest, *self._rows(row)) for digest, row, *_ in reads], reads[0][2])
+        began, source = time.perf_counter(), reads[0][2]
+        found = self.folder.read_all([Room(digest, *self._rows(row)) for digest, row, *_ in reads], source)
         seconds = (time.perf_counter() - began) / len(reads)
-        return FileResult(read=tuple((one[0], windows, seconds) for one, windows in zip(reads, found, strict=True)))
+        read, left = list[tuple[bytes, tuple[int, ...] | None, float]](), list[_Job]()
+        for one, windows in zip(reads, found, strict=True):
+            if isinstance(windows, NotYet):
+                left.append(one)
+            else:
+                read.append((one[0], windows, seconds))
+        with self._changed:
+            self._asked_again.pop(source, None)
+            if left:
+                self._asked_again[source] = time.monotonic() + _ASK_SECONDS
+                self._reads.extendleft(reversed(left))
+        is_coming = any(isinstance(one, NotYet) and one.is_coming for one in found)
+        return FileResult(read=tuple(read), is_coming=is_coming)
 
     def _write(self, digest: bytes, row: int, windows: tuple[int, ...], wait: Callable[[], object]) -> FileResult:
         wait()

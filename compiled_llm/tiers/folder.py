@@ -2,7 +2,7 @@
 
 Any number of engines of one user may share a folder: a file is whole or not there, all engines write the same under a
 name, and one that is gone when it is read is computed again. The folder must be this user's own, and nobody else may
-write to it or to what is above it.
+write to it or to what is above it. Once an hour those of other keys are looked at: see ``unused_folders.py``.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiled_llm.ops.trusted_paths import check_trusted_directory, make_directory
+from compiled_llm.ops.trusted_paths import check_trusted_directory
 from compiled_llm.scheduling.request import BlockSource
 from compiled_llm.tiers.block_file import (
     HEADER_BYTES,
@@ -23,9 +23,11 @@ from compiled_llm.tiers.block_file import (
     remove_partial,
     write_file,
 )
-from compiled_llm.tiers.file_thread import Room
+from compiled_llm.tiers.file_thread import Read, Room
+from compiled_llm.tiers.unused_folders import open_used, remove_unused
 
 _FREED = 0.95  # of the most bytes are left when files have to make room, so that they need not at each file
+_CLEANING_SECONDS, _FIRST_CLEANING = 3600.0, 20.0  # between two looks for unused folders, and until the first
 _TOUCHED_SECONDS = 60.0  # a file that was used within so many seconds need not be marked as used again
 
 
@@ -47,9 +49,13 @@ class BlockFolder:
 
     def __init__(self, path: Path, key: bytes, most_bytes: int) -> None:
         self.path, self.key, self.most_bytes = path / key.hex(), key, most_bytes
-        make_directory(self.path)
-        check_trusted_directory(self.path, "KV blocks", "kv_disk_path")
-        self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folder = open_used(self.path)
+        try:
+            check_trusted_directory(self.path, "KV blocks", "kv_disk_path")
+        except BaseException:
+            os.close(self._folder)
+            raise
+        self._next_cleaning = time.monotonic() + _FIRST_CLEANING
         self.known: dict[bytes, tuple[int, float]] = {}
         self._total = 0  # bytes of these
 
@@ -59,8 +65,12 @@ class BlockFolder:
     def scan(self) -> tuple[set[bytes], set[bytes]]:
         """Look at all files again. Returns the digests of those that others have made and removed since.
 
-        Files that a writer left behind when it was killed are removed.
+        Files that a writer left behind when it was killed are removed, and now and then folders that nobody uses.
         """
+        if time.monotonic() >= self._next_cleaning:
+            self._next_cleaning = time.monotonic() + _CLEANING_SECONDS
+            with contextlib.suppress(OSError):
+                remove_unused(self.path.parent, self.most_bytes)
         found: dict[bytes, tuple[int, float]] = {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -76,7 +86,7 @@ class BlockFolder:
         self._total = sum(size for size, _ in found.values())
         return found.keys() - before.keys(), before.keys() - found.keys()
 
-    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[tuple[int, ...] | None]:
+    def read_all(self, blocks: Sequence[Room], source: BlockSource | None) -> list[Read]:
         """See ``BlockStore``."""
         assert source is None, "files are this machine's"
         return [self.read(*block) for block in blocks]

@@ -3,7 +3,8 @@
 What a step hands down is copied here, so that no taker ever reads memory that a step may write to. A block stays while
 a lease has it, or a taker reads it; then the least recently written one goes where there is no room. A lease lasts as
 long as its request runs, and 30 seconds from its end, or from the last sign of life of the engine that takes. It ends
-when that says so. A lapsed lease costs time, not truth: what was taken is checked by its digest and checksum.
+when that says so. A lapsed lease costs time, not truth: what was taken is checked by its digest and checksum. Who asks
+for a block of a request that still runs, and that is not there yet, is told to ask again.
 """
 
 import contextlib
@@ -25,9 +26,11 @@ from compiled_llm.tiers.peer_session import (
     DONE,
     FOUND,
     GET,
+    LATER,
     MISSING,
     RELEASE,
     RENEW,
+    UNKNOWN,
     Message,
     PeerError,
     PeerSession,
@@ -43,9 +46,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # a taker'
 
 @dataclass(slots=True)
 class _Slot:
-    """Where a block lies. ``readers``: of takers that are being sent it."""
+    """Where a block or a state lies. ``readers``: of takers that are being sent it."""
 
-    index: int
+    offset: int
     windows: int
     size: int
     checksum: bytes
@@ -60,7 +63,8 @@ class BlockGiver:
         secret: that takers have to know.
         facts: what the blocks are; takers compare them with their own.
         block_bytes: most of a block.
-        most_bytes: of all blocks.
+        most_bytes: of all blocks and states; where there are states, half of them are for these.
+        state_bytes: of a state; 0: there are none.
 
     Attributes:
         address: with the port that was found.
@@ -68,29 +72,46 @@ class BlockGiver:
         num_lapsed: leases that nobody ended in time.
 
     Raises:
-        ValueError: ``most_bytes`` has no room for a block, or the address is none.
+        ValueError: ``most_bytes`` has no room for a block and a state, or the address is none.
         OSError: it cannot listen there.
     """
 
-    def __init__(self, address: str, secret: bytes, facts: dict[str, Any], block_bytes: int, most_bytes: int) -> None:
-        if most_bytes < block_bytes:
-            raise ValueError(f"kv_transfer_bytes must be at least {block_bytes}, a block, given {most_bytes}")
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        facts: dict[str, Any],
+        block_bytes: int,
+        most_bytes: int,
+        state_bytes: int = 0,
+    ) -> None:
+        if most_bytes < (least := max(block_bytes + state_bytes, 2 * state_bytes)):
+            what = "twice a state, or a state and a block" if state_bytes else "a block"
+            raise ValueError(f"kv_transfer_bytes must be at least {least}, {what}, given {most_bytes}")
         self._listener, self._path = _listening(address)
         if self._path is None:
             host, port = self._listener.getsockname()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.address = address
-        self._secret, self._facts, self._slot_bytes = secret, facts, -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        count = most_bytes // self._slot_bytes or 1
+        self._secret, self._facts = secret, facts
+        self._state_bytes, total = (0 if state_bytes == block_bytes else state_bytes), 0
+        self._offsets = {True: range(0), False: range(0)}  # of states, and of blocks
+        for is_state, size in ((True, self._state_bytes), (False, block_bytes)):
+            if size:
+                whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+                room = most_bytes // 2 if is_state else most_bytes - total
+                end = total + max(1, room // whole) * whole
+                self._offsets[is_state], total = range(total, end, whole), end
         self._memory = os.memfd_create("compiled-llm blocks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._memory, count * self._slot_bytes)
+        os.ftruncate(self._memory, total)
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
-        self._map = mmap.mmap(self._memory, count * self._slot_bytes)
+        self._map = mmap.mmap(self._memory, total)
         self._view = memoryview(self._map)
         self._lock = threading.Lock()
-        self._free = list(range(count))
+        self._free = {kind: list(offsets) for kind, offsets in self._offsets.items()}
         self._slots: OrderedDict[bytes, _Slot] = OrderedDict()
         self._leases: dict[bytes, tuple[tuple[bytes, ...], float | None]] = {}
+        self._taken: set[bytes] = set()  # leases of requests that run, of which nothing is wanted any more
         self._held: Counter[bytes] = Counter()
         self._peers: set[socket.socket] = set()
         self._is_closed = False
@@ -101,25 +122,29 @@ class BlockGiver:
 
     def write(self, digest: bytes, parts: Sequence[memoryview], windows: Sequence[int]) -> tuple[bool, list[bytes]]:
         """Keep a copy of a block. Returns whether it is there, and the digests of blocks that made room."""
+        size = sum(map(len, parts))
+        kind = size == self._state_bytes
+        free, offsets = self._free[kind], self._offsets[kind]
         with self._lock:
             if digest in self._slots:
                 return True, []
             gone = []
-            if not self._free:
+            if not free:
                 self._end_lapsed()
-                last = next((one for one, slot in self._slots.items() if not (self._held[one] or slot.readers)), None)
+                idle = (one for one, slot in self._slots.items() if not (self._held[one] or slot.readers))
+                last = next((one for one in idle if self._slots[one].offset in offsets), None)
                 if last is None:
                     return False, []
-                gone, self._free = [last], [self._slots.pop(last).index]
-            index = self._free.pop()
-        content, start = hashlib.sha256(), index * self._slot_bytes
+                gone = [last]
+                free.append(self._slots.pop(last).offset)
+            start = offset = free.pop()
+        content = hashlib.sha256()
         for part in parts:
             self._view[start : start + len(part)] = part
             content.update(part)
             start += len(part)
-        size = sum(map(len, parts))
         with self._lock:
-            self._slots[digest] = _Slot(index, sum(1 << one for one in windows), size, content.digest())
+            self._slots[digest] = _Slot(offset, sum(1 << one for one in windows), size, content.digest())
         return True, gone
 
     def read(self, digest: bytes, own: memoryview, of_windows: Sequence[memoryview]) -> tuple[int, ...] | None:
@@ -140,7 +165,10 @@ class BlockGiver:
     def hold(self, lease: bytes, digests: Iterable[bytes], seconds: float | None) -> None:
         """Blocks of these digests, here or to come, stay for so long; None: until ``release``, or another ``hold``."""
         with self._lock:
+            is_taken = lease in self._taken
             self._release(lease)
+            if is_taken:
+                return
             self._leases[lease] = tuple(digests), None if seconds is None else time.monotonic() + seconds
             self._held.update(self._leases[lease][0])
 
@@ -148,6 +176,11 @@ class BlockGiver:
         """A lease has ended; an unknown one is passed over."""
         with self._lock:
             self._release(lease)
+
+    def has(self, lease: bytes) -> bool:
+        """Whether blocks stay for a lease."""
+        with self._lock:
+            return lease in self._leases
 
     @property
     def num_leases(self) -> int:
@@ -157,6 +190,7 @@ class BlockGiver:
 
     def _release(self, lease: bytes) -> None:
         digests, _ = self._leases.pop(lease, ((), None))
+        self._taken.discard(lease)
         self._held.subtract(digests)
         for digest in digests:
             if not self._held[digest]:
@@ -205,11 +239,17 @@ class BlockGiver:
 
     def _answer(self, session: PeerSession, asked: Message) -> None:
         if asked.kind == RELEASE:
-            self.release(asked.lease)
+            with self._lock:
+                if self._leases.get(asked.lease, ((), 0.0))[1] is None:
+                    self._taken.add(asked.lease)
+                else:
+                    self._release(asked.lease)
             session.send(Message(DONE))
             return
         with self._lock:
+            is_known = asked.lease in self._leases
             digests, end = self._leases.get(asked.lease, ((), None))
+            is_to_come = is_known and end is None and asked.digest in digests
             if end is not None:
                 self._leases[asked.lease] = digests, time.monotonic() + LEASE_SECONDS
             slot = self._slots.get(asked.digest) if asked.kind == GET else None
@@ -217,19 +257,18 @@ class BlockGiver:
                 slot.readers += 1
                 self.num_given, self.given_bytes = self.num_given + 1, self.given_bytes + slot.size
         if slot is None:
-            session.send(Message(DONE if asked.kind == RENEW else MISSING))
+            missing = LATER if is_to_come else MISSING if is_known else UNKNOWN
+            session.send(Message(DONE if asked.kind == RENEW else missing))
             return
         try:
-            offset = slot.index * self._slot_bytes
-            found = Message(FOUND, asked.lease, asked.digest, slot.windows, offset, slot.size, slot.checksum)
+            found = Message(FOUND, asked.lease, asked.digest, slot.windows, slot.offset, slot.size, slot.checksum)
             session.send(found, self._content(slot) if self._path is None else None)
         finally:
             with self._lock:
                 slot.readers -= 1
 
     def _content(self, slot: _Slot) -> memoryview:
-        start = slot.index * self._slot_bytes
-        return self._view[start : start + slot.size]
+        return self._view[slot.offset : slot.offset + slot.size]
 
     def close(self) -> None:
         """End all connections. What is mapped elsewhere stays there."""

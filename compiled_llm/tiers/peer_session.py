@@ -20,12 +20,12 @@ import struct
 import time
 from typing import Any, NamedTuple
 
-MAGIC = b"CLLMPR\0\1"
+MAGIC = b"CLLMPR\0\2"
 _NONCE = 32
 _FIELDS = struct.Struct("<BQ32s32sIQQ32s")
 _MAC = hashlib.sha256().digest_size
 _MOST_HELLO = _MOST_INPUT = 1 << 16
-GET, RENEW, RELEASE, FOUND, MISSING, DONE = range(6)
+GET, RENEW, RELEASE, FOUND, MISSING, DONE, LATER, UNKNOWN = range(8)
 NO_LEASE = bytes(32)
 
 
@@ -37,7 +37,8 @@ class Message(NamedTuple):
     """A header.
 
     Attributes:
-        kind: ``GET``, ``RENEW`` or ``RELEASE``; answers are ``FOUND``, ``MISSING`` or ``DONE``.
+        kind: ``GET``, ``RENEW`` or ``RELEASE``; answers are ``FOUND``, ``MISSING`` or ``DONE``; ``LATER``: the block is
+            not computed yet; ``UNKNOWN``: it is not there, nor is the lease.
         lease: of the taker's request; digest: of the block.
         windows: bit n: the keys of window n are there too.
         offset: of the block in the memory that the taker has mapped.

@@ -20,15 +20,23 @@ class SwapSpace:
     Attributes:
         num_blocks: blocks that fit, each with what all layers keep of it.
         num_slots: slots that fit into host memory.
-        num_tier_blocks: blocks for what leaves the prefix cache, numbered after the others.
+        num_tier_blocks, num_tier_slots: for what leaves the prefix cache, numbered after the others.
         pools: ``[num_blocks, bytes of a block]`` uint8 for each group of layers; empty where it has no layer. The last
             is that of the slots.
     """
 
-    def __init__(self, groups: Sequence[Caches], num_blocks: int, num_slots: int = 0, num_tier_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Caches],
+        num_blocks: int,
+        num_slots: int = 0,
+        num_tier_blocks: int = 0,
+        num_tier_slots: int = 0,
+    ) -> None:
         """``groups``: of layers without a window, of those with each window, and of those with a state."""
-        self.num_blocks, self.num_slots, self.num_tier_blocks = num_blocks, num_slots, num_tier_blocks
-        counts = [num_blocks + num_tier_blocks] * (len(groups) - 1) + [num_slots]
+        self.num_blocks, self.num_slots = num_blocks, num_slots
+        self.num_tier_blocks, self.num_tier_slots = num_tier_blocks, num_tier_slots
+        counts = [num_blocks + num_tier_blocks] * (len(groups) - 1) + [num_slots + num_tier_slots]
         self.pools = [
             swap.host_pool(caches, count) if caches else torch.empty(0)
             for caches, count in zip(groups, counts, strict=True)
@@ -40,8 +48,8 @@ class SwapSpace:
 
     @property
     def tier_nbytes(self) -> int:
-        """Of these, those of the ``num_tier_blocks``."""
-        return sum(pool[self.num_blocks :].nbytes for pool in self.pools[:-1])
+        """Of these, those of the ``num_tier_blocks`` and ``num_tier_slots``."""
+        return sum(pool[self.num_blocks :].nbytes for pool in self.pools[:-1]) + self.pools[-1][self.num_slots :].nbytes
 
     def copy(self, output: SchedulerOutput, groups: Sequence[Caches]) -> None:
         """Swap and copy blocks as the scheduler decided; on a GPU, in the order of its stream."""

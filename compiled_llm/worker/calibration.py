@@ -57,6 +57,8 @@ def worker_facts(
         num_state_slots=limits.num_state_slots,
         num_swap_slots=swap_space.num_slots,
         num_tier_blocks=swap_space.num_tier_blocks,
+        num_tier_slots=swap_space.num_tier_slots,
+        host_slot_bytes=swap_space.pools[-1][0].nbytes if len(swap_space.pools[-1]) else 0,
         host_block_bytes=sum(pool[0].nbytes for pool in swap_space.pools[:-1] if len(pool)),
     )
     if facts.num_tier_blocks:

@@ -100,6 +100,22 @@ class PoolSizes:
         slots = min(self.num_slots, size // per_request)
         return (size - slots * self.slot_bytes) // self.block_bytes, slots
 
+    def kept_within(self, size: int) -> tuple[int, int]:
+        """Blocks and slots of host memory of ``size`` bytes: half of it for states, and a slot a block at most.
+
+        ``ValueError``: there is no room for one of each.
+        """
+        if not size or not self.num_slots:
+            return size // self.block_bytes, 0
+        slots = min(size // 2 // self.slot_bytes, size // (self.slot_bytes + self.block_bytes))
+        if not slots:
+            least = max(2 * self.slot_bytes, self.slot_bytes + self.block_bytes)
+            raise ValueError(
+                f"kv_host_bytes must be 0 or at least {least} for layers with a state (half of it holds states), given "
+                f"{size}"
+            )
+        return (size - slots * self.slot_bytes) // self.block_bytes, slots
+
 
 def with_state_slots(
     limits: EngineLimits, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
@@ -119,11 +135,6 @@ def with_state_slots(
                 f"{config.num_state_slots}"
             )
         return limits
-    if config.kv_host_bytes:
-        raise ValueError(
-            f"kv_host_bytes must be 0 for {model_config.architecture}, whose layers keep a state (snapshots of states "
-            f"stay on the device), given {config.kv_host_bytes}"
-        )
     least = limits.max_num_seqs + 1
     slots = config.num_state_slots or 2 * limits.max_num_seqs + least
     if slots < least:

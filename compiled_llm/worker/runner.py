@@ -141,7 +141,7 @@ class ModelRunner(StartedModel, Worker):
         if self.files is None or not (files.reads or files.writes or files.resets):
             return
         if files.reads and (drafting := self.steps.drafting) is not None:
-            drafting.lack_on_host([row for _, row, _ in files.reads])
+            drafting.lack_on_host([row for _, row, _ in files.reads if row > 0])  # the others are of states
         wait: Callable[[], object] = int  # on a CPU copies are done
         if self.device.type == "cuda":
             event = torch.cuda.Event()

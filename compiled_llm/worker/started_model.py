@@ -331,8 +331,7 @@ class StartedModel:
         sizes = self.pool_sizes
         swapped = sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
         swapped = least(swapped[0], self.peers), least(swapped[1], self.peers)  # stages have layers of other sizes
-        num_tier_blocks = config.kv_host_bytes and config.kv_host_bytes // sizes.block_bytes
-        return SwapSpace(self.steps.cache_groups(), *swapped, num_tier_blocks)
+        return SwapSpace(self.steps.cache_groups(), *swapped, *sizes.kept_within(config.kv_host_bytes))
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
         """A KV cache of so many blocks and slots, and the sinks."""

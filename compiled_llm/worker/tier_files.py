@@ -90,12 +90,13 @@ def open_files(
 
     ``ValueError``: there is no key for engines to know each other by, or too short a one; or no room for a file.
     """
-    key = folder_key(config, facts, directories, device, steps.cache_groups()[:-1])
-    rows = HostRows(swap_space.pools[:-1])
+    key = folder_key(config, facts, directories, device, steps.cache_groups())
+    rows = HostRows(swap_space.pools)
     own, of_windows = rows(swap_space.num_blocks + 1)
     block_bytes = sum(map(len, (own, *of_windows)))
     if config.transfers:
-        return FileThread(_exchange(config, key, block_bytes), rows)
+        state_bytes = len(rows(-swap_space.num_slots - 1)[0]) if swap_space.num_tier_slots else 0
+        return FileThread(_exchange(config, key, block_bytes, state_bytes), rows)
     assert config.kv_disk_path is not None
     ranks, least = config.tensor_parallel_size, HEADER_BYTES + block_bytes
     if config.disk_bytes < ranks * least:
@@ -105,7 +106,7 @@ def open_files(
     return FileThread(folder, rows)
 
 
-def _exchange(config: EngineConfig, key: bytes, block_bytes: int) -> BlockExchange:
+def _exchange(config: EngineConfig, key: bytes, block_bytes: int, state_bytes: int) -> BlockExchange:
     secret = os.environ.get(KV_KEY_VARIABLE, "")
     if len(secret) < LEAST_KV_KEY:
         raise ValueError(
@@ -117,7 +118,8 @@ def _exchange(config: EngineConfig, key: bytes, block_bytes: int) -> BlockExchan
     giver = None
     if config.kv_transfer_address is not None:
         of_blocks = hello(key, named)
-        giver = BlockGiver(config.kv_transfer_address, secret.encode(), of_blocks, block_bytes, config.transfer_bytes)
+        sizes = block_bytes, config.transfer_bytes, state_bytes
+        giver = BlockGiver(config.kv_transfer_address, secret.encode(), of_blocks, *sizes)
     return BlockExchange(key, named, secret.encode(), giver)
 
 
@@ -137,7 +139,7 @@ def folder_key(
     Args:
         facts: what else the engine knows of its model, and which rank's part of it this is.
         directories: of the model and of a network that drafts.
-        groups: all tensors of the KV cache.
+        groups: all tensors of the KV cache, states included.
     """
     arguments = {
         field.name: getattr(config, field.name)
@@ -182,12 +184,16 @@ class HostRows:
     """Memory of host blocks, as ``FileThread`` reads and writes it.
 
     Args:
-        pools: those of a ``SwapSpace`` that have blocks: of layers without a window, and of those with each.
+        pools: those of a ``SwapSpace``: of layers without a window, of those with each, and of those with a state.
     """
 
     def __init__(self, pools: Iterable[Tensor]) -> None:
-        self._pools = [pool.numpy() if pool.dim() == 2 else None for pool in pools]
+        *self._pools, self._states = (pool.numpy() if pool.dim() == 2 else None for pool in pools)
 
     def __call__(self, row: int) -> tuple[memoryview, Sequence[memoryview]]:
+        """``row``: as of a ``HostBlock``."""
+        if row < 0:
+            assert self._states is not None
+            return memoryview(self._states[-row - 1]), ()
         own, *of_windows = (memoryview(b"" if pool is None else pool[row - 1]) for pool in self._pools)
         return own, of_windows

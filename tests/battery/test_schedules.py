@@ -66,12 +66,13 @@ def random_scheduler(
         buckets = (*buckets[:-1], batched)
     num_state_slots = rng.choice([0, max_num_seqs + 1, 3 * max_num_seqs + 1]) if stream is None else 0
     if tiers is not None:
-        prefix_caching, num_state_slots = True, 0
+        prefix_caching = True
     drafter = random_drafter(rng) if drafts and stream is None and rng.random() < 0.5 else None
     has_trees = drafter is not None and not num_state_slots and rng.random() < 0.5 and trees
     scheduler = make_scheduler(
         num_blocks=num_blocks,
         num_tier_blocks=0 if tiers is None else tiers.choice([1, 3, 10, 100]),
+        num_tier_slots=0 if tiers is None else tiers.choice([1, 2, 10, 100]),
         disk=disk,
         num_state_slots=num_state_slots,
         num_swap_slots=rng.choice([0, 2, 200]),

@@ -11,11 +11,12 @@ import pytest
 
 from compiled_llm import CompiledEngine, LoRARequest, RequestOutput, SamplingParams
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.scheduling import tiers
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.tiers.giver import BlockGiver
 from tests.adapters.made import linear_modules, write_adapter
 from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, serve
-from tests.e2e.test_tiers import wrong_adapter
+from tests.e2e.test_tiers import network, wrong_adapter
 from tests.families import checkpoint, transformers_model
 
 KEY = "a key that all of them share"
@@ -25,6 +26,10 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("gemma3", SWAP),
     "latent": ("deepseek-v3", SWAP),
     "int8": ("qwen3", {**SWAP, "kv_cache_dtype": "int8"}),
+    "states": ("lfm2", SWAP),
+    "states, overlap": ("granite-hybrid", {"preemption_mode": "recompute", "async_scheduling": True}),
+    "states, int8": ("qwen3-next", {**SWAP, "kv_cache_dtype": "int8"}),
+    "states, bfloat16": ("nemotron-h", {**SWAP, "dtype": "bfloat16"}),
     "bfloat16, no chunks": (
         "qwen2",
         {"dtype": "bfloat16", "enable_chunked_prefill": False, "token_bucket_sizes": (64,)},
@@ -103,6 +108,87 @@ def test_outputs_are_those_of_one_engine(name: str, count: int, transport: str, 
         assert given.peer_given_bytes > 0
 
 
+@pytest.mark.parametrize(
+    ("method", "count"),
+    [
+        ("draft_model", 4),
+        *(pytest.param(name, 100, marks=pytest.mark.battery) for name in ("draft_model", "eagle3", "medusa")),
+    ],
+)
+def test_networks_that_draft(method: str, count: int, tmp_path: Path) -> None:
+    """The decode engine's network computes what it lacks of blocks that come from elsewhere."""
+    work = [
+        (prompt, dataclasses.replace(params, num_speculative_tokens=None))
+        for prompt, params in random_work(random.Random(method), count)
+    ]
+    with CompiledEngine(str(checkpoint("llama")), **SMALL) as engine:
+        expected = serve(engine, work)
+    config = {"speculative_config": network(method, tmp_path / "draft")}
+    address = f"unix:{tmp_path}/blocks"
+    with engine_of("llama", config, "prefill", address) as prefill, engine_of("llama", config, "decode") as decode:
+        outputs = serve_apart(prefill, decode, work)
+        for number, output in outputs.items():
+            assert facts(output) == facts(expected[number]), f"request {number}: {work[int(number)]}"
+        assert decode.stats().peer_hit_tokens > 0
+        assert decode.stats().num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("model", ["llama", "lfm2"])
+def test_blocks_are_taken_while_the_prompt_is_computed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a request that comes before its prompt is known there; nothing is given twice, nor kept afterwards."""
+    sizes = {"max_model_len": 250, "num_kv_blocks": 70, "kv_host_bytes": 2**22}
+    (prompt,), address = prompts_of(1, seed=4, length=201), f"unix:{tmp_path}/blocks"
+    named = {"remote_request_id": "ab" * 32}
+    prompt_only = dataclasses.replace(GREEDY, max_tokens=1, logprobs=None)
+    with (
+        engine_of(model, sizes | {"kv_transfer_bytes": 2**22}, "prefill", address) as prefill,
+        engine_of(model, sizes, "decode") as decode,
+    ):
+        taken = decode.stats().peer_taken_bytes
+        params = {"do_remote_prefill": True, "remote_host": address, **named}
+        decode.add_request("a", prompt, GREEDY, kv_transfer_params=params)
+        for _ in range(3):
+            assert decode.step() == []
+        prefill.add_request("a", prompt, prompt_only, kv_transfer_params={"do_remote_decode": True, **named})
+        with pytest.raises(ValueError, match="remote_request_id of kv_transfer_params must be no other request's"):
+            prefill.add_request("b", prompt, prompt_only, kv_transfer_params={"do_remote_decode": True, **named})
+        steps = 0
+        while not any(output.finished for output in prefill.step()):
+            time.sleep(0.03)  # real steps leave threads more time
+            decode.step()
+            steps += prefill.scheduler.running != []
+            if prefill.scheduler.running:
+                taken = decode.stats().peer_taken_bytes
+        found, stats = facts(finished(decode)["a"])[2:], decode.stats()
+        assert steps >= 8, "of 24 tokens each"
+        assert taken >= 0.5 * stats.peer_taken_bytes, "the rest came after the prompt"
+        assert (stats.peer_hit_tokens, stats.num_takes_failed) == (200, 0)
+        assert stats.num_computed_tokens == 1 + 5
+        assert prefill.stats().peer_given_bytes == stats.peer_taken_bytes
+        deadline = time.monotonic() + 10
+        giver = prefill._transfers.exchange.giver  # type: ignore[union-attr]
+        while giver.num_leases and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert giver.num_leases == 0
+        forget_all((prefill, decode))
+        monkeypatch.setattr(tiers, "_PEER_WAIT", 0.1)
+        decode.add_request("b", prompt, GREEDY, kv_transfer_params={**params, "remote_request_id": "cd" * 32})
+        assert facts(finished(decode)["b"])[2:] == found, "nobody has computed it in time, so it is computed here"
+        assert decode.stats().num_computed_tokens == 2 * (1 + 5) + 200
+        monkeypatch.undo()
+        monkeypatch.setenv("COMPILED_LLM_KV_KEY", KEY)
+        prefill.add_request("c", prompt, GREEDY)
+        while not any(len(output.outputs[0].token_ids) == 4 for output in prefill.step()):
+            pass
+        tokens, given = prefill.hand_over(5.0)["c"]
+        decode.reset_prefix_cache()
+        decode.add_request("c", prompt, GREEDY, kv_transfer_params=given, output_token_ids=tokens)
+        assert finished(decode)["c"].outputs[0].token_ids == found[0][0].token_ids
+        assert decode.stats().peer_hit_tokens == 200 + 204
+
+
 LLAMA: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 40, "enable_lora": True, "max_lora_rank": 8}
 
 
@@ -126,7 +212,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1
 
 def forget_all(pair: tuple[CompiledEngine, CompiledEngine]) -> None:
     giver = pair[0]._transfers.exchange.giver  # type: ignore[union-attr]
-    giver._free += [slot.index for slot in giver._slots.values()]
+    for slot in giver._slots.values():
+        giver._free[slot.offset in giver._offsets[True]].append(slot.offset)
     giver._slots.clear()
     for engine in pair:
         engine.reset_prefix_cache()
@@ -321,10 +408,6 @@ def test_planted_bugs_are_caught(
         ({"role": "decode", "kv_host_bytes": 1, "kv_disk_path": "a"}, "kv_disk_path must be None with role='decode'"),
         ({"role": "decode", "kv_host_bytes": 1, "model_process": True}, "model_process must be False"),
         ({"role": "decode", "kv_host_bytes": 1, "tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
-        (
-            {"role": "decode", "kv_host_bytes": 1, "speculative_config": {"method": "draft_model", "model": "a"}},
-            "speculative_config must name no network that drafts",
-        ),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine, LoRARequest, RequestOutput, SamplingParams
+from compiled_llm.scheduling import tiers as scheduling_tiers
+from compiled_llm.scheduling.host_blocks import HostBlock, MoveCosts
 from compiled_llm.scheduling.prefix_cache import PrefixCache
-from compiled_llm.scheduling.tiers import HostBlock, KVTiers
+from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.tiers import file_thread
+from compiled_llm.tiers.block_file import HEADER_BYTES
 from compiled_llm.worker import block_copies
 from tests.adapters.made import linear_modules, write_adapter
+from tests.draft_heads import write_eagle3, write_medusa
 from tests.drafting_networks import inexact_copy
 from tests.e2e.test_draft_model import SMALL, SWAP, Work, facts, random_work, serve
 from tests.families import checkpoint, transformers_model
 
 HOST, GREEDY = 2**16, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+HYBRIDS = ("granite-hybrid", "nemotron-h", "qwen3-next", "qwen3.5")
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "swap": ("qwen3", SWAP),
     "recompute, overlap": ("llama", {"preemption_mode": "recompute", "async_scheduling": True}),
@@ -32,17 +37,31 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         {"dtype": "bfloat16", "enable_chunked_prefill": False, "token_bucket_sizes": (64,)},
     ),
     "ngram": ("llama", {**SWAP, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "states": ("lfm2", SWAP),
+    "states, overlap": ("granite-hybrid", {"preemption_mode": "recompute", "async_scheduling": True}),
+    "states, int8": ("qwen3-next", {**SWAP, "kv_cache_dtype": "int8"}),
+    "states, drafts": (
+        "nemotron-h",
+        {**SWAP, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ),
     "other process": ("llama", {**SWAP, "model_process": True}),
     "compiled": ("llama", {**SWAP, "enforce_eager": False, "async_scheduling": True}),
 }
 
 
 def host_bytes(model: str, arguments: dict[str, Any], blocks: int) -> int:
-    """Memory for so many blocks."""
+    """Memory for so many blocks, and as many states."""
     with CompiledEngine(
         str(checkpoint(model)), **SMALL | arguments | {"kv_host_bytes": HOST, "model_process": False}
     ) as e:
-        return e.runner.facts.host_block_bytes * blocks
+        return (e.runner.facts.host_block_bytes + e.runner.facts.host_slot_bytes) * blocks
+
+
+def network(method: str, directory: Path) -> dict[str, Any]:
+    """A speculative_config for llama whose network drafts by this method."""
+    target, made = checkpoint("llama"), {"eagle3": write_eagle3, "medusa": write_medusa}
+    model = inexact_copy("llama", directory) if method == "draft_model" else made[method](directory, target)
+    return {"method": method, "model": model, "num_speculative_tokens": 3}
 
 
 def without_tiers(model: str, arguments: dict[str, Any], work: Work) -> dict[str, RequestOutput]:
@@ -59,11 +78,16 @@ def check(outputs: dict[str, RequestOutput], expected: dict[str, RequestOutput],
     ("name", "count"),
     [
         pytest.param("windows", 6, id="small"),
+        pytest.param("states", 8, id="small-states"),
         *(pytest.param(name, 200, id=f"full-{name}", marks=pytest.mark.battery) for name in ENGINES),
     ],
 )
-def test_outputs_are_those_without_and_a_restarted_engine_finds_blocks(name: str, count: int, tmp_path: Path) -> None:
+def test_outputs_are_those_without_and_a_restarted_engine_finds_blocks(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random requests on pools of a few blocks, so that all moves all the time; some are aborted."""
+    if "states" in name:  # small models compute faster than states of 100 blocks are copied
+        monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
     (model, arguments), rng = ENGINES[name], random.Random(name)
     work = [
         (prompt, dataclasses.replace(params, num_speculative_tokens=None)) for prompt, params in random_work(rng, count)
@@ -152,6 +176,39 @@ def test_damaged_files_are_noticed_and_computed_again(tiny: dict[str, Any], tmp_
         assert engine.stats().disk_hit_tokens > 0
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["lfm2", *(pytest.param(name, marks=pytest.mark.battery) for name in HYBRIDS)],
+)
+def test_states_come_back_with_their_blocks(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From host memory and, after a restart, from files; a state whose file is damaged is computed, with its blocks."""
+    monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
+    prompts, disk = prompts_of(3, 50), {"kv_disk_path": str(tmp_path / "kv"), "kv_host_bytes": 2**21}
+    arguments = {**SMALL, "dtype": "float32", "num_kv_blocks": 20}
+    with CompiledEngine(str(checkpoint(model)), **arguments, **disk) as engine:
+        expected = tokens(engine, prompts)
+        assert tokens(engine, prompts) == expected
+        assert engine.stats().host_hit_tokens == 3 * 48
+        state_bytes = engine.runner.facts.host_slot_bytes
+    for damage in (False, True):
+        damaged = [
+            path
+            for path in (tmp_path / "kv").glob("*/*.kv")
+            if damage and path.stat().st_size == HEADER_BYTES + state_bytes
+        ]
+        for path in damaged:
+            content = bytearray(path.read_bytes())
+            content[-state_bytes // 2] ^= 1
+            path.write_bytes(content)
+        with CompiledEngine(str(checkpoint(model)), **arguments, **disk) as engine:
+            assert tokens(engine, prompts) == expected
+            stats = engine.stats()
+            assert stats.disk_hit_tokens == (not damage) * 3 * 48
+            assert stats.num_computed_tokens == 3 * ((50 if damage else 2) + 5)
+            assert stats.num_disk_failures == damage * 3
+    assert damaged
+
+
 @pytest.mark.battery
 def test_another_model_finds_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
     """Weights with noise at the same shapes, in the same directory."""
@@ -184,9 +241,10 @@ def test_an_adapter_has_blocks_of_its_own(tiny: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.battery
-def test_with_a_network_that_drafts(tiny: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+def test_with_a_network_that_drafts(method: str, tiny: dict[str, Any], tmp_path: Path) -> None:
     """What it keeps of a block from a file is computed again: no token suffers, and later drafts are accepted."""
-    config = {"method": "draft_model", "model": inexact_copy("llama", tmp_path / "draft"), "num_speculative_tokens": 3}
+    config = network(method, tmp_path / "draft")
     prompts, disk = prompts_of(3), {"kv_disk_path": str(tmp_path / "kv")}
     with CompiledEngine(str(checkpoint("llama")), **tiny) as engine:
         expected = tokens(engine, prompts)
@@ -196,7 +254,7 @@ def test_with_a_network_that_drafts(tiny: dict[str, Any], tmp_path: Path) -> Non
             assert tokens(engine, prompts) == expected
             accepted.append(engine.stats().num_accepted_draft_tokens)
     assert engine.stats().disk_hit_tokens > 0
-    assert min(accepted) > 0
+    assert min(accepted) > 0 or method != "draft_model"  # heads with random weights are never right
 
 
 # -- Planted bugs: what the tests above would see
@@ -250,6 +308,37 @@ def _reordered(monkeypatch: pytest.MonkeyPatch) -> None:
         return device, host.flip(0)
 
     monkeypatch.setattr(block_copies, "swap_indices", swap_indices)
+
+
+def _stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are found in host memory before they are copied there."""
+
+    def store(self: KVTiers, slot: int, digest: bytes, *, makes_room: bool) -> bool:
+        name = scheduling_tiers.state_name(digest)
+        if name not in self._blocks and (row := self._take_row(makes_room=makes_room, is_state=True)) is not None:
+            self._blocks[name] = HostBlock(name, row)
+        return True
+
+    monkeypatch.setattr(KVTiers, "_store_state", store)
+
+
+def _one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are not told apart by what they follow."""
+    monkeypatch.setattr(scheduling_tiers, "state_name", lambda digest: bytes(32))
+
+
+def test_planted_bugs_of_states_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
+    prompts = prompts_of(3)
+    with CompiledEngine(str(checkpoint("lfm2")), **SMALL, dtype="float32", kv_host_bytes=2**21) as engine:
+        expected = tokens(engine, prompts)
+        assert tokens(engine, prompts) == expected
+        assert engine.stats().host_hit_tokens > 0
+        for plant in (_stale_state, _one_state_for_all):
+            engine.reset_prefix_cache()
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch)
+                assert [tokens(engine, prompts), tokens(engine, prompts)] != [expected, expected]
 
 
 @pytest.mark.battery
@@ -312,8 +401,8 @@ def test_a_bound_of_files_has_room_for_one(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"kv_host_bytes must be 0 for .*keep a state"):
-        CompiledEngine(str(checkpoint("lfm2")), **SMALL, kv_host_bytes=2**20)
+    with pytest.raises(ValueError, match=r"kv_host_bytes must be 0 or at least \d+ for layers with a state"):
+        CompiledEngine(str(checkpoint("lfm2")), **SMALL, kv_host_bytes=3000)
     for arguments, message in (
         ({"kv_host_bytes": 2**20, "enable_prefix_caching": False}, "kv_host_bytes must be 0 with"),
         ({"kv_disk_path": "kv"}, "kv_host_bytes must be above 0 with kv_disk_path"),

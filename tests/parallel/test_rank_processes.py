@@ -13,6 +13,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.rank_processes import RankProcesses, check_alike
+from compiled_llm.scheduling.host_blocks import MoveCosts
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.scheduling.worker import WorkerFailedError
@@ -81,7 +82,7 @@ def test_blocks_come_from_files_of_which_each_rank_has_its_part(
     ranks: CompiledEngine, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits are those that were computed, also where one rank's part is damaged."""
-    monkeypatch.setattr(KVTiers, "_pays", lambda *_: True)
+    monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
     monkeypatch.setattr(KVTiers, "least_wait", 30.0)
 
     def served() -> tuple[Any, int, int]:

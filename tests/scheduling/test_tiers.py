@@ -66,3 +66,26 @@ def test_a_block_that_is_written_while_all_is_forgotten() -> None:
     assert len(sent(tiers).writes) == 1
     ended(tiers, is_written)
     assert DIGEST in tiers.on_disk
+
+
+def test_a_snapshot_that_is_gone_before_it_is_copied() -> None:
+    """Its slot may have another state by then. One that is evicted is copied first."""
+    pool = BlockPool(4, states=StatePool(1))
+    tiers = KVTiers(pool, range(1, 5), 16, StepCosts({}, 0.0), (), slots=range(1, 9))
+    for ends in ("stays", "evicted", "forgotten"):
+        slot = pool.states.allocate()
+        assert slot == 1
+        digest = ends.encode().ljust(32)
+        pool.states.publish(slot, digest)
+        tiers.publish_state(slot, digest, is_last=True)
+        pool.states.free(slot)
+        if ends == "evicted":
+            pool.states.free(pool.states.allocate())  # type: ignore[arg-type]
+        elif ends == "forgotten":
+            pool.states.forget(digest)
+        output = SchedulerOutputBuilder(0)
+        tiers.send(output)
+        assert len(output.states.swapped_out) == (ends != "forgotten")
+        tiers.end_step(FileResult(), 0, 0.0, 0)
+        tiers.check_invariants()
+        pool.clear_cache()

@@ -70,13 +70,15 @@ async def test_a_long_new_prompt_goes_by_way_of_a_prefill_engine() -> None:
     async with serving("decode", "prefill") as (replicas, (decode, prefill)):
         task = asyncio.create_task(collected(replicas, asked("a", stop=["."], n=2)))
         await settle()
-        assert decode.sent == []
-        (prompt,) = prefill.sent
-        assert (prompt.sampling["max_tokens"], prompt.kv_transfer_params) == (1, {"do_remote_decode": True})
+        (prompt,), (sent,) = prefill.sent, decode.sent
+        assert prompt.kv_transfer_params is not None
+        lease = {"remote_request_id": prompt.kv_transfer_params["remote_request_id"]}
+        assert (prompt.sampling["max_tokens"], prompt.kv_transfer_params) == (1, {"do_remote_decode": True, **lease})
         assert "stop" not in prompt.sampling
+        early = {"do_remote_prefill": True, "remote_host": "unix:1", "remote_port": 0, **lease}
+        assert (sent.kv_transfer_params, sent.sampling["n"]) == (early, 2)
         prefill.end_prompt("a")
-        (sent,) = decode.sent
-        assert (sent.kv_transfer_params, sent.sampling["n"]) == (GIVEN, 2)
+        assert len(decode.sent) == 1
         decode.give("a", PIECE, ends=True)
         assert texts(await task) == "x"
         again = asyncio.create_task(collected(replicas, asked("b")))
@@ -105,21 +107,47 @@ async def test_a_prefill_engine_that_dies_is_slow_or_has_no_room_is_done_without
         tasks = [asyncio.create_task(collected(replicas, asked(name, group=g))) for g, name in enumerate("ab")]
         await settle()
         assert len(prefill.sent) == 2
+        assert [one.request_id for one in decode.sent] == ["a"], "the other prompt is not yet computed"
         prefill.end_prompt("b", None)
-        assert [one.kv_transfer_params for one in decode.sent] == [None]
+        assert [one.kv_transfer_params is None for one in decode.sent] == [False, True]
         await asyncio.sleep(0.15)
         assert prefill.aborted == ["a"]
-        assert [one.request_id for one in decode.sent] == ["b", "a"]
+        assert [one.request_id for one in decode.sent] == ["a", "b"], "a is computed where it waits"
         tasks.append(asyncio.create_task(collected(replicas, asked("c", group=2))))
         await settle()
         prefill.die()
         tasks.append(asyncio.create_task(collected(replicas, asked("d", group=3))))
         await settle()
-        assert [one.request_id for one in decode.sent] == ["b", "a", "c", "d"]
+        assert [one.request_id for one in decode.sent] == ["a", "b", "c", "d"]
         for name in "abcd":
             decode.give(name, PIECE, ends=True)
         assert [texts(await task) for task in tasks] == ["x"] * 4
         assert replicas.num_prompts_back == 3
+
+
+@runs
+async def test_blocks_are_waited_for_of_one_prompt_at_a_time() -> None:
+    """Of those in one engine; a prompt whose reader or whose other engine goes lets the next one in."""
+    async with serving("decode", "decode", "prefill") as (replicas, (first, second, prefill)):
+        tasks = [asyncio.create_task(collected(replicas, asked(name, group=g))) for g, name in enumerate("abc")]
+        await settle()
+        assert [one.request_id for one in first.sent + second.sent] == ["a"]
+        tasks[0].cancel()
+        await settle()
+        assert prefill.aborted == ["a"]
+        waits = next(one for one in (first, second) if "b" in one._unfinished)
+        other = second if waits is first else first
+        waits.die()
+        assert prefill.aborted == ["a", "b"]
+        assert [one.request_id for one in prefill.sent] == ["a", "b", "c", "b"]
+        assert [one.request_id for one in other.sent][-1] == "c"
+        prefill.end_prompt("b")
+        assert other.sent[-1].kv_transfer_params == GIVEN, "it was behind c, and has ended before it"
+        prefill.handed = {"c": ([9], None)}
+        assert await replicas.drain(2, 1.0) == 1
+        for name in "bc":
+            other.give(name, PIECE, ends=True)
+        assert [texts(await task) for task in tasks[1:]] == ["x", "x"]
 
 
 @runs
@@ -141,7 +169,7 @@ async def test_a_death_while_it_decodes_goes_by_way_of_the_prefill_engine_again(
         first.die()
         assert prefill.sent[1].prompt_token_ids == [*asked("a").prompt_token_ids, 5]
         prefill.end_prompt("a")
-        assert (second.sent[0].output_token_ids, second.sent[0].kv_transfer_params) == ([5], GIVEN)
+        assert second.sent[0].output_token_ids == [5]
         second.give("a", PIECE)
         second.give("a", Piece(0, "y", [6], finish_reason="stop"), ends=True)
         assert texts(await task) == "xy"
@@ -281,7 +309,7 @@ def test_answers_are_those_of_one_engine(three: list[CompiledEngine], reference:
 def test_proxies_of_vllm_find_their_fields(three: list[CompiledEngine]) -> None:
     body = {"prompt": "# proxy\n" + PROMPT, "max_tokens": 6, "temperature": 0}
     nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    asks = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
+    asks: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
     with running_with(three[2]) as prefill, running_with(three[0]) as decode:
         before = three[0].stats().peer_hit_tokens
         first = prefill.http.post("/v1/completions", json={**body, "max_tokens": 1, "kv_transfer_params": asks}).json()
@@ -291,6 +319,16 @@ def test_proxies_of_vllm_find_their_fields(three: list[CompiledEngine]) -> None:
         answer = decode.http.post("/v1/completions", json={**body, "kv_transfer_params": params})
         assert answer.json()["choices"][0]["text"].startswith(first["choices"][0]["text"])
         assert three[0].stats().peer_hit_tokens > before
+        body, name, before = {**body, "prompt": "# both\n" + PROMPT}, "ef" * 32, three[0].stats().peer_hit_tokens
+        early = {key: params[key] for key in ("do_remote_prefill", "remote_host", "remote_port")}
+        early["remote_request_id"] = asks["remote_request_id"] = name
+        with ThreadPoolExecutor(1) as pool:  # the second one need not wait for the first
+            second = pool.submit(decode.http.post, "/v1/completions", json={**body, "kv_transfer_params": early})
+            first = prefill.http.post(
+                "/v1/completions", json={**body, "max_tokens": 1, "kv_transfer_params": asks}
+            ).json()
+        assert second.result().json()["choices"][0]["text"].startswith(first["choices"][0]["text"])
+        assert three[0].stats().peer_hit_tokens > before + 96
         for wrong, said in (
             ({**params, "tp_size": 2}, "tp_size of kv_transfer_params must be 1 here, given 2"),
             ({**params, "remote_host": "example.org", "remote_port": 80}, "must be this machine, or one of"),

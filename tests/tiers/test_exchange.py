@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from compiled_llm.scheduling.request import BlockSource
+from compiled_llm.scheduling.scheduler_output import FileOutput
 from compiled_llm.tiers import exchange as exchange_module
 from compiled_llm.tiers import giver as giver_module
 from compiled_llm.tiers.exchange import BlockExchange, hello
-from compiled_llm.tiers.file_thread import Room
+from compiled_llm.tiers.file_thread import FileThread, NotYet, Room
 from compiled_llm.tiers.giver import BlockGiver
 from compiled_llm.tiers.peer_session import GET, MAGIC, Message, PeerError, PeerSession, parse_address
 
@@ -84,7 +85,7 @@ def test_what_is_given_is_taken(giver: BlockGiver, taker: BlockExchange) -> None
 def test_a_block_that_changes_meanwhile_is_not_taken(giver: BlockGiver, taker: BlockExchange) -> None:
     """As when a lease has lapsed, and another block is where it was."""
     write(giver, *DIGESTS[:2])
-    start = giver._slots[DIGESTS[0]].index * giver._slot_bytes
+    start = giver._slots[DIGESTS[0]].offset
     for place in (start, start + 999):
         giver._view[place] ^= 1
         assert take(taker, giver) is None
@@ -127,6 +128,91 @@ def test_leases_are_renewed_while_a_request_waits_and_end_with_it(
     until(lambda: giver.num_leases == 0)
     assert giver.num_lapsed == 0
     taker.close()
+
+
+def test_a_block_that_is_still_computed_is_asked_for_again(giver: BlockGiver, taker: BlockExchange) -> None:
+    """As long as its request runs; a request that is not known is waited for, but not one that has ended."""
+    early = BlockSource(giver.address, LEASE, is_early=True)
+
+    def asked(digest: bytes, source: BlockSource = early) -> Any:
+        own = bytearray(1000)
+        return taker.read_all([Room(digest, memoryview(own), [])], source)[0]
+
+    late = early._replace(is_early=False)
+    for source in (early, late):
+        taker.begin(source)
+    assert asked(DIGESTS[0]) == NotYet(is_coming=False)
+    assert asked(DIGESTS[0], late) is None
+    giver.hold(LEASE, DIGESTS[:2], None)
+    assert asked(DIGESTS[0]) == asked(DIGESTS[0], late) == NotYet(is_coming=True)
+    assert asked(DIGESTS[2]) is None, "it is none of the request's"
+    write(giver, DIGESTS[0])
+    assert (asked(DIGESTS[0]), asked(DIGESTS[1])) == ((), NotYet(is_coming=True))
+    taker.end(early)
+    until(lambda: LEASE in giver._taken)
+    assert giver.num_leases == 1, "its request still runs"
+    giver.hold(LEASE, DIGESTS[:2], 30.0)
+    assert giver.num_leases == 0, "and nobody wants its blocks any more"
+    giver.hold(LEASE, DIGESTS[:2], None)
+    assert asked(DIGESTS[1]) is None, "no request waits for it"
+    assert asked(DIGESTS[1], late) == NotYet(is_coming=True)
+    giver.release(LEASE)
+    assert asked(DIGESTS[1], late) is None, "it was aborted"
+    taker.end(late)
+
+
+def test_a_thread_asks_for_the_next_block_alone_and_writes_meanwhile() -> None:
+    store, numbers = ComputingStore(), list[int]()
+    thread = FileThread(store, lambda row: (memoryview(bytearray(1)), ()))
+    source = BlockSource("unix:a", LEASE, is_early=True)
+    reads = tuple((digest, row, source) for row, digest in enumerate(DIGESTS[:5], 1))
+    thread.submit(FileOutput(reads=reads, writes=((DIGESTS[7], 9, ()),)), int)
+    until(lambda: len(store.asked) > 3)
+    result = thread.take_result()
+    assert (result.read, result.written, result.is_coming) == ((), ((DIGESTS[7], True),), True)
+    assert [len(asked) for asked in store.asked[:4]] == [5, 1, 1, 1]
+    store.there = set(DIGESTS[:5])
+    until(lambda: numbers.extend([len(thread.take_result().read)]) or sum(numbers) == 5)  # type: ignore[func-returns-value]
+    thread.submit(FileOutput(reads=((DIGESTS[6], 1, source),)), int)
+    thread.submit(FileOutput(resets=True), int)
+    assert not thread._reads
+    thread.close()
+
+
+class ComputingStore:
+    """Another engine, which has computed the blocks that are ``there``."""
+
+    key, known = KEY, ()
+
+    def __init__(self) -> None:
+        self.there, self.asked = set[bytes](), list[list[bytes]]()
+
+    def read_all(self, blocks: Any, source: BlockSource | None) -> list[Any]:
+        self.asked.append([block.digest for block in blocks])
+        return [() if block.digest in self.there else NotYet(is_coming=True) for block in blocks]
+
+    def write(self, digest: bytes, parts: Any, windows: Any) -> tuple[bool, list[bytes]]:
+        return True, []
+
+    def scan(self) -> tuple[set[bytes], set[bytes]]:
+        return set(), set()
+
+    def close(self) -> None:
+        pass
+
+
+def test_states_have_room_of_their_own(tmp_path: Path) -> None:
+    giver = BlockGiver(f"unix:{tmp_path}/b", SECRET, hello(KEY, FACTS), 1300, 40000, 9000)
+    state = random.Random(3).randbytes(9000)
+    assert [giver.write(digest, [memoryview(state)], ())[0] for digest in DIGESTS[:2]] == [True, True]
+    assert DIGESTS[0] not in giver._slots, "there is room for one"
+    assert write(giver, *DIGESTS[2:]) == [True] * 6
+    own = bytearray(9000)
+    assert giver.read(DIGESTS[1], memoryview(own), []) == ()
+    assert bytes(own) == state
+    giver.close()
+    with pytest.raises(ValueError, match="kv_transfer_bytes must be at least 18000, twice a state"):
+        BlockGiver(f"unix:{tmp_path}/c", SECRET, hello(KEY, FACTS), 1300, 17000, 9000)
 
 
 def test_who_does_not_know_the_key_gets_nothing(giver: BlockGiver) -> None:

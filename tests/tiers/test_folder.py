@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from compiled_llm.tiers.block_file import HEADER_BYTES, name_of
 from compiled_llm.tiers.folder import BlockFolder
+from compiled_llm.tiers.unused_folders import remove_unused
 
 KEY = bytes(32)
 
@@ -114,3 +116,46 @@ def test_a_writer_killed_at_any_moment_leaves_no_bad_file(num_kills: int, tmp_pa
         os.close(begun)
         os.close(begins)
     assert seen
+
+
+def test_folders_that_nobody_uses_go_by_age_and_by_bytes(tmp_path: Path) -> None:
+    """Not those that an engine holds, nor what is no file of a block."""
+    size, now = 1000 + HEADER_BYTES, time.time()
+    folders = {name: BlockFolder(tmp_path, bytes([name]) * 32, 10**6) for name in range(1, 7)}
+    for name, days in ((1, 5), (2, 40), (3, 4), (4, 50), (5, 60), (6, 3)):
+        folders[name].write(digest(1), [content(1, 1000)], ())
+        if name == 5:
+            (folders[name].path / "notes").write_text("")
+        for path in (*folders[name].path.iterdir(), folders[name].path):
+            os.utime(path, (now - days * 86400, now - days * 86400))
+    (tmp_path / "other").mkdir()
+    (tmp_path / ("ab" * 32)).symlink_to(tmp_path / "other")
+    for name in (1, 2, 3, 5, 6):
+        folders[name].close()
+    assert remove_unused(tmp_path, 2 * size) == 3
+    left = {name for name, folder in folders.items() if folder.path.exists()}
+    assert left == {3, 4, 5, 6}, "the 2nd and 5th are old, the 1st is the oldest of the others; the 4th is in use"
+    assert [path.name for path in folders[5].path.iterdir()] == ["notes"]
+    assert read(folders[4], 1, 1000) == content(1, 1000)
+
+
+def test_an_engine_that_starts_while_its_folder_is_removed_has_one(tmp_path: Path) -> None:
+    key = bytes(31) + b"\1"
+    stop = threading.Event()
+
+    def remove() -> None:
+        while not stop.is_set():
+            remove_unused(tmp_path, -1)
+            time.sleep(1e-4)
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        for number in range(30):
+            folder = BlockFolder(tmp_path, key, 10**6)
+            assert folder.write(digest(number), [content(1, 100)], ())[0]
+            assert read(folder, number, 100) == content(1, 100)
+            folder.close()
+    finally:
+        stop.set()
+        remover.join()
