@@ -19,6 +19,7 @@ from compiled_llm.ops.attention.rotary_latent_attention import (
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.head_linear import head_linear
 from compiled_llm.ops.linear.lora import LoraWeights, add_lora
+from compiled_llm.ops.linear.own_head import own_head
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import fused_quantized_linear, grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import (
@@ -107,6 +108,7 @@ __all__ = [
     "mamba2_scan",
     "move_keys",
     "norm_of_sum",
+    "own_head",
     "pack_rows",
     "pack_weight",
     "packed_linear",
