@@ -1146,8 +1146,19 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
         a slot keeps the adapter that was evicted
             AdapterSlots.enter: self.loads.append((slot, adapter)) =>
         the adapter of a running request is evicted
-            AdapterSlots.enter: next(other for other in self._slots if not self._users[other]) =>
-                next(iter(self._slots))
+            AdapterSlots.enter: not self._users[a] and slot <= self._last_slot(adapter) =>
+                slot <= self._last_slot(adapter)
+        """,
+    ),
+    (
+        "models.linears.whole",
+        Checks(("tests/e2e/test_lora_whole.py",)),
+        """
+        a slot keeps the whole matrix of the adapter before
+            WholeMatrices.put: int(matrix is not None) => 1
+        the embedding of another slot is read
+            WholeMatrices.rows: self.weights.flatten(0, 1)[number * vocab_size + ids] =>
+                self.weights.flatten(0, 1)[ids]
         """,
     ),
     (

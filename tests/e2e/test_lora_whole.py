@@ -163,7 +163,7 @@ def test_scores_samples_and_grammars(engine: CompiledEngine, adapters: list[LoRA
     tokens = sampled.outputs[0].token_ids
     assert {*tokens} <= {5, 9, 11}
     scores = [
-        engine.score([prompt], [tokens], lora_request=a, use_tqdm=False)[0].logprobs for a in adapters[:3] + [None]
+        engine.score([prompt], [tokens], lora_request=a, use_tqdm=False)[0].logprobs for a in [*adapters[:3], None]
     ]
     assert len({str(one) for one in scores}) == 4
 
