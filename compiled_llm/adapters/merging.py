@@ -93,7 +93,8 @@ def _changes(directory: Path, parts: Mapping[str, StoredLinear]) -> dict[str, _C
     config, path = PeftConfig.read(directory), directory / TENSORS_FILE
     if config.parameters or config.tokens:
         raise ValueError(
-            f"{config.path}: must change linear layers alone, or bring a head or an embedding whole, found target_parameters or tokens: {MERGE}"
+            f"{config.path}: must change linear layers alone, or bring a head or an "
+            f"embedding whole, found target_parameters or tokens: {MERGE}"
         )
     modules, by_end = by_module(path, stored_tensors(path)), {_from_layers(name): name for name in parts}
     layers = {module: by_end.get(_from_layers(module), "") for module in modules}
@@ -107,7 +108,8 @@ def _changes(directory: Path, parts: Mapping[str, StoredLinear]) -> dict[str, _C
     ]
     if others:
         raise ValueError(
-            f"{path}: must have {A} and {B} of linear layers of the model, or whole heads and embeddings, alone, found {listed(others)}: {MERGE}"
+            f"{path}: must have {A} and {B} of linear layers of the model, or whole heads and embeddings, "
+            f"alone, found {listed(others)}: {MERGE}"
         )
     without = [
         name

@@ -140,9 +140,9 @@ def test_adapters_with_whole_matrices_run_in_the_first_slots_alone() -> None:
         add_request(scheduler, name, 3, 6, adapter=adapter)
     output = engine.step()
     assert output is not None
-    assert output.adapter_loads == [(2, "a"), (1, f"b{WHOLE}")]
+    assert list(output.adapter_loads) == [(2, "a"), (1, f"b{WHOLE}")]
     assert names_of(output) == ["1", "2"]
     engine.run()
     slots = {adapter: slot for output in engine.outputs for slot, adapter in output.adapter_loads}
     assert slots[f"c{WHOLE}"] == 1
-    assert loads(engine) == ["a", f"b{WHOLE}", "d", f"c{WHOLE}"] or loads(engine)[2:] == [f"c{WHOLE}", "d"]
+    assert sorted(loads(engine)[2:]) == [f"c{WHOLE}", "d"]
