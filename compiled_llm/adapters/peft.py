@@ -123,7 +123,7 @@ def by_module(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         end = next((end for end in (A, B, _ROWS_A, _ROWS_B, _TOKENS, _COPY, MATRIX) if name.endswith(end)), None)
-        if end is None or not name.startswith(_PREFIX):
+        if end is None or not name.startswith(_PREFIX) or (end == MATRIX and ".lora_" in name):
             what = next((f", {what}" for end, what in _OTHER_TENSORS.items() if name.endswith(end)), "")
             raise ValueError(
                 f"{path}: must have tensors {_PREFIX}MODULE{A} and {B}, or those of embeddings, found "
@@ -291,7 +291,7 @@ class _Reading:
         ]
         if lacking:
             raise ValueError(
-                f"{self._config.path}: target_modules, target_parameters, trainable_token_indices or modules_to_save "
+                f"{self._config.path}: modules_to_save, target_modules, target_parameters or trainable_token_indices "
                 f"names modules without tensors in {TENSORS_FILE}: {listed(lacking)}: save or download it again"
             )
 
