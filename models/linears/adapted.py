@@ -57,7 +57,7 @@ class Adapted(NamedTuple):
 
     @property
     def cpu_ops(self) -> tuple[str, ...]:
-        return (*self.plain.cpu_ops, "lora_cpu")
+        return (*self.plain.cpu_ops, "lora_cpu", *(("linear_cpu",) if self.head is not None else ()))
 
     @property
     def surroundings(self) -> tuple[Tensor, ...]:
