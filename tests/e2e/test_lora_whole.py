@@ -85,7 +85,7 @@ def expected(engine: CompiledEngine, adapters: list[LoRARequest | None]) -> list
     return found
 
 
-@pytest.mark.parametrize("case", marked(SERVED, ["tied, head", "apart, both"]))
+@pytest.mark.parametrize("case", marked(SERVED, ["tied, head"]))
 def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     name, which = SERVED[case]
     model = copy.deepcopy(transformers_model(name))
@@ -132,7 +132,8 @@ def test_chunks_drafts_and_graphs_change_no_bit(
         assert results(engine, adapters) == expected
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4_w4a8", marks=pytest.mark.battery)])
+@pytest.mark.battery
+@pytest.mark.parametrize("quantization", ["int8", "int4_w4a8"])
 def test_quantised_heads(quantization: str, adapters: list[LoRARequest | None]) -> None:
     """The adapter's own is in the model's dtype."""
     with CompiledEngine(
