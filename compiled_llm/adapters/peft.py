@@ -236,8 +236,8 @@ class _Reading:
 
     def _check_known(self) -> None:
         others = [module for module, has in self._modules.items() if MATRIX in has and not self._is_known(module, has)]
-        others += [
-            name for name in self._config.saved if not any(f".{one}".endswith(f".{name}") for one in self._whole)
+        others += [  # PEFT adds whole names to the ends that a user gave
+            name for name in self._config.saved if not any(f".{m}".endswith(f".{_stripped(name)}") for m in self._whole)
         ]
         if others:
             raise ValueError(
