@@ -1152,7 +1152,7 @@ _PLANTED: tuple[tuple[str, Checks, str], ...] = (
     ),
     (
         "models.linears.whole",
-        Checks(("tests/e2e/test_lora_whole.py",)),
+        Checks(("tests/e2e/test_lora_whole.py",), load_torch=True),
         """
         a slot keeps the whole matrix of the adapter before
             WholeMatrices.put: int(matrix is not None) => 1
