@@ -18,7 +18,8 @@ from compiled_llm.ops.attention.rotary_latent_attention import (
 )
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.head_linear import head_linear
-from compiled_llm.ops.linear.lora import LoraWeights, add_lora
+from compiled_llm.ops.linear.lora import Following, LoraRows, LoraWeights, add_lora, lora_followed, slots_of_rows
+from compiled_llm.ops.linear.own_head import own_head
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import fused_quantized_linear, grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import (
@@ -71,10 +72,10 @@ __all__ = [
     "gated_quantized_experts", "gated_rms_norm", "greedy_tokens", "grouped_gated_linear", "grouped_linear",
     "grouped_linear_sum", "grouped_packed_linear", "grouped_quantized_linear", "grouped_quantized_linear_a8",
     "head_linear", "join_parts", "keep_greedy_tokens", "keep_rows", "latent_attention", "layer_norm", "log_sum_exp",
-    "lora_followed", "mamba2_scan", "move_keys", "norm_of_sum", "pack_rows", "pack_weight", "packed_linear",
-    "paged_attention", "paged_attention_reference", "qk_norm", "quantized_linear", "quantized_linear_a8",
-    "rms_norm", "rope", "rotary_attention", "rotary_decode_attention", "rotary_latent_attention",
-    "rotary_latent_decode_attention", "route", "routed_linear", "routed_rows", "sample_tokens", "scaled_sum",
-    "short_convolution", "sigmoid_gated", "soft_cap", "sum_of_norms", "summed_quantized_experts", "table_rows",
-    "unpack_rows", "weighted_sum", "weighted_sum_added",
+    "lora_followed", "mamba2_scan", "move_keys", "norm_of_sum", "own_head", "pack_rows", "pack_weight",
+    "packed_linear", "paged_attention", "paged_attention_reference", "qk_norm", "quantized_linear",
+    "quantized_linear_a8", "rms_norm", "rope", "rotary_attention", "rotary_decode_attention",
+    "rotary_latent_attention", "rotary_latent_decode_attention", "route", "routed_linear", "routed_rows",
+    "sample_tokens", "scaled_sum", "short_convolution", "sigmoid_gated", "slots_of_rows", "soft_cap",
+    "sum_of_norms", "summed_quantized_experts", "table_rows", "unpack_rows", "weighted_sum", "weighted_sum_added",
 ]  # fmt: skip

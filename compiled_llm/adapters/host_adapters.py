@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
-from compiled_llm.adapters.peft import Adapter, Stamp, read_adapter, stamp
+from compiled_llm.adapters.peft import NO_PLACES, Adapter, Stamp, read_adapter, stamp
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.adapted import Adaptable, AnyPlace
 from compiled_llm.models.linears.protocol import LinearKind, StoredLinear
+from compiled_llm.models.linears.whole import WholePlace
 from compiled_llm.models.registry import family_of
 
 _THREADS = 32  # that look at files, and wait for others that read the same ones
@@ -47,10 +48,13 @@ class HostAdapters:
     Args:
         places: of the model's layers that adapters may change, by their names.
         most: adapters that stay without a request.
+        whole: as ``read_adapter``.
     """
 
-    def __init__(self, places: Mapping[str, AnyPlace], most_rank: int, most: int) -> None:
-        self._places, self._most_rank, self._most = places, most_rank, most
+    def __init__(
+        self, places: Mapping[str, AnyPlace], most_rank: int, most: int, whole: Mapping[str, WholePlace] = NO_PLACES
+    ) -> None:
+        self._places, self._most_rank, self._most, self._whole = places, most_rank, most, whole
         # By path: the stamp of the files, the adapter, and when they were looked at.
         self._recent: OrderedDict[str, tuple[object, Adapter, float]] = OrderedDict()
         self._known: weakref.WeakValueDictionary[str, Adapter] = weakref.WeakValueDictionary()  # by digest
@@ -132,7 +136,7 @@ class HostAdapters:
         """The adapter, and the stamp of its files. They are read again where they were exchanged meanwhile."""
         for _ in range(_MOST_READS):
             try:
-                adapter = read_adapter(name, path, self._places, self._most_rank)
+                adapter = read_adapter(name, path, self._places, self._most_rank, self._whole)
             except ValueError:
                 if stamp(path) == before:
                     raise
@@ -153,21 +157,25 @@ class HostAdapters:
 
     def load(self, slot: int, digest: str) -> None:
         """Copy the adapter of this digest, which some request holds, to ``slot`` of all layers."""
-        changes = self._known[digest].changes
+        adapter = self._known[digest]
         for name, place in self._places.items():
-            place.put(slot, changes.get(name))
+            place.put(slot, adapter.changes.get(name))
+        for name, whole in self._whole.items():
+            if whole.matrices is not None:
+                whole.matrices.put(slot, adapter.matrices.get(name))
 
 
 def adaptable(linears: LinearKind, config: EngineConfig) -> tuple[LinearKind, HostAdapters | None]:
     """The kind of linear layer that adapters may change, and where these are; ``linears`` and None without any."""
     if not config.enable_lora:
         return linears, None
-    kind = Adaptable(linears, config.lora_slots, config.lora_rank, config.lora_target_modules)
-    return kind, HostAdapters(kind.places, config.lora_rank, config.host_loras)
+    sizes = config.lora_slots, config.lora_rank, config.lora_target_modules
+    kind = Adaptable(linears, *sizes, num_whole=config.whole_loras)
+    return kind, HostAdapters(kind.places, config.lora_rank, config.host_loras, kind.whole)
 
 
 def readable(linears: LinearKind, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> HostAdapters:
     """To read adapters for layers that other processes have. ``linears``, ``dtype``: of the whole model."""
     kind = Adaptable(linears, config.lora_slots, config.lora_rank, config.lora_target_modules, of_shapes=True)
     kind.note_names(family_of(model_config).describe(model_config, dtype, kind).other_names)
-    return HostAdapters(kind.places, config.lora_rank, config.host_loras)
+    return HostAdapters(kind.places, config.lora_rank, config.host_loras, kind.whole)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.adapters.peft import DTYPES, TENSORS_FILE, A, B, by_module
+from compiled_llm.adapters.peft import DTYPES, MATRIX, TENSORS_FILE, A, B, by_module
 from compiled_llm.adapters.peft_config import MERGE, PeftConfig
 from compiled_llm.checkpoint.loader import checked_tensors
 from compiled_llm.checkpoint.model_files import model_config
@@ -41,6 +41,8 @@ class _Change(NamedTuple):
 def merge_adapter(base: Path, adapter: Path, target: Path) -> Merged:
     """Write ``base`` with ``W + scale B A`` in the place of ``W``: computed in float32, rounded once to W's dtype.
 
+    Whole heads and embeddings (``modules_to_save``) are written in the place of the model's.
+
     One tensor at a time is in memory, and a shard. ``target`` appears when all is written.
 
     Args:
@@ -60,9 +62,9 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Merged:
     family = family_of(config)
     dtype = getattr(torch, config.dtype)
     stored = checked_tensors(base, config, family.describe(config, dtype, names))
-    parts = {part.name: part for part in names.parts if part.role == "layer"}
+    parts = {part.name: part for part in names.parts}
     weights = locate(base)
-    changes = {}
+    changes: dict[str, _Change | StoredTensor] = {}
     for layer, change in _changes(adapter, parts).items():
         weight = stored.get(f"{layer}.weight")
         if weight is None or weights.get(weight.name) != weight:
@@ -76,8 +78,8 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Merged:
     try:
         writer = CheckpointWriter(base, unfinished)
         for name, found in weights.items():
-            tensor = found.read()
-            writer.add(name, _sum(tensor, changes[name]) if name in changes else tensor)
+            change = changes.get(name)
+            writer.add(name, found.read() if change is None else _changed(found.read(), change))
         nbytes = writer.finish()
         os.replace(unfinished, target)
     except BaseException:
@@ -86,28 +88,44 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Merged:
     return Merged(len(changes), nbytes)
 
 
-def _changes(directory: Path, parts: Mapping[str, StoredLinear]) -> dict[str, _Change]:
+def _changes(directory: Path, parts: Mapping[str, StoredLinear]) -> dict[str, _Change | StoredTensor]:
     """By layer. ``ValueError``: the adapter changes what is no linear layer, or is not one of the model."""
     config, path = PeftConfig.read(directory), directory / TENSORS_FILE
     if config.parameters or config.tokens:
-        raise ValueError(f"{config.path}: must change linear layers alone, found target_parameters or tokens: {MERGE}")
+        raise ValueError(
+            f"{config.path}: must change linear layers alone, or bring a head or an "
+            f"embedding whole, found target_parameters or tokens: {MERGE}"
+        )
     modules, by_end = by_module(path, stored_tensors(path)), {_from_layers(name): name for name in parts}
     layers = {module: by_end.get(_from_layers(module), "") for module in modules}
     counts = Counter(layers.values())
     others = [
         module
         for module, tensors in modules.items()
-        if not layers[module] or counts[layers[module]] > 1 or tensors.keys() != {A, B}
+        if not layers[module]
+        or counts[layers[module]] > 1
+        or tensors.keys() != ({A, B} if parts[layers[module]].role == "layer" else {MATRIX})
     ]
     if others:
         raise ValueError(
-            f"{path}: must have {A} and {B} of linear layers of the model alone, found {listed(others)}: {MERGE}"
+            f"{path}: must have {A} and {B} of linear layers of the model, or whole heads and embeddings, "
+            f"alone, found {listed(others)}: {MERGE}"
         )
-    without = [name for name in parts if name not in set(layers.values()) and config.names(name)]
+    without = [
+        name
+        for name, part in parts.items()
+        if name not in set(layers.values()) and (config.names(name) if part.role == "layer" else config.saves(name))
+    ]
     if without:
-        raise ValueError(f"{config.path}: target_modules names modules without tensors in {path}: {listed(without)}")
-    changes = {}
+        raise ValueError(
+            f"{config.path}: target_modules or modules_to_save names modules without tensors in "
+            f"{path}: {listed(without)}"
+        )
+    changes: dict[str, _Change | StoredTensor] = {}
     for module, layer in layers.items():
+        if parts[layer].role != "layer":
+            changes[layer] = _whole(path, parts[layer], modules[module][MATRIX])
+            continue
         a, b, part = modules[module][A], modules[module][B], parts[layer]
         rank = config.rank_of(module)
         fits = a.shape == (rank, part.in_features) and b.shape == (part.out_features, rank)
@@ -126,6 +144,29 @@ def _from_layers(name: str) -> str:
     words = name.split(".")
     number = next((place for place, word in enumerate(words) if word.isdigit()), 1)
     return ".".join(words[max(0, number - 1) :])
+
+
+def _whole(path: Path, part: StoredLinear, matrix: StoredTensor) -> StoredTensor:
+    if part.also:
+        raise ValueError(
+            f"{path}: has a whole {part.name} or {part.also}, which are one in the model, and would be two in the "
+            "result: serve the adapter with max_lora_modules_to_save"
+        )
+    if matrix.shape != (part.out_features, part.in_features) or matrix.dtype not in DTYPES:
+        raise ValueError(
+            f"{path}: {matrix.name} must be {[part.out_features, part.in_features]} in {', '.join(DTYPES)}, found "
+            f"{list(matrix.shape)} of {matrix.dtype:.20}"
+        )
+    return matrix
+
+
+def _changed(weight: Tensor, change: _Change | StoredTensor) -> Tensor:
+    if isinstance(change, _Change):
+        return _sum(weight, change)
+    matrix = change.read().to(weight.dtype)
+    if not matrix.isfinite().all():
+        raise ValueError(f"{change.path}: {change.name} must have finite numbers: it is damaged")
+    return matrix
 
 
 def _sum(weight: Tensor, change: _Change) -> Tensor:

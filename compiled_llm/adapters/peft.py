@@ -1,9 +1,11 @@
 """An adapter as PEFT publishes it: its tensors, checked against the base model, as the layers' slots take them."""
 
 import hashlib
+import math
 import os
 import re
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from torch import Tensor
 
 from compiled_llm.adapters.peft_config import CONFIG_FILE, MERGE, PeftConfig
+from compiled_llm.api.lora_request import WHOLE
 from compiled_llm.checkpoint.stored_tensors import StoredTensor, listed, stored_tensors
 from compiled_llm.models.linears.adapted import AnyPlace, Change, Place, of_any_expert
 from compiled_llm.models.linears.protocol import StoredLinear
 from compiled_llm.models.linears.quantized import Quantized
+from compiled_llm.models.linears.whole import WholePlace
 from compiled_llm.ops.linear.lora import tiles_of
 
 TENSORS_FILE = "adapter_model.safetensors"
@@ -23,13 +27,15 @@ _PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
 _ROWS_A, _ROWS_B = ".lora_embedding_A", ".lora_embedding_B"
 _TOKENS, _COPY = ".token_adapter.trainable_tokens_delta", ".base_layer.weight"
+MATRIX = ".weight"  # of a whole module
 # What modules are within, in transformers' model, and checkpoints leave out or call otherwise.
 _WITHIN = ("model", "language_model", "text_model", "transformer", "gpt_neox", "backbone")
-_OTHER_TENSORS = {".lora_magnitude_vector": "a DoRA's", ".lora_B.bias": "a bias", ".weight": "a whole module's"}
+_OTHER_TENSORS = {".lora_magnitude_vector": "a DoRA's", ".lora_B.bias": "a bias", ".bias": "a whole module's bias"}
 _SWAPPED_UNTIL = 0, 19  # PEFT's release from which on A of all experts has their inputs where they lie transposed, too
 _ROWS_AT_ONCE = 4096  # of a table that are compared
 
 Stamp = tuple[tuple[int, int, int], ...]
+NO_PLACES: Mapping[str, WholePlace] = types.MappingProxyType({})
 
 
 class Adapter:
@@ -38,10 +44,11 @@ class Adapter:
     Attributes:
         digest: of all that decides what it computes: equal digests are equal adapters.
         changes: by the names of the base model's layers.
+        matrices: ``[V, D]``, in the place of the base model's, by the names of heads and embeddings.
     """
 
-    def __init__(self, name: str, digest: str, changes: Mapping[str, Change]) -> None:
-        self.name, self.digest, self.changes = name, digest, changes
+    def __init__(self, name: str, digest: str, changes: Mapping[str, Change], matrices: Mapping[str, Tensor]) -> None:
+        self.name, self.digest, self.changes, self.matrices = name, digest, changes, matrices
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tensors as bytes: pickle takes a millisecond for each of torch's."""
@@ -52,6 +59,7 @@ class Adapter:
             ]
             for name, change in self.changes.items()
         }
+        assert not self.matrices, "ranks have no slots for whole matrices"
         return _from_bytes, (self.name, self.digest, changes)
 
     def __repr__(self) -> str:
@@ -64,7 +72,7 @@ def _from_bytes(name: str, digest: str, changes: Mapping[str, list[tuple[Any, to
         layer: Change(*(torch.from_numpy(array).view(dtype).view(shape) for array, dtype, shape in tensors))
         for layer, tensors in changes.items()
     }
-    return Adapter(name, digest, made)
+    return Adapter(name, digest, made, {})
 
 
 def stamp(directory: Path) -> Stamp:
@@ -88,18 +96,25 @@ def _missing(directory: Path, name: str, error: Exception) -> str:
     return f"{directory}: lora_path must be a directory with {CONFIG_FILE} and {TENSORS_FILE}: {error}"
 
 
-def read_adapter(name: str, directory: Path, places: Mapping[str, AnyPlace], most_rank: int) -> Adapter:
+def read_adapter(
+    name: str,
+    directory: Path,
+    places: Mapping[str, AnyPlace],
+    most_rank: int,
+    whole: Mapping[str, WholePlace] = NO_PLACES,
+) -> Adapter:
     """The adapter in ``directory``.
 
     Args:
         places: of the base model's layers that adapters may change, by their names in its checkpoint.
         most_rank: the engine's ``max_lora_rank``.
+        whole: heads and embeddings that adapters may bring whole, by their names.
 
     Raises:
         ValueError: a file is missing, damaged or has what is not served, or does not fit the base model.
     """
     config, path = PeftConfig.read(directory), directory / TENSORS_FILE
-    reading = _Reading(config, path, places, most_rank, by_module(path, stored_tensors(path)))
+    reading = _Reading(config, path, places, most_rank, by_module(path, stored_tensors(path)), whole)
     return Adapter(name, *reading.all())
 
 
@@ -107,8 +122,8 @@ def by_module(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[
     """By module and end of the name. Every tensor is in it, with all that belong to it; else a ``ValueError``."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
-        end = next((end for end in (A, B, _ROWS_A, _ROWS_B, _TOKENS, _COPY) if name.endswith(end)), None)
-        if end is None or not name.startswith(_PREFIX):
+        end = next((end for end in (A, B, _ROWS_A, _ROWS_B, _TOKENS, _COPY, MATRIX) if name.endswith(end)), None)
+        if end is None or not name.startswith(_PREFIX) or (end == MATRIX and ".lora_" in name):
             what = next((f", {what}" for end, what in _OTHER_TENSORS.items() if name.endswith(end)), "")
             raise ValueError(
                 f"{path}: must have tensors {_PREFIX}MODULE{A} and {B}, or those of embeddings, found "
@@ -150,6 +165,7 @@ class _Reading:
         places: Mapping[str, AnyPlace],
         most_rank: int,
         modules: Mapping[str, Mapping[str, StoredTensor]],
+        whole: Mapping[str, WholePlace],
     ) -> None:
         self._config, self._path, self._most_rank, self._modules = config, path, most_rank, modules
         self._load_base = f"load the adapter's own base model{config.base}"
@@ -166,16 +182,20 @@ class _Reading:
             if isinstance(place, Place) and place.num_experts and place.part.stacked:
                 module, _, parameter = _stripped(place.part.stacked).rpartition(".")
                 self._stacks.setdefault(module, {}).setdefault(parameter, []).append(place)
+        self._whole = {_stripped(n): place for key, place in whole.items() for n in (key, place.part.also) if n}
+        self._matrices: dict[str, Tensor] = {}
         self._digest = hashlib.sha256()
         self._changes: dict[str, Change] = {}
         self._of_experts: dict[str, dict[int, Change]] = {}  # by place: of single experts
 
-    def all(self) -> tuple[str, dict[str, Change]]:
-        """The digest and the changes."""
+    def all(self) -> tuple[str, dict[str, Change], dict[str, Tensor]]:
+        """The digest, the changes and the whole matrices."""
         self._check_known()
         self._check_complete()
         for module, tensors in sorted(self._modules.items()):
-            if _TOKENS in tensors:
+            if MATRIX in tensors:
+                self._take_matrix(module, tensors[MATRIX])
+            elif _TOKENS in tensors:
                 self._take_tokens(module, tensors[_TOKENS])
             elif _ROWS_A in tensors:
                 self._take_rows(module, tensors[_ROWS_A], tensors[_ROWS_B])
@@ -187,7 +207,8 @@ class _Reading:
                 self._check_copy(self._places[self._name(module)], tensors[_COPY])
         for name, by_expert in self._of_experts.items():
             self._put(name, _of_all_experts(by_expert, self._places[name].num_experts))
-        return self._digest.hexdigest(), {self._places[name].part.name: c for name, c in self._changes.items()}
+        digest = self._digest.hexdigest() + WHOLE * bool(self._matrices)
+        return digest, {self._places[name].part.name: c for name, c in self._changes.items()}, self._matrices
 
     # -- Modules
 
@@ -203,6 +224,8 @@ class _Reading:
     def _is_known(self, module: str, tensors: Mapping[str, StoredTensor]) -> bool:
         name, has = self._name(module), tensors.keys()
         place = self._places.get(name)
+        if MATRIX in has:
+            return len(has) == 1 and _stripped(module) in self._whole
         if has & {_TOKENS, _COPY} and (place is None or place.part.role == "layer"):
             return False
         if _TOKENS in has:
@@ -212,6 +235,15 @@ class _Reading:
         return of_any_expert(name) in self._places or self._stack_of(module) is not None
 
     def _check_known(self) -> None:
+        others = [module for module, has in self._modules.items() if MATRIX in has and not self._is_known(module, has)]
+        others += [  # PEFT adds whole names to the ends that a user gave
+            name for name in self._config.saved if not any(f".{m}".endswith(f".{_stripped(name)}") for m in self._whole)
+        ]
+        if others:
+            raise ValueError(
+                f"{self._path}: modules_to_save must have {' and '.join(sorted(self._whole)) or 'none'}, the model's "
+                f"head and embedding, found a whole module's {listed(others)}: {MERGE}"
+            )
         unknown = [module for module, tensors in self._modules.items() if not self._is_known(module, tensors)]
         if unknown:
             ends = sorted({name.rpartition(".")[2] for name in self._places})
@@ -250,6 +282,8 @@ class _Reading:
         # A list is of the embedding, whatever that is called; a head that is the embedding has no tensor of its own.
         of_tokens = [self._name(name) for name, tensors in self._modules.items() if _TOKENS in tensors]
         of_tokens += [self._tied_to(self._places[name]) for name in of_tokens]
+        if not self._config.ties:
+            lacking += [n for n in self._config.saved if not any(f".{m}".endswith(f".{n}") for m in self._modules)]
         lacking += [
             name or "the embedding"
             for name in self._config.tokens
@@ -257,8 +291,8 @@ class _Reading:
         ]
         if lacking:
             raise ValueError(
-                f"{self._config.path}: target_modules, target_parameters or trainable_token_indices names modules "
-                f"without tensors in {TENSORS_FILE}: {listed(lacking)}: save or download the adapter again"
+                f"{self._config.path}: modules_to_save, target_modules, target_parameters or trainable_token_indices "
+                f"names modules without tensors in {TENSORS_FILE}: {listed(lacking)}: save or download it again"
             )
 
     # -- Kinds of changes
@@ -339,11 +373,6 @@ class _Reading:
             )
         self._check(module, len(ids), (stored, (len(ids), size)))
         (rows,) = self._read(f"{name} {ids}", None, place, stored)
-        base = place.rows_of_model(torch.tensor(ids))
-        difference = (rows.float() - base.float()).to(rows.dtype)
-        which = torch.zeros(vocab_size, len(ids), dtype=rows.dtype)
-        which[list(ids), range(len(ids))] = 1
-        scale = torch.ones(())
         head = self._tied_to(place)
         if head and not any(self._name(other) == head for other in self._modules):
             if head not in self._places:
@@ -351,11 +380,60 @@ class _Reading:
                     f"{self._path}: {stored.name} changes the head too, which is the embedding: name both with "
                     f"lora_target_modules, {head} and {name.rpartition('.')[2]}"
                 )
-            self._put(head, Change(difference, tiles_of(which), scale))
+            self._put_rows(head, place, ids, rows)
+        self._put_rows(name, place, ids, rows)
+
+    def _put_rows(self, name: str, of_model: Place, ids: Sequence[int], rows: Tensor) -> None:
+        """``rows`` in the place of those of tokens ``ids``; ``of_model``: where these are read."""
+        place = self._places[name]
+        difference = (rows.float() - of_model.rows_of_model(torch.tensor(ids)).float()).to(rows.dtype)
+        which = torch.zeros(of_model.part.out_features, len(ids), dtype=rows.dtype)
+        which[list(ids), range(len(ids))] = 1
+        scale = torch.ones(())
         if place.of_rows is None:
             self._put(name, Change(difference, tiles_of(which), scale))
         else:
             self._put(name, Change(which, tiles_of(difference.t()), scale))
+
+    def _take_matrix(self, module: str, stored: StoredTensor) -> None:
+        """A whole head or embedding: rows of it, as ``_take_tokens``, where so few are not the model's."""
+        place = self._whole[_stripped(module)]
+        if stored.dtype not in DTYPES or stored.shape != place.shape:
+            raise ValueError(
+                f"{self._path}: {stored.name} must be {list(place.shape)}, the base model's, in {', '.join(DTYPES)}, "
+                f"found {list(stored.shape)} of {stored.dtype:.20}: {self._load_base}. A vocabulary of another size "
+                f"needs a base model of that size: resize it, save it, and serve that, or {MERGE}"
+            )
+        matrix = _read(self._path, stored, place.dtype)
+        names = [place.part.name]
+        if self._config.ties:  # PEFT saves one or both of a tied pair
+            saved = {self._whole[_stripped(m)].part.name for m, has in self._modules.items() if MATRIX in has}
+            tied = {other.part.name for other in self._whole.values() if other.linear is place.linear}
+            names += sorted(tied - saved)
+        for name in names:
+            self._put_matrix(name, matrix)
+
+    def _put_matrix(self, name: str, matrix: Tensor) -> None:
+        stripped, place = _stripped(name), self._whole[_stripped(name)]
+        if stripped in self._changes or name in self._matrices:
+            raise ValueError(f"{self._path}: has {name} twice, whole and changed: {MERGE}")
+        self._digest.update(f"{name} whole {place.dtype}\n".encode())
+        self._digest.update(matrix.view(torch.uint8).numpy().data)
+        tokens, changed = place.differing(matrix), self._places.get(stripped)
+        if tokens is not None and not len(tokens):
+            return
+        if tokens is not None and len(tokens) <= self._most_rank and isinstance(changed, Place):
+            self._put_rows(stripped, changed, tokens.tolist(), matrix[tokens])
+            return
+        if place.matrices is None:
+            sizes = {p.part.name: math.prod(p.shape) * p.dtype.itemsize for p in self._whole.values()}
+            differing = "" if tokens is None else f", of which {len(tokens)} rows are not the base model's"
+            raise ValueError(
+                f"{self._path}: has a whole {name}{differing}: max_lora_modules_to_save must be at least 1 for that, "
+                f"given 0. Each takes {sum(sizes.values())} bytes, of a head and an embedding. Give it, or {MERGE}. At "
+                f"most max_lora_rank rows, {self._most_rank}, need none where lora_target_modules has {stripped}"
+            )
+        self._matrices[name] = matrix
 
     def _tied_to(self, place: AnyPlace) -> str:
         """The head that the embedding of ``place`` is as well; "": none."""

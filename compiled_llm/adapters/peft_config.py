@@ -20,6 +20,7 @@ _READ = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "peft_type", "bias", "init_lora_weights", "target_parameters",
     "trainable_token_indices", "ensure_weight_tying", "peft_version", "base_model_name_or_path", "revision",
+    "modules_to_save",
 }  # fmt: skip
 # What tells of the training, of the layout of the base model's weights, or of the files. None of it is needed to serve.
 _NOT_NEEDED = {
@@ -30,7 +31,6 @@ _NOT_NEEDED = {
 _REFUSED = {
     "use_dora": f"a DoRA, whose magnitudes are of the changed weights: {MERGE}",
     "lora_bias": f"biases of its own: {MERGE}",
-    "modules_to_save": f"whole modules in the place of the model's: {MERGE}",
     "alora_invocation_tokens": "an activated LoRA, which begins within a prompt: there is no other way here",
     "layer_replication": f"repeated layers: {MERGE}",
     "use_qalora": f"pooled inputs: {MERGE}",
@@ -58,6 +58,7 @@ class PeftConfig:
     layers: tuple[int, ...]
     parameters: tuple[str, ...]  # ends of names, of all experts
     tokens: Mapping[str, tuple[int, ...]]  # by ends of names of embeddings and heads
+    saved: tuple[str, ...]  # ends of names of modules that it has whole
     ties: bool  # whether changes of the embedding are those of a head that is the embedding, too
     version: str  # of the PEFT that wrote it
     base: str  # " (NAME, revision HASH)" of its base model, as far as it says
@@ -104,6 +105,7 @@ class PeftConfig:
             _layers(path, fields.get("layers_to_transform")),
             _names(path, fields, "target_parameters"),
             _tokens(path, fields.get("trainable_token_indices")),
+            _names(path, fields, "modules_to_save"),
             bool(fields.get("ensure_weight_tying")),
             str(fields.get("peft_version") or ""),
             _base(fields),
@@ -123,6 +125,10 @@ class PeftConfig:
         if not found:
             raise ValueError(f"{self.path}: trainable_token_indices must have tokens for {module:.200}, given none")
         return found
+
+    def saves(self, module: str) -> bool:
+        """Whether the adapter has ``module`` whole, by ``modules_to_save``."""
+        return _ends_with(module, self.saved)
 
     def is_older_than(self, *version: int) -> bool:
         """Whether a PEFT before ``version`` wrote it, or nobody knows."""

@@ -146,6 +146,9 @@ class EngineConfig:
             ``lm_head``, ``embed_tokens`` and ``experts``, by any part of their names between dots.
         max_cpu_loras: with ``enable_lora``: most adapters that stay in host memory while no request uses them. None: as
             ``max_loras``.
+        max_lora_modules_to_save: with ``enable_lora``: most adapters that run at once with a head or an embedding of
+            their own (PEFT's ``modules_to_save``). Memory is set aside for as many of both, in the model's dtype. None:
+            0, such adapters are refused.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
         max_request_id_length: most characters of a ``request_id``.
@@ -230,6 +233,7 @@ class EngineConfig:
     max_lora_rank: int | None = None
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     max_cpu_loras: int | None = None
+    max_lora_modules_to_save: int | None = None
     max_logprobs: int = 20
     max_queued_requests: int = 100_000
     max_request_id_length: int = 256
@@ -338,6 +342,11 @@ class EngineConfig:
         return (self.max_loras or 8) if self.enable_lora else 0
 
     @property
+    def whole_loras(self) -> int:
+        """Of these, adapters with a head or an embedding of their own."""
+        return self.max_lora_modules_to_save or 0
+
+    @property
     def host_loras(self) -> int:
         """Adapters that stay in host memory without a request."""
         return self.max_cpu_loras or self.lora_slots
@@ -381,6 +390,7 @@ _INTEGERS = {
     "max_loras": (1, 1024),
     "max_lora_rank": (1, 512),
     "max_cpu_loras": (1, 2**20),
+    "max_lora_modules_to_save": (0, 1024),
     "max_queued_requests": (1, 2**31 - 1),
     "max_request_id_length": (1, 2**20),
     "max_grammar_bytes": (2**20, 2**48),
@@ -424,6 +434,7 @@ class EngineLimits:
     mixes_lens: bool = False  # whether drafts may be in the place of other requests' tokens in all decode buckets
     stream: Stream | None = None  # where requests keep sink tokens and a window
     max_loras: int = 0  # adapters that a step may have
+    whole_loras: int = 0  # of these, those with whole matrices
     splits_loras: bool = False  # whether decodes with adapters and without have buckets of their own
     max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
     num_stages: int = 1  # of a pipeline, in which so many steps of different requests are at once
@@ -536,6 +547,7 @@ class EngineLimits:
             token_bucket_sizes=tuple(sorted(ladder)),
             chunked_prefill=config.enable_chunked_prefill,
             max_loras=config.lora_slots,
+            whole_loras=config.whole_loras,
             max_tokens_beside_decodes=beside_decodes,
             num_stages=config.pipeline_parallel_size,
             stream=stream if stream is not None and stream.sink_tokens else None,

@@ -90,13 +90,22 @@ def _check_roles(config: Any) -> None:
 
 
 def _check_lora(config: Any) -> None:
-    for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+    for name in ("max_loras", "max_lora_rank", "max_cpu_loras", "max_lora_modules_to_save"):
         if not config.enable_lora and getattr(config, name) is not None:
             raise ValueError(f"{name} must be None without enable_lora=True, given {getattr(config, name)}")
     if not config.enable_lora and config.lora_target_modules != ("all-linear",):
         raise ValueError(
             "lora_target_modules must be left out without enable_lora=True, given "
             f"{', '.join(config.lora_target_modules)}"
+        )
+    if config.whole_loras > config.lora_slots:
+        raise ValueError(
+            f"max_lora_modules_to_save must be at most max_loras, {config.lora_slots}, given {config.whole_loras}"
+        )
+    if config.whole_loras and config.tensor_parallel_size > 1:
+        raise ValueError(
+            "max_lora_modules_to_save must be 0 with tensor_parallel_size > 1 (ranks share out no whole matrices), "
+            f"given {config.whole_loras}: merge such adapters by compiled-llm merge-lora"
         )
     if config.enable_lora and not config.lora_target_modules:
         raise ValueError("lora_target_modules must have a name with enable_lora=True, given none")

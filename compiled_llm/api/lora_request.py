@@ -8,6 +8,8 @@ from typing import Any
 
 from compiled_llm.api.readable import shown
 
+WHOLE = "+whole"
+"""How digests of adapters end that have a whole head or embedding: they run in slots that have room for these."""
 _LONGEST_NAME = 256
 
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from compiled_llm.adapters.peft_config import PeftConfig
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.lora_request import LoRARequest
 from compiled_llm.checkpoint.model_files import checkpoint_directory, load_tokenizer
@@ -85,6 +87,9 @@ def make_plan(
     """
     if adapters:
         of_adapters = {"enable_lora": True, "max_loras": max(1, len(adapters) - 1), "max_cpu_loras": 1}
+        whole = sum(bool(PeftConfig.read(Path(path)).saved) for path in adapters)
+        if whole:
+            of_adapters["max_lora_modules_to_save"] = min(whole, of_adapters["max_loras"])
         arguments = {**arguments, **of_adapters}
     config = EngineConfig(**arguments)
     for name in kv_cache_dtypes:

@@ -173,7 +173,8 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     with mode if shard is None else contextlib.nullcontext():  # whose rows are numbers
         linears = linears_of(engine, config, DEVICE, dtype)
         if limits.max_loras and bucket.adapters is not False:
-            linears = Adaptable(linears, limits.max_loras, engine.lora_rank, engine.lora_target_modules)
+            sizes = limits.max_loras, engine.lora_rank, engine.lora_target_modules
+            linears = Adaptable(linears, *sizes, num_whole=engine.whole_loras)
         described = family_of(config).describe(config, dtype, linears if shard is None else shared(linears, shard))
     with mode:
         weights, step_input, source = faked((described.weights, buffers.step_input, buffers.feedback))

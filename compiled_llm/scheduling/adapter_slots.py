@@ -8,24 +8,28 @@ when these have ended.
 So that an adapter's flood cannot keep others waiting within the slots, adapters take turns, and so do requests of none
 among them (start-time fair queueing: Goyal et al., SIGCOMM 1996). An adapter's requests come in one a turn, the first
 of them in the turn after that of the last request that was admitted.
+
+Adapters with whole matrices, whose digests end in ``WHOLE``, run in the first slots alone, as only these have room for
+them; others take those last.
 """
 
 from collections import Counter
 
+from compiled_llm.api.lora_request import WHOLE
 from compiled_llm.scheduling.request import Request
 
 _LEAST_TURNS = 64  # that are kept
 
 
 class AdapterSlots:
-    """Slots from 1 to ``num_slots``. Adapters are known by their digests, "" is none.
+    """Slots from 1 to ``num_slots``, the first ``num_whole`` for any adapter. They are known by digests, "" is none.
 
     Attributes:
         loads: (slot, adapter) pairs that the next step copies before it runs, in this order.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, num_whole: int = 0) -> None:
+        self.num_slots, self._num_whole = num_slots, num_whole
         self.loads: list[tuple[int, str]] = []
         self._slots: dict[str, int] = {}  # the least recently used adapter first
         self._empty = list(range(num_slots, 0, -1))
@@ -52,7 +56,8 @@ class AdapterSlots:
             return True
         if adapter in self._slots:
             return adapter != self._leaving or request.rank < self._first
-        return self._num_free > 0
+        whole, others = self._free()
+        return whole > 0 or (others > 0 and not adapter.endswith(WHOLE))
 
     def enter(self, request: Request) -> int:
         """``request``, which may enter, runs from now on. Returns its slot; 0: it has no adapter."""
@@ -64,9 +69,13 @@ class AdapterSlots:
         if adapter in self._slots:
             self._slots[adapter] = slot = self._slots.pop(adapter)
             return slot
-        if not self._empty:
-            self._empty.append(self._slots.pop(next(other for other in self._slots if not self._users[other])))
-        slot = self._empty.pop()
+        fitting = [slot for slot in reversed(self._empty) if slot <= self._last_slot(adapter)]
+        if not fitting:
+            idle = [a for a, slot in self._slots.items() if not self._users[a] and slot <= self._last_slot(adapter)]
+            fitting = [self._slots.pop(max(idle, key=lambda other: self._slots[other] > self._num_whole))]
+            self._empty += fitting
+        slot = max(fitting, key=lambda slot: slot > self._num_whole)  # the first of these
+        self._empty.remove(slot)
         self._slots[adapter] = slot
         self.loads.append((slot, adapter))
         return slot
@@ -128,23 +137,31 @@ class AdapterSlots:
         if not self._held_back:
             self._leaving = ""
             return []
-        free = self._num_free
+        whole, others = self._free()
         resumed: list[Request] = []
         for adapter in sorted(self._held_back, key=lambda adapter: min(r.rank for r in self._held_back[adapter])):
             if self._users[adapter] and adapter != self._leaving:
                 resumed += self._held_back.pop(adapter)
-            elif free:
-                free -= 1
+            elif others and not adapter.endswith(WHOLE):
+                others -= 1
                 resumed += self._held_back.pop(adapter)
-        used = [adapter for adapter in self._slots if self._users[adapter]]
-        self._leaving = min(used, key=self._users.__getitem__, default="") if self._held_back else ""
+            elif whole:
+                whole -= 1
+                resumed += self._held_back.pop(adapter)
+        first = min(self.held_back(), key=lambda request: request.rank, default=None)
+        last = 0 if first is None else self._last_slot(first.adapter)
+        used = [adapter for adapter, slot in self._slots.items() if self._users[adapter] and slot <= last]
+        self._leaving = min(used, key=self._users.__getitem__, default="")
         self._first = min((request.rank for request in self.held_back()), default=(0, 0))
         return resumed
 
-    @property
-    def _num_free(self) -> int:
-        """Slots that no running request uses."""
-        return self.num_slots - len(self._users)
+    def _free(self) -> tuple[int, int]:
+        """Slots that no running request uses: those for any adapter, and the others."""
+        used = sum(self._slots[adapter] <= self._num_whole for adapter in self._users) if self._num_whole else 0
+        return self._num_whole - used, self.num_slots - self._num_whole - len(self._users) + used
+
+    def _last_slot(self, adapter: str) -> int:
+        return self._num_whole if adapter.endswith(WHOLE) else self.num_slots
 
     def check_invariants(self, running: list[Request]) -> None:
         """Assert that each running request's adapter has a slot of its own."""

@@ -74,7 +74,7 @@ class RunningSet:
         self.limits, self.pool, self.swap_pool = limits, pool, swap_pool
         self.places, self.states, self.prefix_cache, self.forks = places, states, prefix_cache, forks
         self.preemption_mode, self.costs, self.tiers = preemption_mode, costs, tiers
-        self.adapters = AdapterSlots(limits.max_loras)
+        self.adapters = AdapterSlots(limits.max_loras, limits.whole_loras)
         self.counts = SchedulerCounts()
         self.waiting = RequestQueue()
         self.running: list[Request] = []

@@ -63,6 +63,7 @@ _OF_NO_MATTER = frozenset(
         "max_loras",
         "max_lora_rank",
         "max_cpu_loras",
+        "max_lora_modules_to_save",
         "lora_target_modules",
         "max_logprobs",
         "max_queued_requests",

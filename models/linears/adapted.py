@@ -19,6 +19,7 @@ from compiled_llm.models.linears.heads import AdaptedHeads, HeadLinear
 from compiled_llm.models.linears.protocol import AroundKind, GroupedLinear, Linear, LinearKind, StoredLinear, Take
 from compiled_llm.models.linears.quantizing import ROUTERS, names
 from compiled_llm.models.linears.sharded import CutTake, Piece
+from compiled_llm.models.linears.whole import WholeMatrices, WholePlace
 from compiled_llm.ops import TILE, Following, LoraRows, LoraWeights, add_lora, lora_followed, slots_of_rows
 from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 from compiled_llm.ops.linear.lora import tiles_of
@@ -40,6 +41,8 @@ class Adapted(NamedTuple):
     of_rows: RowChanges | None = None  # of an embedding
     slots: Tensor | None = None  # [T] int32, of the step's tokens: ``with_slots`` puts them here
     flags: Tensor | None = None  # of ``Surroundings.lora``, on a GPU
+    head: WholeMatrices | None = None  # those that adapters bring whole
+    table: WholeMatrices | None = None  # the same of an embedding
 
     @property
     def out_features(self) -> int:
@@ -55,7 +58,7 @@ class Adapted(NamedTuple):
 
     @property
     def cpu_ops(self) -> tuple[str, ...]:
-        return (*self.plain.cpu_ops, "lora_cpu")
+        return (*self.plain.cpu_ops, "lora_cpu", *(("linear_cpu",) if self.head is not None else ()))
 
     @property
     def surroundings(self) -> tuple[Tensor, ...]:
@@ -73,11 +76,14 @@ class Adapted(NamedTuple):
         """``y``, what the layer itself gives for ``x``, changed in place."""
         if self.changes is not None:
             _add(y, x, self.slots, self.changes, self.flags)
+        if self.head is not None:
+            assert self.slots is not None, "see with_slots"
+            self.head.change(y, x, self.slots)
         return y
 
     def changes_and(self, x: Tensor) -> bool:
         """Whether ``followed`` is one launch: on a GPU."""
-        return x.is_cuda and self.changes is not None
+        return x.is_cuda and self.changes is not None and self.head is None
 
     def followed(self, y: Tensor, x: Tensor, following: Following) -> tuple[Tensor, Tensor]:
         """As ``lora_followed``, of what the layer itself gives for ``x``."""
@@ -92,6 +98,9 @@ class Adapted(NamedTuple):
             assert self.slots is not None, "see with_slots"
             places = (self.slots.clamp(min=1) - 1).long() * self.out_features + ids
             _add(y, self.of_rows.a.flatten(0, 1)[places], self.slots, self.of_rows.expand, self.flags)
+        if self.table is not None:
+            assert self.slots is not None, "see with_slots"
+            y = self.table.rows(y, ids, self.slots)
         return y
 
 
@@ -353,6 +362,8 @@ class Adaptable(AroundKind):
         places: of the layers that have been taken, by their names in a checkpoint of plain weights; of experts with "*"
             for the number.
         matched: the targets that named one.
+        num_whole: of the slots, those from the first on that may have a whole head and embedding.
+        whole: heads and embeddings, by their names.
         of_shapes: whether these are also layers that have been taken as shapes alone, to read adapters for others.
     """
 
@@ -363,6 +374,8 @@ class Adaptable(AroundKind):
     places: dict[str, AnyPlace] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     matched: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
     of_shapes: bool = False
+    num_whole: int = 0
+    whole: dict[str, WholePlace] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def take(self, take: Take, parts: Sequence[StoredLinear]) -> Linear:
         linear, (part, *_) = self.plain.take(take, parts), parts
@@ -373,13 +386,20 @@ class Adaptable(AroundKind):
         head = part._replace(name=part.also or part.name, also="")
         changes = self._changes(take, [head], linear) if self._may_change([head]) else None
         of_rows = self._row_changes(take, part, linear) if part.also else None
-        nothing = changes is None and of_rows is None
-        return linear if nothing else Adapted(linear, changes, of_rows, flags=flags_on(take.device))
+        own = (
+            self._whole(take, head, linear, True),
+            self._whole(take, part._replace(also=""), linear, False) if part.also else None,
+        )
+        if changes is None and of_rows is None and own == (None, None):
+            return linear
+        return Adapted(linear, changes, of_rows, None, flags_on(take.device), *own)
 
     def take_table(self, take: Take, part: StoredLinear) -> Linear:
         linear = self.plain.take_table(take, part)
-        of_rows = self._row_changes(take, part, linear)
-        return linear if of_rows is None else Adapted(linear, None, of_rows, flags=flags_on(take.device))
+        of_rows, table = self._row_changes(take, part, linear), self._whole(take, part, linear, False)
+        if of_rows is None and table is None:
+            return linear
+        return Adapted(linear, None, of_rows, flags=flags_on(take.device), table=table)
 
     def take_experts(self, take: Take, experts: Sequence[Sequence[StoredLinear]], top_k: int) -> GroupedLinear:
         layer = self.plain.take_experts(take, experts, top_k)
@@ -434,6 +454,9 @@ class Adaptable(AroundKind):
                     self.places[key] = place._replace(part=part._replace(stacked=other))
                 elif f"{part.name}.weight" == name and not part.also:
                     self.places[key] = place._replace(part=part._replace(also=other.removesuffix(".weight")))
+            for key, whole in self.whole.items():
+                if f"{whole.part.name}.weight" == name:
+                    self.whole[key] = whole._replace(part=whole.part._replace(also=other.removesuffix(".weight")))
 
     def _may_change(self, parts: Sequence[StoredLinear], kind: str = "") -> bool:
         is_router = any(fnmatchcase(part.name, pattern) for part in parts for pattern in ROUTERS)
@@ -464,6 +487,16 @@ class Adaptable(AroundKind):
         expand.a[:, 0] = torch.eye(most, dtype=take.dtype, device=take.device)
         self._note(take, Place(part, 0, 0, expand, linear, of_rows=a))
         return RowChanges(a, expand)
+
+    def _whole(self, take: Take, part: StoredLinear, linear: Linear, is_head: bool) -> WholeMatrices | None:
+        """Slots for matrices in the place of a head's or an embedding's; None: without any."""
+        made = None
+        if self.num_whole:
+            made = WholeMatrices.empty(self.num_whole, part, is_head, take.dtype, take.device)
+        if take.device.type != "meta" or self.of_shapes:
+            is_shared = isinstance(take, CutTake)
+            self.whole[part.name] = WholePlace(part, linear, made, take.dtype, take.device, is_shared)
+        return made
 
     def _note(self, take: Take, place: AnyPlace) -> None:
         if take.device.type == "meta" and not self.of_shapes:  # nothing but names and shapes are asked for
@@ -504,4 +537,6 @@ def _adapted(weights: Any) -> list[Any]:
 
 def _slots_of(layer: Any) -> list[Tensor]:
     of_rows = layer.of_rows if isinstance(layer, Adapted) else None
-    return [*(layer.changes or ()), *(() if of_rows is None else (of_rows.a, *of_rows.expand))]
+    whole = (layer.head, layer.table) if isinstance(layer, Adapted) else ()
+    tensors = [tensor for matrices in whole if matrices is not None for tensor in matrices]
+    return [*tensors, *(layer.changes or ()), *(() if of_rows is None else (of_rows.a, *of_rows.expand))]

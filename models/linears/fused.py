@@ -35,7 +35,7 @@ def _is_halved_on_gpu(x: Tensor) -> bool:
 def takes_norm(linear: Linear, x: Tensor) -> TypeGuard[Quantized | Adapted]:
     """Whether the product with ``x`` takes in an RMS norm before it."""
     if isinstance(linear, Adapted):
-        return takes_norm(linear.plain, x)
+        return linear.head is None and takes_norm(linear.plain, x)
     in_order = isinstance(linear, Quantized) and linear.order is None
     return in_order and _is_halved_on_gpu(x) and x.shape[0] <= MAX_ROWS
 
@@ -43,7 +43,7 @@ def takes_norm(linear: Linear, x: Tensor) -> TypeGuard[Quantized | Adapted]:
 def takes_what_follows(linear: Linear, x: Tensor, around: str) -> TypeGuard[Dense | Exact | Quantized | Adapted]:
     """Whether the product with ``x`` takes in what follows it; ``around`` says what, as in ``Product``."""
     if isinstance(linear, Adapted):
-        return x.shape[0] <= MAX_ROWS and takes_what_follows(linear.plain, x, around)
+        return linear.head is None and x.shape[0] <= MAX_ROWS and takes_what_follows(linear.plain, x, around)
     if not _is_halved_on_gpu(x):
         return False
     if isinstance(linear, Dense):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from compiled_llm import CompiledEngine, LoRARequest, SamplingParams
 from compiled_llm.adapters import merging
 from compiled_llm.adapters.merging import merge_adapter
+from compiled_llm.adapters.peft import TENSORS_FILE
 from compiled_llm.checkpoint import writing
 from compiled_llm.commands.merge_lora import main
 from tests.adapters.made import linear_modules, merged, write_adapter
@@ -83,13 +84,13 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     save_file(tensors | {f"base_model.model.{name}.lora_magnitude_vector": torch.ones(3)},
               others["dora"] / "adapter_model.safetensors")  # fmt: skip
     for which, words in (
-        ("head", "of linear layers of the model alone, found"),
+        ("head", "or whole heads and embeddings, alone, found"),
         ("shape", "by the model and the rank"),
-        ("missing", "target_modules names modules without tensors"),
+        ("missing", "target_modules or modules_to_save names modules without tensors"),
         ("dora", "lora_magnitude_vector"),
         ("tokens", "found target_parameters or tokens"),
         ("integers", "of I32"),
-        ("twice", "of linear layers of the model alone, found"),
+        ("twice", "alone, found"),
     ):
         with pytest.raises(ValueError, match=words):
             merge_adapter(base, others[which], out)
@@ -118,3 +119,23 @@ def test_an_interrupted_merge_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(KeyboardInterrupt):
         merge_adapter(checkpoint("qwen3"), adapter, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_whole_heads_and_embeddings(tmp_path: Path) -> None:
+    """As the adapter has them; a tied pair would come apart, and is refused."""
+    model, generator = transformers_model("llama-biases"), torch.Generator().manual_seed(0)
+    own = {
+        f"base_model.model.{name}.weight": torch.randn(model.lm_head.weight.shape, generator=generator)
+        for name in ("lm_head", "model.embed_tokens")
+    }
+    for name in ("llama-biases", "qwen3"):
+        modules = linear_modules(transformers_model(name))
+        path = write_adapter(tmp_path / name, modules, modules_to_save=["lm_head", "embed_tokens"]) / TENSORS_FILE
+        brought = own if name == "llama-biases" else {key: own[key] for key in own if "embed" in key}
+        save_file(load_file(path) | brought, path)
+    merge_adapter(checkpoint("llama-biases"), tmp_path / "llama-biases", tmp_path / "out")
+    merged_tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name, matrix in own.items():
+        assert torch.equal(merged_tensors[name.removeprefix("base_model.model.")], matrix)
+    with pytest.raises(ValueError, match="which are one in the model"):
+        merge_adapter(checkpoint("qwen3"), tmp_path / "qwen3", tmp_path / "other")

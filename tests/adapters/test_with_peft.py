@@ -66,6 +66,16 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tied tokens": ("qwen3", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 7, 300]}, ALL),
     "tied": ("qwen3", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, ALL),
     "not tied": ("qwen3", {"target_modules": ["lm_head", "embed_tokens"], "rank_pattern": {"lm_head": 3}}, ALL),
+    "whole": (
+        "llama-biases", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, (),
+    ),
+    "whole head": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, ()),
+    "whole embedding": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, ()),
+    "whole and tied": (
+        "qwen3",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        (),
+    ),
 }  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT and transformers, about each other
 peft = pytest.importorskip("peft")
@@ -101,7 +111,7 @@ def adapted(model: nn.Module, directory: Path, **config: Any) -> nn.Module:
     for name, parameter in made.named_parameters():
         if "lora_B" in name or "lora_embedding_A" in name:  # that PEFT begins with zeros in
             parameter.data.normal_(std=0.1)
-        if "trainable_tokens_delta" in name:
+        if "trainable_tokens_delta" in name or "modules_to_save" in name:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
     made.save_pretrained(directory)
     return made
@@ -124,7 +134,11 @@ def check_against_peft(
         tokens, found = PROMPTS[0] + output.outputs[0].token_ids, torch.tensor(logprobs_of(output))
         close = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
         close(found, logprobs(theirs, tokens))
-        embeddings = {*config.get("target_modules", ())} & {"lm_head", "embed_tokens", "wte"}
+        embeddings = {*config.get("target_modules", ()), *config.get("modules_to_save", ())} & {
+            "lm_head",
+            "embed_tokens",
+            "wte",
+        }
         if not (model.config.tie_word_embeddings and embeddings):  # PEFT merges a change of either with both
             close(found, logprobs(theirs.merge_and_unload(), tokens))
         assert (found - logprobs(model, tokens)).abs().max() > 1e-3, f"{name} changes too little to be seen"
@@ -159,9 +173,10 @@ def test_each_kind_of_layer(name: str, tmp_path: Path) -> None:
     check_family(name, True, tmp_path)
 
 
-@pytest.mark.parametrize("case", marked(CASES, ["tied tokens"]))
+@pytest.mark.parametrize("case", marked(CASES, ["tied tokens", "whole and tied"]))
 def test_configs(case: str, tmp_path: Path) -> None:
     name, config, targets = CASES[case]
-    changes = {"lora_target_modules": targets} if targets else {}
+    changes: dict[str, Any] = {"lora_target_modules": targets} if targets else {}
+    changes |= {"max_lora_modules_to_save": 1} if "modules_to_save" in config else {}
     with CompiledEngine(str(checkpoint(name)), dtype="float32", **SIZES, **LORA, **changes) as engine:
         check_against_peft(engine, transformers_model(name), {"x": config}, tmp_path)

@@ -60,6 +60,7 @@ REFUSED: dict[str, list[object]] = {
     "max_loras": [8, 0],  # without enable_lora
     "max_lora_rank": [16, 513],
     "max_cpu_loras": [8],
+    "max_lora_modules_to_save": [1, -1],
 }
 
 

@@ -131,6 +131,11 @@ WINDOWS = Checks(
 STATES = Checks(
     ("tests/scheduling/test_state_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
+TIERS = Checks(
+    ("tests/scheduling/test_tiers.py", "tests/battery/test_schedules.py::test_random_schedules_with_tiers"),
+    load_torch=False,
+)
+WHOLE = Checks(("tests/e2e/test_lora_whole.py",), load_torch=True)
 SUSPECTS = Checks(
     ("tests/scheduling/test_suspects.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
@@ -166,6 +171,8 @@ DRAFTERS = Checks(("tests/drafting/test_suffix.py",), load_torch=False)
 LOOKAHEAD = Checks(("tests/drafting/test_lookahead.py", "tests/scheduling/test_drafts.py"), load_torch=False)
 LAYER_SKIP = Checks(("tests/e2e/test_layer_skip.py",), load_torch=True)
 TREES = Checks(("tests/scheduling/test_draft_trees.py", "tests/e2e/test_draft_trees.py"), load_torch=True)
+NETWORK_TREES = Checks(("tests/worker/test_draft_trees.py", "tests/e2e/test_network_trees.py"), load_torch=True)
+LATENT_TREES = Checks(("tests/ops/attention/test_latent_trees.py",), load_torch=True)
 NETWORKS = Checks(("tests/worker/test_draft_coverage.py", "tests/e2e/test_draft_model.py"), load_torch=True)
 HEADS = Checks(("tests/worker/test_head_coverage.py", "tests/e2e/test_draft_heads.py"), load_torch=True)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
@@ -396,6 +403,8 @@ _PLANTED = """
     scheduling.draft_trees, TREES
         rows of a tree stand where their slots are
             tree_depths: depths[parent] + 1 => len(depths)
+        acceptance follows the first child
+            DraftTree._child: self.token_ids[child - 1] == token_id => True
     worker.draft_trees, TREES
         a row of a tree sees its sibling
             tree_rows: masks[parent] | 1 << row => masks[parent] | 1 << row | (1 << row - 1 if row > 1 else 0)
@@ -404,6 +413,43 @@ _PLANTED = """
     ops.attention.move_keys, TREES
         values stay where they are
             move_keys_reference: values[targets, :, to_offset // v_width, :, to_offset % v_width] = lanes => ...
+    ops.attention.move_keys, LATENT_TREES
+        latents stay where they are
+            move_keys_reference: (keys, values) if latent else (keys,) => (keys,)
+    ops.attention.latent_attention, LATENT_TREES
+        a tree over latents sees its siblings
+            latent_attention_reference: ancestors[start] != 0 => False
+    models.layers.latent_attention, TREES
+        rows of trees over latents see all before them
+            latent_attention: rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec, step.ancestors)
+                => rotary_latent_attention(*new, *turn, keys_of(spec, cache, step), spec)
+    worker.draft_trees, NETWORK_TREES
+        features of accepted drafts stay where they are
+            move_accepted: rows[target] = rows[source] => ...
+    step.tree_drafting, NETWORK_TREES
+        on the device a path goes on with a draft of another node
+            accepted_path: known.parents == row[:, None] => known.parents >= 0
+        on the device a path follows the first child
+            accepted_path: known.token_ids == sampled[:, None] => known.token_ids >= 0
+        Medusa heads read the row that a chain has there
+            draft_medusa_tree_function: known.token_row + path[:, -1] => known.token_row + accepted
+        all Medusa heads have the noise of the first
+            draft_medusa_tree_function: known.position + accepted + number + 1 => known.position + accepted + 1
+        a node has the ancestors of its sibling
+            draft_tree_function: torch.gather(masks[:, count - width :], 1, before) => masks[:, count - width :]
+        a node does not see its parent
+            draft_tree_function: masks_before | (1 << own) => masks_before[:, :1] & 1 | (1 << own)
+        the hidden state of a parent is that of its sibling
+            draft_tree_function: torch.gather(fed_back, 1, before[:, :, None].expand(-1, -1, fed_back.shape[2]))
+                => fed_back
+        nodes have the noise of the level before
+            _of_nodes: sampling.position + level => sampling.position + level - 1
+        nodes stand where their slots are
+            _step_of_tree: base[:, None] + depths => places
+        features of a path are those of the rows that a chain has there
+            _path_rows: known.position[owner] - 1 + row => known.position[owner] - 1 + place
+        tokens of a path are those of the rows that a chain has there
+            _path_rows: known.first_row[owner] + row => known.first_row[owner] + place
     step.drafting, NETWORKS
         a network goes on from the token after the last right draft but one
             draft_model_function: known.first_row + accepted => known.first_row
@@ -713,7 +759,7 @@ _PLANTED = """
         a slot is free as soon as one of its requests leaves it
             StatePool.free: self._references[slot] == 0 => self._references[slot] <= 1
         an evicted snapshot can still be found
-            StatePool.allocate: del self._slot_of[self._digest_of.pop(slot)] => self._digest_of.pop(slot)
+            StatePool.withdraw: del self._slot_of[digest] =>
         a snapshot outlives its block in a slot that is empty
             StatePool.forget: self._empty.append(slot) =>
     scheduling.state_pool, STATES
@@ -750,6 +796,21 @@ _PLANTED = """
                 => self._is_filling(request, index)
         a prefix is used without a state
             PrefixCache._usable: shorter = self.states.longest_hit(request.block_digests, shorter) =>
+    scheduling.tiers, TIERS
+        a state is found in host memory before it is copied there
+            KVTiers._store_state: self._states_out.append((slot, -row)) =>
+        a row is given away while a state is copied to it
+            KVTiers._store_state: self._pin_for_step(held) =>
+        the state at the end of another block comes back
+            KVTiers.find_with_state: self._at(request, state_name(digests[end - 1]))
+                => self._at(request, state_name(digests[max(0, end - 2)]))
+        a snapshot is copied out of a slot that was given away
+            KVTiers.send: self.pool.states.lookup(digest) != slot or self._store_state(slot, digest, makes_room=False)
+                => self._store_state(slot, digest, makes_room=False)
+    scheduling.running_set, TIERS
+        a state from host memory is taken for that of fewer tokens
+            RunningSet.admit: self.states.enter(request, digest, -state.row, output, computed)
+                => self.states.enter(request, digest, -state.row, output, len(shared) * self.limits.block_size)
     scheduling.suspects, SUSPECTS
         of two requests that fail together both are the cause
             Suspects.take: len(requests) == 1 => len(requests) <= 2
@@ -853,8 +914,14 @@ _PLANTED = """
         a slot keeps the adapter that was evicted
             AdapterSlots.enter: self.loads.append((slot, adapter)) =>
         the adapter of a running request is evicted
-            AdapterSlots.enter: next(other for other in self._slots if not self._users[other]) =>
-                next(iter(self._slots))
+            AdapterSlots.enter: not self._users[a] and slot <= self._last_slot(adapter) =>
+                slot <= self._last_slot(adapter)
+    models.linears.whole, WHOLE
+        a slot keeps the whole matrix of the adapter before
+            WholeMatrices.put: int(matrix is not None) => 1
+        the embedding of another slot is read
+            WholeMatrices.rows: self.weights.flatten(0, 1)[number * vocab_size + ids] =>
+                self.weights.flatten(0, 1)[ids]
     worker.request_rows, ADAPTERS
         a row keeps the slot of the request before
             RequestRows._admit: self.adapter_slots[row] = admission.adapter_slot =>
@@ -919,23 +986,33 @@ _PLANTED = """
         the server that takes requests need not know the key
             OtherServer.meet: not hmac.compare_digest(str(answer.get("proof")).encode(), expected.encode()) => False
         a server of other weights takes requests
-            OtherServer.meet: facts["key"] != own["key"] => False
+            OtherServer.meet: here != there and (name != "model" or facts.get("key") != own["key"]) =>
+                here != there and name == "version"
+        a server takes its own requests
+            OtherServer.meet: facts.get("server") == own.get("server") => False
         an adapter of the same name is the same
-            OtherServer.meet: facts["adapters"].get(adapter.name) != await asyncio.to_thread(adapter_digest, adapter) =>
-                False
+            OtherServer.meet: digest is None or facts["adapters"].get(adapter.name) != digest => False
     server.replicas, REPLICAS
         a request that kills engines kills them all
             Replicas._lose: request.is_second or not self._serves_again => not self._serves_again
         what a dead engine gave comes again
             Replicas._lose: request.begin_again() => request.is_begun = False
         the prompt of another engine is the answer
-            Replicas._take: request.late is not None => False
+            Replicas._take: request.prompt_engine is not None and output.engine == request.prompt_engine => False
         a slow prefill engine is waited for
-            Replicas._send: request.late = loop.call_later(seconds, self._end_prefill, request_id, request, None) =>
-                request.late = loop.call_later(3600, self._end_prefill, request_id, request, None)
+            Replicas._begin_prompt: loop.call_later(seconds, self._end_prefill, request_id, request, None)
+                => loop.call_later(3600, self._end_prefill, request_id, request, None)
+        blocks of all prompts of an engine are waited for at once
+            Replicas._begin_prompt: len(prompts) == 1 => True
+        the next prompt's blocks are not waited for when the first has ended
+            Replicas._leave_prompt: was_first and prompts and prompts[0] in self._requests => False
+        a request goes to a second engine when its prompt has ended
+            Replicas._end_prefill: request.engine is not None => False
         a drained engine gets requests
             Replicas._of_role: self._fault(one) is None and one.place.number not in self._drained =>
                 self._fault(one) is None
+        two drains at once move a request twice
+            Replicas._hand_over: self._handing[engine] => contextlib.nullcontext()
         a request that was left runs on
             Replicas._forget: client.abort(left) => None
         what another server gave before it broke off comes again

@@ -38,6 +38,7 @@ CHANGING_NO_TOKEN = {
     *("cuda_graphs", "compile_workers", "num_threads", "max_logprobs", "max_queued_requests", "max_request_id_length"),
     *("max_grammar_seconds", "max_grammar_bytes", "model_process", "enforce_eager", "progress", "check_invariants"),
     *("wait_for_compile", "speculative_config", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
+    "max_lora_modules_to_save",
     *("lora_target_modules", "kv_host_bytes", "kv_disk_path", "kv_disk_bytes"),
     *("role", "kv_transfer_address", "kv_transfer_bytes", "kv_transfer_peers"),
     *("weights_path", "weights_bytes", "pipeline_parallel_size"),

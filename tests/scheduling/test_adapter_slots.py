@@ -1,5 +1,6 @@
 """Slots of adapters: who gets one, who waits, and for whom. Whole schedules at random are in ``tests/battery``."""
 
+from compiled_llm.api.lora_request import WHOLE
 from compiled_llm.scheduling.request import Status
 from tests.fake_engine import add_request, both_loops, check_result, finishing_order, make_engine, names_of
 
@@ -130,3 +131,18 @@ def test_turns_of_adapters_that_are_gone_are_forgotten() -> None:
         add_request(scheduler, f"{i}", 3, 2, adapter=f"{i}")
         engine.run()
     assert len(scheduler.running_set.adapters._turns) <= 66
+
+
+def test_adapters_with_whole_matrices_run_in_the_first_slots_alone() -> None:
+    """Others take those last, and leave them to one that waits."""
+    scheduler, engine = make_engine(**SIZES, max_loras=2, whole_loras=1)
+    for name, adapter in (("1", "a"), ("2", f"b{WHOLE}"), ("3", f"c{WHOLE}"), ("4", "d")):
+        add_request(scheduler, name, 3, 6, adapter=adapter)
+    output = engine.step()
+    assert output is not None
+    assert list(output.adapter_loads) == [(2, "a"), (1, f"b{WHOLE}")]
+    assert names_of(output) == ["1", "2"]
+    engine.run()
+    slots = {adapter: slot for output in engine.outputs for slot, adapter in output.adapter_loads}
+    assert slots[f"c{WHOLE}"] == 1
+    assert sorted(loads(engine)[2:]) == [f"c{WHOLE}", "d"]
