@@ -78,8 +78,7 @@ def merge_adapter(base: Path, adapter: Path, target: Path) -> Merged:
     try:
         writer = CheckpointWriter(base, unfinished)
         for name, found in weights.items():
-            change = changes.get(name)
-            writer.add(name, found.read() if change is None else _changed(found.read(), change))
+            writer.add(name, _changed(found.read(), changes[name]) if name in changes else found.read())
         nbytes = writer.finish()
         os.replace(unfinished, target)
     except BaseException:
