@@ -180,6 +180,7 @@ def lora_followed_reference(y: Tensor, x: Tensor, slots, tokens, bounds, groups,
     shrunk = add_lora_reference(changed, rows.flatten(0, -2), own, *weights)
     out, total = x.new_empty(0), x.new_empty(0)
     if after.places is not None:
+        assert after.weights is not None, "the sum of experts has both"
         out = weighted_sum_added_reference(changed, after.places, after.weights, after.beside, after.residual)
     elif after.residual is not None:
         norms = changed, after.delta_norm, after.scale, after.norm, after.eps

@@ -13,6 +13,8 @@ steps of one size, with the instructions of tiles of 16 rows; then over the rank
 Layers of few rows have this inside their own launch (``triton_adapted.py``), with the same bits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -288,5 +290,5 @@ def add_lora(
 ) -> Tensor:
     """The op: ``lora_followed`` with nothing behind it, and flags of its own."""
     flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=x.device)
-    given = a, b, ranks, scales, starts, flags, "", False, 0.0, 0.0, *[None] * 7, 0.0
+    given: Any = a, b, ranks, scales, starts, flags, "", False, 0.0, 0.0, *[None] * 7, 0.0
     return lora_followed(y, x, slots, None, None, 1, False, *given)[2]
