@@ -105,7 +105,9 @@ class PoolSizes:
 
         ``ValueError``: there is no room for one of each.
         """
-        if not size or not self.num_slots:
+        if not size:
+            return 0, 0
+        if not self.num_slots:
             return size // self.block_bytes, 0
         slots = min(size // 2 // self.slot_bytes, size // (self.slot_bytes + self.block_bytes))
         if not slots:

@@ -176,7 +176,8 @@ def summed_experts(
         mixed = experts.sum_of(hidden, lambda own, part: summed_experts(own, part, chosen, used))
         mixed = mixed if beside is None else mixed + beside
         return mixed if residual is None else residual + mixed
-    plain, lora = experts, tuple[Tensor, ...]()
+    plain: GroupedLinear = experts
+    lora: tuple[Tensor, ...] = ()
     if hidden.is_cuda and isinstance(experts, AdaptedExperts) and experts.has_few(hidden):
         plain, lora = experts.plain, experts.surroundings
     if _sums_at_once(plain, hidden, chosen):

@@ -14,7 +14,7 @@ def test_stats_are_taken_from_where_they_are_counted() -> None:
     add(engine.scheduler, make_request("b", 5, 3))
     counts = EngineCounts(1, 2, 3, 4, 5, 6, 7.5, 8.5)
     times = RunnerTimes(9.5, 10.5, 11.5, 12)
-    stats = counts.stats(engine.scheduler, times, 0)
+    stats = counts.stats(engine.scheduler, times)
     given = {**dataclasses.asdict(counts), **dataclasses.asdict(times)}
     assert {name: getattr(stats, name) for name in given} == given
     assert (stats.num_running, stats.num_waiting) == (1, 1)
