@@ -230,7 +230,7 @@ class BoundCall:
 def _call_of(program: str | types.CodeType, names: Mapping[str, Any]) -> Callable:
     namespace = dict(names)
     exec(program, namespace)
-    return namespace["call"]
+    return namespace.pop("call")  # or the function would be among its own globals: a circle, which lives on
 
 
 def _packed(native: NativeRuns | None) -> tuple[types.CodeType, dict[str, tuple]] | None:

@@ -69,13 +69,13 @@ class AdapterSlots:
         if adapter in self._slots:
             self._slots[adapter] = slot = self._slots.pop(adapter)
             return slot
-        fitting = [slot for slot in reversed(self._empty) if slot <= self._last_slot(adapter)]
-        if not fitting:
-            idle = [a for a, slot in self._slots.items() if not self._users[a] and slot <= self._last_slot(adapter)]
-            fitting = [self._slots.pop(max(idle, key=lambda other: self._slots[other] > self._num_whole))]
-            self._empty += fitting
+        idle = {slot: other for other, slot in self._slots.items() if not self._users[other]}
+        fitting = (slot for slot in (*reversed(self._empty), *idle) if slot <= self._last_slot(adapter))
         slot = max(fitting, key=lambda slot: slot > self._num_whole)  # the first of these
-        self._empty.remove(slot)
+        if slot in idle:
+            del self._slots[idle[slot]]
+        else:
+            self._empty.remove(slot)
         self._slots[adapter] = slot
         self.loads.append((slot, adapter))
         return slot

@@ -74,10 +74,11 @@ class Quantized(NamedTuple):
         return quantized_linear(x, *weight, self.bias, *constants)
 
     def rows(self, ids: Tensor) -> Tensor:
-        assert self.order is None, "embeddings have no order of inputs"
         form = self.scheme.form
-        rows = unpack_quantized_rows(self.weight, ids, form, self.in_features)
-        return dequantize(rows, form).to(getattr(torch, self.dtype))
+        rows = dequantize(unpack_quantized_rows(self.weight, ids, form, self.in_features), form)
+        if self.order is not None:  # of a head: embeddings have none
+            rows = rows[:, self.order.argsort()]
+        return rows.to(getattr(torch, self.dtype))
 
 
 class QuantizedExperts(NamedTuple):

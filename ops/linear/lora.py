@@ -13,6 +13,7 @@ its end:
 """
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +195,7 @@ def lora_followed_reference(y: Tensor, x: Tensor, slots, tokens, bounds, groups,
 
 
 def _followed_fake(y: Tensor, x: Tensor, slots, tokens, bounds, groups, gathered, a, *args: Any) -> Any:
-    after, wide, rows = Following(*args[5:]), y.shape[-1], y.shape[:-1].numel()
+    after, wide, rows = Following(*args[5:]), y.shape[-1], math.prod(y.shape[:-1])
     shrunk, nothing = x.new_empty(rows, *a.shape[1:3], dtype=torch.float32), x.new_empty(0)
     if after.places is not None:
         return x.new_empty(after.places.shape[0], wide), nothing, shrunk

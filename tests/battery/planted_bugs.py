@@ -914,8 +914,7 @@ _PLANTED = """
         a slot keeps the adapter that was evicted
             AdapterSlots.enter: self.loads.append((slot, adapter)) =>
         the adapter of a running request is evicted
-            AdapterSlots.enter: not self._users[a] and slot <= self._last_slot(adapter) =>
-                slot <= self._last_slot(adapter)
+            AdapterSlots.enter: not self._users[other] => True
     models.linears.whole, WHOLE
         a slot keeps the whole matrix of the adapter before
             WholeMatrices.put: int(matrix is not None) => 1

@@ -1,8 +1,10 @@
 """Compiled functions that load without torch's compiler: they do what the compiler's result does."""
 
 import contextlib
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm import ops
+from compiled_llm.compiling.argument_specs import ArgumentCheck
 from compiled_llm.compiling.compiler import compile_ahead
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.ready_code import load_ready, ready_code
@@ -131,6 +134,29 @@ def test_it_is_bound_to_tensors_whose_contents_change() -> None:
     held = {id(tensor) for tensor in again.held()}
     assert held >= {id(tensor) for tensor in weights}
     assert id(counts) not in held
+
+
+def test_what_is_bound_frees_its_tensors_at_once() -> None:
+    """Not when garbage is next collected, which a program may put off for good: they are weights and a KV pool."""
+    args = Pair(torch.rand(8), torch.rand(8)), torch.randn(3, 8), torch.zeros(2)
+    code = ready_code(compile_ahead(normed, "normed", args)[0])
+    assert code is not None
+    check, function = ArgumentCheck(args), load_ready(code, normed.__globals__)
+    for _ in range(4):
+        assert check.difference(args) is None
+        assert check.last is not None
+        with torch.no_grad():
+            check.last.call(function)
+    end, was_on = weakref.ref(args[0].first), gc.isenabled()
+    gc.disable()
+    try:
+        del args
+        assert end() is not None
+        check.forget()
+        assert end() is None
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def test_results_that_are_arguments_are_not_bound() -> None:

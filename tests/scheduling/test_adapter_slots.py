@@ -146,3 +146,15 @@ def test_adapters_with_whole_matrices_run_in_the_first_slots_alone() -> None:
     slots = {adapter: slot for output in engine.outputs for slot, adapter in output.adapter_loads}
     assert slots[f"c{WHOLE}"] == 1
     assert sorted(loads(engine)[2:]) == [f"c{WHOLE}", "d"]
+
+
+def test_a_slot_with_room_for_matrices_stays_free_while_another_is_idle() -> None:
+    scheduler, engine = make_engine(**SIZES, max_loras=2, whole_loras=1)
+    add_request(scheduler, "1", 3, 2, adapter="a")
+    engine.run()
+    for name, adapter in (("2", "d"), ("3", f"b{WHOLE}")):
+        add_request(scheduler, name, 3, 2, adapter=adapter)
+    output = engine.step()
+    assert output is not None
+    assert list(output.adapter_loads) == [(2, "d"), (1, f"b{WHOLE}")]
+    engine.run()

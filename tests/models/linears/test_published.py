@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from compiled_llm.models.linears.published import in_columns, in_order_of
+from compiled_llm.models.linears.quantized import Quantized, Scheme
+from compiled_llm.ops.linear.quantized_layouts import empty_quantized, quantize_into
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat, dequantize
 
 FORM = WeightFormat("int8", 16, zeros=True, zero_dtype="float32")
@@ -30,3 +32,12 @@ def test_columns_move_with_their_scales() -> None:
     assert torch.equal(dequantize(found[0][1], FORM), dequantize(whole, FORM)[:, order])
     with pytest.raises(ValueError, match="groups of 32 inputs must lie within a head each"):
         in_columns(lambda first, made: None, order, 32)
+
+
+def test_rows_of_a_head_whose_inputs_have_an_order() -> None:
+    """What adapters that bring a head, or rows of one, are compared with."""
+    form = WeightFormat("int8", 16)
+    weight = empty_quantized(form, 20, 64, torch.device("cpu"))
+    quantize_into(weight, 0, torch.randn(20, 64), form)
+    head = Quantized(weight, None, Scheme(form), 20, 64, "float32", order=torch.randperm(64).int())
+    torch.testing.assert_close(head.rows(torch.tensor([3, 17])), head.apply(torch.eye(64)).t()[[3, 17]])
