@@ -356,6 +356,8 @@ class Replicas:
         """Another engine gets a request, and takes blocks of the prompt as they are computed."""
         loads, engine = self._of_role(prefill=False), request.prompt_engine
         assert engine is not None
+        if engine in self._drained or self._other is not None or not self.clients[engine].serves:
+            return  # what it has goes elsewhere just now
         if loads and request.prompt is not None and self._router is not None and engine not in loads:
             place = {"remote_host": self.clients[engine].config.kv_transfer_address, "remote_port": 0}
             params = {"do_remote_prefill": True, "remote_request_id": request.lease, **place}
@@ -369,7 +371,9 @@ class Replicas:
         if request.engine is not None:
             return  # it takes what is there, and computes the rest
         loads = self._of_role(prefill=False)
-        if params is None or not loads or request.prompt is None or self._router is None:
+        if self._other is not None:
+            self._send_elsewhere(self._other, request_id, request, None)
+        elif params is None or not loads or request.prompt is None or self._router is None:
             self._send(request_id, request, prefills=False)
         else:
             self._send_to(self._router.choose(request.prompt, loads), request_id, request, params)

@@ -30,6 +30,7 @@ from compiled_llm.tiers.peer_session import (
 _CONNECT_SECONDS, _READ_SECONDS = 2.0, 5.0
 _BROKEN_SECONDS = 5.0  # for which an engine that did not answer is not asked again
 _RENEW_SECONDS = LEASE_SECONDS / 5
+_MEET_SECONDS = 10.0  # for which an engine is asked again that does not know a request: its prompt may not come at all
 
 
 class _Peer:
@@ -39,6 +40,7 @@ class _Peer:
         family, place = parse_address(address)
         self.lock = threading.Lock()
         self._met = set[bytes]()  # leases that it knew, of those that it may not know yet
+        self._unmet: dict[bytes, float] = {}  # those that it did not, and until when they are asked for
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._memory: memoryview | None = None
         try:
@@ -74,7 +76,9 @@ class _Peer:
         if found.kind == LATER:
             return NotYet(is_coming=True)
         if found.kind == UNKNOWN and source.is_early and source.lease not in self._met:
-            return NotYet(is_coming=False)
+            now = time.monotonic()
+            if now < self._unmet.setdefault(source.lease, now + _MEET_SECONDS):
+                return NotYet(is_coming=False)
         if found.kind in (MISSING, UNKNOWN):
             return None
         if found.kind != FOUND or found.digest != digest:
@@ -92,6 +96,7 @@ class _Peer:
         with self.lock:
             if kind == RELEASE:
                 self._met.discard(lease)
+                self._unmet.pop(lease, None)
             self._session.send(Message(kind, lease))
             self._session.flush()
             self._session.take()

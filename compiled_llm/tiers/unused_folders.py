@@ -48,7 +48,7 @@ def remove_unused(parent: Path, most_bytes: int) -> int:
         OSError: ``parent`` cannot be read.
     """
     with contextlib.ExitStack() as stack:
-        above = os.open(parent, _OPEN)
+        above = os.open(parent, _OPEN & ~os.O_NOFOLLOW)  # a link to it is the user's choice
         stack.callback(os.close, above)
         unused = list[tuple[float, int, int, str]]()  # last use, bytes, descriptor, name
         for name in os.listdir(above):

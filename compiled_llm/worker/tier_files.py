@@ -95,13 +95,14 @@ def open_files(
     rows = HostRows(swap_space.pools)
     own, of_windows = rows(swap_space.num_blocks + 1)
     block_bytes = sum(map(len, (own, *of_windows)))
+    state_bytes = len(rows(-swap_space.num_slots - 1)[0]) if swap_space.num_tier_slots else 0
     if config.transfers:
-        state_bytes = len(rows(-swap_space.num_slots - 1)[0]) if swap_space.num_tier_slots else 0
         return FileThread(_exchange(config, key, block_bytes, state_bytes), rows)
     assert config.kv_disk_path is not None
-    ranks, least = config.tensor_parallel_size, HEADER_BYTES + block_bytes
-    if config.disk_bytes < ranks * least:
-        raise ValueError(f"kv_disk_bytes must be at least {ranks * least}, a block, given {config.disk_bytes}")
+    ranks, files = config.tensor_parallel_size, [block_bytes, *([state_bytes] if state_bytes else [])]
+    if config.disk_bytes < (least := ranks * sum(HEADER_BYTES + size for size in files)):
+        what = "a block and a state" if state_bytes else "a block"
+        raise ValueError(f"kv_disk_bytes must be at least {least}, {what}, given {config.disk_bytes}")
     folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes // ranks)
     folder.scan()
     return FileThread(folder, rows)

@@ -394,9 +394,11 @@ def test_a_late_file_is_computed(tiny: dict[str, Any], tmp_path: Path, monkeypat
         assert stats.tier_idle_seconds > 0
 
 
-def test_a_bound_of_files_has_room_for_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"kv_disk_bytes must be at least \d+, a block, given 1000"):
-        CompiledEngine(**SMALL, kv_host_bytes=2**20, kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=1000)
+@pytest.mark.parametrize(("model", "what"), [("llama", "a block"), ("lfm2", "a block and a state")])
+def test_a_bound_of_files_has_room_for_one(model: str, what: str, tmp_path: Path) -> None:
+    sizes = {"kv_host_bytes": 2**20, "kv_disk_path": str(tmp_path / "kv"), "kv_disk_bytes": 1000}
+    with pytest.raises(ValueError, match=rf"kv_disk_bytes must be at least \d+, {what}, given 1000"):
+        CompiledEngine(str(checkpoint(model)), **SMALL, **sizes)
     assert list(tmp_path.iterdir()) == []
 
 

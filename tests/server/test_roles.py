@@ -463,6 +463,39 @@ async def test_two_drains_at_once_move_a_request_once() -> None:
         module._HAND_OVER_SECONDS = module_seconds
 
 
+@runs
+async def test_prompts_of_a_drained_server_go_elsewhere_whatever_their_engine_has_begun() -> None:
+    """The first is handed over; the next, which waits for its turn, is not given to an engine here meanwhile."""
+    async with serving("decode", "prefill") as (replicas, (decode, prefill)):
+        tasks = [asyncio.create_task(collected(replicas, asked(name, group=g))) for g, name in enumerate("abc")]
+        await settle()
+        decode.handed, other = {"a": ([], None)}, PlayedServer()
+        prefill.handed = {name: ([9], None) for name in "ab"}
+        drain = asyncio.create_task(replicas.drain_to(other, None, 0.0))
+        await settle()
+        prefill.end_prompt("c")  # between the two
+        await drain
+        await settle()
+        assert [one.request_id for one in decode.sent] == ["a"]
+        assert sorted(one.request_id for one in other.asked) == ["a", "b", "c"]
+        for task in tasks:
+            task.cancel()
+        await settle()
+
+
+@runs
+async def test_prompts_of_a_drained_prefill_engine_are_not_waited_for() -> None:
+    async with serving("decode", "prefill") as (replicas, (decode, prefill)):
+        tasks = [asyncio.create_task(collected(replicas, asked(name, group=g))) for g, name in enumerate("abc")]
+        await settle()
+        prefill.handed = {name: ([9], None) for name in "abc"}
+        await replicas.drain(1, 0.0)
+        assert [one.kv_transfer_params is not None for one in decode.sent] == [True, False, False]
+        for name in "abc":
+            decode.give(name, PIECE, ends=True)
+        assert [texts(await task) for task in tasks] == ["x"] * 3
+
+
 TO = {"max_tokens": 60, "ignore_eos": True}
 MOVED: tuple[dict[str, Any], ...] = (
     {**TO, "prompt": "# five\n" + PROMPT, "temperature": 0.8, "seed": 4, "logprobs": 1, "stream": True},

@@ -161,6 +161,22 @@ def test_a_block_that_is_still_computed_is_asked_for_again(giver: BlockGiver, ta
     taker.end(late)
 
 
+def test_a_request_that_another_engine_never_hears_of_is_not_waited_for_forever(
+    giver: BlockGiver, taker: BlockExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks of others come meanwhile."""
+    monkeypatch.setattr(exchange_module, "_MEET_SECONDS", 0.05)
+    early = BlockSource(giver.address, LEASE, is_early=True)
+    taker.begin(early)
+    found: list[Any] = [NotYet(is_coming=False)]
+    end = time.monotonic() + 2
+    while found == [NotYet(is_coming=False)] and time.monotonic() < end:
+        found = taker.read_all([Room(DIGESTS[0], memoryview(bytearray(1000)), [])], early)
+    assert found == [None]
+    taker.end(early)
+    until(lambda: not taker._peers[giver.address]._unmet)
+
+
 def test_a_thread_asks_for_the_next_block_alone_and_writes_meanwhile() -> None:
     store, numbers = ComputingStore(), list[int]()
     thread = FileThread(store, lambda row: (memoryview(bytearray(1)), ()))

@@ -130,9 +130,10 @@ def test_folders_that_nobody_uses_go_by_age_and_by_bytes(tmp_path: Path) -> None
             os.utime(path, (now - days * 86400, now - days * 86400))
     (tmp_path / "other").mkdir()
     (tmp_path / ("ab" * 32)).symlink_to(tmp_path / "other")
+    (tmp_path / "link").symlink_to(tmp_path)
     for name in (1, 2, 3, 5, 6):
         folders[name].close()
-    assert remove_unused(tmp_path, 2 * size) == 3
+    assert remove_unused(tmp_path / "link", 2 * size) == 3
     left = {name for name, folder in folders.items() if folder.path.exists()}
     assert left == {3, 4, 5, 6}, "the 2nd and 5th are old, the 1st is the oldest of the others; the 4th is in use"
     assert [path.name for path in folders[5].path.iterdir()] == ["notes"]
