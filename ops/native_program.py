@@ -97,7 +97,7 @@ class BoundRun:
         self._is_filled = False
 
     def __call__(self, arguments: list[Tensor], others: list[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        if self._is_filled:
+        if self._is_filled and others:  # torch finds the op by a tensor, so there must be one
             return _run()(self._made, self._bound, others, sizes)
         outputs = _run()(self._made, self._bound, arguments + others, sizes)
         self.held, self._is_filled = arguments, True

@@ -105,6 +105,16 @@ def test_a_bound_run_does_the_same_with_what_its_argument_holds_by_then() -> Non
     assert bound.held == [weight]
 
 
+def test_all_inputs_may_be_arguments() -> None:
+    steps = (Step("rms_norm", (("Tensor", 1), ("Tensor", 0), ("float", 1e-6)), (2,), (0, 1)),)
+    run = prepare(Program(3, 2, 2, (2,), steps))
+    assert run is not None
+    bound, weight, x = run.bound(), torch.rand(8), torch.randn(3, 8)
+    for _ in range(3):
+        assert torch.equal(bound([weight, x], [], [])[0], ops.rms_norm(x, weight, 1e-6))
+        x += 1
+
+
 def test_an_argument_of_other_memory_is_refused() -> None:
     bound, weight, x = normed_twice().bound(), torch.rand(8), torch.randn(3, 8)
     expected = bound([weight], [x], [])
