@@ -84,9 +84,9 @@ STEPS = {
     "qwen3, adapters, a batch of 64 in float32": Case(
         "qwen3", (9,), (6, 12), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True, "dtype": "float32"}
     ),
-    "gemma2, a batch of 64": Case("gemma2", (8,), (5, 13), "decode_64", BATCH_OF_64),
+    "gemma2, a batch of 64": Case("gemma2", (9,), (5, 13), "decode_64", BATCH_OF_64),
     "gemma2, adapters, a batch of 64": Case(
-        "gemma2", (9,), (6, 13), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+        "gemma2", (10,), (6, 13), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
     ),
     "qwen3-moe, adapters": Case("qwen3-moe", (7, 7), (5, 10), "decode_2_lora", {"enable_lora": True}),
     "qwen3-moe, adapters, a batch of 64": Case(
