@@ -164,7 +164,10 @@ class CompiledFunction:
             warn(f"{self.name} is not kept, the next start compiles it again: it is more than a graph")
         else:
             self._cache.store(self._cache.key_of(self.name, self._copy, args, self._depends), code, facts)
-            self._call = load_ready(code, self._copy.__globals__)
+            try:
+                self._call = load_ready(code, self._copy.__globals__)
+            except Exception as error:  # whatever it is: what was compiled serves all the same, but is bound to nothing
+                warn(f"{self.name} takes longer a call: the kept code does not load: {type(error).__name__}: {error}")
         return facts, "miss", reason
 
     def _load(self, args: tuple) -> tuple[Fields | None, str]:

@@ -269,6 +269,22 @@ def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(tmp_pa
     assert not list(library.parent.glob("*.part"))
 
 
+def test_what_was_compiled_serves_where_the_kept_code_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise ImportError("its library is gone")
+
+    monkeypatch.setattr("compiled_llm.compiling.function.load_ready", fail)
+    function = CompiledFunction(
+        lambda x: x.exp() - 1, "late", torch.device("cpu"), enforce_eager=False, cache=CompileCache(tmp_path, {})
+    )
+    x = torch.rand(4)
+    with pytest.warns(UserWarning, match="late takes longer a call: .*its library is gone"):
+        function.warm_up(lambda: (x,))
+    torch.testing.assert_close(function(x), x.exp() - 1)
+
+
 def test_a_build_that_ends_early_leaves_no_file_where_it_is_looked_for(tmp_path: Path) -> None:
     with whole_libraries(), pytest.raises(CppCompileError):
         torch._inductor.cpp_builder.run_compile_cmd("sh -c 'echo half > \"$2\"; exit 1' sh -o kernel.so", str(tmp_path))
