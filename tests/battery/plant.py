@@ -4,6 +4,7 @@ The working tree is not touched: the source of one module is changed between rea
 its own. Those are forks of this one, which has loaded what takes long, and nothing of the package.
 """
 
+import ast
 import importlib
 import importlib.machinery
 import json
@@ -33,7 +34,7 @@ class PlantingLoader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Compiled from the source each time: no .pyc is read."""
         source = self.get_data(self.path).decode()
-        return self.source_to_code(self.bug.planted(source), self.path)
+        return self.source_to_code(self.bug.planted(ast.parse(source)), self.path)
 
 
 class PlantingFinder:

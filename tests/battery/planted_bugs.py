@@ -41,9 +41,8 @@ class Bug:
     old: str
     new: str
 
-    def planted(self, source: str) -> ast.Module:
-        """The module of this ``source`` with the bug in it."""
-        tree = ast.parse(source)
+    def planted(self, tree: ast.Module) -> ast.Module:
+        """The module of this ``tree``, with the bug in it from now on."""
         planting = _Planting(ast.parse(self.old).body, ast.parse(self.new).body)
         planting.visit(_named(tree, self.function))
         where = f"{self.name}: {self.function} of {self.module}"

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling import parallel
+from compiled_llm.compiling import build_worker, parallel
 from compiled_llm.compiling.build_processes import BuildProcesses, Job
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.keys import code_settings
 from compiled_llm.compiling.parallel import build_missing, useful_workers
 from compiled_llm.system.progress import StartProgress
 
@@ -53,16 +54,13 @@ def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> No
     assert not again.built, "what is there is not compiled again"
 
 
-def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path) -> None:
-    cache, built = CompileCache(tmp_path, {}), job("sine", torch.rand(2), torch.zeros(2))
+def test_another_process_compiles_nothing_for_other_settings() -> None:
     torch.set_default_dtype(torch.float64)
-    try:
-        with pytest.warns(UserWarning, match=r"torch is set up otherwise here: the default dtype is 'torch.float32'"):
-            build_missing(cache, [built], num_workers=1, progress=StartProgress())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert not cache.built
-    assert not list(tmp_path.iterdir())
+    asked = code_settings()
+    torch.set_default_dtype(torch.float32)
+    built = build_worker._compile(job("sine", torch.rand(2), torch.zeros(2)), asked, None)
+    assert built.error.startswith("torch is set up otherwise here: the default dtype is 'torch.float32'")
+    assert not built.payload
 
 
 def test_a_process_that_compiles_ends_with_the_one_that_asked() -> None:

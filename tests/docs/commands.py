@@ -135,6 +135,11 @@ NOT_RUN = (
     ),
     NotRun(_PYTHON + r"[\d.]* -m venv \S+", "a directory of its own is made by CI (.ci/run)", check_nothing),
     NotRun(r"(\S*/)?pip ((un)?install|download) .+", "needs the network; CI installs the project (.ci/run)", check_pip),
+    NotRun(
+        r"CXX=\S+ _PYTHON_HOST_PLATFORM=\S+ pip wheel \. --no-deps",
+        "compiles for minutes; tests/test_packaging.py runs it",
+        check_nothing,
+    ),
     NotRun(r"unzip -j \S+\.whl .+", "what pip would download", check_nothing),
     NotRun(
         _COMMAND + r" (merge-lora \S|\S.* --(enable-lora|lora)\b).*",

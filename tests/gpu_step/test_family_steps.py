@@ -24,7 +24,7 @@ from compiled_llm.ops.triton_programmatic import wait_for_launches_before  # noq
 from tests.gpu_step.family_steps import too_early  # noqa: E402
 
 # The others: battery. Of the sample, a kernel is compiled.
-SAMPLE = ("qwen3, programmatic", "qwen3, two ranks")
+SAMPLE = ("qwen3, programmatic",)
 
 
 @functools.cache
