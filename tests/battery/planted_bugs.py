@@ -44,10 +44,12 @@ class Bug:
     def planted(self, tree: ast.Module) -> ast.Module:
         """The module of this ``tree``, with the bug in it from now on."""
         planting = _Planting(ast.parse(self.old).body, ast.parse(self.new).body)
-        planting.visit(_named(tree, self.function))
+        function = _named(tree, self.function)
+        planting.visit(function)
         where = f"{self.name}: {self.function} of {self.module}"
         assert planting.count == 1, f"{where} has this {planting.count} times, not once: {self.old}"
-        return ast.fix_missing_locations(tree)
+        ast.fix_missing_locations(function)
+        return tree
 
 
 def _named(tree: ast.AST, name: str) -> ast.AST:
@@ -64,11 +66,12 @@ class _Planting(ast.NodeTransformer):
         self._old, self._new, self.count = old, new, 0
         is_expression = len(old) == len(new) == 1 and isinstance(old[0], ast.Expr) and isinstance(new[0], ast.Expr)
         self._expression = old[0].value if is_expression else None
+        self._dumped = ast.dump(ast.Module(old, []) if self._expression is None else self._expression)
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
         if self._expression is not None:
-            if isinstance(node, ast.expr) and ast.dump(node) == ast.dump(self._expression):
+            if type(node) is type(self._expression) and ast.dump(node) == self._dumped:
                 self.count += 1
                 return self._new[0].value
             return node
@@ -85,7 +88,7 @@ class _Planting(ast.NodeTransformer):
 
 
 def _is_alike(found: ast.stmt, old: ast.stmt) -> bool:
-    return ast.dump(found) == ast.dump(_with_body_of(found, old))
+    return type(found) is type(old) and ast.dump(found) == ast.dump(_with_body_of(found, old))
 
 
 def _with_body_of(found: ast.stmt, statement: ast.stmt) -> ast.stmt:

@@ -212,7 +212,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("_one_thread")
-@sized("size", 3, 0)
+@sized("size", 2, 0)
 @pytest.mark.parametrize("act", [send_signal, raise_fault])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_the_engine_serves_on_after_an_interrupt_at_any_line(

@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
         for method in ("draft_model", "eagle3", "medusa")
     },
 }
-SMALL_METHODS = ("ngram", "suffix", "draft_model")  # heads: tests/e2e/test_draft_heads.py
+SMALL_METHODS = ("ngram", "suffix")  # networks: tests/e2e/test_draft_model.py and test_draft_heads.py
 HEADS = {"eagle3": write_eagle3, "medusa": write_medusa}  # of random weights
 # By the model, the one that drafts for it.
 DRAFT_MODELS = {None: str(DEMO_MODEL), "lfm2": "llama", "deepseek-v3": "deepseek-v2"}

@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 KINDS = ("plain", "int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4")
 # A family with each kind of layer, and each kind of weights with one of them; the battery has all with all.
 ORDINARY = (
-    *("llama-int4", "qwen3-moe-plain", "gpt-oss-mxfp4", "deepseek-v3-int8", "qwen3-next-fp8", "gemma2-int4_w4a8"),
-    "nemotron-h-moe-int8_w8a8",
+    *("llama-int4", "qwen3-moe-plain", "gpt-oss-mxfp4", "deepseek-v3-int8", "gemma4-moe-fp8", "gemma2-int4_w4a8"),
+    "gpt2-int8_w8a8",
 )
 FIELDS = {"what": "these"}
 LAYER = torch.arange(3000.0), None, (torch.arange(12, dtype=torch.int8).view(3, 4).t(), 7)

@@ -24,7 +24,7 @@ PROMPTS = [
     "import os\nimport sys\n\n\ndef main(arguments):\n    path = os.path.join(arguments[0], 'a')\n    if not os.path",
 ]
 # (beam_width, max_tokens, length_penalty)
-SEARCHES = [(1, 8, 1.0), (2, 12, -1.0), (3, 1, 0.5), (5, 17, 2.0), (9, 6, 0.0), (10, 14, 0.7)]
+SEARCHES = [(1, 6, 1.0), (2, 9, -1.0), (3, 1, 0.5), (5, 10, 2.0), (9, 6, 0.0), (10, 8, 0.7)]
 NO_EOS: tuple[int, ...] = ()
 
 
@@ -169,7 +169,7 @@ def test_end_of_text_is_reached(engine: CompiledEngine, monkeypatch: pytest.Monk
     """Tokens that the beams are full of are made to end the text."""
     assert engine.tokenizer is not None
     reasons = []
-    for width, max_tokens, penalty in ((1, 12, 1.0), (4, 16, 0.0), (5, 16, -1.0)):
+    for width, max_tokens, penalty in ((1, 10, 1.0), (4, 10, 0.0), (5, 10, -1.0)):
         prompts = PROMPTS[width % 3 :][:2]
         plain = [
             token

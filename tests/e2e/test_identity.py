@@ -51,10 +51,8 @@ def tokens_of(
     return [output.outputs[0].token_ids for output in engine.generate(prompts, sampling_params, use_tqdm=False)]
 
 
-DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.battery)])
-
-
-@DTYPES
+@pytest.mark.battery  # the ordinary run has tests/e2e/test_same_bits.py, and test_sampling.py's compiled requests
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_buckets_of_several_sizes(dtype: str, prompts: list[list[int]], expected: dict[str, list[list[int]]]) -> None:
     with CompiledEngine(dtype=dtype, **COMPILED_SIZES, num_kv_blocks=500, check_invariants=True) as engine:
         assert tokens_of(engine, prompts) == expected[dtype]

@@ -110,7 +110,7 @@ INTERPRETED = {
     "scaled-queries": functools.partial(run, dtype=BF16, scaled=True, head_dim=40, num_heads=6, num_kv_heads=3),
     "float32": functools.partial(a_decode, dtype=FP32, norm_dtype=FP32, scaled=True),
     "normed-values": functools.partial(run, dtype=BF16, norm_dtype=FP32, values="normed", head_dim=48),
-    "keys-are-values": functools.partial(run, dtype=FP16, norm_dtype=FP32, values="keys"),
+    "keys-are-values": functools.partial(run, dtype=FP16, norm_dtype=FP32, values="keys", num_heads=2, num_kv_heads=1),
     "exact-keys-are-values": functools.partial(
         a_decode, dtype=BF16, norm_dtype=FP32, values="keys", kernels="triton_exact"
     ),

@@ -25,6 +25,7 @@ BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_
 # ---- interpreted ----------------------------------------------------------------------------------------------------
 
 ONE_HEAD = {"num_heads": 1, "num_kv_heads": 1}
+TWO_HEADS = {"num_heads": 2, "num_kv_heads": 1}
 MIXED = {"padding_query_lens": [0, 1], "trailing_rows": 2, "fused_qkv": True}
 EXTRA: dict[str, dict[str, Any]] = {
     "many-splits": step([1, 1, 1, 1], [255, 256, 257, 1023], num_heads=6),
@@ -167,7 +168,7 @@ def trees_agree_with_the_reference(rows: int = 64, **kwargs) -> None:
 
 MORE |= {
     "tree": (trees_agree_with_the_reference, {"dtype": BF16, "num_heads": 8, "trailing_rows": 2}),
-    "tree-int8-window": (trees_agree_with_the_reference, {"dtype": BF16, "kv_dtype": INT8, "window": 70}),
+    "tree-int8-window": (trees_agree_with_the_reference, {"dtype": BF16, "kv_dtype": INT8, "window": 70, **TWO_HEADS}),
     "tree-fp8": (trees_agree_with_the_reference, {"dtype": FP16, "kv_dtype": FP8, "soft_cap": 2.0, "sinks": True}),
     "tree-float32-window": (
         trees_agree_with_the_reference,

@@ -114,7 +114,9 @@ INTERPRETED = {
     },
     **{name: functools.partial(chunks_change_no_bit, **options) for name, options in CHUNKS.items()},
     "neighbours": functools.partial(neighbours_change_no_bit, dtype=BF16),
-    "neighbours-int8-features": functools.partial(neighbours_change_no_bit, dtype=BF16, kv_dtype=INT8, **FEATURES),
+    "neighbours-int8-features": functools.partial(
+        neighbours_change_no_bit, dtype=BF16, kv_dtype=INT8, num_heads=2, num_kv_heads=1, **FEATURES
+    ),
 }  # fmt: skip
 
 
