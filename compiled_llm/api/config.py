@@ -102,8 +102,8 @@ class EngineConfig:
         kv_disk_bytes: most bytes of these files, for each model; the least recently used are removed. None: 16 GiB.
         role: "prefill": computes prompts, and gives their KV blocks to other engines; "decode": takes them from there,
             for requests that say so; "both": serves requests alone. See docs/roles.md.
-        kv_transfer_address: where this engine gives KV blocks: unix:PATH for engines of this machine, or HOST:PORT
-            (port 0: a free one). None: it gives none. Needs the environment's COMPILED_LLM_KV_KEY, which they share.
+        kv_transfer_address: where this engine gives KV blocks: unix:PATH for engines of this machine, HOST:PORT, or
+            nixl:HOST:PORT for RDMA (port 0: a free one). None: it gives none. Needs the environment's COMPILED_LLM_KV_KEY, which they share.
         kv_transfer_bytes: memory for blocks that are to be taken. None: 1 GiB.
         kv_transfer_peers: hosts besides this machine that requests may name to take blocks from.
         preemption_mode: "recompute", "swap" (recompute where that space is full), or "auto": what was faster at start.

@@ -13,6 +13,7 @@ from typing import Any
 from compiled_llm.scheduling.request import BlockSource
 from compiled_llm.tiers.file_thread import NotYet, Read, Room
 from compiled_llm.tiers.giver import LEASE_SECONDS, BlockGiver, scattered
+from compiled_llm.tiers.nixl_memory import RemoteMemory
 from compiled_llm.tiers.peer_session import (
     FOUND,
     GET,
@@ -43,6 +44,7 @@ class _Peer:
         self._unmet: dict[bytes, float] = {}  # those that it did not, and until when they are asked for
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._memory: memoryview | None = None
+        self._remote: RemoteMemory | None = None
         try:
             self._socket.settimeout(_CONNECT_SECONDS)
             self._socket.connect(place)
@@ -56,6 +58,8 @@ class _Peer:
                     self._memory = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
                 finally:
                     os.close(descriptor)
+            elif "nixl" in self.facts:
+                self._remote = RemoteMemory(self.facts["nixl"])
             self._socket.settimeout(_READ_SECONDS)
         except BaseException:
             self._socket.close()
@@ -85,12 +89,17 @@ class _Peer:
             raise PeerError("it answers something else")
         if found.size > sum(map(len, (own, *of_windows))):
             raise PeerError("its block is too large")
-        if self._memory is None:
-            content = memoryview(bytearray(found.size))
-            self._session.receive_into(content)
-        else:
-            content = self._memory[found.offset : found.offset + found.size]
-        return scattered(content, found.windows, found.checksum, own, of_windows)
+        return scattered(self._content(found), found.windows, found.checksum, own, of_windows)
+
+    def _content(self, found: Message) -> memoryview:
+        """A block's bytes, which may change while they are read."""
+        if self._memory is not None:
+            return self._memory[found.offset : found.offset + found.size]
+        if self._remote is not None:
+            return self._remote.read(found.offset, found.size, _READ_SECONDS)
+        content = memoryview(bytearray(found.size))
+        self._session.receive_into(content)
+        return content
 
     def tell(self, kind: int, lease: bytes) -> None:
         with self.lock:
@@ -103,6 +112,10 @@ class _Peer:
 
     def close(self) -> None:
         self._socket.close()
+        with self.lock:
+            if self._remote is not None:
+                self._remote.close()
+                self._remote = None
 
 
 class BlockExchange:
@@ -222,7 +235,7 @@ class BlockExchange:
         """Errors of a connection end it, and nothing else."""
         try:
             yield
-        except (OSError, PeerError):
+        except (OSError, PeerError, RuntimeError):  # the last is NIXL's
             with self._changed:
                 now = time.monotonic()
                 self._broken = {one: until for one, until in self._broken.items() if until > now}  # clients name them

@@ -22,12 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compiled_llm.tiers.nixl_memory import GivenMemory
 from compiled_llm.tiers.peer_session import (
     DONE,
     FOUND,
     GET,
     LATER,
     MISSING,
+    NIXL,
     RELEASE,
     RENEW,
     UNKNOWN,
@@ -59,7 +61,8 @@ class BlockGiver:
     """Listens at ``address``; a thread for each engine that takes.
 
     Args:
-        address: "unix:PATH", which must be in a directory of this user's own, or "HOST:PORT"; port 0 is a free one.
+        address: "unix:PATH", which must be in a directory of this user's own, or "HOST:PORT"; port 0 is a free one;
+            "nixl:HOST:PORT": takers ask there, and read blocks by NIXL.
         secret: that takers have to know.
         facts: what the blocks are; takers compare them with their own.
         block_bytes: most of a block.
@@ -72,8 +75,9 @@ class BlockGiver:
         num_lapsed: leases that nobody ended in time.
 
     Raises:
-        ValueError: ``most_bytes`` has no room for a block and a state, or the address is none.
+        ValueError: ``most_bytes`` has no room for a block and a state, the address is none, or NIXL is not installed.
         OSError: it cannot listen there.
+        RuntimeError: NIXL cannot be started.
     """
 
     def __init__(
@@ -89,10 +93,10 @@ class BlockGiver:
             what = "twice a state, or a state and a block" if state_bytes else "a block"
             raise ValueError(f"kv_transfer_bytes must be at least {least}, {what}, given {most_bytes}")
         self._listener, self._path = _listening(address)
+        self.address = address
         if self._path is None:
             host, port = self._listener.getsockname()[:2]
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.address = address
+            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._secret, self._facts = secret, facts
         self._state_bytes, total = (0 if state_bytes == block_bytes else state_bytes), 0
         self._offsets = {True: range(0), False: range(0)}  # of states, and of blocks
@@ -107,6 +111,10 @@ class BlockGiver:
         fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self._memory, total)
         self._view = memoryview(self._map)
+        self._given: GivenMemory | None = None
+        if address.startswith(NIXL):
+            self._given = GivenMemory(self._view)
+            self._facts = {**facts, "nixl": self._given.facts}
         self._lock = threading.Lock()
         self._free = {kind: list(offsets) for kind, offsets in self._offsets.items()}
         self._slots: OrderedDict[bytes, _Slot] = OrderedDict()
@@ -114,6 +122,7 @@ class BlockGiver:
         self._taken: set[bytes] = set()  # leases of requests that run, of which nothing is wanted any more
         self._held: Counter[bytes] = Counter()
         self._peers: set[socket.socket] = set()
+        self._is_read = self._path is not None or self._given is not None  # by takers themselves
         self._is_closed = False
         self.num_given = self.given_bytes = self.num_lapsed = 0
         threading.Thread(target=self._accept, name="compiled-llm gives", daemon=True).start()
@@ -262,7 +271,7 @@ class BlockGiver:
             return
         try:
             found = Message(FOUND, asked.lease, asked.digest, slot.windows, slot.offset, slot.size, slot.checksum)
-            session.send(found, self._content(slot) if self._path is None else None)
+            session.send(found, None if self._is_read else self._content(slot))
         finally:
             with self._lock:
                 slot.readers -= 1
@@ -283,6 +292,8 @@ class BlockGiver:
                 peer.shutdown(socket.SHUT_RDWR)
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+        if self._given is not None:
+            self._given.close()
         os.close(self._memory)
 
 

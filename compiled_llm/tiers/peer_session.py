@@ -7,7 +7,8 @@
 
 Each message is a fixed header (``_FIELDS``) and its HMAC-SHA256, by a key of this connection and direction. Messages
 are numbered: one that is left out, repeated or out of order ends the connection. The bytes of a block follow its header
-over TCP; over a Unix socket they lie in memory that the taker has mapped. Either way the header has their SHA-256.
+over TCP; over a Unix socket they lie in memory that the taker has mapped, and with NIXL in memory that it reads from
+afar, where the first message says how. In each case the header has their SHA-256.
 Nothing is encrypted.
 """
 
@@ -27,6 +28,7 @@ _MAC = hashlib.sha256().digest_size
 _MOST_HELLO = _MOST_INPUT = 1 << 16
 GET, RENEW, RELEASE, FOUND, MISSING, DONE, LATER, UNKNOWN = range(8)
 NO_LEASE = bytes(32)
+NIXL = "nixl:"  # before an address
 
 
 class PeerError(Exception):
@@ -41,7 +43,7 @@ class Message(NamedTuple):
             not computed yet; ``UNKNOWN``: it is not there, nor is the lease.
         lease: of the taker's request; digest: of the block.
         windows: bit n: the keys of window n are there too.
-        offset: of the block in the memory that the taker has mapped.
+        offset: of the block in the memory that the taker has mapped, or reads by NIXL.
         size: bytes of the block; checksum: SHA-256 of them.
     """
 
@@ -197,14 +199,14 @@ class PeerSession:
 
 
 def parse_address(address: str) -> tuple[int, Any]:
-    """("unix:PATH" or "HOST:PORT") -> family and address of a socket. ``ValueError``: it is neither."""
+    """("unix:PATH", "HOST:PORT" or "nixl:HOST:PORT") -> family and address of a socket. ``ValueError``: it is none."""
     if address.startswith("unix:") and len(address) > len("unix:"):
         return socket.AF_UNIX, address.removeprefix("unix:")
-    host, _, port = address.rpartition(":")
+    host, _, port = address.removeprefix(NIXL).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if host and port.isascii() and port.isdigit() and int(port) < 1 << 16:
         return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
-    raise ValueError(f"kv_transfer_address must be unix:PATH or HOST:PORT, given {address!r:.200}")
+    raise ValueError(f"kv_transfer_address must be unix:PATH, HOST:PORT or nixl:HOST:PORT, given {address!r:.200}")
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:

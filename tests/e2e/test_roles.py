@@ -82,21 +82,24 @@ def serve_apart(prefill: CompiledEngine, decode: CompiledEngine, work: Work) -> 
     [
         pytest.param("windows", 10, "unix", id="small-unix"),
         pytest.param("swap", 10, "tcp", id="small-tcp"),
+        pytest.param("swap", 10, "nixl", id="small-nixl"),
         *(
             pytest.param(name, 200, transport, id=f"full-{name}-{transport}", marks=pytest.mark.battery)
             for name in ENGINES
-            for transport in ("unix", "tcp")
+            for transport in ("unix", "tcp", "nixl")
         ),
     ],
 )
 def test_outputs_are_those_of_one_engine(name: str, count: int, transport: str, tmp_path: Path) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl", reason="the extra nixl is not installed")
     (model, arguments), rng = ENGINES[name], random.Random(name)
     work = [
         (prompt, dataclasses.replace(params, num_speculative_tokens=None)) for prompt, params in random_work(rng, count)
     ]
     with CompiledEngine(str(checkpoint(model)), **SMALL | arguments) as engine:
         expected = serve(engine, work)
-    address = f"unix:{tmp_path}/blocks" if transport == "unix" else "127.0.0.1:0"
+    address = {"unix": f"unix:{tmp_path}/blocks", "tcp": "127.0.0.1:0", "nixl": "nixl:127.0.0.1:0"}[transport]
     with engine_of(model, arguments, "prefill", address) as prefill, engine_of(model, arguments, "decode") as decode:
         outputs = serve_apart(prefill, decode, work)
         for number, output in outputs.items():
@@ -403,7 +406,7 @@ def test_planted_bugs_are_caught(
         ({"role": "prefill"}, "kv_transfer_address must be given with role='prefill'"),
         ({"role": "decode"}, "kv_host_bytes must be above 0 with role='decode'"),
         ({"kv_transfer_bytes": 5}, "kv_transfer_bytes must be None without kv_transfer_address"),
-        ({"kv_transfer_address": ""}, "kv_transfer_address must be unix:PATH or HOST:PORT"),
+        ({"kv_transfer_address": ""}, "kv_transfer_address must be unix:PATH, HOST:PORT or nixl:HOST:PORT"),
         ({"kv_transfer_peers": ("a",)}, "kv_transfer_peers must be empty"),
         ({"role": "decode", "kv_host_bytes": 1, "kv_disk_path": "a"}, "kv_disk_path must be None with role='decode'"),
         ({"role": "decode", "kv_host_bytes": 1, "model_process": True}, "model_process must be False"),

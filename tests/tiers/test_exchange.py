@@ -34,9 +34,11 @@ def made(address: str, blocks: int = 4, **facts: Any) -> BlockGiver:
     return giver
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=["unix", "tcp", "nixl"])
 def giver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockGiver]:
-    giver = made(f"unix:{tmp_path}/blocks" if request.param == "unix" else "127.0.0.1:0")
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="the extra nixl is not installed")
+    giver = made({"unix": f"unix:{tmp_path}/blocks", "tcp": "127.0.0.1:0", "nixl": "nixl:127.0.0.1:0"}[request.param])
     yield giver
     with contextlib.suppress(OSError):
         giver.close()
