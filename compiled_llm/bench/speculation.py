@@ -8,7 +8,8 @@ others, a JSON string in each line. The model need not be good at it: what it re
 outputs here, since every round serves the same prompts. Every method must give the tokens of the engine without one, or
 the benchmark ends. Ratios are medians over rounds of the tokens a second within a round. ``--trees`` has methods that
 can draft trees do so, too. ``--acceptance`` runs each network that drafts once more, uncompiled, and says how often its
-drafts are right beside what rejection sampling would accept. ``--vllm-python`` has vLLM serve the same prompts
+drafts are right beside what rejection sampling would accept. ``--widen`` measures the model, and the heads among the
+drafters, at the size of a shape (``widening.py``). ``--vllm-python`` has vLLM serve the same prompts
 greedily with those of ``--methods`` that it has and without: its ratio is that to itself.
 """
 
@@ -17,9 +18,10 @@ import dataclasses
 import functools
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +32,13 @@ from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.api.speculative_config import METHODS, NETWORK_METHODS, SpeculativeConfig
-from compiled_llm.bench.harness import finish, in_turns, median_ratio
+from compiled_llm.bench.harness import TORCH_DTYPES, finish, in_turns, median_ratio
 from compiled_llm.bench.peers.engines import json_object
 from compiled_llm.bench.peers.processes import PeerFailed, Worker, vllm_workers
+from compiled_llm.bench.widening import Widening
 from compiled_llm.bench.workloads import Requests, WorkloadRequest
 from compiled_llm.checkpoint.model_files import checkpoint_directory
-from compiled_llm.checkpoint.shapes import config_of, engine_parser
+from compiled_llm.checkpoint.shapes import SHAPES, config_of, engine_parser
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -83,6 +86,7 @@ def parser(program: str) -> FlagParser:
     add("--methods", nargs="+", default=["ngram", "suffix"], choices=tuple(METHODS), help="(default: ngram suffix)")
     drafters = "what drafts by methods that need a model: draft_model=DIR eagle3=DIR"
     add("--drafters", nargs="+", type=_drafter, default=[], metavar="METHOD=DIR", help=drafters)
+    add("--widen", choices=SHAPES, metavar="SHAPE", help="serve --model and heads at the size of qwen3-0.6b, say")
     add("--trees", action="store_true", help="also with speculative_token_tree auto, of methods that have it")
     add("--acceptance", action="store_true", help="of networks: beside what rejection sampling would accept")
     add("--batch-sizes", nargs="+", type=int, default=[1, 4, 16], help="requests at once (default: 1 4 16)")
@@ -177,6 +181,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()]
     rows, results = list[dict[str, Any]](), dict[str, Any]()
     with ExitStack() as stack, errors_end(program):
+        if args.widen is not None:
+            stack.enter_context(_widened(args))
         given = stack.enter_context(config_of(args, enable_prefix_caching=False))
         engines = {}
         trees = [name for name in args.methods if args.trees and "speculative_token_tree" in METHODS[name].fields]
@@ -209,7 +215,31 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@contextmanager
+def _widened(args: argparse.Namespace) -> Iterator[None]:
+    """Has the flags ``--model`` and ``--drafters`` name what ``--widen`` makes of these."""
+    model = Path(args.model)
+    widening = Widening(
+        json.loads((model / "config.json").read_text()),
+        SHAPES[args.widen],
+        TORCH_DTYPES.get(args.dtype, torch.bfloat16),
+    )
+    with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory:
+        made = {name: Path(directory, name) for name, _ in args.drafters if name != "draft_model"}
+        for name, drafter in args.drafters:
+            if name in made:
+                widening.head(Path(drafter), made[name])
+        args.model, args.drafters = (
+            str(Path(directory, "model")),
+            [(name, str(made.get(name, drafter))) for name, drafter in args.drafters],
+        )
+        widening.model(model, Path(args.model))
+        yield
+
+
 def _check(args: argparse.Namespace) -> None:
+    if args.widen is not None and (args.model is None or not Path(args.model, "config.json").is_file()):
+        raise ValueError(f"--model must be a checkpoint's directory with --widen, given {args.model}")
     if args.vllm_python is not None and args.model is None:
         raise ValueError("--model must be given with --vllm-python, which reads a checkpoint, not a shape's config")
 

@@ -98,7 +98,10 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "loading": [("--rounds 0", "--rounds")],
     "host": [("--requests 0", "--requests"), ("--kinds-of x", "unknown flag")],
-    "speculation": [("--num-tokens 1", "--num-tokens must be at least 2")],
+    "speculation": [
+        ("--num-tokens 1", "--num-tokens must be at least 2"),
+        ("--widen qwen3-0.6b", "--model must be a checkpoint"),
+    ],
     "lora": [
         ("--rank 0", "--rank must be at least 1"),
         ("--batch-sizes 0", "--batch-sizes"),
