@@ -44,7 +44,7 @@ class Adapter:
     Attributes:
         digest: of all that decides what it computes: equal digests are equal adapters.
         changes: by the names of the base model's layers.
-        matrices: those in the place of the base model's, as their slots take them, by the names of heads and embeddings.
+        matrices: in the place of the base model's, as their slots take them, by the names of heads and embeddings.
     """
 
     def __init__(self, name: str, digest: str, changes: Mapping[str, Change], matrices: Mapping[str, Tensor]) -> None:

@@ -91,8 +91,8 @@ def _fake(
 
 _ARGUMENTS = (
     "Tensor? norm, float eps, Tensor weight, Tensor? bias, Tensor? choice_bias, Tensor? expert_scale,"
-    " Tensor num_tokens, Tensor(a!) used, Tensor(b!) counters, int top_k, str scoring, float scale, int groups, int top_groups,"
-    " Tensor? seen_norm, float multiplier"
+    " Tensor num_tokens, Tensor(a!) used, Tensor(b!) counters, int top_k, str scoring, float scale, int groups,"
+    " int top_groups, Tensor? seen_norm, float multiplier"
 )
 _RETURNS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 define_op(

@@ -16,7 +16,7 @@ from compiled_llm.ops.moe.routing import MAX_ROWS
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty, floats, integers
-from tests.ops.linear.test_lora import weights
+from tests.ops.linear import test_lora
 
 EPS = 1e-5
 RULES: dict[str, dict[str, Any]] = {  # as RULES of test_triton_expert_rows.py
@@ -129,7 +129,7 @@ def sums_are_those_of_the_layer() -> None:
 
 def changed_sums_have_the_bits_of_a_launch_of_their_own() -> None:
     """Of rows with slots and without; flags and counters are zeros again."""
-    w, flags = weights((300,), 72, 20, torch.bfloat16, slots=3), torch.zeros(NUM_FLAGS, dtype=torch.int32)
+    w, flags = test_lora.weights((300,), 72, 20, torch.bfloat16, slots=3), torch.zeros(NUM_FLAGS, dtype=torch.int32)
     for rows in (5, 40):
         given = arguments("with a sum", rows, 24, 300)
         slots, changed_by = torch.arange(rows, dtype=torch.int32) % 4, torch.randn(rows, 72).bfloat16()
