@@ -78,6 +78,11 @@ class HostAdapters:
         """These layers, as checkpoints have them."""
         return [place.part for place in self._places.values()]
 
+    @property
+    def head(self) -> StoredLinear:
+        """The model's head, which adapters may bring whole."""
+        return next(place.part for place in self._whole.values() if place.part.role == "head")
+
     def get(self, request: LoRARequest) -> Adapter:
         """The adapter of a request, read if it is not here. Any thread may ask; it waits for those of the same path.
 

@@ -44,7 +44,7 @@ class Adapter:
     Attributes:
         digest: of all that decides what it computes: equal digests are equal adapters.
         changes: by the names of the base model's layers.
-        matrices: ``[V, D]``, in the place of the base model's, by the names of heads and embeddings.
+        matrices: in the place of the base model's, as their slots take them, by the names of heads and embeddings.
     """
 
     def __init__(self, name: str, digest: str, changes: Mapping[str, Change], matrices: Mapping[str, Tensor]) -> None:
@@ -433,7 +433,7 @@ class _Reading:
                 f"given 0. Each takes {sum(sizes.values())} bytes, of a head and an embedding. Give it, or {MERGE}. At "
                 f"most max_lora_rank rows, {self._most_rank}, need none where lora_target_modules has {stripped}"
             )
-        self._matrices[name] = matrix
+        self._matrices[name] = place.matrices.prepared(matrix)
 
     def _tied_to(self, place: AnyPlace) -> str:
         """The head that the embedding of ``place`` is as well; "": none."""

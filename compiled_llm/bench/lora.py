@@ -4,9 +4,10 @@
 
 Adapters are random, and change all layers that adapters may change. All requests of a run start at once, with
 ``--input-len`` tokens, and get ``--num-tokens``; request i has adapter i modulo the number of adapters. "base" is an
-engine without ``enable_lora``, "none" one with it whose requests have no adapters. Ratios are medians over rounds of
-the tokens a second within a round, to "base". With ``--vllm-python`` the same of vLLM, in the same turns: two engines
-in processes of their own, which are stopped while others are measured.
+engine without ``enable_lora``, "none" one with it whose requests have no adapters. With ``--modules-to-save N`` there
+are runs of adapters that bring a head of their own besides: one for all requests, and N in turns. Ratios are medians
+over rounds of the tokens a second within a round, to "base". With ``--vllm-python`` the same of vLLM, in the same
+turns: two engines in processes of their own, which are stopped while others are measured.
 """
 
 import argparse
@@ -42,6 +43,7 @@ def parser(program: str) -> FlagParser:
     add = made.add_argument
     add("--num-adapters", type=int, default=32, help="of the run with many (default: 32)")
     add("--rank", type=int, default=16, help="of each adapter (default: 16)")
+    add("--modules-to-save", type=int, default=0, help="adapters with a head of their own, in more runs (default: 0)")
     add("--batch-sizes", nargs="+", type=int, default=[1, 8, 32], help="requests at once (default: 1 8 32)")
     add("--input-len", type=int, default=8, help="tokens of each prompt (default: 8)")
     add("--num-tokens", type=int, default=32, help="of each output (default: 32)")
@@ -53,16 +55,25 @@ def parser(program: str) -> FlagParser:
     return made
 
 
-def write_adapter(directory: Path, layers: Iterable[StoredLinear], rank: int, seed: int) -> LoRARequest:
-    """A random adapter of all ``layers``, in PEFT's format."""
+def write_adapter(
+    directory: Path, layers: Iterable[StoredLinear], rank: int, seed: int, head: StoredLinear | None = None
+) -> LoRARequest:
+    """A random adapter of all ``layers``, and a whole ``head``, in PEFT's format."""
     generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
     for layer in layers:
         for half, shape in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
             values = torch.randn(shape, generator=generator) / 100
             tensors[f"base_model.model.{layer.name}.lora_{half}.weight"] = values.bfloat16()
+    saved = []
+    if head is not None:
+        matrix = torch.randn(head.out_features, head.in_features, generator=generator) / 100
+        tensors[f"base_model.model.{head.name}.weight"], saved = matrix.bfloat16(), [head.name]
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [layer.name for layer in layers]}
+    config = {
+        "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [layer.name for layer in layers],
+        "modules_to_save": saved,
+    }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return LoRARequest(directory.name, str(directory))
 
@@ -98,11 +109,22 @@ def _vllm_options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def main(program: str, arguments: Sequence[str] | None = None) -> int:
-    least = {"num_adapters": 1, "rank": 1, "batch_sizes": 1, "input_len": 1, "num_tokens": 1, "rounds": 1}
+    least = {
+        "num_adapters": 1,
+        "rank": 1,
+        "batch_sizes": 1,
+        "input_len": 1,
+        "num_tokens": 1,
+        "rounds": 1,
+        "modules_to_save": 0,
+    }
     args = parser(program).parse_checked(_check, arguments, timeout=0, **least)
     rows, results = list[dict[str, Any]](), dict[str, Any]()
     with ExitStack() as stack, errors_end(program), errors_end(program, (PeerFailed,), 1):
-        served = {"enable_lora": True, "max_loras": args.num_adapters, "max_lora_rank": args.rank}
+        served = {
+            "enable_lora": True, "max_loras": max(args.num_adapters, args.modules_to_save),
+            "max_lora_rank": args.rank, "max_lora_modules_to_save": args.modules_to_save or None,
+        }  # fmt: skip
         base, engine = (
             stack.enter_context(
                 CompiledEngine.from_config(stack.enter_context(config_of(args, enable_prefix_caching=False, **changes)))
@@ -114,6 +136,10 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         adapters = [
             write_adapter(directory / str(seed), places.parts, args.rank, seed) for seed in range(args.num_adapters)
+        ]
+        with_heads = [
+            write_adapter(directory / f"head {seed}", places.parts, args.rank, seed, places.head)
+            for seed in range(args.modules_to_save)
         ]
         peers = list[Worker]()
         if args.vllm_python:
@@ -130,9 +156,13 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 f"{count}": [adapters[row % count] for row in range(size)]
                 for count in sorted({1, min(size, args.num_adapters)})
             }
+            of_heads = {
+                f"{count} with a head": [with_heads[row % count] for row in range(size)]
+                for count in sorted({1, min(size, len(with_heads))} if with_heads else ())
+            }
             runs = {
                 name: functools.partial(tokens_per_second, base if name == _BASE else engine, prompts, own, params)
-                for name, own in chosen.items()
+                for name, own in (chosen | of_heads).items()
             }
             for name, own in chosen.items() if peers else ():
                 worker = peers[name != _BASE]

@@ -305,11 +305,23 @@ def _routed_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wo
     stored = ("total", "shares", "normed", "out_weights", "places", "tokens", "starts", "chosen", "users", "first_rows")
     written = sum(a[name].nbytes for name in stored if a[name] is not None)
     read += 0 if a["delta"] is None else a["delta"].nbytes
-    trips = kernel.programs * (a["SHARE"] // a["BLOCK_K"])
+    before = a["shrinking"] + a["expanding"]
+    trips = (kernel.programs - before) * (a["SHARE"] // a["BLOCK_K"])
     flops, of_trip = 2 * a["x"].shape[0] * a["weight"].numel(), 2 * a["BLOCK"] * a["BLOCK_E"] * a["BLOCK_K"]
     rounds, bits = 2 if a["users"] is None else 6, 8 * a["weight"].itemsize
     chosen_by = 1 if a["users"] is None else -(-a["x"].shape[0] // a["BLOCK"])
     shares = {"choose": Share(chosen_by, a["TOP_K"], is_last=True)}
+    if before:  # as ``_lora``
+        num_rows = a["x"].shape[0]
+        read += a["changed_by"].nbytes + min(num_rows, len(a["lora_a"])) * (
+            a["lora_a"][0].nbytes + a["lora_b"][0].nbytes
+        )
+        written += a["delta"].nbytes
+        slots, rounds = min(a["share_of_rows"], len(a["lora_a"])), rounds + 2
+        shrinking = Share(a["shrinking"], slots * -(-a["SHRINK_IN"] // a["SHRINK_K"]))
+        shares |= dict.fromkeys(("times_a", "shrink_rows"), shrinking)
+        shares["expand_rows"] = Share(a["expanding"], slots * a["RANK"] // 8)
+        shares["wait_for_programs"] = Share(kernel.programs - a["shrinking"])
     return Work(read, written, flops, trips * of_trip, bits, None, trips, rounds, shares)
 
 
@@ -392,7 +404,10 @@ def _lora(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     take as long as a round trip.
     """
     rows, used = a["num_rows"], min(a["num_rows"], len(a["a"]))
-    around = ("x", "slots", "tokens", "bounds", "residual", "delta_norm", "norm", "places", "expert_weights", "beside")
+    around = (
+        "x", "slots", "tokens", "bounds", "residual", "delta_norm", "norm", "norm_bias", "places", "expert_weights",
+        "beside",
+    )  # fmt: skip
     read = sum(a[name].nbytes for name in around if a[name] is not None) + used * (a["a"][0].nbytes + a["b"][0].nbytes)
     shrunk, y = 4 * rows * a["PARTS"] * a["RANK"], rows * a["b"].shape[1] * 16 * a["x"].itemsize
     following = kernel.programs - a["shrinking"] - a["expanding"]
@@ -402,7 +417,8 @@ def _lora(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     shares = dict.fromkeys(("times_a", "shrink_rows"), Share(a["shrinking"], of_shrinking))
     shares["wait_for_programs"] = Share(kernel.programs - a["shrinking"])
     shares |= dict.fromkeys(
-        ("norm_row", "sum_of_norms_row", "gated_piece", "activated_piece", "store_sums"), Share(following)
+        ("norm_row", "layer_norm_row", "sum_of_norms_row", "gated_piece", "activated_piece", "store_sums"),
+        Share(following),
     )
     return Work(
         read + shrunk + (2 if following else 1) * y, written, trips=a["expanding"] * slots * a["RANK"] // 8,

@@ -51,6 +51,7 @@ class Change(NamedTuple):
 
     linear: Adapted
     x: Tensor  # that the linear layer had
+    beside: Tensor | None = None  # [T, D], which is added to the changed output
 
 
 class Summand(Protocol):
@@ -78,10 +79,18 @@ class Residual:
 
     @property
     def delta(self) -> Tensor | None:
-        if self._change is not None and self._delta is not None:  # which nothing was to follow in its launch
-            self._change.linear.change(self._delta, self._change.x)
-            self._change = None
+        change = self._change
+        if change is not None and self._delta is not None:  # which nothing was to follow in its launch
+            y = change.linear.change(self._delta, change.x)
+            self._delta, self._change = y if change.beside is None else y + change.beside, None
         return self._delta
+
+    def delta_and_change(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """``delta`` for a launch that also changes it, and the ``lora`` of ``routed_linear``; () where nothing does."""
+        change = self._change
+        if change is None or change.beside is not None:
+            return self.delta, ()
+        return self._delta, (change.x, *change.linear.surroundings)
 
     @property
     def is_pending(self) -> bool:
@@ -98,17 +107,19 @@ class Residual:
             self.tensor()  # what was to be added before
         self._delta, self.delta_norm, self._change = delta, norm, change
 
-    def settle_changed(self, norm: Tensor | None) -> Tensor | None:
-        """Where adapters change ``delta``: the sum, and its RMS norm by ``norm``, in the launch that changes it.
+    def settle_changed(self, norm: Norm | None) -> Tensor | None:
+        """Where adapters change ``delta``: the sum, and its norm by ``norm``, in the launch that changes it.
 
         Returns the norm, an empty tensor without one; None where there is no such launch, and nothing is done.
         """
         change, delta = self._change, self._delta
-        if change is None or delta is None:
+        weight, bias = norm if isinstance(norm, LayerNorm) else (norm, None)
+        if change is None or delta is None or (change.beside is not None and bias is None):
             return None
         following = ops.Following(
-            residual=self.x, delta_norm=self.delta_norm, scale=self.scale, norm=norm, eps=self.eps
-        )
+            residual=self.x, beside=change.beside, delta_norm=self.delta_norm, scale=self.scale, norm=weight,
+            norm_bias=bias, eps=self.eps,
+        )  # fmt: skip
         y, x = change.linear.followed(delta, change.x, following)
         self.settle(x)
         return y
@@ -152,10 +163,10 @@ class Normed:
     def tensor(self) -> Tensor:
         """``[T, D]``. See ``ops.rms_norm`` and ``ops.layer_norm``."""
         of, norm = self.residual, self.norm
-        if isinstance(norm, Tensor) and (changed := of.settle_changed(norm)) is not None:
-            return changed
         if norm is None:
             return of.tensor()
+        if (changed := of.settle_changed(norm)) is not None:
+            return changed
         delta = of.delta
         if delta is None:
             x = of.x
@@ -216,7 +227,7 @@ class BlockOutput:
         if self.norm is None and takes_what_follows(linear, x, "residual"):
             around = Surroundings(residual=residual.tensor(), multiplier=self.multiplier, beside=self.beside)
             residual.settle(surrounded(x, linear, around))
-        elif isinstance(linear, Adapted) and linear.changes_and(x) and self.multiplier == 1.0 and self.beside is None:
-            residual.add(activated_linear(x, linear.plain), self.norm, Change(linear, x))
+        elif isinstance(linear, Adapted) and linear.changes_and(x) and self.multiplier == 1.0:
+            residual.add(activated_linear(x, linear.plain), self.norm, Change(linear, x, self.beside))
         else:
             residual.add(self.tensor(), self.norm)

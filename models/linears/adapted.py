@@ -21,8 +21,8 @@ from compiled_llm.models.linears.quantizing import ROUTERS, names
 from compiled_llm.models.linears.sharded import CutTake, Piece
 from compiled_llm.models.linears.whole import WholeMatrices, WholePlace
 from compiled_llm.ops import TILE, Following, LoraRows, LoraWeights, add_lora, lora_followed, slots_of_rows
-from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 from compiled_llm.ops.linear.lora import tiles_of
+from compiled_llm.ops.moe.grouped_linear import takes_adapters
 from compiled_llm.ops.pinned import on_device
 
 
@@ -154,7 +154,8 @@ class AdaptedExperts(NamedTuple):
     def has_few(self, x: Tensor) -> bool:
         """Whether a step with rows ``x`` has so few tokens that changes are in the products' own launches."""
         assert self.slots is not None, "see with_slots"
-        return len(self.slots) <= MOST_ADAPTED and x.dtype != torch.float32
+        num_tokens = len(self.slots)
+        return takes_adapters(num_tokens, num_tokens * self.top_k, self.num_experts) and x.dtype != torch.float32
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         raise AssertionError("see experts_of")

@@ -111,11 +111,12 @@ def routed(x: Normed, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, r
     is_plain_sum = of.delta_norm is None and of.scale is None
     if is_plain_sum and not isinstance(norm, LayerNorm) and routes_at_once(of.x, w, router):
         assert isinstance(w.linear, Dense)
+        delta, lora = of.delta_and_change()
         total, normed, *found = routed_linear(
-            of.x, of.delta, norm, eps, w.linear.weight, w.linear.bias, w.choice_bias, w.expert_scale, num_tokens,
-            used.total, used.counters, *rule, w.norm, router.multiplier,
+            of.x, delta, norm, eps, w.linear.weight, w.linear.bias, w.choice_bias, w.expert_scale, num_tokens,
+            used.total, used.counters, *rule, w.norm, router.multiplier, lora,
         )  # fmt: skip
-        if of.delta is not None:
+        if delta is not None:
             of.settle(total)
         return (of.x if norm is None else normed), Routed(*found)
     normed = x.tensor()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
-from compiled_llm.ops import empty_packed, native, own_head, pack_rows
+from compiled_llm.ops import empty_packed, native, own_head, pack_weight
 from compiled_llm.ops.pinned import on_device
 
 _ROWS_AT_ONCE = 4096
@@ -44,17 +44,22 @@ class WholeMatrices(NamedTuple):
         own = self.weights.flatten(0, 1)[number * vocab_size + ids]
         return torch.where(has[:, None], own, y)
 
+    def prepared(self, matrix: Tensor) -> Tensor:
+        """What ``put`` copies of ``matrix`` ``[V, D]``: packed as the slots are, or in pinned memory for a GPU.
+
+        This takes longer than the copy. Whoever reads adapters does it, in other threads than that of the steps.
+        """
+        if self.weights.dim() == 5:
+            return pack_weight(matrix)
+        return matrix.pin_memory() if self.weights.is_cuda else matrix
+
     def put(self, slot: int, matrix: Tensor | None) -> None:
-        """Let ``slot``, from 1 on, have ``matrix`` ``[V, D]`` on the host; None: none. In the order of the stream."""
+        """Let ``slot``, from 1 on, have ``matrix``, as ``prepared`` gives it; None: none. In the stream's order."""
         if slot > len(self.present):
             assert matrix is None, "an adapter with whole matrices in a slot without"
             return
         self.present[slot - 1].fill_(int(matrix is not None))
-        if matrix is None:
-            return
-        if self.weights.dim() == 5:
-            pack_rows(self.weights[slot - 1], 0, matrix)
-        else:
+        if matrix is not None:
             self.weights[slot - 1].copy_(on_device(matrix, self.weights.device))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.linear.lora import add_lora_reference, slots_of_rows
 
-MOST_ADAPTED = 64  # tokens whose adapters' changes are in the launch: larger tiles have no registers for them
+MOST_ADAPTED = 256  # tokens whose adapters' changes are in the launch
+MOST_ADAPTED_ROWS = 64  # of a tile then: larger ones have no registers for them
 
 
 def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tensor:

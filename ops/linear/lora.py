@@ -134,6 +134,7 @@ class Following(NamedTuple):
     delta_norm: Tensor | None = None
     scale: Tensor | None = None
     norm: Tensor | None = None  # None: the sum alone
+    norm_bias: Tensor | None = None  # of a layer norm: ``add_layer_norm`` of residual and ``y``, or ``y + beside``
     eps: float = 0.0
 
 
@@ -183,6 +184,9 @@ def lora_followed_reference(y: Tensor, x: Tensor, slots, tokens, bounds, groups,
     if after.places is not None:
         assert after.weights is not None, "the sum of experts has both"
         out = weighted_sum_added_reference(changed, after.places, after.weights, after.beside, after.residual)
+    elif after.norm_bias is not None:
+        delta = changed if after.beside is None else changed + after.beside
+        total, out = reference.add_layer_norm_reference(after.residual, delta, after.norm, after.norm_bias, after.eps)
     elif after.residual is not None:
         norms = changed, after.delta_norm, after.scale, after.norm, after.eps
         total, out = reference.sum_of_norms_reference(after.residual, None, *norms)
@@ -223,7 +227,7 @@ define_op(
     "lora_followed(Tensor(a!) y, Tensor x, Tensor slots, Tensor? tokens, Tensor? bounds, int groups, bool gathered,"
     " Tensor a, Tensor b, Tensor ranks, Tensor scales, Tensor starts, Tensor flags, str activation, bool gated,"
     " float alpha, float limit, Tensor? places, Tensor? weights, Tensor? beside, Tensor? residual,"
-    " Tensor? delta_norm, Tensor? scale, Tensor? norm, float eps) -> (Tensor, Tensor, Tensor)",
+    " Tensor? delta_norm, Tensor? scale, Tensor? norm, Tensor? norm_bias, float eps) -> (Tensor, Tensor, Tensor)",
     reference=lora_followed_reference,
     fake=_followed_fake,
     gpu=on_gpu("linear.triton_lora:lora_followed"),

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
-from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
+from compiled_llm.ops.linear.head_linear import MOST_ADAPTED, MOST_ADAPTED_ROWS
 from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, changes_of, check_lora, note_expanded, wait_for_programs
 from compiled_llm.ops.linear.triton_lora import ROWS, rows_together, shrink_rows, shrinking_tile
 from compiled_llm.ops.linear.triton_multiply import multiply_add
@@ -82,7 +82,8 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
         refuse(op, "x", x, "[T, N, K] of float32, bfloat16 or float16 with the last stride 1")
     (rows, heads, in_features), out_features = x.shape, weight.shape[1]
     check_contiguous(op, "weight", weight, (heads, out_features, in_features), x.device, x.dtype)
-    tile = triton_linear.row_tile_for(rows, x.itemsize, triton_linear._capability(x.device))
+    most = min(rows, MOST_ADAPTED_ROWS) if lora else rows
+    tile = triton_linear.row_tile_for(most, x.itemsize, triton_linear._capability(x.device))
     adapters: tuple[Tensor | None, ...] = (None,) * 8
     before = share = 0
     constants = {"RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0}

@@ -13,7 +13,7 @@ steps of one size, with the instructions of tiles of 16 rows; then over the rank
 Layers of few rows have this inside their own launch (``triton_adapted.py``), with the same bits.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,14 +23,21 @@ from torch import Tensor
 from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, check_lora, note_expanded, times_a, wait_for_programs
 from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
 from compiled_llm.ops.rowwise.reference import ACTIVATIONS
-from compiled_llm.ops.rowwise.triton_kernels import activated_piece, cast, gated_piece, norm_row, sum_of_norms_row
+from compiled_llm.ops.rowwise.triton_kernels import (
+    activated_piece,
+    cast,
+    gated_piece,
+    layer_norm_row,
+    norm_row,
+    sum_of_norms_row,
+)
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, check_rows, refuse
 
 ROWS = 16  # of a tile
 _PROGRAMS = 128  # about a GPU's SMs: fewer rows than tiles for so many are shared out to as many programs
 _OUTPUTS = 1024  # of all rows, that a program expands: 8 a thread
-MOST_INPUTS = 8192  # elements of A that a step of a program reads
+MOST_INPUTS = 8192  # elements of A that a step of a program of 4 warps reads; of 8 half: more and registers would spill
 _PIECE = 1024  # elements of a row that a program computes which follows
 _NORM_BLOCK = 8192  # and that a norm holds
 _TOGETHER = tl.constexpr(8)  # ranks whose loads are on their way at a time
@@ -82,7 +89,7 @@ def shrink_rows(
 
 
 @triton.jit
-def _expand(
+def expand_rows(
     number, y, slots, tokens, bounds, b, ranks, starts, shrunk, num_rows, num_tokens, share, num_tiles, stride_y,
     PARTS: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES: tl.constexpr,
@@ -132,7 +139,7 @@ def _expand(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "share", "num_tiles", "shrinking", "expanding"])
 def lora_kernel(
     y, x, slots, tokens, bounds, a, b, ranks, scales, starts, flags, shrunk,
-    residual, delta_norm, scale, norm, total, places, expert_weights, beside, out,
+    residual, delta_norm, scale, norm, norm_bias, total, places, expert_weights, beside, out,
     num_rows, num_tokens, share, num_tiles, stride_x, step_x, stride_y, stride_residual, shrinking, expanding,
     eps, alpha, limit,
     IN: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -151,7 +158,7 @@ def lora_kernel(
         tl.atomic_add(flags, 1, sem="release", scope="gpu")
     elif number < shrinking + expanding:
         wait_for_programs(flags, shrinking)
-        _expand(
+        expand_rows(
             number - shrinking, y, slots, tokens, bounds, b, ranks, starts, shrunk, num_rows, num_tokens, share,
             num_tiles, stride_y, PARTS, RANK, GROUPS, BLOCK_G, EXPAND_M, TILES,
         )  # fmt: skip
@@ -163,10 +170,15 @@ def lora_kernel(
     elif AFTER != "":
         number -= shrinking + expanding
         wait_for_programs(flags, shrinking + expanding)
-        PIECES: tl.constexpr = 1 if AFTER == "norm" or AFTER == "norms" else (SIZE + BLOCK - 1) // BLOCK
+        BY_PIECE: tl.constexpr = AFTER == "gate" or AFTER == "activation" or AFTER == "sum"
+        PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK if BY_PIECE else 1
         row, piece = (number // PIECES).to(tl.int64), number % PIECES
         if AFTER == "norm":
             norm_row(row, residual, y, norm, total, out, stride_residual, stride_y, eps, SIZE, BLOCK)
+        elif AFTER == "layer_norm":
+            layer_norm_row(
+                row, residual, y, beside, norm, norm_bias, total, out, stride_residual, stride_y, eps, SIZE, BLOCK
+            )
         elif AFTER == "norms":
             sum_of_norms_row(
                 row, residual, None, y, delta_norm, scale, norm, total, out, stride_residual, stride_y, eps, SIZE, BLOCK
@@ -188,13 +200,31 @@ def rows_together(rows: int) -> int:
     return min(ROWS, triton.cdiv(rows, _PROGRAMS))
 
 
-def shrinking_tile(rank: int, stage_bytes: int = 1 << 20) -> dict[str, int]:
+class SharedOut(NamedTuple):
+    """To how many programs rows are shared out that shrink, and to how many that expand."""
+
+    share: int  # rows of each
+    shrinking: int
+    expanding: int
+    constants: dict[str, int]  # of ``expand_rows``
+
+    @classmethod
+    def of(cls, rows: int, a: Tensor, b: Tensor) -> "SharedOut":
+        share = rows_together(rows)
+        expand_m = triton.next_power_of_2(share)
+        tiles = _OUTPUTS // 16 // expand_m if expand_m < 8 else 8
+        sharing = triton.cdiv(rows, share)
+        constants = {"EXPAND_M": expand_m, "TILES": tiles}
+        return cls(share, sharing * a.shape[1], sharing * triton.cdiv(b.shape[1], tiles), constants)
+
+
+def shrinking_tile(rank: int, stage_bytes: int = 1 << 20, most_inputs: int = MOST_INPUTS) -> dict[str, int]:
     """Constants of ``shrink_rows``, in a kernel whose main loop keeps so many bytes of shared memory a stage: no more.
 
     Elements of the inputs have 16 bits there.
     """
     block_r = triton.next_power_of_2(rank)
-    inputs = min(MOST_INPUTS // block_r, stage_bytes // (2 * (ROWS + block_r)))
+    inputs = min(most_inputs // block_r, stage_bytes // (2 * (ROWS + block_r)))
     return {"BLOCK_R": block_r, "BLOCK_K": max(16, min(256, triton.next_power_of_2(inputs + 1) // 2))}
 
 
@@ -203,7 +233,7 @@ def lora_followed(
     a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, starts: Tensor, flags: Tensor,
     activation: str, gated: bool, alpha: float, limit: float,
     places: Tensor | None, expert_weights: Tensor | None, beside: Tensor | None, residual: Tensor | None,
-    delta_norm: Tensor | None, scale: Tensor | None, norm: Tensor | None, eps: float,
+    delta_norm: Tensor | None, scale: Tensor | None, norm: Tensor | None, norm_bias: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
@@ -243,7 +273,7 @@ def lora_followed(
         (num_sums, top_k), after, size = places.shape, "sum", wide
         out = x.new_empty(num_sums, size)
     elif residual is not None:
-        for name, weights in (("delta_norm", delta_norm), ("norm", norm)):
+        for name, weights in (("delta_norm", delta_norm), ("norm", norm), ("norm_bias", norm_bias)):
             check_contiguous(op, name, weights, (wide,), x.device, x.dtype, torch.float32)
         check_contiguous(op, "scale", scale, (1,), x.device, torch.float32)
         if (residual.shape, residual.dtype) != (y.shape, y.dtype):
@@ -253,7 +283,9 @@ def lora_followed(
         total, out = x.new_empty(rows, wide), x.new_empty(0 if norm is None else (rows, wide))
         block = min(_PIECE, triton.next_power_of_2(size))
         if delta_norm is None and scale is None and norm is not None:
-            after, block = "norm", min(_NORM_BLOCK, triton.next_power_of_2(size))
+            after = "norm" if norm_bias is None else "layer_norm"
+            block = min(_NORM_BLOCK, triton.next_power_of_2(size))
+            check_contiguous(op, "beside", beside, (rows, wide), x.device, x.dtype)
     elif activation:
         if activation not in (*ACTIVATIONS, "clamped_swiglu") or (activation == "clamped_swiglu" and not gated):
             raise ValueError(f"{op}: activation must be {' or '.join(ACTIVATIONS)} or clamped_swiglu, got {activation}")
@@ -266,21 +298,19 @@ def lora_followed(
     shrunk = torch.empty(rows, parts, rank, dtype=torch.float32, device=x.device)
     if not rows:
         return out, total, shrunk
-    share = rows_together(rows)
-    expand_m = triton.next_power_of_2(share)
-    tiles = _OUTPUTS // 16 // expand_m if expand_m < 8 else 8
-    sharing = triton.cdiv(rows, share)
-    shrinking, expanding = sharing * parts, sharing * triton.cdiv(b.shape[1], tiles)
+    share, shrinking, expanding, of_tiles = SharedOut.of(rows, a, b)
+    warps = 8 if after in ("norm", "layer_norm") and block >= _PIECE else 4
     with torch.cuda.device_of(x):
         lora_kernel[(shrinking + expanding + following,)](
             y, x, slots, tokens, bounds, a, b, ranks, scales, starts, flags, shrunk,
-            residual, delta_norm, scale, norm, total, places, expert_weights, beside, out,
+            residual, delta_norm, scale, norm, norm_bias, total, places, expert_weights, beside, out,
             rows, num_tokens, share, b.shape[1], x.stride(0), x.stride(1) if by_head else 0, y.stride(0),
             residual_stride, shrinking, expanding, eps, alpha, limit,
             IN=x.shape[-1], PARTS=parts, RANK=rank, GROUPS=groups, BLOCK_G=triton.next_power_of_2(groups),
-            GATHERED=gathered or by_head, BLOCK_M=ROWS, **shrinking_tile(rank), EXPAND_M=expand_m, TILES=tiles,
+            GATHERED=gathered or by_head, BLOCK_M=ROWS, **of_tiles,
             AFTER=after, ACTIVATION=activation, TOP_K=top_k, SIZE=size, BLOCK=block,
-            num_warps=8 if after == "norm" and block >= _PIECE else 4, num_stages=3, enable_fp_fusion=False,
+            **shrinking_tile(rank, most_inputs=MOST_INPUTS * 4 // warps), num_warps=warps, num_stages=3,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out, total, shrunk
 
@@ -290,5 +320,5 @@ def add_lora(
 ) -> Tensor:
     """The op: ``lora_followed`` with nothing behind it, and flags of its own."""
     flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=x.device)
-    given: Any = a, b, ranks, scales, starts, flags, "", False, 0.0, 0.0, *[None] * 7, 0.0
+    given: Any = a, b, ranks, scales, starts, flags, "", False, 0.0, 0.0, *[None] * 8, 0.0
     return lora_followed(y, x, slots, None, None, 1, False, *given)[2]

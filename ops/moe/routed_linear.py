@@ -4,11 +4,14 @@ A router is a small linear layer; the launches around it cost more than reading 
 on their own, and ``triton_routed_linear.py`` the kernel.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, on_gpu
+from compiled_llm.ops.linear.lora import add_lora_reference
 from compiled_llm.ops.moe.routing import SCORINGS, routed_rows_reference
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 
@@ -17,7 +20,7 @@ def routed_linear(
     x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
     choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor,
     top_k: int, scoring: str, scale: float = 1.0, groups: int = 1, top_groups: int = 1, seen_norm: Tensor | None = None,
-    multiplier: float = 1.0,
+    multiplier: float = 1.0, lora: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``normed = rms_norm(x + delta)`` and ``routed_rows(normed @ weight.T + bias)``, whose other arguments it has.
 
@@ -32,6 +35,9 @@ def routed_linear(
         seen_norm: ``[K]``, like ``norm``: the router goes by a norm with these weights, times ``multiplier``. None: by
             ``normed``.
         counters: int32, one for each 16 rows and one more, zero before and after.
+        lora: what adapters change of ``delta`` before, in the same launch and with the bits of ``lora_followed``: the
+            ``[T, inputs]`` that ``delta`` is a product of, and tensors as of ``Surroundings.lora``. ``delta`` is then
+            written in place.
 
     Returns:
         ``x + delta`` ``[T, K]``, without a ``delta`` empty; ``normed`` ``[T, K]``, without a ``norm`` empty; and the
@@ -40,10 +46,13 @@ def routed_linear(
     assert scoring in SCORINGS
     assert norm is not None or (delta is None and seen_norm is None)
     assert seen_norm is not None or multiplier == 1.0
-    return torch.ops.compiled_llm.routed_linear(
+    given = (
         x, delta, norm, eps, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, top_k, scoring,
         scale, groups, top_groups, seen_norm, multiplier,
     )  # fmt: skip
+    if lora:
+        return torch.ops.compiled_llm.changed_routed_linear(*given, list(lora))
+    return torch.ops.compiled_llm.routed_linear(*given)
 
 
 def routed_linear_reference(
@@ -62,6 +71,13 @@ def routed_linear_reference(
     return total, normed, *routed_rows_reference(logits, choice_bias, expert_scale, num_tokens, used, *rule)
 
 
+def changed_routed_linear_reference(x: Tensor, delta: Tensor, *given) -> tuple[Tensor, ...]:
+    """The op as others."""
+    *rest, (changed_by, *lora) = given
+    add_lora_reference(delta, changed_by, *lora[:-1])
+    return routed_linear_reference(x, delta, *rest)
+
+
 def _fake(
     x: Tensor, delta, norm, eps, weight: Tensor, bias, choice_bias, expert_scale, num_tokens, used, counters,
     top_k: int, *rule,
@@ -73,12 +89,21 @@ def _fake(
     return total, normed, weights, places, rows, starts
 
 
+_ARGUMENTS = (
+    "Tensor? norm, float eps, Tensor weight, Tensor? bias, Tensor? choice_bias, Tensor? expert_scale,"
+    " Tensor num_tokens, Tensor(a!) used, Tensor(b!) counters, int top_k, str scoring, float scale, int groups,"
+    " int top_groups, Tensor? seen_norm, float multiplier"
+)
+_RETURNS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 define_op(
-    "routed_linear(Tensor x, Tensor? delta, Tensor? norm, float eps, Tensor weight, Tensor? bias, Tensor? choice_bias,"
-    " Tensor? expert_scale, Tensor num_tokens, Tensor(a!) used, Tensor(b!) counters, int top_k, str scoring,"
-    " float scale, int groups, int top_groups, Tensor? seen_norm, float multiplier)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"routed_linear(Tensor x, Tensor? delta, {_ARGUMENTS}) -> {_RETURNS}",
     reference=routed_linear_reference,
+    fake=_fake,
+    gpu=on_gpu("moe.triton_routed_linear:routed_linear"),
+)
+define_op(
+    f"changed_routed_linear(Tensor x, Tensor(c!) delta, {_ARGUMENTS}, Tensor[] lora) -> {_RETURNS}",
+    reference=changed_routed_linear_reference,
     fake=_fake,
     gpu=on_gpu("moe.triton_routed_linear:routed_linear"),
 )

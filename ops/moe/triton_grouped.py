@@ -22,12 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
-from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, changes_of, check_lora, note_expanded, wait_for_programs
 from compiled_llm.ops.linear.triton_lora import ROWS, rows_together, shrink_rows, shrinking_tile
 from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.linear.triton_quantized import aligned
 from compiled_llm.ops.linear.triton_surroundings import gated
+from compiled_llm.ops.moe.grouped_linear import rows_of_a_tile, takes_adapters
 from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.reference import GATES
@@ -262,9 +262,7 @@ class _Grid(NamedTuple):
 
 def _grid(x: Tensor, weight: Tensor, count: int, is_gated: bool = False) -> _Grid:
     experts, out_features, in_features = weight.shape
-    # Twice the average, so that an expert with some more rows still has one tile.
-    capability = triton_linear._capability(x.device)
-    tile = triton_linear.row_tile_for(-(-2 * count // experts), x.itemsize, capability)
+    tile = triton_linear.row_tile_for(rows_of_a_tile(count, experts), x.itemsize, triton_linear._capability(x.device))
     block_n = tile.n
     if is_gated:  # of each half
         out_features, block_n = out_features // 2, max(16, tile.n // 2)
@@ -296,10 +294,11 @@ def _adapters(
     if not lora:
         return _Adapters()
     slots, a, b, ranks, scales, starts, flags = lora
-    if len(slots) > MOST_ADAPTED or x.dtype == torch.float32:  # in which products and sums are fused here, not there
+    # In float32 products and sums are fused here, not there.
+    if not takes_adapters(len(slots), rows, len(weight)) or x.dtype == torch.float32:
         raise ValueError(
-            f"{op}: with adapters x must be of 16 bits and have at most {MOST_ADAPTED} tokens, got {x.dtype}, "
-            f"{len(slots)}"
+            f"{op}: with adapters x must be of 16 bits and have few tokens (see takes_adapters), got {x.dtype}, "
+            f"{len(slots)} tokens of {len(weight)} experts"
         )
     if a.dim() != 4 or len(a) % len(weight) or b.shape[1] * ROWS < weight.shape[1]:
         refuse(op, "a", a, f"[S * {len(weight)}, P, R, {x.shape[1]}], and b of {weight.shape[1]} outputs")

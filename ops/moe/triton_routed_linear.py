@@ -7,13 +7,27 @@ Of more than 32 rows the last one of each 16 chooses for these, and the last of 
 Why a row's bits do not depend on how many rows there are: how inputs are shared out follows from the layer alone, a
 program always has 16 rows, adds up its inputs from the first to the last, and the squares of a row by place in the
 block and then all places, with 8 warps. Of the choice ``triton_expert_rows.py`` says it.
+
+What adapters change of ``delta`` is in the launch: the first programs are those of ``linear/triton_lora.py`` that
+shrink and expand, and the others wait for them.
 """
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, check_lora, note_expanded, wait_for_programs
+from compiled_llm.ops.linear.triton_lora import (
+    MOST_INPUTS,
+    ROWS,
+    SharedOut,
+    expand_rows,
+    shrink_rows,
+    shrinking_tile,
+)
 from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.moe.routing import MAX_EXPERTS, MAX_GROUPED_EXPERTS, MAX_ROWS
 from compiled_llm.ops.moe.triton_expert_rows import (
@@ -28,7 +42,7 @@ from compiled_llm.ops.moe.triton_expert_rows import (
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, rounded, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
-from compiled_llm.ops.triton_checks import check_contiguous
+from compiled_llm.ops.triton_checks import check_contiguous, refuse
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 _BLOCK = 16  # rows of a program; and its experts, but for more rows, whose norms fewer programs are to compute
@@ -133,26 +147,52 @@ def _is_last(counter, count):
     return is_last
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "lora_tiles", "share_of_rows", "shrinking", "expanding"])
 def routed_linear_kernel(
     x, delta, norm, seen_norm, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, shares, chosen,
     users, first_rows, total, normed, out_weights, places, tokens, starts, num_rows, x_stride, delta_stride, eps, scale,
+    changed_by, slots, lora_a, lora_b, ranks, scales, lora_starts, flags, shrunk, lora_tiles, changed_by_stride,
+    share_of_rows, shrinking, expanding,
     EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
     MULTIPLIER: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POW2: tl.constexpr, TOP_GROUPS: tl.constexpr,
     IN: tl.constexpr, NUM_SHARES: tl.constexpr, SHARE: tl.constexpr, TOP_K_POW2: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, SHRINK_IN: tl.constexpr, SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr,
+    SHRINK_K: tl.constexpr, EXPAND_M: tl.constexpr, TILES: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of logits and a share of the inputs; ``shares`` is ``[NUM_SHARES, num_rows, EXPERTS]``.
+
+    With ``slots`` there are ``shrinking`` programs and ``expanding`` ones before them.
 
     It has ``BLOCK_T`` tokens chosen for at a time: all, or those of a program, whose choices are then in ``chosen`` and
     ``users``.
     """
     if PROGRAMMATIC:
         wait_for_launches_before()
+    number, count = tl.program_id(0), tl.num_programs(0)
+    if slots is not None:
+        if number < shrinking:
+            shrink_rows(
+                number, changed_by, slots, None, None, lora_a, ranks, scales, shrunk, num_rows, num_rows,
+                share_of_rows, changed_by_stride, 0, SHRINK_IN, PARTS, RANK, 1, 1, False, SHRINK_M, SHRINK_R, SHRINK_K,
+            )  # fmt: skip
+        elif number < shrinking + expanding:
+            wait_for_programs(flags, shrinking)
+            expand_rows(
+                number - shrinking, delta, slots, None, None, lora_b, ranks, lora_starts, shrunk, num_rows, num_rows,
+                share_of_rows, lora_tiles, delta_stride, PARTS, RANK, 1, 1, EXPAND_M, TILES,
+            )  # fmt: skip
+        if number < shrinking + expanding:
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            tl.atomic_add(flags, 1, sem="release", scope="gpu")
+            return
+        number -= shrinking + expanding
+        count -= shrinking + expanding
+        wait_for_programs(flags, shrinking + expanding)
+        note_expanded(flags, count)
     num_m = tl.cdiv(num_rows, BLOCK)
-    share = tl.program_id(0) % NUM_SHARES
-    tile = tl.program_id(0) // NUM_SHARES
+    share = number % NUM_SHARES
+    tile = number // NUM_SHARES
     rows = (tile % num_m * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     columns = tile // num_m * BLOCK_E + tl.arange(0, BLOCK_E)
     acc = _share_of_logits(
@@ -165,7 +205,7 @@ def routed_linear_kernel(
     )  # fmt: skip
     experts, token = tl.arange(0, EXPERTS_POW2), tl.arange(0, BLOCK_T)
     if users is None:
-        if _is_last(counters, tl.num_programs(0)):
+        if _is_last(counters, count):
             order, of_chosen = _choice(
                 shares, weight, bias, choice_bias, expert_scale, token, num_rows, scale,
                 EXPERTS, EXPERTS_POW2, TOP_K, SCORING, GROUPS, GROUPS_POW2, TOP_GROUPS, NUM_SHARES,
@@ -177,7 +217,7 @@ def routed_linear_kernel(
     else:
         tl.static_assert(BLOCK_T == BLOCK)
         block = tile % num_m
-        if _is_last(counters + 1 + block, tl.num_programs(0) // num_m):
+        if _is_last(counters + 1 + block, count // num_m):
             order, of_chosen = _choice(
                 shares, weight, bias, choice_bias, expert_scale, block * BLOCK_T + token, num_rows, scale,
                 EXPERTS, EXPERTS_POW2, TOP_K, SCORING, GROUPS, GROUPS_POW2, TOP_GROUPS, NUM_SHARES,
@@ -205,8 +245,11 @@ def routed_linear(
     x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
     choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor,
     top_k: int, scoring: str, scale: float, groups: int, top_groups: int, seen_norm: Tensor | None, multiplier: float,
+    lora: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
+    """The ops ``routed_linear`` and, with ``lora``, ``changed_routed_linear`` on CUDA tensors.
+
+    On CPU tensors under Triton's interpreter. Never waits for the GPU.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; too many rows or experts; experts that cannot be
@@ -234,16 +277,42 @@ def routed_linear(
         block_t, chosen = _BLOCK, torch.empty_like(places)
         users, first_rows = places.new_empty(2, num_m, num_experts)
     block_e = _BLOCK * triton.next_power_of_2(triton.cdiv(count, _ROWS_OF_16_EXPERTS))
+    adapters, before, of_adapters = _adapters(delta, count, lora)
     with torch.cuda.device_of(x):
-        routed_linear_kernel[(num_shares * num_m * triton.cdiv(num_experts, block_e),)](
+        routed_linear_kernel[(before + num_shares * num_m * triton.cdiv(num_experts, block_e),)](
             x, delta, norm, seen_norm, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, shares,
             chosen, users, first_rows, total, normed, out_weights, places, tokens, starts,
-            count, x_stride, delta_stride, eps, scale, **constants, MULTIPLIER=multiplier,
+            count, x_stride, delta_stride, eps, scale, *adapters, **of_adapters, **constants, MULTIPLIER=multiplier,
             IN=in_features, NUM_SHARES=num_shares, SHARE=share, TOP_K_POW2=triton.next_power_of_2(top_k),
             BLOCK=_BLOCK, BLOCK_E=block_e, BLOCK_K=block_k, BLOCK_T=block_t, BLOCKS=triton.next_power_of_2(num_m),
             num_warps=8, num_stages=3, enable_fp_fusion=False, **launch_options(count),
+            maxnreg=128 if lora else None,  # by itself the assembler takes fewer, and spills
         )  # fmt: skip
     return total, normed, out_weights, places, tokens, starts
+
+
+def _adapters(
+    delta: Tensor | None, rows: int, lora: Sequence[Tensor]
+) -> tuple[tuple[Tensor | int | None, ...], int, dict[str, int]]:
+    """The kernel's arguments for what adapters change of ``delta``, programs before the others, and constants."""
+    names = ("PARTS", "RANK", "SHRINK_IN", "SHRINK_M", "SHRINK_R", "SHRINK_K", "EXPAND_M", "TILES")
+    if not lora:
+        return (*[None] * 9, *[0] * 5), 0, dict.fromkeys(names, 0)
+    op, (changed_by, slots, a, b, ranks, scales, starts, flags) = "routed_linear", lora
+    assert delta is not None, "see changed_routed_linear"
+    check_contiguous(op, "slots", slots, (rows,), delta.device, torch.int32)
+    check_contiguous(op, "flags", flags, (NUM_FLAGS,), delta.device, torch.int32)
+    changed_by, stride = aligned_rows(changed_by, op, "changed_by", (delta.dtype,))
+    check_lora(op, changed_by, a, b, ranks, scales, starts)
+    parts, rank = a.shape[1:3]
+    if b.shape[1] * ROWS < delta.shape[1]:
+        refuse(op, "b", b, f"of {delta.shape[1]} outputs, in tiles of {ROWS}")
+    shrunk = torch.empty(rows, parts, rank, dtype=torch.float32, device=delta.device)
+    apart, tile = SharedOut.of(rows, a, b), shrinking_tile(rank, most_inputs=MOST_INPUTS // 2)  # of 8 warps
+    constants = parts, rank, changed_by.shape[1], ROWS, tile["BLOCK_R"], tile["BLOCK_K"], *apart.constants.values()
+    tensors = changed_by, slots, a, b, ranks, scales, starts, flags, shrunk
+    numbers = b.shape[1], stride, apart.share, apart.shrinking, apart.expanding
+    return (*tensors, *numbers), apart.shrinking + apart.expanding, dict(zip(names, constants, strict=True))
 
 
 def _check(

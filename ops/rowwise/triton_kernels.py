@@ -12,6 +12,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 PLACES = tl.constexpr(256)  # squares of a row's elements that are so far apart are added up first
 _LEVELS = tl.constexpr(8)  # halvings of PLACES to one
+_UNROLLED = tl.constexpr(8)  # loads of a row that are on their way at a time, where two sums follow each other
 
 
 @triton.jit
@@ -122,34 +123,51 @@ def layer_norm_kernel(
     x, delta, weight, bias, total, out, x_stride, delta_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
 ):  # fmt: skip
-    """A program a row. Squares are added up by place in the block, block after block, and then all places."""
+    """A program a row."""
     if PROGRAMMATIC:
         wait_for_launches_before()
     row = tl.program_id(0).to(tl.int64)
+    layer_norm_row(row, x, delta, None, weight, bias, total, out, x_stride, delta_stride, eps, SIZE, BLOCK)
+
+
+@triton.jit
+def _load_sum_beside(x, delta, beside, i, inside):
+    """``x + (delta + beside)``, rounded twice; without ``beside`` as ``load_sum``."""
+    if beside is None:
+        y = load_sum(x, delta, i, inside)
+    else:
+        y = rounded(load_row(x, i, inside) + load_sum(delta, beside, i, inside), x.dtype.element_ty)
+    return y
+
+
+@triton.jit
+def layer_norm_row(
+    row, x, delta, beside, weight, bias, total, out, x_stride, delta_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As ``norm_row``, whose order its sums have, too. ``beside``, contiguous rows, comes with a ``delta``."""
     x += row * x_stride
     if delta is not None:
         delta += row * delta_stride
-    sums = tl.zeros([BLOCK], tl.float32)
+    if beside is not None:
+        beside += row * SIZE
+    sums = tl.zeros([PLACES], tl.float32)
+    for start in tl.range(0, SIZE, PLACES, loop_unroll_factor=_UNROLLED):
+        i = start + tl.arange(0, PLACES)
+        sums += _load_sum_beside(x, delta, beside, i, i < SIZE)
+    ones = tl.full([1], 1.0, tl.float32)
+    mean = tl.div_rn(sum_of_places(sums[None, :]), ones * SIZE)
+    squares = tl.zeros([PLACES], tl.float32)
+    for start in tl.range(0, SIZE, PLACES, loop_unroll_factor=_UNROLLED):
+        i = start + tl.arange(0, PLACES)
+        centred = tl.where(i < SIZE, _load_sum_beside(x, delta, beside, i, i < SIZE) - mean, 0.0)
+        squares += centred * centred
+    scale = inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
     for start in tl.static_range(0, SIZE, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        y = load_sum(x, delta, i, i < SIZE)
-        sums += y
+        y = _load_sum_beside(x, delta, beside, i, i < SIZE)
         if delta is not None:
             tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
-    ones = tl.full([1], 1.0, tl.float32)
-    mean = tl.div_rn(tl.sum(sums, 0), ones * SIZE)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        if SIZE > BLOCK:  # else registers still hold the row
-            y = load_sum(x, delta, i, i < SIZE)
-        centred = tl.where(i < SIZE, y - mean, 0.0)
-        squares += centred * centred
-    scale = inverse_rms(squares, eps, SIZE)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        if SIZE > BLOCK:
-            y = load_sum(x, delta, i, i < SIZE)
         normed = (y - mean) * scale * load_row(weight, i, i < SIZE) + load_row(bias, i, i < SIZE)
         tl.store(out + row * SIZE + i, cast(normed, out.dtype.element_ty), mask=i < SIZE)
 

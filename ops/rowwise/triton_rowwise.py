@@ -102,7 +102,7 @@ def _norm(
         with torch.cuda.device_of(x):
             kernel, weights = (norm_kernel, (weight,)) if bias is None else (layer_norm_kernel, (weight, bias))
             options = _options(block)
-            if bias is None and block >= _LARGE_NORM:
+            if block >= _LARGE_NORM:
                 options["num_warps"] = 8
             kernel[(rows,)](
                 x, delta, *weights, total, out, stride, delta_stride, eps,

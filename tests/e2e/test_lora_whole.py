@@ -2,6 +2,8 @@
 
 import copy
 import json
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compiled_llm import CompiledEngine, LoRARequest, SamplingParams
+from compiled_llm.ops.linear import packed_linear
 from tests.adapters.made import linear_modules, write_adapter
 from tests.compiling.test_function import check_one_graph
 from tests.drawn import marked
@@ -111,6 +114,32 @@ def test_company_changes_no_bit(
     engine.reset_prefix_cache()
     for _ in range(2):
         assert results(engine, adapters) == expected
+
+
+def test_heads_are_packed_where_adapters_are_read(
+    engine: CompiledEngine,
+    adapters: list[LoRARequest | None],
+    expected: list[Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not between steps, which would wait for it: two adapters take turns in a slot, and are copied to it alone."""
+    pack, threads = packed_linear.pack_words, []
+
+    def packing(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name)
+        pack(*arguments)
+
+    monkeypatch.setattr(packed_linear, "pack_words", packing)
+    held = []
+    for adapter in adapters[:2]:
+        assert adapter is not None
+        path = shutil.copytree(adapter.lora_path, tmp_path / adapter.lora_name)  # so it is read again
+        held.append(engine.begin_reading(LoRARequest(adapter.lora_name, str(path))).result())
+    engine.reset_prefix_cache()
+    assert results(engine, [*held, *held], range(2)) == expected[:2]
+    assert len(threads) == 2
+    assert all(name.startswith("compiled_llm adapters") for name in threads), threads
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class Case:
 
 PROGRAMMATIC = {"cuda_graphs": "programmatic"}
 BATCH_OF_64 = {"bucket_sizes": (64,), "token_bucket_sizes": (64,), "max_num_batched_tokens": 64}
+BATCH_OF_72 = {"bucket_sizes": (72,), "token_bucket_sizes": (72,), "max_num_batched_tokens": 72}
 
 STEPS = {
     "llama": Case("llama", (7,), (5, 10)),
@@ -90,7 +91,7 @@ STEPS = {
     ),
     "qwen3-moe, adapters": Case("qwen3-moe", (7, 7), (5, 10), "decode_2_lora", {"enable_lora": True}),
     "qwen3-moe, adapters, a batch of 64": Case(
-        "qwen3-moe", (9, 9), (6, 11), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+        "qwen3-moe", (8, 9), (6, 10), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
     ),
     "qwen3-moe, adapters of experts": Case(
         "qwen3-moe",
@@ -101,8 +102,8 @@ STEPS = {
     ),
     "qwen3-moe, adapters of experts, a batch of 64": Case(
         "qwen3-moe",
-        (9, 9),
-        (6, 11),
+        (8, 9),
+        (6, 10),
         "decode_64_lora",
         {**BATCH_OF_64, "enable_lora": True, "lora_target_modules": ["all-linear", "experts"]},
     ),
@@ -118,7 +119,26 @@ STEPS = {
     "deepseek-v2, adapters": Case("deepseek-v2", (10,), (6, 15), "decode_2_lora", {"enable_lora": True}),
     "deepseek-v2, a batch of 64": Case("deepseek-v2", (11,), (6, 15), "decode_64", BATCH_OF_64),
     "deepseek-v2, adapters, a batch of 64": Case(
-        "deepseek-v2", (12,), (7, 17), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+        "deepseek-v2", (12,), (7, 16), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+    ),
+    "qwen3-moe, adapters of experts, a batch of 72": Case(
+        "qwen3-moe",
+        (8, 9),
+        (6, 10),
+        "decode_72_lora",
+        {**BATCH_OF_72, "enable_lora": True, "lora_target_modules": ["all-linear", "experts"]},
+    ),
+    "deepseek-v2, adapters, a batch of 72": Case(
+        "deepseek-v2", (12,), (7, 16), "decode_72_lora", {**BATCH_OF_72, "enable_lora": True}
+    ),
+    "starcoder2, adapters, a batch of 64": Case(  # (8,), (5, 12) without them; the others here 9 and 8 a layer
+        "starcoder2", (9,), (6, 12), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+    ),
+    "gpt-neox, adapters, a batch of 64": Case(
+        "gpt-neox", (10,), (6, 12), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
+    ),
+    "gpt2, adapters, a batch of 64": Case(
+        "gpt2", (9,), (5, 11), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
     ),
     "qwen3, adapters, none used": Case("qwen3", (7,), (5, 10), arguments={"enable_lora": True}),
     "qwen3, adapters, programmatic": Case(

@@ -59,7 +59,7 @@ def others_are_refused() -> None:
         with pytest.raises(ValueError, match=f"head_linear: {message}"):
             triton_head_linear.head_linear(**{"x": x, "weight": weight, **change})
     w, slots = weights((33,), 72, 20, torch.float32, slots=5), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"x must be of 16 bits and have at most 64 rows, got torch\.float32, 2"):
+    with pytest.raises(ValueError, match=r"x must be of 16 bits and have at most 256 rows, got torch\.float32, 2"):
         triton_head_linear.head_linear(x, weight, (slots, *w, slots))
 
 

@@ -62,7 +62,7 @@ def launched(y: Tensor, x: Tensor, rows: LoraRows, w: LoraWeights, after: Follow
 
 
 def what_follows_has_the_bits_of_its_own_op() -> None:
-    """A norm of a sum, gates, an activation: of rows with slots and without."""
+    """Norms of a sum, gates, an activation: of rows with slots and without."""
     w = weights((40, 24), 40, 9, torch.bfloat16)
     y, x, slots = problem(3, w)
     changed = y.clone()
@@ -76,6 +76,11 @@ def what_follows_has_the_bits_of_its_own_op() -> None:
     after = Following(residual=residual, delta_norm=norms[0], scale=norms[1], norm=norm, eps=1e-6)
     want = triton_rowwise.sum_of_norms(residual, None, changed, *norms, norm, 1e-6)
     assert [*map(torch.equal, launched(y.clone(), x, LoraRows(slots), w, after), reversed(want))] == [True, True]
+    bias, beside = torch.randn(64).bfloat16(), torch.randn(3, 64).bfloat16()
+    for one in (None, beside):
+        after = Following(residual=residual, beside=one, norm=norm, norm_bias=bias, eps=1e-6)
+        want = triton_rowwise.add_layer_norm(residual, changed if one is None else changed + one, norm, bias, 1e-6)
+        assert [*map(torch.equal, launched(y.clone(), x, LoraRows(slots), w, after), reversed(want))] == [True, True]
     for following, expected in (
         (Following("silu"), triton_rowwise.gated_activation(changed, "silu")),
         (Following("relu2", gated=False), triton_rowwise.activation(changed, "relu2")),
@@ -173,7 +178,7 @@ INTERPRETED = {
     "refused": others_are_refused,
 }
 test_interpreted = interpreted.each_of(INTERPRETED, ["following", "waits", "heads", "refused"])
-FOLLOWING = ("", "norm", "gate", "sum")
+FOLLOWING = ("", "norm", "layer norm", "gate", "sum")
 CASES = [
     (capability, *case)
     for capability in ((8, 0), (9, 0), (10, 0))
@@ -195,6 +200,9 @@ def test_compiles_without_spills(capability: tuple[int, int], rank: int, after: 
         where, num_slots = LoraRows(integers(rows)), 8
         if after == "norm":
             following = Following(residual=empty(rows, wide), norm=empty(wide))
+        elif after == "layer norm":
+            residual, beside = empty(rows, wide), empty(rows, wide)
+            following = Following(residual=residual, beside=beside, norm=empty(wide), norm_bias=empty(wide))
         elif after == "sum":
             following = Following(places=integers(rows // 8, 8), weights=floats(rows // 8, 8))
             where, num_slots = LoraRows(integers(rows // 8), integers(rows), integers(129), 128), 8 * 128

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear, triton_lora
-from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 from compiled_llm.ops.linear.lora import Following, LoraRows
 from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS
 from compiled_llm.ops.moe import triton_grouped
-from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_linear_reference
+from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_linear_reference, takes_adapters
 from compiled_llm.ops.moe.routing import weighted_sum_added_reference
 from compiled_llm.ops.rowwise.reference import clamped_swiglu_reference, gated_activation_reference
 from tests.ops import ahead_of_time, interpreted
@@ -165,7 +164,8 @@ CASES = [
     [
         pytest.param(*case, adapted, marks=() if case in SOME and not adapted else pytest.mark.battery)
         for case, adapted in itertools.product(CASES, (False, True))
-        if not adapted or (case[1] <= MOST_ADAPTED and case[0] != "alone")
+        if not adapted
+        or (case[0] != "alone" and takes_adapters(case[1], case[1] * LAYERS[case[0]][3], LAYERS[case[0]][2]))
     ],
     ids=str,
 )

@@ -7,11 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.linear import triton_lora
+from compiled_llm.ops.linear.lora import Following, LoraRows
+from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS
 from compiled_llm.ops.moe import triton_routed_linear
 from compiled_llm.ops.moe.routed_linear import routed_linear_reference
 from compiled_llm.ops.moe.routing import MAX_ROWS
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 from tests.ops import ahead_of_time, interpreted
+from tests.ops.ahead_of_time import empty, floats, integers
+from tests.ops.linear import test_lora
 
 EPS = 1e-5
 RULES: dict[str, dict[str, Any]] = {  # as RULES of test_triton_expert_rows.py
@@ -122,7 +127,25 @@ def sums_are_those_of_the_layer() -> None:
     torch.testing.assert_close(got[2], want.sort(descending=True).values, atol=1e-3, rtol=1e-2)
 
 
+def changed_sums_have_the_bits_of_a_launch_of_their_own() -> None:
+    """Of rows with slots and without; flags and counters are zeros again."""
+    w, flags = test_lora.weights((300,), 72, 20, torch.bfloat16, slots=3), torch.zeros(NUM_FLAGS, dtype=torch.int32)
+    for rows in (5, 40):
+        given = arguments("with a sum", rows, 24, 300)
+        slots, changed_by = torch.arange(rows, dtype=torch.int32) % 4, torch.randn(rows, 72).bfloat16()
+        delta = given[1].clone()
+        triton_lora.lora_followed(delta, changed_by, *LoraRows(slots), *w, flags, *Following())
+        given[9] = torch.zeros(1, dtype=torch.int64)
+        want = triton_routed_linear.routed_linear(given[0], delta, *given[2:])
+        assert not torch.equal(delta, given[1])
+        got = triton_routed_linear.routed_linear(*given, (changed_by, slots, *w, flags))
+        assert all(map(torch.equal, got, want))
+        assert not flags.any()
+        assert not given[10].any()
+
+
 INTERPRETED = {
+    "changed": changed_sums_have_the_bits_of_a_launch_of_their_own,
     **{f"reference-{name}": functools.partial(agrees_with_the_reference, name) for name in RULES},
     "batch-with a sum": functools.partial(a_row_has_the_same_bits_in_every_batch, "with a sum"),
     "batch-without a norm": functools.partial(a_row_has_the_same_bits_in_every_batch, "without a norm"),
@@ -145,13 +168,22 @@ CASES = [
 
 
 @pytest.mark.battery
+@pytest.mark.parametrize("rank", [0, 16, 64])
 @pytest.mark.parametrize(("name", "capability", "rows"), CASES, ids=str)
-def test_nothing_spills(name: str, capability: tuple[int, int], rows: int) -> None:
+def test_nothing_spills(name: str, capability: tuple[int, int], rows: int, rank: int) -> None:
+    """``rank``: of adapters that change what is added; 0: none do."""
     experts, inputs = LAYERS[name]
+    lora: tuple[Tensor, ...] = ()
+    if rank:
+        a, b = empty(8, 1, rank, 4096), empty(8, inputs // 16, rank, 16)
+        of_slots = integers(8, 1), floats(8, 1), integers(2), integers(NUM_FLAGS)
+        lora = tuple(
+            torch.empty_like(one, device="cpu") for one in (empty(rows, 4096), integers(rows), a, b, *of_slots)
+        )
     given = arguments(name, 1, experts, inputs)
     given[0] = given[1] = torch.empty(rows, inputs, dtype=torch.bfloat16)
     with ahead_of_time.recorded(capability, triton_routed_linear) as recorded:
-        triton_routed_linear.routed_linear(*given)
+        triton_routed_linear.routed_linear(*given, lora)
     (launch,) = recorded
     binary, _ = ahead_of_time.without_spills(launch, capability)
     assert binary.metadata.shared <= 99 * 1024
@@ -204,4 +236,4 @@ def test_on_a_gpu(name: str) -> None:
         assert not given[10].any()
 
 
-test_interpreted = interpreted.each_of(INTERPRETED, ["reference-qwen3-moe", "batch-with a sum", "sums"])
+test_interpreted = interpreted.each_of(INTERPRETED, ["reference-qwen3-moe", "batch-with a sum", "sums", "changed"])
