@@ -254,10 +254,12 @@ class Replicas:
     def num_waiting(self) -> int:
         return sum(client.num_waiting for client in self.clients)
 
-    async def generate(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
+    async def generate(
+        self, requests: Sequence[Generate], deadline: float, unread: Unread | None = None
+    ) -> AsyncIterator[Output]:
         """What each step gives one of the requests, until all have ended. Leaving the iteration aborts them.
 
-        What a slow reader has not read of a request is one output, which grows.
+        What a slow reader has not read of a request is one output, which grows, in ``unread`` if that is given.
 
         Raises:
             EngineEndedError: no engine is left that could serve one of them, or ``fail_all`` was called.
@@ -265,7 +267,7 @@ class Replicas:
             TimeoutError: ``deadline``, of the event loop's clock, has come.
             OverflowError: an integer among the sampling parameters has more than 64 bits.
         """
-        unread = Unread()
+        unread = Unread() if unread is None else unread
         made = {request.request_id: self._made(request, unread) for request in requests}
         open_ids = set(made)
         assert not open_ids & self._requests.keys(), open_ids
