@@ -402,9 +402,7 @@ class Replicas:
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Requests that have no reader any more."""
-        left = {
-            request_id: self._requests.pop(request_id) for request_id in request_ids if request_id in self._requests
-        }
+        left = {name: self._requests.pop(name) for name in request_ids if name in self._requests}
         for request_id, request in left.items():
             self._set_left(request, 0)
             self._leave_prompt(request_id, request)
