@@ -51,7 +51,7 @@ def bounded_protocol(max_header_bytes: int, client_seconds: float, max_connectio
             self._in_head = False
             self._end_timer()
             super().on_headers_complete()
-            self.scope["extensions"] = {EXTENSION: DirectBody(self.cycle)}  # type: ignore[typeddict-unknown-key]
+            self.scope["extensions"] = {EXTENSION: DirectBody(self.cycle)}  # type: ignore[dict-item]
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
