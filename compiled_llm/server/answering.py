@@ -42,6 +42,10 @@ class StreamedAnswer(Answer, Protocol):
         """The chunks of a stream. What is wrong with the request is raised before the first one."""
         ...
 
+    def events_of(self, output: Output) -> bytes:
+        """The events of an output that is neither the first nor the last one of its request."""
+        ...
+
     def failure(self, error: ApiError) -> dict[str, Any]:
         """The chunk that ends a stream with an error."""
         ...
@@ -85,7 +89,25 @@ class _Answering:
 
     async def stream(self) -> Response:
         """Waits for the first event, so that what is wrong with the request is its status."""
-        return await streamed(self._service, self._events())
+        return await streamed(self._service, self._events(), self._open)
+
+    def _open(self, stream: EventStream) -> None:
+        """From now on outputs between the first and the last one are events at once, without a task that is woken."""
+        answer = self._answer
+        assert isinstance(answer, StreamedAnswer)
+
+        def write(output: Output) -> bool:
+            if output.times is not None or not stream.is_writable:
+                return False
+            if output.error is not None or any(piece.finish_reason is not None for piece in output.pieces):
+                return False
+            self._observe(output)
+            events = answer.events_of(output)
+            if events:
+                stream.write_now(events)
+            return True
+
+        self._served.unread.at_once = write
 
     async def _events(self) -> AsyncIterator[bytes]:
         """What goes over the line. An error is raised before the first event, and is the last one after that."""
@@ -119,43 +141,56 @@ class _Answering:
             raise self._service.too_late from None
         if served.adapter is not None:
             self._facts["adapter"] = repr(served.adapter.name)
-        served.outputs = self._observed(served, served.outputs)
-        return self._make(served)
-
-    async def _observed(self, served: Served, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
-        """The outputs, with what the log and the metrics have of them."""
-        params, facts, traces = served.params, self._facts, self._service.traces
-        num_prompt_tokens = {prompt.request_id: len(prompt.token_ids) for prompt in served.prompts}
-        observers = {
-            request_id: RequestObserver(self._service.metrics, count, params.max_tokens, params.n)
-            for request_id, count in num_prompt_tokens.items()
+        self._served, params = served, served.params
+        self._observers = {
+            prompt.request_id: RequestObserver(
+                self._service.metrics, len(prompt.token_ids), params.max_tokens, params.n
+            )
+            for prompt in served.prompts
         }
-        facts["prompt_tokens"] = sum(num_prompt_tokens.values())
-        facts["output_tokens"] = 0
+        self._facts["prompt_tokens"] = sum(len(prompt.token_ids) for prompt in served.prompts)
+        self._facts["output_tokens"] = 0
+        served.outputs = self._observed(served.outputs)
+        self._answer = self._make(served)
+        return self._answer
+
+    async def _observed(self, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
         try:
             async for output in outputs:
-                observer, request_id = observers[output.request_id], output.request_id
-                observer.take(output)
-                if traces is not None and output.times is not None:
-                    counts = num_prompt_tokens[request_id], observer.num_tokens
-                    name = None if served.adapter is None else served.adapter.name
-                    traces.add(self._headers, request_id, params, *counts, observer.seconds, output.times, name)
-                facts["output_tokens"] += sum(len(piece.token_ids) for piece in output.pieces)
-                if output.times is not None and output.times.first is not None:
-                    facts.setdefault("first_seconds", output.times.first)
+                self._observe(output)
                 yield output
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
+    def _observe(self, output: Output) -> None:
+        """What the log and the metrics have of an output."""
+        observer, facts, times = self._observers[output.request_id], self._facts, output.times
+        num_tokens = observer.num_tokens
+        observer.take(output)
+        facts["output_tokens"] += observer.num_tokens - num_tokens
+        if times is None:
+            return
+        if self._service.traces is not None:
+            served = self._served
+            name = None if served.adapter is None else served.adapter.name
+            counts = observer.num_prompt_tokens, observer.num_tokens
+            request_id, seconds = output.request_id, observer.seconds
+            self._service.traces.add(self._headers, request_id, served.params, *counts, seconds, times, name)
+        if times.first is not None:
+            facts.setdefault("first_seconds", times.first)
 
-async def streamed(service: Service, events: AsyncIterator[bytes]) -> Response:
-    """A stream of events, once the first one is there."""
+
+async def streamed(
+    service: Service, events: AsyncIterator[bytes], on_open: Callable[[EventStream], None] | None = None
+) -> Response:
+    """A stream of events, once the first one is there. ``on_open``: of an ``EventStream``."""
     try:
         first = await anext(events)
     except BaseException:
         await events.aclose()  # type: ignore[attr-defined]
         raise
-    return EventStream(_after(first, events), service.settings.client_seconds, service.settings.keep_alive_seconds)
+    settings = service.settings
+    return EventStream(_after(first, events), settings.client_seconds, settings.keep_alive_seconds, on_open)
 
 
 async def _after(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -5,7 +5,7 @@ Joined, the chunks of a stream are the whole answer: both are made of the same p
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from compiled_llm.api.outputs import Logprob
@@ -21,11 +21,13 @@ from compiled_llm.openai.answers import (
 )
 from compiled_llm.server.answer_formats import AnswerReader
 from compiled_llm.server.errors import ApiError
+from compiled_llm.server.http import encode_json, event
 from compiled_llm.server.messages import LogprobRow, Output, Piece
 from compiled_llm.server.service import Served, ServedPrompt
 
 _PREFIX = {"chat": "chatcmpl", "completion": "cmpl"}
 _OBJECT = {"chat": "chat.completion", "completion": "text_completion"}
+_MARK = "\0"  # stands for a text
 _CHUNK = {"chat": "chat.completion.chunk", "completion": "text_completion"}
 
 
@@ -51,6 +53,9 @@ class OpenAIAnswer:
             for index, prompt in enumerate(served.prompts)
         }
         self._choices: dict[int, _Choice] = {}
+        asked = served.asked
+        has_more = asked.return_token_ids or asked.continuous_usage or asked.only_echo or self._plan is not None
+        self._has_text_alone = not has_more and self._params.logprobs is None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -88,22 +93,48 @@ class OpenAIAnswer:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream. What is wrong with the request is raised before the first one."""
         async for output in self._outputs:
-            prompt = self._take(output)
-            for piece in output.pieces:
-                index = self._index(prompt, piece)
-                extras: dict[str, Any] = {}
-                if self._kind == "chat":
-                    extras = self._of_the_prompt(prompt, is_first=not self._choices)
-                    if index not in self._choices:
-                        role = {"role": "assistant", "content": ""}
-                        yield self._chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
-                choice = self._choice(prompt, piece, "delta")
-                new = choice["text"] if "text" in choice else any(choice["delta"].values())
-                says = new or piece.finish_reason or piece.logprobs
-                if says or (piece.token_ids and self._asked.return_token_ids):
-                    yield {**self._chunk([choice]), **extras}
+            for chunk in self.of_output(output):
+                yield chunk
         if self._asked.include_usage:
             yield {**self._chunk([]), "usage": self._usage()}
+
+    def of_output(self, output: Output) -> Iterator[dict[str, Any]]:
+        """The chunks of one output."""
+        prompt = self._take(output)
+        for piece in output.pieces:
+            index = self._index(prompt, piece)
+            extras: dict[str, Any] = {}
+            if self._kind == "chat":
+                extras = self._of_the_prompt(prompt, is_first=not self._choices)
+                if index not in self._choices:
+                    role = {"role": "assistant", "content": ""}
+                    yield self._chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
+            choice = self._choice(prompt, piece, "delta")
+            new = choice["text"] if "text" in choice else any(choice["delta"].values())
+            says = new or piece.finish_reason or piece.logprobs
+            if says or (piece.token_ids and self._asked.return_token_ids):
+                yield {**self._chunk([choice]), **extras}
+
+    def events_of(self, output: Output) -> bytes:
+        """The events of an output that is neither the first nor the last one of its request."""
+        if self._has_text_alone and len(output.pieces) == 1:
+            (piece,) = output.pieces
+            choice = self._choices.get(self._index(self._prompts[output.request_id], piece))
+            if choice is not None and piece.text:
+                return self._event_of_text(output, piece, choice)
+        return b"".join(map(event, self.of_output(output)))
+
+    def _event_of_text(self, output: Output, piece: Piece, choice: "_Choice") -> bytes:
+        """The same bytes as by ``of_output``: what stands around the text of a choice is made once."""
+        if choice.around_text is None:
+            (chunk,) = self.of_output(
+                Output(output.request_id, [Piece(piece.index, _MARK, [])], output.num_cached_tokens)
+            )
+            head, _, tail = event(chunk).rpartition(encode_json(_MARK))
+            choice.around_text = head, tail
+        choice.num_tokens += len(piece.token_ids)
+        head, tail = choice.around_text
+        return head + encode_json(piece.text) + tail
 
     # -- Parts
 
@@ -215,7 +246,10 @@ class _Choice:
 
     Attributes:
         offsets: of its tokens, where they have log-probabilities.
+        around_text: bytes of an event before and after its text, where nothing else changes; None: not known yet.
     """
+
+    around_text: tuple[bytes, bytes] | None = None
 
     def __init__(self, reader: AnswerReader) -> None:
         self.reader = reader

@@ -1,7 +1,6 @@
 """EngineClient: the process of one engine as the server sees it. Requests go in, what each step gave comes out."""
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import socket
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.server.frames import Frames
 from compiled_llm.server.messages import (
     VERSION,
     Abort,
@@ -33,7 +33,7 @@ from compiled_llm.server.messages import (
     encode,
 )
 from compiled_llm.server.unread import EngineEndedError
-from compiled_llm.system.child_process import LENGTH_BYTES, described_end, framed, with_package
+from compiled_llm.system.child_process import described_end, with_package
 from compiled_llm.system.resources import on_cores
 
 _END_SECONDS = 10.0
@@ -80,7 +80,7 @@ class EngineClient:
         self.num_running = self.num_waiting = 0
         self.ended: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._frames: Frames | None = None
         self._unfinished: dict[str, None] = {}  # in the order in which they came
         self._questions: dict[int, asyncio.Future[Any]] = {}  # of ``Answer``, and of ``HandedOver``
         self._num_questions = 0
@@ -99,38 +99,40 @@ class EngineClient:
 
     async def restart(self) -> Started:
         """Start another process after the one that has ended, and wait until it serves. Errors as in ``ready``."""
-        assert self._writer is not None
-        self._writer.close()
+        assert self._frames is not None
+        self._frames.close()
         self.started, self.ended, self.num_running, self.num_waiting = None, None, 0, 0
         await self.start()
         return await self.ready()
 
     async def _connect(self, own: socket.socket) -> None:
-        self._reader, self._writer = await asyncio.open_connection(sock=own)
+        loop = asyncio.get_running_loop()
+        self._first: asyncio.Future[Started | Failed] = loop.create_future()
+        _, self._frames = await loop.create_connection(lambda: Frames(self._take), sock=own)
         config = {field.name: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
         self._write(Start(VERSION, config, self.place.number_of))
 
     async def ready(self) -> Started:
-        """Wait until the engine serves. From then on its messages are read.
+        """Wait until the engine serves.
 
         Raises:
             ValueError: an engine argument, or what it leads to, does not allow it.
             RuntimeError: it could not be started for another reason.
         """
-        try:
-            message = await self._receive()
-        except EngineEndedError as error:
-            self.ended = str(error)
-            raise RuntimeError(self.ended) from error
+        assert self._frames is not None
+        await asyncio.wait((self._first, self._frames.ended), return_when=asyncio.FIRST_COMPLETED)
+        if not self._first.done():
+            self.ended = await self._how_it_ended()
+            raise RuntimeError(self.ended)
+        message = self._first.result()
         if isinstance(message, Failed):
             self.ended = await self._how_it_ended()
             if message.kind in ("ValueError", "UnservableError"):
                 raise ValueError(message.text)
             raise RuntimeError(f"{message.kind}: {message.text}")
-        assert isinstance(message, Started)
         check_version(message.version)
         self.started = message
-        self._reading = asyncio.create_task(self._read())
+        self._ending = asyncio.create_task(self._end(self._frames))
         return message
 
     @property
@@ -144,11 +146,11 @@ class EngineClient:
 
     def send(self, request_id: str, frame: bytes) -> None:
         """Give a request to the engine, which serves. ``frame``: the request as a message."""
-        assert self._writer is not None
+        assert self._frames is not None
         if not self._unfinished:
             self._heard_at = time.monotonic()
         self._unfinished[request_id] = None
-        self._writer.write(frame)
+        self._frames.write_frame(frame)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Requests of this engine get no output any more."""
@@ -208,11 +210,10 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the process, whatever it does."""
-        if self._writer is None:
+        if self._frames is None:
             return
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+        self._frames.close()
+        await asyncio.wait((self._frames.ended,))
         try:
             await asyncio.to_thread(self._wait, _END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -231,44 +232,40 @@ class EngineClient:
     # -- Messages
 
     def _write(self, message: ToEngine) -> None:
-        assert self._writer is not None
-        self._writer.write(framed(encode(message)))
-
-    async def _receive(self) -> Any:
-        try:
-            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
-            return decode_for_server(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EngineEndedError(await self._how_it_ended()) from error
+        assert self._frames is not None
+        self._frames.write(encode(message))
 
     async def _how_it_ended(self) -> str:
         name = "the engine's process" if self.place.number_of == 1 else f"the process of engine {self.place.number}"
         return f"{name} has ended: {described_end(await asyncio.to_thread(self._wait))}"
 
-    async def _read(self) -> None:
-        """Hand out messages until the process ends; then say so to everyone who waits."""
-        try:
-            while True:
-                message = await self._receive()
-                self._heard_at = time.monotonic()
-                if isinstance(message, Outputs):
-                    self.num_running, self.num_waiting = message.num_running, message.num_waiting
-                    for output in message.outputs:
-                        self._hand_out(output)
-                else:
-                    assert isinstance(message, Answer | HandedOver)
-                    question = self._questions.pop(message.number)
-                    if not question.done():
-                        question.set_result(message)
-        except EngineEndedError as error:
-            self.ended = str(error)
-            for question in self._questions.values():
-                if not question.done():
-                    question.set_exception(error)
-            self._questions.clear()
-            self.num_running = self.num_waiting = 0
-            lost, self._unfinished = list(self._unfinished), {}
-            self.on_end(self.place.number, lost, self.ended)
+    def _take(self, content: bytearray) -> None:
+        """A message came."""
+        message = decode_for_server(content)
+        self._heard_at = time.monotonic()
+        if isinstance(message, Outputs):
+            self.num_running, self.num_waiting = message.num_running, message.num_waiting
+            for output in message.outputs:
+                self._hand_out(output)
+        elif isinstance(message, Started | Failed):
+            self._first.set_result(message)
+        else:
+            assert isinstance(message, Answer | HandedOver)
+            question = self._questions.pop(message.number)
+            if not question.done():
+                question.set_result(message)
+
+    async def _end(self, frames: Frames) -> None:
+        """When the process ends, say so to everyone who waits."""
+        await asyncio.wait((frames.ended,))
+        self.ended = await self._how_it_ended()
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(EngineEndedError(self.ended))
+        self._questions.clear()
+        self.num_running = self.num_waiting = 0
+        lost, self._unfinished = list(self._unfinished), {}
+        self.on_end(self.place.number, lost, self.ended)
 
     def _hand_out(self, output: Output) -> None:
         if output.request_id not in self._unfinished:
@@ -280,4 +277,4 @@ class EngineClient:
 
     async def wait_ended(self) -> None:
         """Until the process ends. For after ``ready``."""
-        await asyncio.shield(self._reading)
+        await asyncio.shield(self._ending)

@@ -11,6 +11,7 @@ from compiled_llm.parsing.events import ContentDelta, Event
 from compiled_llm.server.answer_formats import AnswerReader
 from compiled_llm.server.answers import found_logprobs
 from compiled_llm.server.errors import ApiError
+from compiled_llm.server.http import event
 from compiled_llm.server.messages import Output, Piece
 from compiled_llm.server.service import Served
 
@@ -94,12 +95,16 @@ class EventAnswer:
         self.ended(self.answer)
         return chunk
 
+    def events_of(self, output: Output) -> bytes:
+        """The events of an output that is neither the first nor the last one of its request."""
+        return b"".join(map(event, self._of_output(output)))
+
     def _of_output(self, output: Output) -> Iterator[dict[str, Any]]:
         for piece in output.pieces:
             self._num_tokens += len(piece.token_ids)
             self._untold += self._logprobs(piece)
-            for event in self._reader.read(piece):
-                yield from self._take(event)
+            for part in self._reader.read(piece):
+                yield from self._take(part)
             if piece.finish_reason is not None:
                 if self._untold:  # of tokens without a text of their own
                     yield from self._take(ContentDelta(""))

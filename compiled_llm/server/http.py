@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_llm.anthropic.errors import OVERLOADED_STATUS, error_body
 from compiled_llm.openai.requests import check_json
+from compiled_llm.server.direct_body import EXTENSION, DirectBody
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.page import PAGE_PATHS
 from compiled_llm.server.settings import ServerSettings
@@ -189,18 +190,28 @@ class EventStream(Response):
 
     A client that does not read for ``client_seconds`` is taken for gone. Where no event comes for
     ``keep_alive_seconds``, a comment does, which clients leave out; 0: none.
+
+    ``on_open``: called with the stream when it has begun, if ``write_now`` can be used from then on.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], client_seconds: float, keep_alive_seconds: float) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        client_seconds: float,
+        keep_alive_seconds: float,
+        on_open: "Callable[[EventStream], None] | None" = None,
+    ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
         del self.headers["content-length"]
         self._events, self._client_seconds = events, client_seconds
         self._keep_alive_seconds = keep_alive_seconds
+        self._on_open = on_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            self._body: DirectBody | None = scope.get("extensions", {}).get(EXTENSION)
             await unless_gone(receive, self._write(send, scope["state"]["send"]))
         except ClientGoneError:
             scope["state"]["facts"]["client"] = "gone"
@@ -213,6 +224,8 @@ class EventStream(Response):
             async with asyncio.timeout(None) as limit:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 self._sent, self._sending_since = time.monotonic(), math.inf
+                if self._on_open is not None and self._body is not None:
+                    self._on_open(self)
                 watching = asyncio.ensure_future(self._watch(send_event, limit))
                 try:
                     async for event in self._events:
@@ -225,6 +238,17 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             raise ClientGoneError from None
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether ``write_now`` may be called, while nobody waits for an event to be sent."""
+        return self._body is not None and self._body.is_writable
+
+    def write_now(self, data: bytes) -> None:
+        """Events besides those of the iterator, sent without waking anybody."""
+        assert self._body is not None
+        self._body.write(data)
+        self._sent = time.monotonic()
 
     async def _watch(self, send_event: Send, limit: asyncio.Timeout) -> None:
         """Ends the stream of a client that reads nothing; comments where no event is sent for some time.

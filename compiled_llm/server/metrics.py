@@ -4,13 +4,17 @@ Latencies and tokens are observed here as requests end; counts and gauges are th
 asked.
 """
 
+import bisect
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from compiled_llm.server.messages import Output, Started, Times
 
@@ -99,7 +103,8 @@ class Metrics:
         self._success = counter("vllm:request_success", "Continuations that ended", "finished_reason")
         self._cached = counter("vllm:prompt_tokens_cached", "Tokens of prompts that were cached")
         self._first = histogram("vllm:time_to_first_token_seconds", "Until the first token", _FIRST_TOKEN)
-        self._next = histogram("vllm:inter_token_latency_seconds", "Between tokens", _NEXT_TOKEN)
+        self.next = _TokenGaps("vllm:inter_token_latency_seconds", "Between tokens", _NEXT_TOKEN)
+        self._registry.register(self.next)
         self._mean = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean of a request, after its first token", _NEXT_TOKEN
         )
@@ -152,6 +157,39 @@ class Metrics:
         return generate_latest(self._registry) + generate_latest(registry)
 
 
+class _GapsOfEngine:
+    """Attributes:
+    counts: by bucket, the last one that above all bounds; seconds: the sum.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds, self.counts, self.seconds = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, seconds: float, count: int) -> None:
+        """So many tokens, each so long after the one before."""
+        self.counts[bisect.bisect_left(self._bounds, seconds)] += count
+        self.seconds += seconds * count
+
+
+class _TokenGaps(Collector):
+    """A histogram of something that there is of each token: prometheus_client's own takes locks for each."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._found: dict[tuple[str, ...], _GapsOfEngine] = {}
+
+    def of(self, labels: tuple[str, ...]) -> _GapsOfEngine:
+        """Those of an engine, of whose labels these are the values."""
+        return self._found.setdefault(labels, _GapsOfEngine(self._bounds))
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=_LABELS)
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, found in self._found.items():
+            family.add_metric(labels, list(zip(names, itertools.accumulate(found.counts), strict=True)), found.seconds)
+        yield family
+
+
 class _OfEngine:
     """The metrics of requests that one engine serves."""
 
@@ -159,7 +197,8 @@ class _OfEngine:
         def own(family: Any) -> Any:
             return family.labels(**labels)
 
-        self.cached, self.first, self.next = own(metrics._cached), own(metrics._first), own(metrics._next)
+        self.cached, self.first = own(metrics._cached), own(metrics._first)
+        self.next = metrics.next.of(tuple(labels.values()))
         self.mean, self.whole, self.generated = own(metrics._mean), own(metrics._whole), own(metrics._generated)
         self.prompt, self.max_tokens, self.n = own(metrics._prompt), own(metrics._max_tokens), own(metrics._n)
         self.parts = {part: own(family) for part, family in metrics._parts.items()}
@@ -173,12 +212,12 @@ class RequestObserver:
     """Times of one engine's request as its outputs come.
 
     Attributes:
-        num_tokens: that came.
+        num_prompt_tokens: of its prompt; num_tokens: that came.
     """
 
     def __init__(self, metrics: Metrics, num_prompt_tokens: int, max_tokens: int | None, n: int) -> None:
         self._metrics, self._arrived = metrics, time.monotonic()
-        self._sizes = num_prompt_tokens, max_tokens, n
+        self.num_prompt_tokens, self._sizes = num_prompt_tokens, (max_tokens, n)
         self._last: dict[int, float] = {}  # of each continuation: when its last token came
         self.num_tokens = 0
 
@@ -193,14 +232,14 @@ class RequestObserver:
         for piece in output.pieces:
             num_tokens = len(piece.token_ids)
             self.num_tokens += num_tokens
-            for _ in range(num_tokens if piece.index in self._last else 0):
-                metrics.next.observe((now - self._last[piece.index]) / num_tokens)
+            if num_tokens and piece.index in self._last:
+                metrics.next.add((now - self._last[piece.index]) / num_tokens, num_tokens)
             self._last[piece.index] = now
             if piece.finish_reason is not None:
                 metrics.succeed(piece.finish_reason)
         if output.times is not None:
-            num_prompt_tokens, max_tokens, n = self._sizes
-            metrics.prompt.observe(num_prompt_tokens)
+            max_tokens, n = self._sizes
+            metrics.prompt.observe(self.num_prompt_tokens)
             metrics.n.observe(n)
             if max_tokens is not None:
                 metrics.max_tokens.observe(max_tokens)

@@ -5,6 +5,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from compiled_llm.server.direct_body import EXTENSION, DirectBody
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import encode_json
 
@@ -50,6 +51,7 @@ def bounded_protocol(max_header_bytes: int, client_seconds: float, max_connectio
             self._in_head = False
             self._end_timer()
             super().on_headers_complete()
+            self.scope["extensions"] = {EXTENSION: DirectBody(self.cycle)}  # type: ignore[dict-item]
 
         def on_message_complete(self) -> None:
             super().on_message_complete()

@@ -254,10 +254,12 @@ class Replicas:
     def num_waiting(self) -> int:
         return sum(client.num_waiting for client in self.clients)
 
-    async def generate(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
+    async def generate(
+        self, requests: Sequence[Generate], deadline: float, unread: Unread | None = None
+    ) -> AsyncIterator[Output]:
         """What each step gives one of the requests, until all have ended. Leaving the iteration aborts them.
 
-        What a slow reader has not read of a request is one output, which grows.
+        What a slow reader has not read of a request is one output, which grows, in ``unread`` if that is given.
 
         Raises:
             EngineEndedError: no engine is left that could serve one of them, or ``fail_all`` was called.
@@ -265,7 +267,7 @@ class Replicas:
             TimeoutError: ``deadline``, of the event loop's clock, has come.
             OverflowError: an integer among the sampling parameters has more than 64 bits.
         """
-        unread = Unread()
+        unread = Unread() if unread is None else unread
         made = {request.request_id: self._made(request, unread) for request in requests}
         open_ids = set(made)
         assert not open_ids & self._requests.keys(), open_ids
@@ -400,9 +402,7 @@ class Replicas:
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Requests that have no reader any more."""
-        left = {
-            request_id: self._requests.pop(request_id) for request_id in request_ids if request_id in self._requests
-        }
+        left = {name: self._requests.pop(name) for name in request_ids if name in self._requests}
         for request_id, request in left.items():
             self._set_left(request, 0)
             self._leave_prompt(request_id, request)

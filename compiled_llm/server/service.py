@@ -21,7 +21,7 @@ from compiled_llm.server.metrics import Metrics
 from compiled_llm.server.replicas import Replicas
 from compiled_llm.server.settings import ServerSettings
 from compiled_llm.server.traces import Traces, otlp_exporter
-from compiled_llm.server.unread import EngineEndedError, RequestAbortedError
+from compiled_llm.server.unread import EngineEndedError, RequestAbortedError, Unread
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Capacity, EncodedPrompt, check_token_ids, encode_prompt, encode_scored
 from compiled_llm.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class ServedPrompt(NamedTuple):
 class Served:
     """A client's request in the engine. ``params``: of each prompt. ``plan``: None: answers are content alone.
 
-    ``adapter``: None: the model as it is.
+    ``adapter``: None: the model as it is. ``unread``: what ``outputs`` come from.
     """
 
     asked: OpenAIRequest
@@ -56,6 +56,7 @@ class Served:
     prompts: list[ServedPrompt]
     outputs: AsyncIterator[Output]
     adapter: AdapterRef | None = None
+    unread: Unread = dataclasses.field(default_factory=Unread)
 
 
 class Service:
@@ -230,11 +231,12 @@ class Service:
             )
             for one in prompts
         ]
-        return Served(asked, params, plan, prompts, self._outputs(requests, deadline), adapter)
+        unread = Unread()
+        return Served(asked, params, plan, prompts, self._outputs(requests, deadline, unread), adapter, unread)
 
-    async def _outputs(self, requests: Sequence[Generate], deadline: float) -> AsyncIterator[Output]:
+    async def _outputs(self, requests: Sequence[Generate], deadline: float, unread: Unread) -> AsyncIterator[Output]:
         """``ApiError`` for what the engine refuses, when it has ended, and after the deadline."""
-        outputs = self.client.generate(requests, deadline)
+        outputs = self.client.generate(requests, deadline, unread)
         try:
             async for output in outputs:
                 if output.error is not None:

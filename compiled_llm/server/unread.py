@@ -1,6 +1,7 @@
 """Unread: what engines gave the requests of one client, until somebody reads it."""
 
 import asyncio
+from collections.abc import Callable
 
 from compiled_llm.server.messages import Output, Piece
 
@@ -14,26 +15,45 @@ class RequestAbortedError(Exception):
 
 
 class Unread:
-    """Outputs that were not read yet, one for each engine's request of a client: it grows."""
+    """Outputs that were not read yet, one for each engine's request of a client: it grows.
+
+    Attributes:
+        at_once: while the reader waits for it, an output is given to this first, which returns whether it took it.
+    """
+
+    at_once: Callable[[Output], bool] | None = None
 
     def __init__(self) -> None:
         self._outputs: dict[str, Output] = {}
-        self._error: EngineEndedError | RequestAbortedError | TimeoutError | None = None
+        self._error: Exception | None = None
         self._news = asyncio.Event()
+        self._is_waited_for = False
 
     def put(self, output: Output) -> None:
+        if self._is_waited_for and self.at_once is not None:
+            try:
+                if self.at_once(output):
+                    return
+            except Exception as error:  # of this request, for its reader
+                self.fail(error)
+                return
+        self._is_waited_for = False
         earlier = self._outputs.get(output.request_id)
         self._outputs[output.request_id] = output if earlier is None else _joined(earlier, output)
         self._news.set()
 
-    def fail(self, error: EngineEndedError | RequestAbortedError | TimeoutError) -> None:
-        self._error = error
+    def fail(self, error: Exception) -> None:
+        self._error, self._is_waited_for = error, False
         self._news.set()
 
     async def next(self) -> Output:
         while not self._outputs and self._error is None:
             self._news.clear()
-            await self._news.wait()
+            self._is_waited_for = True
+            try:
+                await self._news.wait()
+            finally:
+                self._is_waited_for = False
         if self._outputs and not isinstance(self._error, TimeoutError):
             return self._outputs.pop(next(iter(self._outputs)))
         assert self._error is not None

@@ -3,14 +3,16 @@
     python -m tests.battery.server_cost --rounds 5
     python -m tests.battery.server_cost --model FILE.gguf --streams 1,8 --tokens 64
 
-Both have an engine of these arguments in a process of its own. The client of the server is a loop that reads bytes and
-looks at none but the last, since clients are on other machines as a rule; its processor time is printed all the same.
+Both have an engine of these arguments in a process of its own. The client of the server takes next to no time, since
+clients are on other machines as a rule: from the first event of a stream on it sleeps until the server closes that.
 A ratio of 1 is no cost; it is the median of the rounds, whose order changes. ``first`` is how much later the first
-event of a single stream is there than the only token of a ``generate``, at the median.
+event of a single stream is there than the only token of a ``generate``, at the median. ``--save FILE`` adds a row for
+each number of streams to a file of JSON.
 """
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import selectors
@@ -22,6 +24,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -43,6 +46,8 @@ for line in sys.stdin:
 """
 _LAST = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 _PROMPT_TOKENS = 32
+_NUM_ALONE = 15  # single streams, of whose first events there is a median
+_MOST_BYTES = 1 << 20  # of a stream
 
 
 class Generator:
@@ -106,6 +111,8 @@ class Server:
                     assert data, f"the stream has broken off: {bytes(key.data[-500:])!r}"
                     if b"data: " not in key.data and b"data: " in data:
                         firsts.append(time.perf_counter() - started)
+                        # The kernel wakes nobody for less than this, but at the end.
+                        key.fileobj.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _MOST_BYTES)  # type: ignore[union-attr]
                     key.data.extend(data)
                     if key.data.endswith(_LAST):
                         selector.unregister(key.fileobj)
@@ -128,7 +135,10 @@ def _flags(engine_args: dict[str, Any]) -> Iterator[str]:
 def _request(prompt: Sequence[int], max_tokens: int) -> bytes:
     fields = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     content = json.dumps(fields).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(content), content)
+    return b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (
+        len(content),
+        content,
+    )
 
 
 def _prompts(count: int, seed: int) -> list[list[int]]:
@@ -148,6 +158,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--flags", default="", help="more of serve's, with spaces between them")
+    parser.add_argument("--save", type=Path, metavar="FILE")
     args = parser.parse_args()
     counts = [int(count) for count in args.streams.split(",")]
     model = contextlib.nullcontext({"model": args.model} if args.model else {})
@@ -156,13 +167,17 @@ def main() -> None:
         generator, server = Generator(engine_args), Server(engine_args, args.flags.split())
         try:
             for count in counts:
-                _compare(generator, server, count, args.tokens, args.rounds)
+                found = _compare(generator, server, count, args.tokens, args.rounds)
+                if args.save is not None:
+                    rows = json.loads(args.save.read_text()) if args.save.exists() else []
+                    row = {"model": Path(args.model or args.shape or "demo").name, "streams": count, **found}
+                    args.save.write_text("[\n" + ",\n".join(map(json.dumps, [*rows, row])) + "\n]\n")
         finally:
             server.close()
             generator.close()
 
 
-def _compare(generator: Generator, server: Server, count: int, max_tokens: int, num_rounds: int) -> None:
+def _compare(generator: Generator, server: Server, count: int, max_tokens: int, num_rounds: int) -> dict[str, Any]:
     processes = {"http": server.process.pid, "engine": server.engine.pid, "generate": generator.process.pid,
                  "client": os.getpid()}  # fmt: skip
     watched = [psutil.Process(pid) for pid in processes.values()]
@@ -185,7 +200,7 @@ def _compare(generator: Generator, server: Server, count: int, max_tokens: int, 
             zip(watched, before, strict=True)]  # fmt: skip
     ratios = sorted(generated / served for generated, served in rounds)
     alone = []
-    for seed in range(num_rounds):
+    for seed in range(max(num_rounds, _NUM_ALONE)):
         prompts = _prompts(1, 1000 + seed)
         alone.append(server.run(prompts, 2)[1] - generator.run(_prompts(1, 2000 + seed), 1)[0])
     generated, served = (tokens / min(column) for column in zip(*rounds, strict=True))
@@ -197,6 +212,19 @@ def _compare(generator: Generator, server: Server, count: int, max_tokens: int, 
         + ", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in zip(processes, used, strict=True)),
         flush=True,
     )
+    return {
+        "tokens": max_tokens,
+        "rounds": num_rounds,
+        "ratio": round(statistics.median(ratios), 3),
+        "least_ratio": round(ratios[0], 3),
+        "most_ratio": round(ratios[-1], 3),
+        "generate_tokens_per_second": round(generated, 1),
+        "serve_tokens_per_second": round(served, 1),
+        "first_event_later_ms": round(1e3 * statistics.median(alone), 2),
+        "tokens_an_event": round(num_rounds * tokens / num_events, 2),
+        "processor_us_a_token": {name: round(1e6 * seconds) for name, seconds in zip(processes, used, strict=True)},
+        "torch": importlib.metadata.version("torch"),
+    }
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ class ThreadClient(EngineClient):
         return "the engine's thread has ended"
 
     async def close(self) -> None:
-        if self._writer is None:
+        if self._frames is None:
             return
-        self._writer.close()
+        self._frames.close()
         await asyncio.to_thread(self._thread.join)
 
 

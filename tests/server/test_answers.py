@@ -13,6 +13,7 @@ from compiled_llm.openai.answers import TokenTexts
 from compiled_llm.openai.requests import read_request
 from compiled_llm.server.answer_formats import AnswerFormats
 from compiled_llm.server.answers import OpenAIAnswer
+from compiled_llm.server.http import event
 from compiled_llm.server.messages import Output, Piece, Times
 from compiled_llm.server.service import Served, ServedPrompt
 from compiled_llm.text.tokenizer import Tokenizer
@@ -180,3 +181,38 @@ def test_what_cannot_be_planned_is_refused(tokenizer: Tokenizer) -> None:
     long = {"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 70_000}}}
     with pytest.raises(ValueError, match="tools, or the schema of the output, cannot be enforced: grammar may have"):
         plan("hermes", tools=[long], tool_choice="required")
+
+
+TEXTS = ["one", 'a "quoted" line\n\0', "", "\u2028\u00e9\U0001f600", "end"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"include_usage": True}, {"continuous_usage_stats": True}, {"return_token_ids": True}, {"logprobs": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_events_that_are_written_at_once_are_those_of_chunks(kind: Any, fields: dict[str, Any]) -> None:
+    prompt = {"prompt": "a"} if kind == "completion" else {"messages": [{"role": "user", "content": "a"}]}
+    own = {name: value for name, value in fields.items() if "usage" not in name}
+    own |= {"logprobs": True, "top_logprobs": 1} if kind == "chat" and "logprobs" in own else {}
+    options = {name: value for name, value in fields.items() if "usage" in name}
+    asked = read_request(kind, {**prompt, **own, "stream": True, **({"stream_options": options} if options else {})})
+
+    def answer() -> OpenAIAnswer:
+        prompts = [ServedPrompt("r", "a", [1, 2]), ServedPrompt("s", "b", [1, 2])]
+        params = SamplingParams(**asked.sampling)
+        made = OpenAIAnswer(Served(asked, params, None, prompts, None), "\0 m", "r", TokenTexts(None))  # type: ignore[arg-type]
+        made._created = 7
+        return made
+
+    def outputs() -> list[Output]:
+        row = [(5, -0.5, 1, "x")] if "logprobs" in fields else None
+        return [
+            Output(name, [Piece(0, text, [5], None if row is None else [row])], 1) for text in TEXTS for name in "rs"
+        ]
+
+    by_chunks, at_once = answer(), answer()
+    wanted = [b"".join(map(event, by_chunks.of_output(output))) for output in outputs()]
+    assert [at_once.events_of(output) for output in outputs()] == wanted
+    assert at_once.num_output_tokens == by_chunks.num_output_tokens == len(outputs())

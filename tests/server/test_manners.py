@@ -18,7 +18,6 @@ import pytest
 from compiled_llm import CompiledEngine
 from compiled_llm.server import run
 from compiled_llm.server.service import Service
-from compiled_llm.system.child_process import framed
 from tests.server.conftest import BrokenEngineError, Running, running_with
 
 LONG: Any = {"prompt": "import os", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
@@ -257,7 +256,7 @@ def test_an_engine_that_ends_is_started_again_but_not_for_ever(
 def test_an_engine_that_is_sent_what_is_no_message_ends(engine: CompiledEngine) -> None:
     """It would hear of no request any more, and of no abort."""
     with running_with(engine) as running:
-        running._loop.call_soon_threadsafe(running.client.clients[0]._writer.write, framed(b"no message"))
+        running._loop.call_soon_threadsafe(running.client.clients[0]._frames.write, b"no message")
         assert running.ended() == 1
 
 

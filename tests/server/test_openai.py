@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.server.direct_body import DirectBody
 from compiled_llm.server.settings import DEMO_NAME
 from tests.server.conftest import Running
 
@@ -259,3 +260,44 @@ def test_any_stop_and_cut_streams_as_it_answers(reference: CompiledEngine, runni
         answer = running.openai.completions.create(**asked).choices[0]
         assert (answer.text, answer.finish_reason) == (wanted.text, wanted.finish_reason)
         assert joined(running.openai.completions.create(stream=True, **asked)) == {0: wanted.text}
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_events_under_way_are_written_without_waking_a_task(
+    route: str, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of a stream of one client. Which events those are changes nothing of what the client gets."""
+    written: list[bytes] = []
+    write = DirectBody.write
+    prompt = {"prompt": "a"} if route == "/v1/completions" else {"messages": CHAT}
+    prompt = {"input": CHAT} if route == "/v1/responses" else prompt
+    most = "max_output_tokens" if route == "/v1/responses" else "max_tokens"
+    body = {**prompt, "model": DEMO_NAME, most: 40, "stream": True, "temperature": 0, "ignore_eos": True}
+
+    def counted(self: DirectBody, data: bytes) -> None:
+        written.append(data)
+        write(self, data)
+
+    def events() -> list[str]:
+        lines = running.http.post(route, json=body).text.splitlines()
+        return [line for line in lines if line.startswith("data: {")]
+
+    monkeypatch.setattr(DirectBody, "write", counted)
+    direct = events()
+    assert len(written) >= 10, len(written)
+    monkeypatch.setattr(DirectBody, "is_writable", False)
+    count = len(written)
+    assert joined_text(events()) == joined_text(direct) != ""
+    assert len(written) == count
+
+
+def joined_text(events: list[str]) -> str:
+    """The text of a stream of any dialect."""
+    text = ""
+    for line in events:
+        found = json.loads(line[6:])
+        delta = found.get("delta", "")
+        for choice in found.get("choices", ()):
+            text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        text += delta if isinstance(delta, str) else delta.get("text", "")
+    return text

@@ -8,6 +8,45 @@ from compiled_llm.server.messages import Output, Piece, Times
 from compiled_llm.server.unread import EngineEndedError, Unread
 
 
+def test_what_is_awaited_is_taken_at_once_and_else_waits() -> None:
+    async def check() -> None:
+        unread, taken = Unread(), []
+
+        def take(output: Output) -> bool:
+            if not output.pieces:
+                raise RuntimeError("no pieces")
+            taken.append(output)
+            return output.request_id == "a"
+
+        unread.at_once = take
+        first, second = Output("a", [Piece(0, "x", [1])]), Output("b", [Piece(0, "y", [2])])
+        unread.put(first)
+        assert not taken, "nobody waits for it: what came before may not be read"
+        assert await unread.next() == first
+        waiting = asyncio.create_task(unread.next())
+        await asyncio.sleep(0)
+        unread.put(first)
+        assert taken == [first]
+        unread.put(second)
+        unread.put(first)
+        assert taken == [first, second], "the one before it was not read"
+        assert await waiting == second
+        assert await unread.next() == first
+        waiting = asyncio.create_task(unread.next())
+        await asyncio.sleep(0)
+        unread.put(Output("a", []))
+        with pytest.raises(RuntimeError, match="no pieces"):
+            await waiting
+        waiting = asyncio.create_task(unread.next())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        unread.put(first)
+        assert taken == [first, second], "its reader is gone"
+
+    asyncio.run(check())
+
+
 def test_unread_deltas_grow_into_one() -> None:
     async def check() -> None:
         unread = Unread()
