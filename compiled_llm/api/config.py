@@ -103,7 +103,8 @@ class EngineConfig:
         role: "prefill": computes prompts, and gives their KV blocks to other engines; "decode": takes them from there,
             for requests that say so; "both": serves requests alone. See docs/roles.md.
         kv_transfer_address: where this engine gives KV blocks: unix:PATH for engines of this machine, HOST:PORT, or
-            nixl:HOST:PORT for RDMA (port 0: a free one). None: it gives none. Needs the environment's COMPILED_LLM_KV_KEY, which they share.
+            nixl:HOST:PORT for RDMA (port 0: a free one). None: it gives none. Needs the environment's
+            COMPILED_LLM_KV_KEY, which they share.
         kv_transfer_bytes: memory for blocks that are to be taken. None: 1 GiB.
         kv_transfer_peers: hosts besides this machine that requests may name to take blocks from.
         preemption_mode: "recompute", "swap" (recompute where that space is full), or "auto": what was faster at start.

@@ -70,7 +70,9 @@ def _check_roles(config: Any) -> None:
     """What an engine that gives or takes KV blocks needs, and what it does not serve yet."""
     address = config.kv_transfer_address
     if address is not None and (not isinstance(address, str) or not address):
-        raise ValueError(f"kv_transfer_address must be unix:PATH, HOST:PORT or nixl:HOST:PORT, or None, given {address!r}")
+        raise ValueError(
+            f"kv_transfer_address must be unix:PATH, HOST:PORT or nixl:HOST:PORT, or None, given {address!r}"
+        )
     if config.role == "prefill" and address is None:
         raise ValueError("kv_transfer_address must be given with role='prefill' (others take its blocks there)")
     if config.kv_transfer_bytes is not None and address is None:

@@ -185,6 +185,8 @@ def lora_followed_reference(y: Tensor, x: Tensor, slots, tokens, bounds, groups,
         assert after.weights is not None, "the sum of experts has both"
         out = weighted_sum_added_reference(changed, after.places, after.weights, after.beside, after.residual)
     elif after.norm_bias is not None:
+        assert after.residual is not None, "a layer norm is of a sum"
+        assert after.norm is not None
         delta = changed if after.beside is None else changed + after.beside
         total, out = reference.add_layer_norm_reference(after.residual, delta, after.norm, after.norm_bias, after.eps)
     elif after.residual is not None:
