@@ -211,7 +211,8 @@ def test_compiles_without_spills(capability: tuple[int, int], rank: int, after: 
         with ahead_of_time.recorded(capability, triton_lora) as recorded:
             triton_lora.lora_followed(y, empty(rows, 4096), *where, a, b, *rest, *following)
         (launch,) = recorded
-        binary, registers = ahead_of_time.without_spills(launch, capability)
+        # 8 bytes: the assembler would rather have 128 or 168 registers, with which one more program runs.
+        binary, registers = ahead_of_time.without_spills(launch, capability, spilled=8)
         print(f"| {capability} {rank} {after} {rows} | {registers} | {binary.metadata.shared // 1024} KB |")
         ptx = binary.asm["ptx"]
         for stored in ptx.split("global.gpu.release.add")[:-1]:
