@@ -46,7 +46,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine_of(model: str, arguments: dict[str, Any], role: str, address: str | None = None) -> CompiledEngine:
     more = {"role": role, "kv_transfer_address": address, "kv_host_bytes": 2**20}
     if address is not None:
-        more["kv_transfer_bytes"] = 2**20
+        more["kv_transfer_bytes"] = 2**22  # leases of all requests that wait
     return CompiledEngine(str(checkpoint(model)), **SMALL | arguments | more)
 
 

@@ -457,8 +457,9 @@ def test_addresses() -> None:
     assert parse_address("unix:/a/b") == (socket.AF_UNIX, "/a/b")
     assert parse_address("127.0.0.1:0") == (socket.AF_INET, ("127.0.0.1", 0))
     assert parse_address("[::1]:5600") == (socket.AF_INET6, ("::1", 5600))
-    for wrong in ("", "unix:", "host", "host:", ":1", "host:70000", "host:x"):
-        with pytest.raises(ValueError, match="kv_transfer_address must be unix:PATH or HOST:PORT"):
+    assert parse_address("nixl:[::1]:5600") == (socket.AF_INET6, ("::1", 5600))
+    for wrong in ("", "unix:", "host", "host:", ":1", "host:70000", "host:x", "nixl:unix:/a", "nixl:5600"):
+        with pytest.raises(ValueError, match="kv_transfer_address must be unix:PATH, HOST:PORT or nixl:HOST:PORT"):
             parse_address(wrong)
     with pytest.raises(ValueError, match="kv_transfer_bytes must be at least 1300, a block, given 1"):
         BlockGiver("127.0.0.1:0", SECRET, {}, 1300, 1)
