@@ -225,8 +225,8 @@ class BlockExchange:
             peer.close()
             raise ValueError(_difference(hello(self.key, self._facts), peer.facts))
         with self._changed:
-            kept = self._peers.setdefault(address, peer)
-        if kept is not peer:  # another thread was faster
+            kept = None if self._is_closed else self._peers.setdefault(address, peer)
+        if kept is not peer:  # another thread was faster, or all was closed
             peer.close()
         return kept
 
@@ -235,7 +235,7 @@ class BlockExchange:
         """Errors of a connection end it, and nothing else."""
         try:
             yield
-        except (OSError, PeerError, RuntimeError):  # the last is NIXL's
+        except (OSError, PeerError):
             with self._changed:
                 now = time.monotonic()
                 self._broken = {one: until for one, until in self._broken.items() if until > now}  # clients name them

@@ -76,8 +76,7 @@ class BlockGiver:
 
     Raises:
         ValueError: ``most_bytes`` has no room for a block and a state, the address is none, or NIXL is not installed.
-        OSError: it cannot listen there.
-        RuntimeError: NIXL cannot be started.
+        OSError: it cannot listen there, or NIXL cannot be started.
     """
 
     def __init__(
@@ -113,7 +112,14 @@ class BlockGiver:
         self._view = memoryview(self._map)
         self._given: GivenMemory | None = None
         if address.startswith(NIXL):
-            self._given = GivenMemory(self._view)
+            try:
+                self._given = GivenMemory(self._view)
+            except BaseException:
+                self._view.release()
+                self._map.close()
+                os.close(self._memory)
+                self._listener.close()
+                raise
             self._facts = {**facts, "nixl": self._given.facts}
         self._lock = threading.Lock()
         self._free = {kind: list(offsets) for kind, offsets in self._offsets.items()}

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 _WAIT_SECONDS = 0.0001
+_unfinished: list[memoryview] = []  # buffers that a transfer may still write to: kept for good
 
 
 class GivenMemory:
@@ -27,7 +28,7 @@ class GivenMemory:
 
     Raises:
         ValueError: NIXL is not installed.
-        RuntimeError: NIXL cannot be started, or cannot register the memory.
+        OSError: NIXL cannot be started, or cannot register the memory.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -37,7 +38,7 @@ class GivenMemory:
             self._registered = self._agent.register_memory([(start, len(view), 0, "")], "DRAM")
             metadata = self._agent.get_agent_metadata()
         except Exception as error:  # NIXL's errors have no base of their own
-            raise RuntimeError(f"NIXL cannot register {len(view)} bytes: {error}") from error
+            raise OSError(f"NIXL cannot register {len(view)} bytes: {error}") from error
         self.facts = {"metadata": base64.b64encode(metadata).decode(), "start": start, "size": len(view)}
 
     def close(self) -> None:
@@ -54,7 +55,7 @@ class RemoteMemory:
 
     Raises:
         ValueError: NIXL is not installed; the facts are not such.
-        RuntimeError: NIXL cannot be started, or the other engine's memory cannot be reached.
+        OSError: NIXL cannot be started, or the other engine's memory cannot be reached.
     """
 
     def __init__(self, facts: Any) -> None:
@@ -71,16 +72,17 @@ class RemoteMemory:
         try:
             self._peer = self._agent.add_remote_agent(metadata)
         except Exception as error:
-            raise RuntimeError(f"NIXL cannot reach the other engine's memory: {error}") from error
+            raise OSError(f"NIXL cannot reach the other engine's memory: {error}") from error
 
     def read(self, offset: int, size: int, seconds: float) -> memoryview:
         """Bytes from there; valid until the next call.
 
         Raises:
-            RuntimeError: it failed, took longer than ``seconds``, or lies outside.
+            OSError: it failed, took longer than ``seconds``, or lies outside. There is no next call then.
         """
         if offset < 0 or size <= 0 or offset + size > self._size:
-            raise RuntimeError(f"bytes {offset} to {offset + size} of {self._size} were asked for")
+            raise OSError(f"bytes {offset} to {offset + size} of {self._size} were asked for")
+        state = ""
         try:
             self._make_room(size)
             here, there = ((start, size, 0) for start in (_address(self._buffer), self._start + offset))
@@ -92,11 +94,13 @@ class RemoteMemory:
                     time.sleep(_WAIT_SECONDS)
                     state = self._agent.check_xfer_state(transfer)
             finally:
+                if state != "DONE":
+                    _unfinished.append(self._buffer)  # RDMA cannot be taken back
                 self._agent.release_xfer_handle(transfer)
         except Exception as error:
-            raise RuntimeError(f"NIXL failed: {error}") from error
+            raise OSError(f"NIXL failed: {error}") from error
         if state != "DONE":
-            raise RuntimeError(f"NIXL did not read {size} bytes in {seconds} s: {state}")
+            raise OSError(f"NIXL did not read {size} bytes in {seconds} s: {state}")
         return self._buffer[:size]
 
     def _make_room(self, size: int) -> None:
@@ -135,4 +139,4 @@ def _started() -> Any:
     try:
         return nixl_agent(f"compiled-llm {os.urandom(16).hex()}", nixl_agent_config(backends=["UCX"]))
     except Exception as error:
-        raise RuntimeError(f"NIXL cannot be started: {error}") from error
+        raise OSError(f"NIXL cannot be started: {error}") from error

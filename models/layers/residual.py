@@ -116,6 +116,7 @@ class Residual:
         weight, bias = norm if isinstance(norm, LayerNorm) else (norm, None)
         if change is None or delta is None or (change.beside is not None and bias is None):
             return None
+        assert bias is None or (self.delta_norm is None and self.scale is None), "as in Normed.tensor"
         following = ops.Following(
             residual=self.x, beside=change.beside, delta_norm=self.delta_norm, scale=self.scale, norm=weight,
             norm_bias=bias, eps=self.eps,

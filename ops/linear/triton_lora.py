@@ -285,7 +285,10 @@ def lora_followed(
         if delta_norm is None and scale is None and norm is not None:
             after = "norm" if norm_bias is None else "layer_norm"
             block = min(_NORM_BLOCK, triton.next_power_of_2(size))
+        if after == "layer_norm":
             check_contiguous(op, "beside", beside, (rows, wide), x.device, x.dtype)
+        elif beside is not None or norm_bias is not None:
+            raise ValueError(f"{op}: beside and norm_bias must be None but for a layer norm of a sum alone")
     elif activation:
         if activation not in (*ACTIVATIONS, "clamped_swiglu") or (activation == "clamped_swiglu" and not gated):
             raise ValueError(f"{op}: activation must be {' or '.join(ACTIVATIONS)} or clamped_swiglu, got {activation}")

@@ -257,9 +257,9 @@ def test_speculation(run: Run) -> None:
 
 def test_lora(run: Run) -> None:
     words = (*TINY, "--bucket-sizes", "4", "--batch-sizes", "3", "--num-adapters", "2", "--rounds", "1")
-    result, _ = run(lora, *words, "--num-tokens", "4")
+    result, _ = run(lora, *words, "--num-tokens", "4", "--modules-to-save", "3")
     runs = result["runs"]["batch 3"]
-    assert list(runs) == ["base", "none", "1", "2"]
+    assert list(runs) == ["base", "none", "1", "2", "1 with a head", "3 with a head"]
     assert runs["base"]["ratio"] == 1.0
     assert all(row["tokens_per_second"] > 0 for row in runs.values())
 

@@ -361,6 +361,23 @@ def test_an_engine_of_other_blocks_in_the_place_of_one_that_was_met(tmp_path: Pa
     other.close()
 
 
+def test_a_taker_that_is_closed_while_it_connects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, taker, made_peers = made(f"unix:{tmp_path}/blocks"), BlockExchange(KEY, FACTS, SECRET, None), []
+
+    class ClosedMeanwhile(exchange_module._Peer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made_peers.append(self)
+            taker.close()
+
+    monkeypatch.setattr(exchange_module, "_Peer", ClosedMeanwhile)
+    write(giver, DIGESTS[0])
+    assert take(taker, giver) is None
+    (peer,) = made_peers
+    assert peer._socket.fileno() == -1
+    giver.close()
+
+
 def test_memory_that_may_shrink_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(giver_module, "_SEALS", 0)
     giver, taker = made(f"unix:{tmp_path}/blocks"), BlockExchange(KEY, FACTS, SECRET, None)

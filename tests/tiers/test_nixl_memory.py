@@ -1,13 +1,20 @@
 """Memory that is read by NIXL: what a failing library, peer or message leads to. Blocks: test_exchange.py."""
 
 import base64
+import contextlib
 import ctypes
+import gc
+import os
 import sys
+import weakref
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from compiled_llm.api.command_line import errors_end
+from compiled_llm.tiers import nixl_memory
+from compiled_llm.tiers.giver import BlockGiver
 from compiled_llm.tiers.nixl_memory import GivenMemory, RemoteMemory
 
 FACTS = {"metadata": base64.b64encode(b"an agent").decode(), "start": 1 << 20, "size": 1 << 12}
@@ -86,14 +93,31 @@ def test_what_is_given_is_read(states: Any) -> None:
 def test_a_transfer_that_does_not_end(states: Any, state: str, message: str) -> None:
     states(state)
     given = GivenMemory(memoryview(bytearray(100)))
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(OSError, match=message):
         RemoteMemory(given.facts).read(0, 8, 0.01)
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_buffer_stays_while_a_transfer_may_write_to_it(
+    states: Any, monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    monkeypatch.setattr(nixl_memory, "_unfinished", [])
+    states("DONE" if is_done else "PROC")
+    given = GivenMemory(memoryview(bytearray(100)))
+    remote = RemoteMemory(given.facts)
+    with contextlib.nullcontext() if is_done else pytest.raises(OSError, match="did not read"):
+        remote.read(0, 8, 0.01)
+    buffer = weakref.ref(remote._buffer)
+    remote.close()
+    del remote
+    gc.collect()
+    assert (buffer() is None) == is_done
 
 
 @pytest.mark.parametrize(("offset", "size"), [(-1, 5), (0, 0), (90, 11), (1 << 70, 1)])
 def test_nothing_outside_is_read(states: Any, offset: int, size: int) -> None:
     given = GivenMemory(memoryview(bytearray(100)))
-    with pytest.raises(RuntimeError, match="of 100 were asked for"):
+    with pytest.raises(OSError, match="of 100 were asked for"):
         RemoteMemory(given.facts).read(offset, size, 1.0)
 
 
@@ -107,8 +131,26 @@ def test_facts_that_are_none(states: Any, facts: Any) -> None:
 
 
 def test_an_engine_that_is_not_reached(states: Any) -> None:
-    with pytest.raises(RuntimeError, match="cannot reach the other engine's memory: it is gone"):
+    with pytest.raises(OSError, match="cannot reach the other engine's memory: it is gone"):
         RemoteMemory({**FACTS, "metadata": base64.b64encode(b"gone").decode()})
+
+
+def test_a_nixl_that_does_not_start_ends_a_command_with_its_message(
+    states: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Agent, "register_memory", lambda *given: 1 / 0)
+    with pytest.raises(SystemExit), errors_end("compiled-llm serve"):
+        BlockGiver("nixl:127.0.0.1:0", b"a secret", {}, 1300, 4096)
+    assert "NIXL cannot register 4096 bytes: division by zero" in capsys.readouterr().err
+
+
+def test_a_giver_that_cannot_start_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="NIXL must be installed") as kept:  # its frames hold what was made
+        BlockGiver("nixl:127.0.0.1:0", b"a secret", {}, 1300, 4096)
+    assert len(os.listdir("/proc/self/fd")) == before
+    del kept
 
 
 def test_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:

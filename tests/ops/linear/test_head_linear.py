@@ -36,13 +36,15 @@ def agrees_with_the_reference(dtype: torch.dtype) -> None:
         assert torch.equal(y[:1], first), "a row depends on the others"
 
 
-def adapters_have_the_bits_of_a_launch_of_their_own(dtype: torch.dtype) -> None:
-    x, weight = arguments(7, dtype, heads=3)
-    w, flags = weights((33,), 72, 20, dtype, slots=3 * 3), torch.zeros(NUM_FLAGS, dtype=torch.int32)
-    slots = torch.tensor((0, 2, 3, 1, 1, 0, 2), dtype=torch.int32)
+def adapters_have_the_bits_of_a_launch_of_their_own(
+    dtype: torch.dtype, count: int = 7, heads: int = 3, n: int = 33, k: int = 72
+) -> None:
+    x, weight = arguments(count, dtype, heads, n, k)
+    w, flags = weights((n,), k, 20, dtype, slots=3 * heads), torch.zeros(NUM_FLAGS, dtype=torch.int32)
+    slots = torch.tensor((0, 2, 3, 1, 1, 0, 2), dtype=torch.int32).repeat(10)[:count]
     want = triton_head_linear.head_linear(x, weight)
-    triton_lora.lora_followed(want, x, *LoraRows(slots, groups=3), *w, flags, *Following())
-    for rows in (slice(0, 7), slice(3, 4)):
+    triton_lora.lora_followed(want, x, *LoraRows(slots, groups=heads), *w, flags, *Following())
+    for rows in (slice(0, count), slice(3, 4)):
         got = triton_head_linear.head_linear(x[rows], weight, (slots[rows], *w, flags))
         assert torch.equal(got, want[rows])
         assert not flags.any(), "left for the next launch"
@@ -64,6 +66,9 @@ def others_are_refused() -> None:
 
 
 INTERPRETED = {
+    "adapters-two-tiles": functools.partial(  # of 64 rows, the most with adapters
+        adapters_have_the_bits_of_a_launch_of_their_own, torch.bfloat16, 66, 1, 17, 24
+    ),
     **{
         f"adapters-{str(dtype)[6:]}": functools.partial(adapters_have_the_bits_of_a_launch_of_their_own, dtype)
         for dtype in (torch.float16, torch.bfloat16)
@@ -72,7 +77,7 @@ INTERPRETED = {
     "refused": others_are_refused,
 }
 test_interpreted = interpreted.each_of(INTERPRETED, ["float32", "bfloat16", "adapters-bfloat16", "refused"])
-CASES = [(capability, rows) for capability in ((8, 0), (9, 0), (10, 0)) for rows in (1, 8, 64, 512)]
+CASES = [(capability, rows) for capability in ((8, 0), (9, 0), (10, 0)) for rows in (1, 8, 64, 256, 512)]
 
 
 @pytest.mark.parametrize(

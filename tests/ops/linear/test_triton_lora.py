@@ -145,7 +145,8 @@ def agrees_with_its_reference() -> None:
     )
     dense = torch.randn(3, 48), torch.randn(3, 40), LoraRows(slots)
     sums = Following(residual=torch.randn(3, 48), norm=torch.rand(48), eps=1e-6)
-    for y, x, rows, after in (heads, experts, (*dense, sums)):
+    layer_norms = sums._replace(norm_bias=torch.randn(48), beside=torch.randn(3, 48))
+    for y, x, rows, after in (heads, experts, (*dense, sums), (*dense, layer_norms)):
         expected = y.clone()
         of_reference = lora_followed_reference(expected, x, *rows, *w, None, *after)
         for got, want in zip(launched(y, x, rows, w, after), of_reference, strict=False):
@@ -165,6 +166,10 @@ def others_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=f"lora_followed: {message}"):
             triton_lora.add_lora(*arguments)
+    norms = {"residual": torch.ones(3, 48), "norm": torch.ones(48)}
+    for more in ({"beside": y}, {"norm_bias": torch.ones(48), "scale": torch.ones(1)}):
+        with pytest.raises(ValueError, match="beside and norm_bias must be None but for a layer norm"):
+            launched(y, x, LoraRows(slots), w, Following(**norms, **more))
 
 
 INTERPRETED = {

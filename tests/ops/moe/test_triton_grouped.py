@@ -99,17 +99,28 @@ def sums_have_the_bits_of_the_single_ops(dtype: torch.dtype) -> None:
 
 
 def adapters_have_the_bits_of_launches_of_their_own(dtype: torch.dtype) -> None:
-    """With experts without rows and padding, gates and ups of one part and of two; flags are zeros again."""
-    counts, tokens, top_k = [2, 0, 3, 1, 0], 4, 2
-    x, weight, bias, _, starts = arguments(counts, dtype, n=40)
-    places = torch.tensor(((0, 3), (5, 1), (2, 4), (-1, -1)), dtype=torch.int32)
-    rows = torch.tensor((0, 1, 2, 0, 2, 1, -7, 99), dtype=torch.int32)
-    slots, shares = torch.tensor((2, 0, 1, 1), dtype=torch.int32), torch.rand(tokens, top_k)
-    flags, counters = torch.zeros(NUM_FLAGS, dtype=torch.int32), torch.zeros(100, dtype=torch.int32)
+    """With experts without rows and padding, gates and ups of one part and of two; flags are zeros again.
+
+    Of few rows, and of so many that one expert has two tiles of the largest size.
+    """
+    for counts in ([2, 0, 3, 1, 0], [30, 0, 70, 8, 0]):
+        _adapters_have_the_bits(dtype, counts, sum(counts) // 2 + 1, 2)
+
+
+def _adapters_have_the_bits(dtype: torch.dtype, counts: list[int], tokens: int, top_k: int) -> None:
+    _, weight, bias, _, starts = arguments(counts, dtype, n=40)
+    x, real, order = torch.randn(tokens, 72).to(dtype), tokens - 1, torch.randperm(sum(counts))
+    places = torch.full((tokens, top_k), -1, dtype=torch.int32)
+    places[:real] = order.view(real, top_k)
+    rows = torch.tensor((-7, 99), dtype=torch.int32).repeat(tokens)
+    rows[order] = torch.arange(sum(counts), dtype=torch.int32) // top_k
+    slots, shares = torch.arange(2, 2 + tokens, dtype=torch.int32) % 3, torch.rand(tokens, top_k)
+    assert takes_adapters(tokens, tokens * top_k, len(counts))
+    flags, counters = torch.zeros(NUM_FLAGS, dtype=torch.int32), torch.zeros(1000, dtype=torch.int32)
     where = LoraRows(slots, rows, starts, len(counts))
     for parts, gathered in (((20, 20), True), ((40,), True), ((40,), False)):
         w = adapter_weights(parts, 72, 20, dtype, slots=2 * len(counts))
-        lora, given = (slots, *w, flags), x[:tokens] if gathered else torch.randn(tokens * top_k, 72).to(dtype)
+        lora, given = (slots, *w, flags), x if gathered else torch.randn(tokens * top_k, 72).to(dtype)
         if gathered:
             y = triton_grouped.grouped_linear(given, weight, bias, rows, starts)
             after = Following("silu")

@@ -224,6 +224,21 @@ def test_the_op_is_registered_as_torch_expects(name: str) -> None:
     )  # fmt: skip
 
 
+def test_the_op_with_adapters_is_registered_as_torch_expects() -> None:
+    """And its reference is that of ``routed_linear`` for the changed sum."""
+    w = test_lora.weights((64,), 72, 20, torch.bfloat16, slots=3)
+    lora = [torch.randn(4, 72).bfloat16(), torch.arange(4, dtype=torch.int32), *w, torch.zeros(2, dtype=torch.int32)]
+    given = arguments("with a sum", 4, 24, 64)
+    op = torch.ops.compiled_llm.changed_routed_linear
+    torch.library.opcheck(op, (*given, lora), test_utils=("test_schema", "test_faketensor"))
+    x, delta, *rest = given
+    changed = delta.clone()
+    torch.ops.compiled_llm.add_lora(changed, *lora[:-1])
+    assert not torch.equal(changed, delta)
+    want = torch.ops.compiled_llm.routed_linear(x, changed, *rest)
+    assert all(map(torch.equal, op(x, delta.clone(), *rest, lora), want))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RULES)
 def test_on_a_gpu(name: str) -> None:
