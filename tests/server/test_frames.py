@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+import uvloop
 
 from compiled_llm.server.frames import Frames
 from compiled_llm.system.child_process import Channel, framed
@@ -36,5 +37,8 @@ def test_messages_go_both_ways_until_the_other_side_ends() -> None:
         theirs.close()
         await asyncio.wait_for(frames.ended, 10)
         assert found == [b"from there"]
+        await asyncio.sleep(0)
+        frames.write(b"until its end is known, requests still come")
 
-    asyncio.run(check())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the server's
+        runner.run(check())
