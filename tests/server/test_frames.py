@@ -28,7 +28,8 @@ def test_frames_come_whole_however_they_are_cut(size: int) -> None:
 def test_messages_go_both_ways_until_the_other_side_ends() -> None:
     async def check() -> None:
         own, theirs = socket.socketpair()
-        channel, found = Channel(theirs), []
+        channel = Channel(theirs)
+        found: list[bytearray] = []
         _, frames = await asyncio.get_running_loop().create_connection(lambda: Frames(found.append), sock=own)
         frames.write(b"to there")
         assert await asyncio.to_thread(channel.receive) == b"to there"
