@@ -44,8 +44,9 @@ class Frames(asyncio.Protocol):
         self.write_frame(framed(content))
 
     def write_frame(self, frame: bytes) -> None:
-        """Send a message that is ``framed``."""
-        self._transport.write(frame)
+        """Send a message that is ``framed``. After the end of the connection it goes nowhere."""
+        if not self.ended.done():  # uvloop's transport raises then
+            self._transport.write(frame)
 
     def close(self) -> None:
         """End the connection, when all that was written has been sent."""

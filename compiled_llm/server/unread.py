@@ -54,7 +54,7 @@ class Unread:
                 await self._news.wait()
             finally:
                 self._is_waited_for = False
-        if self._outputs and not isinstance(self._error, TimeoutError):
+        if self._outputs and (self._error is None or isinstance(self._error, EngineEndedError | RequestAbortedError)):
             return self._outputs.pop(next(iter(self._outputs)))
         assert self._error is not None
         raise self._error

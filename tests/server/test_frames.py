@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+import uvloop
 
 from compiled_llm.server.frames import Frames
 from compiled_llm.system.child_process import Channel, framed
@@ -27,7 +28,8 @@ def test_frames_come_whole_however_they_are_cut(size: int) -> None:
 def test_messages_go_both_ways_until_the_other_side_ends() -> None:
     async def check() -> None:
         own, theirs = socket.socketpair()
-        channel, found = Channel(theirs), []
+        channel = Channel(theirs)
+        found: list[bytearray] = []
         _, frames = await asyncio.get_running_loop().create_connection(lambda: Frames(found.append), sock=own)
         frames.write(b"to there")
         assert await asyncio.to_thread(channel.receive) == b"to there"
@@ -36,5 +38,8 @@ def test_messages_go_both_ways_until_the_other_side_ends() -> None:
         theirs.close()
         await asyncio.wait_for(frames.ended, 10)
         assert found == [b"from there"]
+        await asyncio.sleep(0)
+        frames.write(b"until its end is known, requests still come")
 
-    asyncio.run(check())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the server's
+        runner.run(check())
