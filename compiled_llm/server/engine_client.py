@@ -213,7 +213,7 @@ class EngineClient:
         if self._frames is None:
             return
         self._frames.close()
-        await asyncio.wait((self._frames.ended,))
+        await asyncio.wait((self._frames.ended,), timeout=_END_SECONDS)  # it may read nothing
         try:
             await asyncio.to_thread(self._wait, _END_SECONDS)
         except subprocess.TimeoutExpired:
