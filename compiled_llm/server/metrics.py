@@ -158,8 +158,11 @@ class Metrics:
 
 
 class _GapsOfEngine:
-    """Attributes:
-    counts: by bucket, the last one that above all bounds; seconds: the sum.
+    """Times between tokens of one engine.
+
+    Attributes:
+        counts: tokens by bucket; the last one has those above all bounds.
+        seconds: the sum.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
