@@ -28,19 +28,27 @@ SAMPLE = ("qwen3, programmatic",)
 
 
 @functools.cache
-def steps(names: tuple[str, ...], gpu: str = "h100", num_compiled: int = 1000) -> dict[str, dict[str, Any]]:
-    """What the program ``family_steps.py`` says of these cases of ``STEPS``, so many of their kernels compiled."""
-    cases = [(name, STEPS[name].family, STEPS[name].bucket, STEPS[name].arguments, num_compiled) for name in names]
-    done = subprocess.run(
+def process(gpu: str) -> subprocess.Popen[str]:
+    """The program ``family_steps.py``, which answers cases one by one until its input ends with this process."""
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.gpu_step.family_steps", gpu],
-        input=json.dumps(cases) + "\n",
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_ENABLE_PDL": "1"},  # which must be without effect
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+def step(name: str, gpu: str = "h100", num_compiled: int = 1000) -> dict[str, Any]:
+    """What ``family_steps.py`` says of this case of ``STEPS``, so many of its kernels compiled."""
+    case = STEPS[name]
+    asked = process(gpu)
+    assert asked.stdin is not None
+    assert asked.stdout is not None
+    print(json.dumps([case.family, case.bucket, case.arguments, num_compiled]), file=asked.stdin, flush=True)
+    answer = asked.stdout.readline()
+    assert answer, f"{name}: the process ended with status {asked.wait()}"
+    return json.loads(answer)
 
 
 def check(case: Case, name: str, found: dict[str, Any]) -> None:
@@ -104,14 +112,13 @@ def test_every_family_is_expected() -> None:
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_step_launches_what_is_expected(name: str) -> None:
-    check(STEPS[name], name, steps(SAMPLE, num_compiled=1)[name])
+    check(STEPS[name], name, step(name, num_compiled=1))
 
 
 @pytest.mark.battery
 @pytest.mark.parametrize("name", [name for name in STEPS if name not in SAMPLE])
 def test_every_step_launches_what_is_expected(name: str) -> None:
-    """One process has all of them: a single one takes as long."""
-    check(STEPS[name], name, steps(tuple(one for one in STEPS if one not in SAMPLE))[name])
+    check(STEPS[name], name, step(name))
 
 
 PROGRAMMATIC_STEPS = tuple(name for name, case in STEPS.items() if case.programmatic)
@@ -121,7 +128,7 @@ PROGRAMMATIC_STEPS = tuple(name for name, case in STEPS.items() if case.programm
 @pytest.mark.parametrize("name", PROGRAMMATIC_STEPS)
 def test_a_b200_waits_likewise(name: str) -> None:
     """Before that its kernels ask for memory of the matrix units, with branches and atomics in shared memory."""
-    found = steps(PROGRAMMATIC_STEPS, "b200")[name]
+    found = step(name, "b200")
     assert found["programmatic"]
     early = {instruction.split(".")[0] for names in found["too_early"].values() for instruction in names}
     assert early <= {"BRA"}, found["too_early"]
