@@ -10,10 +10,10 @@ from compiled_llm.server.http import EventStream
 def test_a_client_that_does_not_read_is_gone() -> None:
     closed, sent = [], []
 
-    async def events() -> AsyncIterator[bytes]:
+    async def events() -> AsyncIterator[tuple[bytes, bool]]:
         try:
             while True:
-                yield b"data: {}\n\n"
+                yield b"data: {}\n\n", False
         finally:
             closed.append(True)
 
@@ -35,11 +35,11 @@ def test_a_client_that_does_not_read_is_gone() -> None:
 def test_a_stream_that_waits_has_comments_and_none_after_its_end() -> None:
     sent: list[bytes] = []
 
-    async def events() -> AsyncIterator[bytes]:
-        yield b"data: 1\n\n"
+    async def events() -> AsyncIterator[tuple[bytes, bool]]:
+        yield b"data: 1\n\n", False
         while sent.count(b": keep-alive\n\n") < 3:
             await asyncio.sleep(0.01)
-        yield b"data: 2\n\n"
+        yield b"data: 2\n\n", True
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b"head"))
@@ -52,4 +52,4 @@ def test_a_stream_that_waits_has_comments_and_none_after_its_end() -> None:
         await asyncio.sleep(0.2)
 
     asyncio.run(asyncio.wait_for(run(), 30))
-    assert sent == [b"head", b"data: 1\n\n", *[b": keep-alive\n\n"] * 3, b"data: 2\n\n", b""]
+    assert sent == [b"head", b"data: 1\n\n", *[b": keep-alive\n\n"] * 3, b"data: 2\n\n"]
