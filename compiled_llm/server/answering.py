@@ -1,8 +1,9 @@
 """From a client's request to its answer, whole or as a stream of events, for the routes of every dialect."""
 
 import asyncio
+import contextlib
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
 
 from fastapi import Request
@@ -79,10 +80,11 @@ class _Answering:
         if asked.ignored_tools:  # a warning, in the log
             self._facts["ignored_tools"] = ",".join(asked.ignored_tools)
         self._headers = request.headers
+        self._observers: dict[str, RequestObserver] = {}
         self._deadline = asyncio.get_running_loop().time() + service.settings.max_request_seconds
 
     async def whole(self) -> Response:
-        with self._service.admitted(self._asked):
+        with self._service.admitted(self._asked), self._counted():
             answer = await self._begin()
             return JsonResponse(await answer.whole())
 
@@ -96,7 +98,7 @@ class _Answering:
             for piece in output.pieces:
                 if piece.finish_reason is not None:
                     return False
-            self._observe(output)
+            self._observers[output.request_id].take(output)
             events = answer.events_of(output)
             if events:
                 stream.write_now(events)
@@ -111,7 +113,7 @@ class _Answering:
         """
         answer: StreamedAnswer | None = None
         begun, data = False, b""
-        with self._service.admitted(self._asked):
+        with self._service.admitted(self._asked), self._counted():
             try:
                 answer = cast(StreamedAnswer, await self._begin())
                 async for chunk in answer.chunks():
@@ -140,17 +142,26 @@ class _Answering:
         if served.adapter is not None:
             self._facts["adapter"] = repr(served.adapter.name)
         self._served, params = served, served.params
+        self._facts["prompt_tokens"] = sum(len(prompt.token_ids) for prompt in served.prompts)
+        self._facts["output_tokens"] = 0  # until the end
         self._observers = {
             prompt.request_id: RequestObserver(
                 self._service.metrics, len(prompt.token_ids), params.max_tokens, params.n
             )
             for prompt in served.prompts
         }
-        self._facts["prompt_tokens"] = sum(len(prompt.token_ids) for prompt in served.prompts)
-        self._facts["output_tokens"] = 0
         served.outputs, self._num_open = self._observed(served.outputs), len(served.prompts)
         self._answer = self._make(served)
         return self._answer
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """After this the log's line has the tokens that came, to a client that went away as well."""
+        try:
+            yield
+        finally:
+            if self._observers:
+                self._facts["output_tokens"] = sum(observer.num_tokens for observer in self._observers.values())
 
     async def _observed(self, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
         try:
@@ -163,10 +174,8 @@ class _Answering:
 
     def _observe(self, output: Output) -> None:
         """What the log and the metrics have of an output."""
-        observer, facts, times = self._observers[output.request_id], self._facts, output.times
-        num_tokens = observer.num_tokens
+        observer, times = self._observers[output.request_id], output.times
         observer.take(output)
-        facts["output_tokens"] += observer.num_tokens - num_tokens
         if times is None:
             return
         if self._service.traces is not None:
@@ -176,4 +185,4 @@ class _Answering:
             request_id, seconds = output.request_id, observer.seconds
             self._service.traces.add(self._headers, request_id, served.params, *counts, seconds, times, name)
         if times.first is not None:
-            facts.setdefault("first_seconds", times.first)
+            self._facts.setdefault("first_seconds", times.first)

@@ -202,14 +202,21 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 class EventStream(Response):
     """Server-sent events. What ``events`` raises before the first one is raised before anything is sent.
 
-    ``events``: what goes over the line, and whether it is the last, which spares the end a write of its own. It is closed
-    in the end, and when the client goes.
+    ``events``: what goes over the line, and whether it is the last, which spares the end a write of its own. It is
+    closed in the end, and when the client goes.
 
     A client that does not read for ``client_seconds`` is taken for gone. Where no event comes for
     ``keep_alive_seconds``, a comment does, which clients leave out; 0: none.
 
     ``on_open``: called with the stream when it has begun, if ``write_now`` can be used from then on.
     """
+
+    background = None  # as FastAPI wants it
+    raw_headers = [  # noqa: RUF012 - nobody changes it
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+    ]
 
     def __init__(
         self,
@@ -218,10 +225,6 @@ class EventStream(Response):
         keep_alive_seconds: float,
         on_open: "Callable[[EventStream], None] | None" = None,
     ) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        del self.headers["content-length"]
         self._events, self._client_seconds = events, client_seconds
         self._keep_alive_seconds = keep_alive_seconds
         self._on_open = on_open
