@@ -3,8 +3,10 @@
     python -m tests.battery.server_cost --rounds 5
     python -m tests.battery.server_cost --model FILE.gguf --streams 1,8 --tokens 64
 
-Both have an engine of these arguments in a process of its own. The client of the server takes next to no time, since
-clients are on other machines as a rule: from the first event of a stream on it sleeps until the server closes that.
+Both have an engine of the same arguments in a process of its own. So steps hold as many tokens of prompts in both:
+``serve`` alone would keep them to 250 ms, as ``--engine-args '{"target_itl_ms": 250}'`` does in both. The client of the
+server takes next to no time, since clients are on other machines as a rule: from the first event of a stream on it
+sleeps until the server closes that.
 A ratio of 1 is no cost; it is the median of the rounds, whose order changes. First events are compared with the first
 tokens that ``generate`` has of the same prompts and steps, at the median: of a stream alone, and of all together.
 ``--save FILE`` adds a row for each number of streams to a file of JSON.
@@ -127,7 +129,8 @@ class Server:
 
 
 def _flags(engine_args: dict[str, Any]) -> Iterator[str]:
-    for name, value in engine_args.items():
+    """Of ``serve``, whose own default of ``target_itl_ms`` is none of the engine's."""
+    for name, value in {"target_itl_ms": "none", **engine_args}.items():
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         yield f"--{name.replace('_', '-')}={text}"
     yield "--wait-for-compile"
