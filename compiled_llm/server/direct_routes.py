@@ -1,4 +1,4 @@
-"""DirectRoutes: the way to routes that answer a body, without FastAPI's, whose layers cost time and do nothing for them."""
+"""DirectRoutes: the way to routes that answer a body, without FastAPI's, whose layers do nothing for them."""
 
 import inspect
 from typing import Any
