@@ -11,16 +11,16 @@ from compiled_llm.api.readable import shown
 
 
 def check_fields(owner: Any, whole: Mapping[str, tuple[int, int]], ranges: Mapping[str, tuple[float, float]]) -> None:
-    """``ValueError`` unless the fields of a dataclass are as allowed. None is where it is the default.
+    """``ValueError`` unless the fields of a dataclass are as allowed, which defaults are.
 
     A field whose type is a ``Literal`` is one of its values, one whose default is a bool is a bool.
 
     Args:
         whole, ranges: by field: the least and the largest integer; the least and the largest number.
     """
-    for name, is_optional, allowed, is_flag in _described_fields(owner.__class__):
+    for name, default, allowed, is_flag in _described_fields(owner.__class__):
         value = getattr(owner, name)
-        if value is None and is_optional:
+        if value is default:
             continue
         if allowed:
             one_of(name, value, allowed)
@@ -33,12 +33,12 @@ def check_fields(owner: Any, whole: Mapping[str, tuple[int, int]], ranges: Mappi
 
 
 @functools.cache
-def _described_fields(owner: type) -> list[tuple[str, bool, tuple[str, ...], bool]]:
-    """Of each field: its name, whether it may be None, the values of a ``Literal``, whether it is a bool."""
+def _described_fields(owner: type) -> list[tuple[str, Any, tuple[str, ...], bool]]:
+    """Of each field: its name and default, the values of a ``Literal``, whether it is a bool."""
     return [
         (
             field.name,
-            field.default is None,
+            field.default,
             typing.get_args(field.type) if typing.get_origin(field.type) is Literal else (),
             isinstance(field.default, bool),
         )

@@ -1,21 +1,20 @@
 """From a client's request to its answer, whole or as a stream of events, for the routes of every dialect."""
 
 import asyncio
+import contextlib
 import traceback
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Protocol, TypeVar, cast
 
 from fastapi import Request
 from starlette.responses import Response
 
 from compiled_llm.openai.requests import OpenAIRequest
-from compiled_llm.server.errors import ApiError
+from compiled_llm.server.errors import FAULT, ApiError
 from compiled_llm.server.http import EventStream, JsonResponse, event, read_json, unless_gone
 from compiled_llm.server.messages import Output
 from compiled_llm.server.metrics import RequestObserver
 from compiled_llm.server.service import Served, Service
-
-FAULT = "the server failed: its log says how"
 
 Result = TypeVar("Result")
 
@@ -28,7 +27,6 @@ class Answer(Protocol):
         ...
 
 
-@runtime_checkable
 class StreamedAnswer(Answer, Protocol):
     """One that may be streamed.
 
@@ -66,8 +64,10 @@ async def read_body(service: Service, request: Request, read: Callable[[dict[str
 
 async def answered(service: Service, request: Request, asked: OpenAIRequest, make: MakeAnswer) -> Response:
     """Serve a request that was read. The client's going ends it."""
-    answering = _Answering(service, request, asked, make)
-    return await unless_gone(request.receive, answering.stream() if asked.stream else answering.whole())
+    answering, settings = _Answering(service, request, asked, make), service.settings
+    if not asked.stream:
+        return await unless_gone(request.receive, answering.whole())
+    return EventStream(answering.events(), settings.client_seconds, settings.keep_alive_seconds, answering.open)
 
 
 class _Answering:
@@ -80,28 +80,25 @@ class _Answering:
         if asked.ignored_tools:  # a warning, in the log
             self._facts["ignored_tools"] = ",".join(asked.ignored_tools)
         self._headers = request.headers
+        self._observers: dict[str, RequestObserver] = {}
         self._deadline = asyncio.get_running_loop().time() + service.settings.max_request_seconds
 
     async def whole(self) -> Response:
-        with self._service.admitted(self._asked):
+        with self._service.admitted(self._asked), self._counted():
             answer = await self._begin()
             return JsonResponse(await answer.whole())
 
-    async def stream(self) -> Response:
-        """Waits for the first event, so that what is wrong with the request is its status."""
-        return await streamed(self._service, self._events(), self._open)
-
-    def _open(self, stream: EventStream) -> None:
+    def open(self, stream: EventStream) -> None:
         """From now on outputs between the first and the last one are events at once, without a task that is woken."""
-        answer = self._answer
-        assert isinstance(answer, StreamedAnswer)
+        answer = cast(StreamedAnswer, self._answer)
 
         def write(output: Output) -> bool:
-            if output.times is not None or not stream.is_writable:
+            if output.has_ended or not stream.is_writable:
                 return False
-            if output.error is not None or any(piece.finish_reason is not None for piece in output.pieces):
-                return False
-            self._observe(output)
+            for piece in output.pieces:
+                if piece.finish_reason is not None:
+                    return False
+            self._observers[output.request_id].take(output)
             events = answer.events_of(output)
             if events:
                 stream.write_now(events)
@@ -109,18 +106,22 @@ class _Answering:
 
         self._served.unread.at_once = write
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        """What goes over the line. An error is raised before the first event, and is the last one after that."""
+    async def events(self) -> AsyncIterator[tuple[bytes, bool]]:
+        """What goes over the line. An error is raised before the first event, and is the last one after that.
+
+        All that follows from the end of the last prompt goes at once.
+        """
         answer: StreamedAnswer | None = None
-        begun = False
-        with self._service.admitted(self._asked):
+        begun, data = False, b""
+        with self._service.admitted(self._asked), self._counted():
             try:
-                made = await self._begin()
-                assert isinstance(made, StreamedAnswer)
-                answer = made
+                answer = cast(StreamedAnswer, await self._begin())
                 async for chunk in answer.chunks():
                     begun = True
-                    yield event(chunk)
+                    data += event(chunk)
+                    if self._num_open:
+                        yield data, False
+                        data = b""
             except Exception as failure:
                 if not begun:
                     raise
@@ -129,9 +130,8 @@ class _Answering:
                     traceback.print_exc()
                 self._facts["error"] = error.status
                 assert answer is not None
-                yield event(answer.failure(error))
-        if answer is not None and answer.last_event:
-            yield answer.last_event
+                data += event(answer.failure(error))
+        yield data + answer.last_event, True
 
     async def _begin(self) -> Answer:
         try:
@@ -142,32 +142,40 @@ class _Answering:
         if served.adapter is not None:
             self._facts["adapter"] = repr(served.adapter.name)
         self._served, params = served, served.params
+        self._facts["prompt_tokens"] = sum(len(prompt.token_ids) for prompt in served.prompts)
+        self._facts["output_tokens"] = 0  # until the end
         self._observers = {
             prompt.request_id: RequestObserver(
                 self._service.metrics, len(prompt.token_ids), params.max_tokens, params.n
             )
             for prompt in served.prompts
         }
-        self._facts["prompt_tokens"] = sum(len(prompt.token_ids) for prompt in served.prompts)
-        self._facts["output_tokens"] = 0
-        served.outputs = self._observed(served.outputs)
+        served.outputs, self._num_open = self._observed(served.outputs), len(served.prompts)
         self._answer = self._make(served)
         return self._answer
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """After this the log's line has the tokens that came, to a client that went away as well."""
+        try:
+            yield
+        finally:
+            if self._observers:
+                self._facts["output_tokens"] = sum(observer.num_tokens for observer in self._observers.values())
 
     async def _observed(self, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
         try:
             async for output in outputs:
                 self._observe(output)
+                self._num_open -= output.has_ended
                 yield output
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
     def _observe(self, output: Output) -> None:
         """What the log and the metrics have of an output."""
-        observer, facts, times = self._observers[output.request_id], self._facts, output.times
-        num_tokens = observer.num_tokens
+        observer, times = self._observers[output.request_id], output.times
         observer.take(output)
-        facts["output_tokens"] += observer.num_tokens - num_tokens
         if times is None:
             return
         if self._service.traces is not None:
@@ -177,26 +185,4 @@ class _Answering:
             request_id, seconds = output.request_id, observer.seconds
             self._service.traces.add(self._headers, request_id, served.params, *counts, seconds, times, name)
         if times.first is not None:
-            facts.setdefault("first_seconds", times.first)
-
-
-async def streamed(
-    service: Service, events: AsyncIterator[bytes], on_open: Callable[[EventStream], None] | None = None
-) -> Response:
-    """A stream of events, once the first one is there. ``on_open``: of an ``EventStream``."""
-    try:
-        first = await anext(events)
-    except BaseException:
-        await events.aclose()  # type: ignore[attr-defined]
-        raise
-    settings = service.settings
-    return EventStream(_after(first, events), settings.client_seconds, settings.keep_alive_seconds, on_open)
-
-
-async def _after(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        yield first
-        async for other in others:
-            yield other
-    finally:
-        await others.aclose()  # type: ignore[attr-defined]
+            self._facts.setdefault("first_seconds", times.first)

@@ -13,9 +13,9 @@ from compiled_llm.api.names import refuse_unknown_fields
 from compiled_llm.api.readable import shown
 from compiled_llm.openai.requests import OpenAIRequest
 from compiled_llm.server import schemas
-from compiled_llm.server.answering import read_body, streamed
+from compiled_llm.server.answering import read_body
 from compiled_llm.server.errors import ApiError
-from compiled_llm.server.http import JsonResponse, unless_gone
+from compiled_llm.server.http import EventStream, JsonResponse
 from compiled_llm.server.messages import AdapterRef, Generate
 from compiled_llm.server.openapi import DRAIN_FIELDS, described
 from compiled_llm.server.service import Service
@@ -83,14 +83,15 @@ def add_drain(app: FastAPI, service: Service) -> None:
             raise ApiError(401, str(error)) from error
         except ValueError as error:
             raise ApiError.of(error) from error
-        return await unless_gone(request.receive, streamed(service, _outputs(service, asked)))
+        settings = service.settings
+        return EventStream(_outputs(service, asked), settings.client_seconds, settings.keep_alive_seconds)
 
 
 def _adapters(service: Service) -> dict[str, AdapterRef]:
     return {adapter.ref.name: adapter.ref for adapter in service.adapters}
 
 
-async def _outputs(service: Service, asked: Generate) -> AsyncIterator[bytes]:
+async def _outputs(service: Service, asked: Generate) -> AsyncIterator[tuple[bytes, bool]]:
     """The events of a request of another server, which sees from the last one whether it was served to its end."""
     deadline = asyncio.get_running_loop().time() + service.settings.max_request_seconds
     counted = OpenAIRequest("completion", None, prompts=[{}], sampling={"n": asked.sampling.get("n", 1)})
@@ -100,10 +101,11 @@ async def _outputs(service: Service, asked: Generate) -> AsyncIterator[bytes]:
             async with contextlib.aclosing(service.client.generate([asked], deadline)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     begun = True
-                    yield output_event(output)
+                    yield output_event(output), output.has_ended
         except (EngineEndedError, RequestAbortedError, TimeoutError) as error:
             if not begun:
                 raise ApiError(503, str(error)) from error
+    yield b"", True
 
 
 def _drained(body: Mapping[str, Any]) -> tuple[int | None, float, str | None, str | None]:

@@ -7,6 +7,7 @@ from typing import Any
 from compiled_llm.openai.requests import FIELDS
 from compiled_llm.openai.responses import FIELDS as RESPONSE_FIELDS
 
+FAULT = "the server failed: its log says how"
 _FIELDS = frozenset(name for names in (*FIELDS.values(), RESPONSE_FIELDS) for name in names)
 # Status -> OpenAI's type and code of it.
 KINDS = {

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import math
@@ -23,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from compiled_llm.anthropic.errors import OVERLOADED_STATUS, error_body
 from compiled_llm.openai.requests import check_json
 from compiled_llm.server.direct_body import EXTENSION, DirectBody
-from compiled_llm.server.errors import ApiError
+from compiled_llm.server.errors import FAULT, ApiError
 from compiled_llm.server.page import PAGE_PATHS
 from compiled_llm.server.settings import ServerSettings
 
@@ -62,6 +63,13 @@ def error_response(error: ApiError, scope: Scope) -> JsonResponse:
     return JsonResponse(error_body(error.status, error.message), status, error.headers)
 
 
+def answer_to(error: Exception, scope: Scope) -> Response:
+    """What is answered where a route raises ``error`` and nothing has been sent yet."""
+    if isinstance(error, ClientGoneError):
+        return Response(status_code=GONE_STATUS)  # for the log
+    return error_response(error if isinstance(error, ApiError) else ApiError(500, FAULT), scope)
+
+
 def _is_anthropic(scope: Scope) -> bool:
     return scope["path"].startswith("/v1/messages")
 
@@ -94,11 +102,13 @@ class Guard:
 
         try:
             if self._keys and scope["path"] not in PUBLIC_PATHS and not self._has_key(headers):
-                error = ApiError(401, "the request needs an API key: a bearer token, or the header x-api-key")
-                await error_response(error, scope)(scope, receive, send_named)
-            else:
-                await self._app(scope, receive, send_named)
-        except Exception:  # which was answered, if nothing had been sent
+                raise ApiError(401, "the request needs an API key: a bearer token, or the header x-api-key")
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            if not status:
+                await answer_to(error, scope)(scope, receive, send_named)
+                if isinstance(error, ApiError | ClientGoneError):
+                    return None
             traceback.print_exc()
             status = 500
         finally:
@@ -167,26 +177,33 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 
     For after the body was read.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    task, is_gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal is_gone
+        with contextlib.suppress(Exception):  # of a connection that has ended
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        is_gone = True
+        task.cancel()
+
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:  # nobody else has cancelled it
+            raise ClientGoneError from None
+        raise
     finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watching.cancel()
 
 
 class EventStream(Response):
-    """Server-sent events. ``events``: what goes over the line; it is closed in the end, and when the client goes.
+    """Server-sent events. What ``events`` raises before the first one is raised before anything is sent.
+
+    ``events``: what goes over the line, and whether it is the last, which spares the end a write of its own. It is
+    closed in the end, and when the client goes.
 
     A client that does not read for ``client_seconds`` is taken for gone. Where no event comes for
     ``keep_alive_seconds``, a comment does, which clients leave out; 0: none.
@@ -194,32 +211,40 @@ class EventStream(Response):
     ``on_open``: called with the stream when it has begun, if ``write_now`` can be used from then on.
     """
 
+    background = None  # as FastAPI wants it
+    raw_headers = [  # noqa: RUF012 - nobody changes it
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+    ]
+
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncIterator[tuple[bytes, bool]],
         client_seconds: float,
         keep_alive_seconds: float,
         on_open: "Callable[[EventStream], None] | None" = None,
     ) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        del self.headers["content-length"]
         self._events, self._client_seconds = events, client_seconds
         self._keep_alive_seconds = keep_alive_seconds
         self._on_open = on_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._body: DirectBody | None = scope.get("extensions", {}).get(EXTENSION)
+        self._has_begun = False
         try:
-            self._body: DirectBody | None = scope.get("extensions", {}).get(EXTENSION)
             await unless_gone(receive, self._write(send, scope["state"]["send"]))
         except ClientGoneError:
+            if not self._has_begun:
+                raise
             scope["state"]["facts"]["client"] = "gone"
         finally:
             await self._events.aclose()  # type: ignore[attr-defined]
 
     async def _write(self, send: Send, send_event: Send) -> None:
         """``send_event``: of the server itself. What stands before it has to do with the start of an answer alone."""
+        data, is_last = await anext(self._events)
+        self._has_begun = True
         try:
             async with asyncio.timeout(None) as limit:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -228,14 +253,15 @@ class EventStream(Response):
                     self._on_open(self)
                 watching = asyncio.ensure_future(self._watch(send_event, limit))
                 try:
-                    async for event in self._events:
+                    while not is_last:
                         self._sending_since = time.monotonic()
-                        await send_event({"type": "http.response.body", "body": event, "more_body": True})
+                        await send_event({"type": "http.response.body", "body": data, "more_body": True})
                         self._sent, self._sending_since = self._sending_since, math.inf
+                        data, is_last = await anext(self._events)
+                    self._sending_since = time.monotonic()
+                    await send_event({"type": "http.response.body", "body": data, "more_body": False})
                 finally:
                     watching.cancel()
-                    await asyncio.gather(watching, return_exceptions=True)
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             raise ClientGoneError from None
 

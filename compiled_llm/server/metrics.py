@@ -135,8 +135,8 @@ class Metrics:
 
     def of_engine(self, number: int) -> "_OfEngine":
         """Those of an engine. Before the first request of one they say 0."""
-        for new in range(len(self._engines), number + 1):
-            self._engines.append(_OfEngine(self, self._labels(new)))
+        while number >= len(self._engines):
+            self._engines.append(_OfEngine(self, self._labels(len(self._engines))))
         return self._engines[number]
 
     def text(

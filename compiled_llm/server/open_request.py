@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +69,7 @@ class OpenRequest:
     is_begun: bool = False
     is_second: bool = False
 
-    @property
+    @functools.cached_property
     def is_one(self) -> bool:
         """Whether its output is one continuation, which another engine can go on with."""
         return self.asked.scored_from is None and self.asked.sampling.get("n", 1) == 1
@@ -105,7 +106,9 @@ class OpenRequest:
         """``output`` without what came before."""
         pieces = []
         for piece in output.pieces:
-            had = self.had.setdefault(piece.index, _Had())
+            had = self.had.get(piece.index)
+            if had is None:
+                had = self.had[piece.index] = _Had()
             if had.has_ended:
                 continue
             if had.again_tokens or had.again_characters:

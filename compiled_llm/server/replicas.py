@@ -429,7 +429,7 @@ class Replicas:
         elif request.elsewhere is None:
             left = request.num_left if request.is_begun else request.num_expected  # then the prompt is computed
             request.is_begun = True
-            self._set_left(request, max(1, left - sum(len(piece.token_ids) for piece in output.pieces)))
+            self._set_left(request, max(1, left - sum([len(piece.token_ids) for piece in output.pieces])))
         request.unread.put(output)
 
     def _lose(self, engine: int, request_ids: Sequence[str], reason: str) -> None:

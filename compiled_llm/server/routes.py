@@ -13,14 +13,15 @@ from compiled_llm.api.version import __version__
 from compiled_llm.openai.requests import read_request
 from compiled_llm.server import schemas
 from compiled_llm.server.adapter_routes import add_adapters
-from compiled_llm.server.answering import FAULT, answered, read_body
+from compiled_llm.server.answering import answered, read_body
 from compiled_llm.server.answers import OpenAIAnswer
+from compiled_llm.server.direct_routes import DirectRoutes
 from compiled_llm.server.errors import ApiError
 from compiled_llm.server.http import (
-    GONE_STATUS,
     ClientGoneError,
     Guard,
     JsonResponse,
+    answer_to,
     error_response,
     read_json,
     unless_gone,
@@ -40,9 +41,11 @@ def make_app(service: Service) -> Any:
     """The ASGI application."""
     app = DescribedApp(service.model_names, title="compiled-llm", version=__version__, docs_url=None, redoc_url=None)
 
-    @app.exception_handler(ApiError)
-    async def refuse(request: Request, error: ApiError) -> Response:
-        return error_response(error, request.scope)
+    async def answer(request: Request, error: Exception) -> Response:
+        return answer_to(error, request.scope)
+
+    for kind in (ApiError, ClientGoneError, Exception):  # the guard shows the traceback of the last
+        app.add_exception_handler(kind, answer)
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
@@ -54,14 +57,6 @@ def make_app(service: Service) -> Any:
         refused = ApiError(error.status_code, f"{request.url.path[:200]!r}: {what}", headers)
         return error_response(refused, request.scope)
 
-    @app.exception_handler(ClientGoneError)
-    async def forget(request: Request, error: ClientGoneError) -> Response:
-        return Response(status_code=GONE_STATUS)  # for the log
-
-    @app.exception_handler(Exception)
-    async def fail(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, FAULT), request.scope)  # the guard shows the traceback
-
     _add_generation(app, service)
     add_responses(app, service)
     add_messages(app, service)
@@ -72,7 +67,7 @@ def make_app(service: Service) -> Any:
     if service.settings.allow_lora_updates:
         add_adapters(app, service)
     add_page(app)
-    guarded: Any = Guard(app, service.settings)
+    guarded: Any = Guard(DirectRoutes(app), service.settings)
     if service.settings.cors_origin:
         guarded = CORSMiddleware(
             guarded, allow_origins=service.settings.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]

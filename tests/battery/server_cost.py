@@ -3,11 +3,13 @@
     python -m tests.battery.server_cost --rounds 5
     python -m tests.battery.server_cost --model FILE.gguf --streams 1,8 --tokens 64
 
-Both have an engine of these arguments in a process of its own. The client of the server takes next to no time, since
-clients are on other machines as a rule: from the first event of a stream on it sleeps until the server closes that.
-A ratio of 1 is no cost; it is the median of the rounds, whose order changes. ``first`` is how much later the first
-event of a single stream is there than the only token of a ``generate``, at the median. ``--save FILE`` adds a row for
-each number of streams to a file of JSON.
+Both have an engine of the same arguments in a process of its own. So steps hold as many tokens of prompts in both:
+``serve`` alone would keep them to 250 ms, as ``--engine-args '{"target_itl_ms": 250}'`` does in both. The client of the
+server takes next to no time, since clients are on other machines as a rule: from the first event of a stream on it
+sleeps until the server closes that.
+A ratio of 1 is no cost; it is the median of the rounds, whose order changes. First events are compared with the first
+tokens that ``generate`` has of the same prompts and steps, at the median: of a stream alone, and of all together.
+``--save FILE`` adds a row for each number of streams to a file of JSON.
 """
 
 import argparse
@@ -39,10 +41,11 @@ print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     prompts, max_tokens = json.loads(line)
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0)
-    started = time.perf_counter()
+    started = time.monotonic()
     outputs = engine.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
-    print(json.dumps([seconds, [output.outputs[0].token_ids for output in outputs]]), flush=True)
+    seconds = time.monotonic() - started
+    firsts = [output.metrics.first_token_time - started for output in outputs]
+    print(json.dumps([seconds, firsts, [output.outputs[0].token_ids for output in outputs]]), flush=True)
 """
 _LAST = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 _PROMPT_TOKENS = 32
@@ -58,12 +61,12 @@ class Generator:
         self.process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._answer()
 
-    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens."""
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[float, float, list[list[int]]]:
+        """Seconds until all have ended, those to the first token of the median one, and the tokens."""
         assert self.process.stdin is not None
         print(json.dumps([prompts, max_tokens]), file=self.process.stdin, flush=True)
-        seconds, token_ids = self._answer()
-        return seconds, token_ids
+        seconds, firsts, token_ids = self._answer()
+        return seconds, statistics.median(firsts), token_ids
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
@@ -126,7 +129,8 @@ class Server:
 
 
 def _flags(engine_args: dict[str, Any]) -> Iterator[str]:
-    for name, value in engine_args.items():
+    """Of ``serve``, whose own default of ``target_itl_ms`` is none of the engine's."""
+    for name, value in {"target_itl_ms": "none", **engine_args}.items():
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         yield f"--{name.replace('_', '-')}={text}"
     yield "--wait-for-compile"
@@ -187,13 +191,13 @@ def _compare(generator: Generator, server: Server, count: int, max_tokens: int, 
             before = [_processor_seconds(process) for process in watched]
         prompts = _prompts(count, seed)
         if seed % 2:
-            generated, _ = generator.run(prompts, max_tokens)
+            generated, first_token, _ = generator.run(prompts, max_tokens)
         served, first, streams = server.run(prompts, max_tokens)
         if not seed % 2:
-            generated, _ = generator.run(prompts, max_tokens)
+            generated, first_token, _ = generator.run(prompts, max_tokens)
         if seed:
             rounds.append((generated, served))
-            firsts.append(first)
+            firsts.append(first - first_token)
             num_events += sum(stream.count(b"data: ") - 1 for stream in streams)
     tokens = count * max_tokens
     used = [(_processor_seconds(process) - start) / (num_rounds * tokens) for process, start in
@@ -202,12 +206,12 @@ def _compare(generator: Generator, server: Server, count: int, max_tokens: int, 
     alone = []
     for seed in range(max(num_rounds, _NUM_ALONE)):
         prompts = _prompts(1, 1000 + seed)
-        alone.append(server.run(prompts, 2)[1] - generator.run(_prompts(1, 2000 + seed), 1)[0])
+        alone.append(server.run(prompts, 2)[1] - generator.run(prompts, 2)[1])
     generated, served = (tokens / min(column) for column in zip(*rounds, strict=True))
     print(
         f"{count} streams: generate {generated:.0f} tokens/s at best, serve {served:.0f}, ratio "
-        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); first event "
-        f"{1e3 * statistics.median(firsts):.1f} ms, first {1e3 * statistics.median(alone):.1f} ms; "
+        f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); first event of a stream alone "
+        f"{1e3 * statistics.median(alone):.1f} ms later, of these {1e3 * statistics.median(firsts):.1f} ms; "
         f"{num_rounds * tokens / num_events:.1f} tokens an event; processor time of a token: "
         + ", ".join(f"{name} {1e6 * seconds:.0f} us" for name, seconds in zip(processes, used, strict=True)),
         flush=True,
@@ -221,6 +225,7 @@ def _compare(generator: Generator, server: Server, count: int, max_tokens: int, 
         "generate_tokens_per_second": round(generated, 1),
         "serve_tokens_per_second": round(served, 1),
         "first_event_later_ms": round(1e3 * statistics.median(alone), 2),
+        "first_events_together_later_ms": round(1e3 * statistics.median(firsts), 1),
         "tokens_an_event": round(num_rounds * tokens / num_events, 2),
         "processor_us_a_token": {name: round(1e6 * seconds) for name, seconds in zip(processes, used, strict=True)},
         "torch": importlib.metadata.version("torch"),
