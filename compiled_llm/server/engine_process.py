@@ -65,7 +65,7 @@ _HEARTBEAT_SECONDS = 1.0
 # Where the engine computes on all cores, the work of HTTP takes time from steps. An event of a stream takes 0.05 to 0.2
 # ms, so steps that are shorter than the first, and the second for each request, share their events. Nobody waits longer
 # than the third.
-_DELTA_SECONDS = 0.012, 0.002, 0.05
+_DELTA_SECONDS = 0.006, 0.002, 0.05
 
 
 class _Prepared(NamedTuple):
