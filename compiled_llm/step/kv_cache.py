@@ -95,6 +95,15 @@ def split_by_window(model_config: ModelConfig, windows: Sequence[int], by_layer:
     return parts
 
 
+def block_tensors(
+    model_config: ModelConfig, dtypes: Sequence[torch.dtype], windows: Sequence[int], block_size: int
+) -> list[list[tuple[tuple[int, ...], torch.dtype]]]:
+    """Shape and dtype of a block in each cache tensor of the parts of ``split_by_window``."""
+    held = _tensors(model_config, dtypes, num_blocks=1, block_size=block_size, num_slots=1)
+    parts = split_by_window(model_config, windows, held)
+    return [[(shape[1:], dtype) for one in part for shape, dtype in one.values()] for part in parts]
+
+
 def of_states(model_config: ModelConfig, by_layer: Sequence[T]) -> list[T]:
     """Of ``by_layer``, those of layers with a state."""
     pairs = zip(layers_of(model_config), by_layer, strict=True)
