@@ -7,8 +7,7 @@ host's pool is one uint8 tensor. One of its rows has one block of all those tens
     host[row] = cat(caches[0][block] as bytes, caches[1][block] as bytes, ...)
 
 So a block that is swapped out is one contiguous piece of memory, which a single copy moves over the bus. Elements are
-copied as words of up to 16 bytes, whatever they mean, so a NaN keeps its payload. On a CPU several processes may share
-a host's pool, each with a part of every block: ``starts`` says where in a row its tensors' parts are.
+copied as words of up to 16 bytes, whatever they mean, so a NaN keeps its payload.
 
 Letters: B blocks of the device's pool, P rows of the host's pool, n blocks to copy.
 
@@ -17,7 +16,6 @@ on that stream (the step that overwrites the freed blocks or reads the restored 
 done. Another stream, or a host that reads ``host`` itself, has to synchronise first.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -36,13 +34,7 @@ _CUDA_STAGING_BYTES = 64 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def swap_out(
-    caches: Sequence[Tensor],
-    host: Tensor,
-    device_blocks: Tensor,
-    host_blocks: Tensor,
-    starts: Sequence[int] | None = None,
-) -> None:
+def swap_out(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
     """Copy block ``device_blocks[i]`` of all cache tensors to row ``host_blocks[i]`` of the host's pool, for every i.
 
     Args:
@@ -51,22 +43,14 @@ def swap_out(
             in place.
         device_blocks: ``[n]`` int64 on the CPU; 0 to B - 1.
         host_blocks: ``[n]`` int64 on the CPU; 0 to P - 1, each at most once.
-        starts: bytes of a row before each tensor's block, in a pool whose rows have more than these; not on CUDA. None:
-            the rows have nothing else.
 
     Raises:
         ValueError: an argument is not as described above. Nothing has been copied then.
     """
-    torch.ops.compiled_llm.swap_out(caches, host, device_blocks, host_blocks, starts)
+    torch.ops.compiled_llm.swap_out(caches, host, device_blocks, host_blocks)
 
 
-def swap_in(
-    caches: Sequence[Tensor],
-    host: Tensor,
-    device_blocks: Tensor,
-    host_blocks: Tensor,
-    starts: Sequence[int] | None = None,
-) -> None:
+def swap_in(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
     """Copy row ``host_blocks[i]`` of the host's pool to block ``device_blocks[i]`` of all cache tensors, for every i.
 
     The arguments are those of ``swap_out``, but that ``caches`` are written in place and that ``device_blocks`` has
@@ -75,7 +59,7 @@ def swap_in(
     Raises:
         ValueError: an argument is not as described there. Nothing has been copied then.
     """
-    torch.ops.compiled_llm.swap_in(caches, host, device_blocks, host_blocks, starts)
+    torch.ops.compiled_llm.swap_in(caches, host, device_blocks, host_blocks)
 
 
 def copy_blocks(caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
@@ -113,14 +97,7 @@ def host_pool(caches: Sequence[Tensor], num_blocks: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
 
 
-def _check(
-    caches: Sequence[Tensor],
-    host: Tensor,
-    device_blocks: Tensor,
-    host_blocks: Tensor,
-    starts: Sequence[int] | None,
-    written: str,
-) -> None:
+def _check(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor, written: str) -> None:
     """``ValueError`` for anything that would copy from or to the wrong memory; ``written`` names the indices written.
 
     A wrong block would be another request's, so this runs on every call. It takes some 0.1 ms.
@@ -136,14 +113,6 @@ def _check(
             )
     block_bytes = bytes_per_block(caches)
     right_type = host.dtype == torch.uint8 and host.device.type == "cpu" and host.is_contiguous()
-    if starts is not None and host.dim() == 2:
-        ends = [start + cache[0].nbytes for cache, start in zip(caches, starts, strict=True)]
-        if device.type == "cuda" or min(starts) < 0 or max(ends) > host.shape[1]:
-            raise ValueError(
-                f"starts must be None on CUDA, and on a CPU of blocks within the {host.shape[1]} bytes of a row, given "
-                f"{list(starts)} for blocks that end at {ends} on {device}"
-            )
-        block_bytes = host.shape[1]
     if host.dim() != 2 or host.shape[1] != block_bytes or not right_type:
         raise ValueError(
             f"host must be a contiguous uint8 tensor [blocks, {block_bytes}] on the CPU, as host_pool makes it, given "
@@ -170,48 +139,35 @@ def _check(
         )
 
 
-def _words(
-    caches: Sequence[Tensor], rows: Tensor, starts: Sequence[int] | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _words(caches: Sequence[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """For each cache tensor: itself as ``[B, words]``, and its section of rows ``[P or n, bytes]`` as ``[.., words]``.
 
     Both are views of the widest words that are aligned in every row of both: wide words copy several times as fast.
     """
-    sizes = [cache[0].nbytes for cache in caches]
-    firsts = itertools.accumulate(sizes[:-1], initial=0) if starts is None else starts
-    for cache, block_bytes, start in zip(caches, sizes, firsts, strict=True):
+    start = 0
+    for cache in caches:
+        block_bytes = cache[0].nbytes
         section = rows.narrow(1, start, block_bytes)
-        addresses = [
+        starts = [
             cache.data_ptr(),
             cache.storage_offset() * cache.itemsize,
             section.data_ptr(),
             section.storage_offset(),
         ]
-        word = _WORDS[math.gcd(max(_WORDS), block_bytes, rows.shape[1], *addresses)]
+        word = _WORDS[math.gcd(max(_WORDS), block_bytes, rows.shape[1], *starts)]
         yield cache.view(len(cache), -1).view(word), section.view(word)
+        start += block_bytes
 
 
-def _cpu_swap_out(
-    caches: Sequence[Tensor],
-    host: Tensor,
-    device_blocks: Tensor,
-    host_blocks: Tensor,
-    starts: Sequence[int] | None = None,
-) -> None:
-    _check(caches, host, device_blocks, host_blocks, starts, written="host_blocks")
-    for cache, section in _words(caches, host, starts):
+def _cpu_swap_out(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
+    _check(caches, host, device_blocks, host_blocks, written="host_blocks")
+    for cache, section in _words(caches, host):
         _copy_rows(cache, device_blocks, section, host_blocks)
 
 
-def _cpu_swap_in(
-    caches: Sequence[Tensor],
-    host: Tensor,
-    device_blocks: Tensor,
-    host_blocks: Tensor,
-    starts: Sequence[int] | None = None,
-) -> None:
-    _check(caches, host, device_blocks, host_blocks, starts, written="device_blocks")
-    for cache, section in _words(caches, host, starts):
+def _cpu_swap_in(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
+    _check(caches, host, device_blocks, host_blocks, written="device_blocks")
+    for cache, section in _words(caches, host):
         _copy_rows(section, host_blocks, cache, device_blocks)
 
 
@@ -222,19 +178,13 @@ def _copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows:
         target[some_target] = source.index_select(0, some_source)
 
 
-def _staged_swap_out(
-    caches: Sequence[Tensor],
-    host: Tensor,
-    device_blocks: Tensor,
-    host_blocks: Tensor,
-    starts: Sequence[int] | None = None,
-) -> None:
+def _staged_swap_out(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
     """For caches on CUDA: gather whole rows into a buffer on the device, then send each run of rows in one copy.
 
     The buffer is filled anew for each piece, and given back to torch's allocator at the end, while copies from it may
     still be under way. Both are safe without waiting: all of it is in the order of one stream.
     """
-    _check(caches, host, device_blocks, host_blocks, starts, written="host_blocks")
+    _check(caches, host, device_blocks, host_blocks, written="host_blocks")
     for staging, blocks, runs in _pieces(caches, device_blocks, host_blocks):
         for cache, section in _words(caches, staging):
             section.copy_(cache.index_select(0, blocks))
@@ -242,15 +192,9 @@ def _staged_swap_out(
             host[row : row + end - start].copy_(staging[start:end], non_blocking=True)
 
 
-def _staged_swap_in(
-    caches: Sequence[Tensor],
-    host: Tensor,
-    device_blocks: Tensor,
-    host_blocks: Tensor,
-    starts: Sequence[int] | None = None,
-) -> None:
+def _staged_swap_in(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
     """For caches on CUDA: the same the other way."""
-    _check(caches, host, device_blocks, host_blocks, starts, written="device_blocks")
+    _check(caches, host, device_blocks, host_blocks, written="device_blocks")
     for staging, blocks, runs in _pieces(caches, device_blocks, host_blocks):
         for start, end, row in runs:
             staging[start:end].copy_(host[row : row + end - start], non_blocking=True)
@@ -287,13 +231,13 @@ def _pieces(
 
 # CUDA goes before the CPU when an op has arguments of both, as these have.
 define_op(
-    "swap_out(Tensor[] caches, Tensor(a!) host, Tensor device_blocks, Tensor host_blocks, int[]? starts=None) -> ()",
+    "swap_out(Tensor[] caches, Tensor(a!) host, Tensor device_blocks, Tensor host_blocks) -> ()",
     reference=_cpu_swap_out,
     fake=lambda *args: None,
     gpu=_staged_swap_out,
 )
 define_op(
-    "swap_in(Tensor(a!)[] caches, Tensor host, Tensor device_blocks, Tensor host_blocks, int[]? starts=None) -> ()",
+    "swap_in(Tensor(a!)[] caches, Tensor host, Tensor device_blocks, Tensor host_blocks) -> ()",
     reference=_cpu_swap_in,
     fake=lambda *args: None,
     gpu=_staged_swap_in,

@@ -28,10 +28,10 @@ from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFailedError
 from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.tiers.file_thread import FileThread
-from compiled_llm.worker.host_rows import map_pools
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message
 from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, map_memory
+from compiled_llm.worker.shared_rows import map_pools
 from compiled_llm.worker.tier_files import open_files
 from compiled_llm.worker.times import RunnerTimes
 from compiled_llm.worker.worker_process import (
@@ -158,11 +158,11 @@ class RankProcesses(Worker):
         """Files and other engines are this process's: in the rows of all ranks, blocks are whole."""
         first, facts = self.ranks[0], self.ranks[0].facts
         blocks, slots = facts.num_swap_blocks + facts.num_tier_blocks, facts.num_swap_slots + facts.num_tier_slots
-        counts = [*(blocks for _ in first.host_rows[:-1]), slots]
-        sizes = [(count, rows.row_bytes) for count, rows in zip(counts, first.host_rows, strict=True)]
+        counts = [*(blocks for _ in first.host_layout[:-1]), slots]
+        pools = map_pools(descriptor, first.host_layout, counts)
         of_model = model_config, first.dtype, first.exact, directory, drafter
         with own_settings(first.num_threads):
-            self.files = open_files(config, *of_model, first.device, first.host_rows, map_pools(descriptor, sizes))
+            self.files = open_files(config, *of_model, first.device, first.host_layout, pools)
         self.facts = dataclasses.replace(
             facts,
             block_contents=(self.files.folder.key.hex(),),

@@ -1,27 +1,19 @@
 """Copies of KV blocks that a step starts with: to host memory and back, and within the pool."""
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_llm.ops import swap
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StateOutput, WindowOutput
-from compiled_llm.worker.host_rows import GroupRows, map_pools, own_rows
 
 _REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
 Caches = list[Tensor]  # all tensors of the KV cache that the same blocks, or slots, index
+Layout = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
 Told = SchedulerOutput | WindowOutput | StateOutput
-
-
-class SharedRows(NamedTuple):
-    """Rows that so many ranks have in common, in memory that has this descriptor."""
-
-    rows: tuple[GroupRows, ...]
-    descriptor: int
-    num_ranks: int
 
 
 class SwapSpace:
@@ -31,9 +23,9 @@ class SwapSpace:
         num_blocks: blocks that fit, each with what all layers keep of it.
         num_slots: slots that fit into host memory.
         num_tier_blocks, num_tier_slots: for what leaves the prefix cache, numbered after the others.
-        rows: what a row of each pool has.
-        pools: ``[num_blocks, bytes of a row]`` uint8 for each group of layers; empty where it has no layer. The last is
-            that of the slots.
+        layout: shape and dtype of a block in each tensor of each group.
+        pools: ``[num_blocks, bytes of a block]`` uint8 for each group of layers; empty where it has no layer. The last
+            is that of the slots.
     """
 
     def __init__(
@@ -43,40 +35,40 @@ class SwapSpace:
         num_slots: int = 0,
         num_tier_blocks: int = 0,
         num_tier_slots: int = 0,
-        shared: SharedRows | None = None,
     ) -> None:
         """``groups``: of layers without a window, of those with each window, and of those with a state."""
         self.num_blocks, self.num_slots = num_blocks, num_slots
         self.num_tier_blocks, self.num_tier_slots = num_tier_blocks, num_tier_slots
-        counts = [num_blocks + num_tier_blocks] * (len(groups) - 1) + [num_slots + num_tier_slots]
-        self.rows, self._num_owners = own_rows(groups), 1
-        if shared is not None:
-            self.rows, self._num_owners = shared.rows, shared.num_ranks
-            sizes = zip(counts, (rows.row_bytes for rows in self.rows), strict=True)
-            self.pools = map_pools(shared.descriptor, sizes)
-            return
-        self.pools = [
+        self.layout: Layout = tuple(tuple((tuple(cache.shape[1:]), cache.dtype) for cache in own) for own in groups)
+        self.pools = self._make_pools(groups)
+
+    def _make_pools(self, groups: Sequence[Caches]) -> list[Tensor]:
+        return [
             swap.host_pool(caches, count) if caches else torch.empty(0)
-            for caches, count in zip(groups, counts, strict=True)
+            for caches, count in zip(groups, self.counts, strict=True)
         ]
 
     @property
+    def counts(self) -> list[int]:
+        """Rows of each pool."""
+        blocks, slots = self.num_blocks + self.num_tier_blocks, self.num_slots + self.num_tier_slots
+        return [blocks] * (len(self.layout) - 1) + [slots]
+
+    @property
     def nbytes(self) -> int:
-        """Of this process: its part of what it shares."""
-        return sum(pool.nbytes for pool in self.pools) // self._num_owners
+        return sum(pool.nbytes for pool in self.pools)
 
     @property
     def tier_nbytes(self) -> int:
         """Of these, those of the ``num_tier_blocks`` and ``num_tier_slots``."""
-        size = sum(pool[self.num_blocks :].nbytes for pool in self.pools[:-1]) + self.pools[-1][self.num_slots :].nbytes
-        return size // self._num_owners
+        return sum(pool[self.num_blocks :].nbytes for pool in self.pools[:-1]) + self.pools[-1][self.num_slots :].nbytes
 
     def copy(self, output: SchedulerOutput, groups: Sequence[Caches]) -> None:
         """Swap and copy blocks as the scheduler decided; on a GPU, in the order of its stream."""
         columns: tuple[Told, ...] = (output, *output.windows, output.states)
-        for told, caches, pool, rows in zip(columns, groups, self.pools, self.rows, strict=True):
+        for told, caches, pool in zip(columns, groups, self.pools, strict=True):
             if caches:
-                _copy(told, caches, pool, None if self._num_owners == 1 else rows.starts)
+                _copy(told, caches, pool)
 
     def rehearse(self, groups: Sequence[Caches]) -> None:
         """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that until it is emptied."""
@@ -86,13 +78,18 @@ class SwapSpace:
                 swap.swap_out(caches, pool, *swap_indices([(1, n + 1) for n in range(count)]))
 
 
-def _copy(told: Told, caches: Caches, pool: Tensor, starts: Sequence[int] | None) -> None:
+def _copy(told: Told, caches: Caches, pool: Tensor) -> None:
     for pairs, copy in ((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in)):
         if pairs:
-            copy(caches, pool, *swap_indices(pairs), starts)
+            copy(caches, pool, *swap_indices(pairs))
     if told.copies:
         sources, targets = torch.tensor(told.copies, dtype=torch.int64).unbind(1)
         swap.copy_blocks(caches, sources, targets)
+
+
+def row_bytes(group: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Of a row that has blocks of these shapes and dtypes."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in group)
 
 
 def swap_indices(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.worker import exactness
-from compiled_llm.worker.block_copies import SharedRows, SwapSpace
+from compiled_llm.worker.block_copies import Layout, SwapSpace
 from compiled_llm.worker.build_ahead import Builds, start_builds
 from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
@@ -63,7 +63,6 @@ from compiled_llm.worker.device import (
 from compiled_llm.worker.draft_network import DraftPlan
 from compiled_llm.worker.draft_stage import NetworkStage
 from compiled_llm.worker.draft_trees import with_drafts
-from compiled_llm.worker.host_rows import GroupRows, shared_rows
 from compiled_llm.worker.launched_step import HostSlot
 from compiled_llm.worker.mapped_weights import keeping, map_weights
 from compiled_llm.worker.memory import (
@@ -77,6 +76,7 @@ from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.rank_start import CompileTurn, check_device
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.shared_rows import SharedSwapSpace
 from compiled_llm.worker.tier_files import open_files
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
@@ -243,9 +243,9 @@ class StartedModel:
         return num_bytes(self.steps.kv_cache)
 
     @property
-    def host_rows(self) -> tuple[GroupRows, ...]:
-        """What rows of host memory have."""
-        return self.swap_space.rows
+    def host_layout(self) -> Layout:
+        """That of ``swap_space``."""
+        return self.swap_space.layout
 
     @property
     def num_ranks(self) -> int:
@@ -335,18 +335,17 @@ class StartedModel:
             self.times.disk_bytes_per_second = self.read_ahead.disk_bytes_per_second
         return weights
 
-    def _make_swap_space(self, config: EngineConfig, descriptor: int | None) -> SwapSpace:
-        sizes, groups, shared = self.pool_sizes, self.steps.cache_groups(), None
-        if descriptor is not None:
-            assert self.shard is not None
-            limits = self.limits
-            windows = short_windows(self.model_config, limits.max_model_len)
-            of_model = self.model_config, self.cache_dtypes, windows, limits.block_size
-            rows = shared_rows(groups, *of_model, self.shard)
-            shared = SharedRows(rows, descriptor, self.shard.size)
-        swapped = sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
+    def _make_swap_space(self, config: EngineConfig, rows: int | None) -> SwapSpace:
+        sizes, limits = self.pool_sizes, self.limits
+        swapped = sizes.swapped_within(config.swap_space_bytes, limits.blocks_per_request)
         swapped = least(swapped[0], self.peers), least(swapped[1], self.peers)  # stages have layers of other sizes
-        return SwapSpace(groups, *swapped, *sizes.kept_within(config.kv_host_bytes), shared)
+        groups, counts = self.steps.cache_groups(), (*swapped, *sizes.kept_within(config.kv_host_bytes))
+        if rows is None:
+            return SwapSpace(groups, *counts)
+        assert self.shard is not None
+        windows = short_windows(self.model_config, limits.max_model_len)
+        of_model = self.model_config, self.cache_dtypes, windows, limits.block_size
+        return SharedSwapSpace(groups, counts, *of_model, self.shard, rows)
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
         """A KV cache of so many blocks and slots, and the sinks."""
@@ -433,7 +432,7 @@ class StartedModel:
         known: tuple[bytes, ...] | None = None
         if config.has_files and self.num_ranks == 1:  # else those of all ranks are the engine's
             of_model = self.model_config, self.dtype, self.exact, self._directory, self._drafter
-            self.files = open_files(config, *of_model, self.device, self.swap_space.rows, self.swap_space.pools)
+            self.files = open_files(config, *of_model, self.device, self.swap_space.layout, self.swap_space.pools)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
         found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
         return dataclasses.replace(found, blocks_on_disk=known)

@@ -19,7 +19,7 @@ from compiled_llm.tiers.exchange import BlockExchange, hello
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.tiers.folder import BlockFolder
 from compiled_llm.tiers.giver import BlockGiver
-from compiled_llm.worker.host_rows import GroupRows, Shaped
+from compiled_llm.worker.block_copies import Layout, row_bytes
 
 _PACKAGE = Path(__file__).parents[1]
 _SAMPLED, _SAMPLE = 1 << 20, 4096  # of each so many bytes of a file of weights so many are hashed, and its first piece
@@ -88,14 +88,14 @@ def open_files(
     directory: Path,
     drafter: DraftCheckpoint | None,
     device: torch.device,
-    rows: Sequence[GroupRows],
+    layout: Layout,
     pools: Sequence[Tensor],
 ) -> FileThread:
     """The files of ``kv_disk_path`` that are this engine's, looked at once; or other engines. See ``folder_key``.
 
     Args:
         model_config, dtype, exact: as of a ``StartedModel``; directory: of the model.
-        rows, pools: as of a ``SwapSpace``; of ranks, those that all have in common.
+        layout, pools: as of a ``SwapSpace``; of ranks, those that all have in common.
 
     Raises:
         ValueError: there is no key for engines to know each other by, or too short a one; or no room for a file.
@@ -103,9 +103,9 @@ def open_files(
     drafters = () if drafter is None else (drafter,)
     facts = model_config, dtype, exact, *(one.model_config for one in drafters)
     directories = directory, *(one.directory for one in drafters)
-    layout = [group.tensors for group in rows]
     key = folder_key(config, facts, directories, device, layout, any_ranks=config.transfers)
-    block_bytes, state_bytes = sum(group.row_bytes for group in rows[:-1]), rows[-1].row_bytes
+    *of_blocks, state_bytes = map(row_bytes, layout)
+    block_bytes = sum(of_blocks)
     if config.transfers:
         return FileThread(_exchange(config, key, block_bytes, state_bytes), HostRows(pools))
     assert config.kv_disk_path is not None
@@ -127,8 +127,6 @@ def _exchange(config: EngineConfig, key: bytes, block_bytes: int, state_bytes: i
     named: dict[str, Any] = {"model": str(config.model), "dtype": config.dtype, "kv_cache_dtype": config.kv_cache_dtype}
     named |= {"block_size": config.block_size, "block_bytes": block_bytes, "num_threads": torch.get_num_threads()}
     named |= {name: getattr(config, name) for name in ("tensor_parallel_exact", "enable_expert_parallel")}
-    if state_bytes:  # ranks have other parts of it
-        named["tensor_parallel_size"] = config.tensor_parallel_size
     giver = None
     if config.kv_transfer_address is not None:
         of_blocks = hello(key, named)
@@ -142,7 +140,7 @@ def folder_key(
     facts: Sequence[Any],
     directories: Sequence[Path],
     device: torch.device,
-    layout: Sequence[Sequence[Shaped]],
+    layout: Layout,
     *,
     any_ranks: bool = False,
 ) -> bytes:

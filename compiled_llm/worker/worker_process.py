@@ -25,7 +25,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, WorkerFailedError
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
-from compiled_llm.worker.host_rows import GroupRows
+from compiled_llm.worker.block_copies import Layout
 from compiled_llm.worker.launched_step import LaunchedStep
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message, receive
@@ -77,7 +77,7 @@ class _Start(NamedTuple):
     kv_cache_bytes: int
     start_times: StartTimes
     memory_ledger: MemoryLedger
-    host_rows: tuple[GroupRows, ...]
+    host_layout: Layout
     description: str
     state: _State
 
@@ -171,7 +171,7 @@ class WorkerProcess(Worker):
         self.cache_dtypes, self.exact, self.num_threads = start.cache_dtypes, start.exact, start.num_threads
         self.weight_bytes, self.kv_cache_bytes = start.weight_bytes, start.kv_cache_bytes
         self.start_times, self.memory_ledger = start.start_times, start.memory_ledger
-        self.host_rows, self._description, self._state = start.host_rows, start.description, start.state
+        self.host_layout, self._description, self._state = start.host_layout, start.description, start.state
 
     @property
     def sentinel(self) -> int:
