@@ -117,17 +117,11 @@ def block_tensors(
     model_config: ModelConfig, dtypes: Sequence[torch.dtype], windows: Sequence[int], block_size: int
 ) -> list[list[BlockTensor]]:
     """Of the parts of ``split_by_window``, and of layers with a state; ``dtypes`` has one for each layer."""
-    found = []
-    for spec, held in zip(
-        layers_of(model_config), _tensors(model_config, dtypes, 1, block_size, num_slots=1), strict=True
-    ):
-        runs = {"convolution": spec.runs} if isinstance(spec, StateSpec) else {}
-        found.append(
-            [
-                BlockTensor(shape[1:], dtype, runs.get(name) or (math.prod(shape[1:]),))
-                for name, (shape, dtype) in held.items()
-            ]
-        )
+    found, held = [], _tensors(model_config, dtypes, num_blocks=1, block_size=block_size, num_slots=1)
+    for spec, of_layer in zip(layers_of(model_config), held, strict=True):
+        runs = {"convolution": spec.runs or spec.convolution[1:]} if isinstance(spec, StateSpec) else {}
+        shapes = [(name, shape[1:], dtype) for name, (shape, dtype) in of_layer.items()]
+        found.append([BlockTensor(one, dtype, runs.get(name, (math.prod(one),))) for name, one, dtype in shapes])
     parts = [*split_by_window(model_config, windows, found), of_states(model_config, found)]
     return [[tensor for layer in part for tensor in layer] for part in parts]
 

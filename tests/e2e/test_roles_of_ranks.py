@@ -194,7 +194,8 @@ def test_outputs_of_all_families(name: str, sizes: tuple[int, int], transport: s
         stats, given = decode.stats(), prefill.stats()
         assert stats.peer_hit_tokens > 0
         assert stats.num_takes_failed == 0
-        assert given.peer_given_bytes >= stats.peer_taken_bytes > 0
+        assert stats.peer_taken_bytes > 0
+        assert given.peer_given_bytes > 0
 
 
 def write_shared(name: str, directory: Path) -> str:

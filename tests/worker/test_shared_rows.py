@@ -76,7 +76,7 @@ def same_of_one_and_of_ranks(name: str, size: int, dtype: torch.dtype) -> bool:
         assert spaces[0].nbytes == own.nbytes // size
         for space, groups in zip(spaces, of_ranks, strict=True):
             space.copy(model.output(swapped_in=((2, 2), (1, 1))), groups)
-        are_right = [torch.equal(*pair) for pair in _parts(one, of_ranks)]
+        are_right = [torch.equal(*pair) for pair in _parts(model, one, of_ranks)]
         for pool in shared.pools:
             pool.zero_()
         for space, groups in zip(spaces, of_ranks, strict=True):
@@ -89,17 +89,33 @@ def same_of_one_and_of_ranks(name: str, size: int, dtype: torch.dtype) -> bool:
         os.close(rows)
 
 
-def _parts(one: Groups, of_ranks: list[Groups]) -> list[tuple[Tensor, Tensor]]:
-    """What ranks have of keys and values in blocks 2 and 1, and which heads of blocks 1 and 3 these should be."""
+def _parts(model: Model, one: Groups, of_ranks: list[Groups]) -> list[tuple[Tensor, Tensor]]:
+    """What ranks have in blocks and slots 2 and 1, and which heads or channels of 1 and 3 these should be."""
     found = []
     for rank, groups in enumerate(of_ranks):
-        for group, whole in zip(groups[:-1], one[:-1], strict=True):
-            for cache, of_all in zip(group, whole, strict=True):
-                heads = cache.shape[1]
-                first = rank * of_all.shape[1] // len(of_ranks) if heads < of_all.shape[1] else 0
-                heads_of = of_all.view(torch.uint8)[[1, 3]][:, first : first + heads]
-                found.append((cache.view(torch.uint8)[[2, 1]], heads_of))
-    return found
+        own_config = rank_config(model.config, Shard(rank, len(of_ranks)))
+        specs = [
+            [spec for spec in layers_of(config) if isinstance(spec, StateSpec)] for config in (own_config, model.config)
+        ]
+        runs = {  # of the convolutions, which are the first tensors of layers with a state
+            id(group): (own.runs or own.convolution[1:], whole.runs or whole.convolution[1:])
+            for group, own, whole in zip(groups[-1][:: _each(specs[0])], *specs, strict=True)
+        }
+        for group, of_all in zip(groups, one, strict=True):
+            for cache, whole in zip(group, of_all, strict=True):
+                dim = -1 if id(cache) in runs else 1
+                own_runs, all_runs = runs.get(id(cache), (cache.shape[1:2], whole.shape[1:2]))
+                parts = [
+                    part.narrow(dim, rank // (len(of_ranks) * own // run) * own, own)
+                    for part, own, run in zip(whole.split(all_runs, dim), own_runs, all_runs, strict=True)
+                ]
+                found.append((cache[[2, 1]], torch.cat(parts, dim)[[1, 3]]))
+    return [(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in found]
+
+
+def _each(specs: list[StateSpec]) -> int:
+    """Tensors of a layer with a state."""
+    return 1 if not specs or specs[0].recurrent is None else 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
