@@ -167,7 +167,8 @@ def layers(config: Qwen35Config) -> MixedLayers:
     """Each layer's attention or state."""
     attention = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5)
     heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    state = StateSpec((config.linear_conv_kernel_dim - 1, config.convolved_size), (heads, dk, dv))
+    runs = config.key_size, config.key_size, config.value_size
+    state = StateSpec((config.linear_conv_kernel_dim - 1, config.convolved_size), (heads, dk, dv), runs=runs)
     return tuple(state if kind == LINEAR else attention for kind in config.layer_types)
 
 

@@ -323,6 +323,11 @@ class EngineConfig:
         return self.role != "both" or self.kv_transfer_address is not None
 
     @property
+    def has_files(self) -> bool:
+        """Whether KV blocks have a place below host memory: files, or other engines."""
+        return self.kv_disk_path is not None or self.transfers
+
+    @property
     def transfer_bytes(self) -> int:
         """Memory for blocks that are to be taken."""
         return self.kv_transfer_bytes or 1 << 30

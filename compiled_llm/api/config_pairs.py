@@ -86,7 +86,7 @@ def _check_roles(config: Any) -> None:
     given = f"role={config.role!r}, kv_transfer_address={address!r}"
     if not config.kv_host_bytes:
         raise ValueError(f"kv_host_bytes must be above 0 with {given} (blocks come and go by way of it), given 0")
-    for name, allowed in (("kv_disk_path", None), ("model_process", False), ("tensor_parallel_size", 1)):
+    for name, allowed in (("kv_disk_path", None), ("model_process", False)):
         if (value := getattr(config, name)) != allowed:
             raise ValueError(f"{name} must be {allowed} with {given} (not served together yet), given {value!r}")
 

@@ -49,4 +49,4 @@ def token_key(
     """
     facts = model_config, config.split_special_tokens, tokenizer
     with own_settings(num_threads):
-        return folder_key(config, facts, [checkpoint_directory(config)], device, []).hex()
+        return folder_key(config, facts, [checkpoint_directory(config)], device, ()).hex()

@@ -95,7 +95,7 @@ class StepEngine:
         else:
             self.runner = ModelRunner(*of_all, progress, num_draft_tokens, network)
         self._draft_source = self._source(drafter)
-        files = self.runner.files if isinstance(self.runner, ModelRunner) else None
+        files = None if isinstance(self.runner, WorkerProcess) else self.runner.files
         exchange = None if files is None else files.folder
         self._transfers = Transfers(config, exchange) if isinstance(exchange, BlockExchange) else None
         self._core = EngineCore(

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from compiled_llm.api.argument_checks import integer
 from compiled_llm.api.config import EngineConfig
 from compiled_llm.api.readable import shown
 from compiled_llm.engine.completions import UserRequest
@@ -53,7 +54,7 @@ class Transfers:
     """For one engine, whose ``exchange`` moves the blocks."""
 
     def __init__(self, config: EngineConfig, exchange: BlockExchange) -> None:
-        self._peers, self.exchange = config.kv_transfer_peers, exchange
+        self._peers, self._num_ranks, self.exchange = config.kv_transfer_peers, config.tensor_parallel_size, exchange
         self._to_give: Counter[bytes] = Counter()
         self._giving: dict[str, _Giving] = {}
         self._taking: dict[str, BlockSource] = {}
@@ -76,9 +77,11 @@ class Transfers:
             raise ValueError(
                 f"kv_transfer_params must be a dict with names of {sorted(_FIELDS)}, given {shown(params)}"
             )
-        for name in ("tp_size", "pp_size", "dcp_size"):
+        for name in ("pp_size", "dcp_size"):
             if params.get(name) not in (None, 1):
                 raise ValueError(f"{name} of kv_transfer_params must be 1 here, given {shown(params[name])}")
+        if (ranks := params.get("tp_size")) is not None:  # a block is the same whatever it is
+            integer("tp_size of kv_transfer_params", ranks, 1, 64)
         if params.get("do_remote_decode"):
             self.lease(params)
         if not params.get("do_remote_prefill"):
@@ -204,7 +207,7 @@ class Transfers:
             "remote_request_id": giving.lease.hex(),
             "remote_host": host,
             "remote_port": port,
-            "tp_size": 1,
+            "tp_size": self._num_ranks,
         }
 
 

@@ -22,14 +22,17 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.sharding import Shard
 from compiled_llm.ops.parallel.rank_group import abort, bytes_for, meetings
-from compiled_llm.parallel.rank_files import RankFiles
+from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFailedError
 from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.system.progress import StartProgress
+from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message
 from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, map_memory
+from compiled_llm.worker.shared_rows import map_pools
+from compiled_llm.worker.tier_files import open_files
 from compiled_llm.worker.times import RunnerTimes
 from compiled_llm.worker.worker_process import (
     COMPILED_AGAIN,
@@ -56,6 +59,7 @@ class RankProcesses(Worker):
     Attributes:
         ranks: the processes.
         facts, limits, device and so on: those of rank 0. weight_bytes, kv_cache_bytes, num_threads: of all ranks.
+        files: of blocks of all ranks, whose rows of host memory are this process's, too; None: there are none.
         profiler: none can look on.
         adapters: those that this process has read. A rank gets an adapter whole before the step that it is needed in.
 
@@ -66,6 +70,7 @@ class RankProcesses(Worker):
     """
 
     profiler: None = None
+    files: FileThread | None = None
     adapters: HostAdapters | None = None
     _alike: tuple[str, ...] = ("limits", "dtype", "cache_dtypes")  # in all processes, besides the blocks of pools
 
@@ -86,17 +91,22 @@ class RankProcesses(Worker):
         self._inbox: list[deque[Any]] = [deque() for _ in range(size)]
         self._progress: tuple[float, Any] = 0.0, None  # since when ranks have been where they are
         self.ranks: list[WorkerProcess] = []
+        self._idle_seconds: dict[int, float] = {}  # step -> how long it may wait for files
         quiet = dataclasses.replace(config, progress="off")
         descriptor = os.memfd_create("compiled-llm-ranks")
+        rows = os.memfd_create("compiled-llm-rows") if config.has_files else None
         try:
             os.ftruncate(descriptor, bytes_for(size, PIECE_BYTES))
             self._memory = map_memory(os.dup(descriptor))
             for rank, own in enumerate(cores):
                 shard = Shard(rank, size, config.tensor_parallel_exact, config.enable_expert_parallel)
-                start = RankStart(shard, Inherited(descriptor), tuple(own), f"rank {rank}")
+                of_rows = None if rows is None else Inherited(rows)
+                start = RankStart(shard, Inherited(descriptor), tuple(own), f"rank {rank}", rows=of_rows)
                 of_all = quiet if rank else config, model_config, directory, num_draft_tokens, drafter, start
                 self.ranks.append(WorkerProcess(*of_all))
             self._start()
+            if rows is not None:
+                self._open_files(config, model_config, directory, drafter, os.dup(rows))
             if config.enable_lora:
                 self.adapters = readable(
                     linears_of(config, model_config, self.device, self.dtype), config, model_config, self.dtype
@@ -105,7 +115,8 @@ class RankProcesses(Worker):
             self._end(kill=True)
             raise
         finally:
-            os.close(descriptor)
+            for one in (descriptor, *([] if rows is None else [rows])):
+                os.close(one)
 
     def _start(self) -> None:
         self._poll = select.poll()
@@ -123,11 +134,8 @@ class RankProcesses(Worker):
             check_equal(name, [getattr(process, name) for process in self.ranks])
         check_equal("blocks of pools", [_pools(process) for process in self.ranks])
         self.facts, self.limits, self.device, self.dtype = first.facts, first.limits, first.device, first.dtype
-        known = [process.facts.blocks_on_disk for process in self.ranks]
-        self._files = None if first.facts.blocks_on_disk is None else RankFiles([own or () for own in known])
         self.facts = dataclasses.replace(
             first.facts,
-            blocks_on_disk=None if self._files is None else tuple(self._files.there),
             host_block_bytes=sum(process.facts.host_block_bytes for process in self.ranks),
             host_slot_bytes=sum(process.facts.host_slot_bytes for process in self.ranks),
         )
@@ -139,6 +147,28 @@ class RankProcesses(Worker):
         self.memory_ledger = MemoryLedger.of_ranks([process.memory_ledger for process in self.ranks])
         self._is_started = True
 
+    def _open_files(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        drafter: DraftCheckpoint | None,
+        descriptor: int,
+    ) -> None:
+        """Files and other engines are this process's: in the rows of all ranks, blocks are whole."""
+        first, facts = self.ranks[0], self.ranks[0].facts
+        blocks, slots = facts.num_swap_blocks + facts.num_tier_blocks, facts.num_swap_slots + facts.num_tier_slots
+        counts = [*(blocks for _ in first.host_layout[:-1]), slots]
+        pools = map_pools(descriptor, first.host_layout, counts)
+        of_model = model_config, first.dtype, first.exact, directory, drafter
+        with own_settings(first.num_threads):
+            self.files = open_files(config, *of_model, first.device, first.host_layout, pools)
+        self.facts = dataclasses.replace(
+            facts,
+            block_contents=(self.files.folder.key.hex(),),
+            blocks_on_disk=tuple(self.files.folder.known),
+        )
+
     # -- Steps
 
     def launch(self, output: SchedulerOutput) -> int:
@@ -148,9 +178,20 @@ class RankProcesses(Worker):
             assert self.adapters is not None
             loaded = [self.adapters.known(digest) for _, digest in output.adapter_loads]
             self._send(loaded, WorkerProcess.send_message)
-        if output.files.resets and self._files is not None:
-            self._files.reset()
-        return self._send(output, WorkerProcess.launch_message)[0]
+        if self.files is not None:
+            if output.files.resets:
+                self._settle()
+            self.files.submit(output.files, int)  # no step that is under way uses these rows
+        step = self._send(output, WorkerProcess.launch_message)[0]
+        if self.files is not None:
+            self._idle_seconds[step] = output.files.wait_seconds
+        return step
+
+    def _settle(self) -> None:
+        """Steps that nobody collects any more have ended in all ranks: what they copied to is free."""
+        for process in self.ranks:
+            process.drop_results()
+        self._idle_seconds.clear()
 
     def _send(self, content: Any, how: Callable[[WorkerProcess, Message], T]) -> list[T]:
         """To all ranks, packed once."""
@@ -182,18 +223,23 @@ class RankProcesses(Worker):
             raise failure.error()
         self._failed = None
         assert isinstance(first, StepResult)
-        digest, files = digest_of(first), [first.files]
+        digest = digest_of(first)
         for number, other in enumerate(others, 1):
             assert isinstance(other, Followed)
             if other.digest != digest:
                 self._fail(number, f"rank {number} sampled other tokens than rank 0")
-            files.append(other.files)
-        if self._files is None or first.files is None:  # no disk, or no room for a block in host memory
+        if self.files is None or first.files is None:  # no files, or no room for a block in host memory
             return first
-        return dataclasses.replace(first, files=self._files.joined([one for one in files if one is not None]))
+        idle_seconds, began = self._idle_seconds.pop(step), time.perf_counter()
+        files = self.files.take_result(idle_seconds)._replace(copy_seconds=first.files.copy_seconds)
+        waited = time.perf_counter() - began if idle_seconds else 0.0
+        return dataclasses.replace(first, files=files, seconds=first.seconds + waited)
 
     def close(self) -> None:
         """End the processes. What they last said of themselves stays."""
+        if self.files is not None:
+            self.files.close()
+            self.files = None
         if not self._failure:
             self.compile_report()
         self._failure = self._failure or "the processes of all ranks are closed"

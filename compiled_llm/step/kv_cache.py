@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,6 +99,31 @@ def of_states(model_config: ModelConfig, by_layer: Sequence[T]) -> list[T]:
     """Of ``by_layer``, those of layers with a state."""
     pairs = zip(layers_of(model_config), by_layer, strict=True)
     return [one for spec, one in pairs if isinstance(spec, StateSpec)]
+
+
+class BlockTensor(NamedTuple):
+    """What one cache tensor has of a block, or of a state.
+
+    Attributes:
+        runs: elements of neighbours, of each of which a rank has its part; the block is as many of all runs as it has.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    runs: tuple[int, ...]
+
+
+def block_tensors(
+    model_config: ModelConfig, dtypes: Sequence[torch.dtype], windows: Sequence[int], block_size: int
+) -> list[list[BlockTensor]]:
+    """Of the parts of ``split_by_window``, and of layers with a state; ``dtypes`` has one for each layer."""
+    found, held = [], _tensors(model_config, dtypes, num_blocks=1, block_size=block_size, num_slots=1)
+    for spec, of_layer in zip(layers_of(model_config), held, strict=True):
+        runs = {"convolution": spec.runs or spec.convolution[1:]} if isinstance(spec, StateSpec) else {}
+        shapes = [(name, shape[1:], dtype) for name, (shape, dtype) in of_layer.items()]
+        found.append([BlockTensor(one, dtype, runs.get(name, (math.prod(one),))) for name, one, dtype in shapes])
+    parts = [*split_by_window(model_config, windows, found), of_states(model_config, found)]
+    return [[tensor for layer in part for tensor in layer] for part in parts]
 
 
 def allocate(

@@ -1,5 +1,6 @@
 """Copies of KV blocks that a step starts with: to host memory and back, and within the pool."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StateOutpu
 _REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
 Caches = list[Tensor]  # all tensors of the KV cache that the same blocks, or slots, index
+Layout = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
 Told = SchedulerOutput | WindowOutput | StateOutput
 
 
@@ -21,6 +23,7 @@ class SwapSpace:
         num_blocks: blocks that fit, each with what all layers keep of it.
         num_slots: slots that fit into host memory.
         num_tier_blocks, num_tier_slots: for what leaves the prefix cache, numbered after the others.
+        layout: shape and dtype of a block in each tensor of each group.
         pools: ``[num_blocks, bytes of a block]`` uint8 for each group of layers; empty where it has no layer. The last
             is that of the slots.
     """
@@ -36,11 +39,20 @@ class SwapSpace:
         """``groups``: of layers without a window, of those with each window, and of those with a state."""
         self.num_blocks, self.num_slots = num_blocks, num_slots
         self.num_tier_blocks, self.num_tier_slots = num_tier_blocks, num_tier_slots
-        counts = [num_blocks + num_tier_blocks] * (len(groups) - 1) + [num_slots + num_tier_slots]
-        self.pools = [
+        self.layout: Layout = tuple(tuple((tuple(cache.shape[1:]), cache.dtype) for cache in own) for own in groups)
+        self.pools = self._make_pools(groups)
+
+    def _make_pools(self, groups: Sequence[Caches]) -> list[Tensor]:
+        return [
             swap.host_pool(caches, count) if caches else torch.empty(0)
-            for caches, count in zip(groups, counts, strict=True)
+            for caches, count in zip(groups, self.counts, strict=True)
         ]
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each pool."""
+        blocks, slots = self.num_blocks + self.num_tier_blocks, self.num_slots + self.num_tier_slots
+        return [blocks] * (len(self.layout) - 1) + [slots]
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +85,11 @@ def _copy(told: Told, caches: Caches, pool: Tensor) -> None:
     if told.copies:
         sources, targets = torch.tensor(told.copies, dtype=torch.int64).unbind(1)
         swap.copy_blocks(caches, sources, targets)
+
+
+def row_bytes(group: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Of a row that has blocks of these shapes and dtypes."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in group)
 
 
 def swap_indices(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ class RankStart(NamedTuple):
         cores: that the process keeps to.
         name: of the process, in messages.
         stage: the ``StageStart`` of a stage; None: the process has all layers.
+        rows: the descriptor of memory for rows of host memory that ranks have in common; None: each has its own.
     """
 
     shard: Shard | None
@@ -59,6 +60,7 @@ class RankStart(NamedTuple):
     cores: tuple[int, ...]
     name: str
     stage: Any = None
+    rows: Inherited | int | None = None
 
 
 class Alike(NamedTuple):

@@ -138,10 +138,10 @@ class ModelRunner(StartedModel, Worker):
     def _submit_files(self, output: SchedulerOutput) -> None:
         """Begin to read and write files, behind the copies of a step that were just launched."""
         files = output.files
-        if self.files is None or not (files.reads or files.writes or files.resets):
-            return
         if files.reads and (drafting := self.steps.drafting) is not None:
             drafting.lack_on_host([row for _, row, _ in files.reads if row > 0])  # the others are of states
+        if self.files is None or not (files.reads or files.writes or files.resets):
+            return
         wait: Callable[[], object] = int  # on a CPU copies are done
         if self.device.type == "cuda":
             event = torch.cuda.Event()

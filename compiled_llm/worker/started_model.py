@@ -41,12 +41,12 @@ from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.worker import WorkerFacts
 from compiled_llm.step.drafting import num_draft_layers
-from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
+from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors, short_windows
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.worker import exactness
-from compiled_llm.worker.block_copies import SwapSpace
+from compiled_llm.worker.block_copies import Layout, SwapSpace
 from compiled_llm.worker.build_ahead import Builds, start_builds
 from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
@@ -76,6 +76,7 @@ from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.rank_start import CompileTurn, check_device
 from compiled_llm.worker.read_ahead import ReadAhead
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.shared_rows import SharedSwapSpace
 from compiled_llm.worker.tier_files import open_files
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
@@ -89,6 +90,7 @@ class StartedModel:
         shard: what this process has of a model that several ranks share; None: all of it.
         group: of all ranks.
         peers: all processes that share the model: ranks, stages; None: the ranks.
+        rows: the descriptor of memory for rows of host memory that ranks have in common; None: each has its own.
 
     Attributes:
         model_config: the whole model's, with the layers of a stage (``models/stages.py``).
@@ -122,6 +124,7 @@ class StartedModel:
         shard: Shard | None = None,
         group: RankGroup | None = None,
         peers: RankGroup | None = None,
+        rows: int | None = None,
     ) -> None:
         started = time.perf_counter()
         self.device = resolve_device(config.device)
@@ -174,7 +177,7 @@ class StartedModel:
             graph_pool=pool,
             drafter=None if network is None else (network, self._allocate_for_drafter(TRIAL_BLOCKS - 1)),
         )
-        self.swap_space = self._make_swap_space(config)
+        self.swap_space = self._make_swap_space(config, rows)
         drafting = self.steps.drafting
         drafts = None if drafting is None else drafting.token_ids
         self._host_slots = HostSlot.in_turns(self.steps.last_tokens, drafts, self.device)
@@ -238,6 +241,11 @@ class StartedModel:
     @property
     def kv_cache_bytes(self) -> int:
         return num_bytes(self.steps.kv_cache)
+
+    @property
+    def host_layout(self) -> Layout:
+        """That of ``swap_space``."""
+        return self.swap_space.layout
 
     @property
     def num_ranks(self) -> int:
@@ -327,11 +335,17 @@ class StartedModel:
             self.times.disk_bytes_per_second = self.read_ahead.disk_bytes_per_second
         return weights
 
-    def _make_swap_space(self, config: EngineConfig) -> SwapSpace:
-        sizes = self.pool_sizes
-        swapped = sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
+    def _make_swap_space(self, config: EngineConfig, rows: int | None) -> SwapSpace:
+        sizes, limits = self.pool_sizes, self.limits
+        swapped = sizes.swapped_within(config.swap_space_bytes, limits.blocks_per_request)
         swapped = least(swapped[0], self.peers), least(swapped[1], self.peers)  # stages have layers of other sizes
-        return SwapSpace(self.steps.cache_groups(), *swapped, *sizes.kept_within(config.kv_host_bytes))
+        groups, counts = self.steps.cache_groups(), (*swapped, *sizes.kept_within(config.kv_host_bytes))
+        if rows is None:
+            return SwapSpace(groups, *counts)
+        assert self.shard is not None
+        windows = short_windows(self.model_config, limits.max_model_len)
+        of_model = self.model_config, self.cache_dtypes, windows, limits.block_size
+        return SharedSwapSpace(groups, counts, *of_model, self.shard, rows)
 
     def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
         """A KV cache of so many blocks and slots, and the sinks."""
@@ -416,11 +430,9 @@ class StartedModel:
             return least(int(seconds * 1e9), self.group) / 1e9
 
         known: tuple[bytes, ...] | None = None
-        if config.kv_disk_path is not None or config.transfers:
-            drafter = () if self._drafter is None else (self._drafter,)
-            facts = self.model_config, self.dtype, self.exact, self.shard, *(one.model_config for one in drafter)
-            directories = self._directory, *(one.directory for one in drafter)
-            self.files = open_files(config, facts, directories, self.device, self.steps, self.swap_space)
+        if config.has_files and self.num_ranks == 1:  # else those of all ranks are the engine's
+            of_model = self.model_config, self.dtype, self.exact, self._directory, self._drafter
+            self.files = open_files(config, *of_model, self.device, self.swap_space.layout, self.swap_space.pools)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
         found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
         return dataclasses.replace(found, blocks_on_disk=known)

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from compiled_llm.api.config import KV_KEY_VARIABLE, LEAST_KV_KEY, EngineConfig
+from compiled_llm.checkpoint.draft_model import DraftCheckpoint
+from compiled_llm.models.config import ModelConfig
 from compiled_llm.system.hardware import hardware
 from compiled_llm.tiers.block_file import HEADER_BYTES
 from compiled_llm.tiers.exchange import BlockExchange, hello
 from compiled_llm.tiers.file_thread import FileThread
 from compiled_llm.tiers.folder import BlockFolder
 from compiled_llm.tiers.giver import BlockGiver
-from compiled_llm.worker.block_copies import Caches, SwapSpace
-from compiled_llm.worker.compiled_steps import CompiledSteps
+from compiled_llm.worker.block_copies import Layout, row_bytes
 
 _PACKAGE = Path(__file__).parents[1]
 _SAMPLED, _SAMPLE = 1 << 20, 4096  # of each so many bytes of a file of weights so many are hashed, and its first piece
@@ -81,31 +82,39 @@ _OF_NO_MATTER = frozenset(
 
 def open_files(
     config: EngineConfig,
-    facts: Sequence[Any],
-    directories: Sequence[Path],
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    exact: str,
+    directory: Path,
+    drafter: DraftCheckpoint | None,
     device: torch.device,
-    steps: CompiledSteps,
-    swap_space: SwapSpace,
+    layout: Layout,
+    pools: Sequence[Tensor],
 ) -> FileThread:
     """The files of ``kv_disk_path`` that are this engine's, looked at once; or other engines. See ``folder_key``.
 
-    ``ValueError``: there is no key for engines to know each other by, or too short a one; or no room for a file.
+    Args:
+        model_config, dtype, exact: as of a ``StartedModel``; directory: of the model.
+        layout, pools: as of a ``SwapSpace``; of ranks, those that all have in common.
+
+    Raises:
+        ValueError: there is no key for engines to know each other by, or too short a one; or no room for a file.
     """
-    key = folder_key(config, facts, directories, device, steps.cache_groups())
-    rows = HostRows(swap_space.pools)
-    own, of_windows = rows(swap_space.num_blocks + 1)
-    block_bytes = sum(map(len, (own, *of_windows)))
-    state_bytes = len(rows(-swap_space.num_slots - 1)[0]) if swap_space.num_tier_slots else 0
+    drafters = () if drafter is None else (drafter,)
+    facts = model_config, dtype, exact, *(one.model_config for one in drafters)
+    directories = directory, *(one.directory for one in drafters)
+    key = folder_key(config, facts, directories, device, layout, any_ranks=config.transfers)
+    *of_blocks, state_bytes = map(row_bytes, layout)
+    block_bytes = sum(of_blocks)
     if config.transfers:
-        return FileThread(_exchange(config, key, block_bytes, state_bytes), rows)
+        return FileThread(_exchange(config, key, block_bytes, state_bytes), HostRows(pools))
     assert config.kv_disk_path is not None
-    ranks, files = config.tensor_parallel_size, [block_bytes, *([state_bytes] if state_bytes else [])]
-    if config.disk_bytes < (least := ranks * sum(HEADER_BYTES + size for size in files)):
+    if config.disk_bytes < (least := sum(HEADER_BYTES + size for size in (block_bytes, state_bytes) if size)):
         what = "a block and a state" if state_bytes else "a block"
         raise ValueError(f"kv_disk_bytes must be at least {least}, {what}, given {config.disk_bytes}")
-    folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes // ranks)
+    folder = BlockFolder(Path(config.kv_disk_path), key, config.disk_bytes)
     folder.scan()
-    return FileThread(folder, rows)
+    return FileThread(folder, HostRows(pools))
 
 
 def _exchange(config: EngineConfig, key: bytes, block_bytes: int, state_bytes: int) -> BlockExchange:
@@ -116,7 +125,8 @@ def _exchange(config: EngineConfig, key: bytes, block_bytes: int, state_bytes: i
             f"role={config.role!r} and kv_transfer_address={config.kv_transfer_address!r}, given {len(secret)}"
         )
     named: dict[str, Any] = {"model": str(config.model), "dtype": config.dtype, "kv_cache_dtype": config.kv_cache_dtype}
-    named |= {"block_size": config.block_size, "block_bytes": block_bytes}
+    named |= {"block_size": config.block_size, "block_bytes": block_bytes, "num_threads": torch.get_num_threads()}
+    named |= {name: getattr(config, name) for name in ("tensor_parallel_exact", "enable_expert_parallel")}
     giver = None
     if config.kv_transfer_address is not None:
         of_blocks = hello(key, named)
@@ -130,7 +140,9 @@ def folder_key(
     facts: Sequence[Any],
     directories: Sequence[Path],
     device: torch.device,
-    groups: Sequence[Caches],
+    layout: Layout,
+    *,
+    any_ranks: bool = False,
 ) -> bytes:
     """SHA-256 of all that the bytes of a block depend on, besides what its digest has: adapter, salt and tokens.
 
@@ -139,18 +151,20 @@ def folder_key(
     4 KiB of each MiB.
 
     Args:
-        facts: what else the engine knows of its model, and which rank's part of it this is.
+        facts: what else the engine knows of its model.
         directories: of the model and of a network that drafts.
-        groups: all tensors of the KV cache, states included.
+        layout: of a block in all tensors of the KV cache, states included.
+        any_ranks: whether engines with more or fewer ranks may have the same key although their bits differ. Those
+            with ``tensor_parallel_exact`` always have it: they have the same bits.
     """
+    of_no_matter = _OF_NO_MATTER | ({"tensor_parallel_size"} if any_ranks or config.tensor_parallel_exact else set())
     arguments = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
-        if field.name not in _OF_NO_MATTER
+        if field.name not in of_no_matter
     }
     machine = hardware(device)
     machine.pop("cpus", None)
-    layout = [[(str(cache.dtype), tuple(cache.shape[1:])) for cache in group] for group in groups]
     hashed = hashlib.sha256()
     for fact in (arguments, machine, torch.__version__, torch.backends.cpu.get_cpu_capability(), layout, *facts):
         _add(hashed, str(fact).encode())

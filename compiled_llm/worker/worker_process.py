@@ -22,13 +22,14 @@ from compiled_llm.checkpoint.draft_model import DraftCheckpoint
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.scheduling.worker import FileResult, StepResult, Worker, WorkerFacts, WorkerFailedError
+from compiled_llm.scheduling.worker import StepResult, Worker, WorkerFacts, WorkerFailedError
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.system.progress import StartProgress
+from compiled_llm.worker.block_copies import Layout
 from compiled_llm.worker.launched_step import LaunchedStep
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.message import Message, receive
-from compiled_llm.worker.rank_start import Alike, RankStart, alike, begin_rank
+from compiled_llm.worker.rank_start import Alike, Inherited, RankStart, alike, begin_rank
 from compiled_llm.worker.runner import ModelRunner
 from compiled_llm.worker.stage_link import Stage, StageStart
 from compiled_llm.worker.times import RunnerTimes, StartTimes
@@ -76,6 +77,7 @@ class _Start(NamedTuple):
     kv_cache_bytes: int
     start_times: StartTimes
     memory_ledger: MemoryLedger
+    host_layout: Layout
     description: str
     state: _State
 
@@ -169,7 +171,7 @@ class WorkerProcess(Worker):
         self.cache_dtypes, self.exact, self.num_threads = start.cache_dtypes, start.exact, start.num_threads
         self.weight_bytes, self.kv_cache_bytes = start.weight_bytes, start.kv_cache_bytes
         self.start_times, self.memory_ledger = start.start_times, start.memory_ledger
-        self._description, self._state = start.description, start.state
+        self.host_layout, self._description, self._state = start.host_layout, start.description, start.state
 
     @property
     def sentinel(self) -> int:
@@ -209,6 +211,11 @@ class WorkerProcess(Worker):
             self._num_received += 1
             if self._num_received > step:
                 return result
+
+    def drop_results(self) -> None:
+        """Wait until all steps that were launched have ended, whatever became of them."""
+        if self._num_received < self._num_launched:
+            self.result(self._num_launched - 1)
 
     def close(self) -> None:
         """End the process. What it last said of itself stays."""
@@ -325,8 +332,10 @@ def _serve(
                 return
         progress = StartProgress(config.progress)
         of_stage: StageStart | None = None if rank is None else rank.stage
-        peers = None if of_stage is None else of_stage.group()
-        runner = ModelRunner(config, model_config, directory, progress, num_draft_tokens, drafter, shard, group, peers)
+        peers, rows = None if of_stage is None else of_stage.group(), None if rank is None else rank.rows
+        assert not isinstance(rows, Inherited), "it is a number here"
+        of_all = config, model_config, directory, progress, num_draft_tokens, drafter
+        runner = ModelRunner(*of_all, shard, group, peers, rows)
         launch = runner.launch if of_stage is None else Stage(of_stage, runner).launch
     except Exception as error:
         connection.send(Answer(Failure.of(error)))
@@ -382,10 +391,9 @@ def _do(
 
 
 class Followed(NamedTuple):
-    """Of a step, what another rank than the first says: what all must have in common, and what became of its files."""
+    """Of a step, what another rank than the first says: what all must have in common."""
 
     digest: int
-    files: FileResult | None
 
 
 def digest_of(result: StepResult) -> int:
@@ -404,7 +412,7 @@ def _send_results(
         try:
             message: Any = step if isinstance(step, Failure | Answer) else runner.collect(step)
             if isinstance(message, StepResult) and not in_full:
-                message = Followed(digest_of(message), message.files)
+                message = Followed(digest_of(message))
         except Exception as error:
             message = Failure.of(error)
         try:

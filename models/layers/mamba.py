@@ -47,8 +47,9 @@ class MambaSizes(NamedTuple):
 
     def spec(self, time_steps: tuple[float, float] = (0.0, math.inf)) -> StateSpec:
         """A layer's state; ``time_steps``: as ``StateSpec`` has them."""
-        recurrent = self.heads, self.head_dim, self.state_size
-        return StateSpec((self.width - 1, self.convolved), recurrent, time_steps)
+        recurrent, grouped = (self.heads, self.head_dim, self.state_size), self.groups * self.state_size
+        runs = self.inner, grouped, grouped
+        return StateSpec((self.width - 1, self.convolved), recurrent, time_steps, runs=runs)
 
 
 class MambaWeights(NamedTuple):

@@ -16,6 +16,7 @@ class StateSpec:
         time_steps: limits of those of Mamba-2.
         max_query_len: an upper bound of the tokens of a request in a step. Set by the engine, for each bucket.
         exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
+        runs: sizes of runs of the convolution's channels, of each of which a rank has its part; empty: they are one.
     """
 
     convolution: tuple[int, int]
@@ -23,6 +24,7 @@ class StateSpec:
     time_steps: tuple[float, float] = (0.0, math.inf)
     max_query_len: int = 0
     exact: bool = False
+    runs: tuple[int, ...] = ()
 
     def state_tensors(self, num_slots: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor of the layer's ``StateCache``, by its field, for a model in ``dtype``."""

@@ -196,6 +196,8 @@ ENGINE = Checks(
     ),
     load_torch=True,
 )
+SHARED_ROWS = Checks(("tests/worker/test_shared_rows.py",), load_torch=True)
+ROLES_OF_RANKS = Checks(("tests/e2e/test_roles_of_ranks.py",), load_torch=True)
 ABORTS = Checks(("tests/e2e/test_engine.py::test_a_stream_closed_early_aborts_its_request",), load_torch=True)
 NOISE = Checks(("tests/ops/sampling/test_noise.py",), load_torch=True)
 SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
@@ -695,6 +697,30 @@ _PLANTED = """
                 => ((told.swapped_out, swap.swap_out),)
         the host's blocks are taken to have a sink
             swap_indices: indices[:, 1] - 1 => indices[:, 1]
+    worker.shared_rows, SHARED_ROWS
+        all ranks put their heads where the first has its own
+            _pieces: shard.rank * (run // own_run) // shard.size * own_run => 0
+        ranks put their heads in each other's places
+            _pieces: shard.rank * (run // own_run) // shard.size * own_run =>
+                (shard.size - 1 - shard.rank) * (run // own_run) // shard.size * own_run
+        only the first rank has a part
+            _pieces: found.append(Piece(number, offset, start + first * size, own_run * size)) =>
+                if shard.rank == 0: found.append(Piece(number, offset, start + first * size, own_run * size))
+        a row has the next tensor behind a rank's part of one
+            _pieces: start + run * size => start + own_run * size
+        ranks copy to the row before
+            SharedSwapSpace.copy: rows[row - 1, start:start + size] = blocks[tensor][block, offset:offset + size] =>
+                rows[row - 2, start:start + size] = blocks[tensor][block, offset:offset + size]
+    step.kv_cache, SHARED_ROWS
+        channels of a convolution are cut in one piece, with those of other heads
+            block_tensors: spec.runs or spec.convolution[1:] => spec.convolution[1:]
+    parallel.rank_processes, ROLES_OF_RANKS
+        rows are given anew while ranks may still copy to them
+            RankProcesses.launch: self._settle() =>
+    worker.tier_files, ROLES_OF_RANKS
+        engines with other sums than exact ones take blocks of these
+            folder_key: getattr(config, field.name) => getattr(config, field.name) if field.name not in
+                ('tensor_parallel_exact',) else None
     engine.core, ABORTS
         an abort does not reach the scheduler
             EngineCore.abort: self.scheduler.finish(completion.request, 'abort') =>

@@ -410,7 +410,6 @@ def test_planted_bugs_are_caught(
         ({"kv_transfer_peers": ("a",)}, "kv_transfer_peers must be empty"),
         ({"role": "decode", "kv_host_bytes": 1, "kv_disk_path": "a"}, "kv_disk_path must be None with role='decode'"),
         ({"role": "decode", "kv_host_bytes": 1, "model_process": True}, "model_process must be False"),
-        ({"role": "decode", "kv_host_bytes": 1, "tensor_parallel_size": 2}, "tensor_parallel_size must be 1"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], said: str) -> None:

@@ -17,6 +17,7 @@ from compiled_llm.scheduling.host_blocks import MoveCosts
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.scheduling.worker import WorkerFailedError
+from compiled_llm.tiers.block_file import HEADER_BYTES
 from compiled_llm.worker.rank_start import Alike
 from compiled_llm.worker.worker_process import Failure
 from tests.worker import test_worker_process
@@ -78,10 +79,8 @@ def test_the_same_outputs_as_of_one_process(ranks: CompiledEngine) -> None:
     assert_alike(found, theirs[1:2])
 
 
-def test_blocks_come_from_files_of_which_each_rank_has_its_part(
-    ranks: CompiledEngine, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bits are those that were computed, also where one rank's part is damaged."""
+def test_blocks_come_from_files(ranks: CompiledEngine, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits are those that were computed, also where a file is damaged."""
     monkeypatch.setattr(MoveCosts, "pays", lambda *_: True)
     monkeypatch.setattr(KVTiers, "least_wait", 30.0)
 
@@ -104,11 +103,9 @@ def test_blocks_come_from_files_of_which_each_rank_has_its_part(
     assert found == expected
     assert hits > 30
     assert failures == 0
-    folders = list(files.iterdir())
-    names = [{path.name for path in folder.iterdir()} for folder in folders]
-    assert len(names) == 2, "of each rank one"
-    assert names[0] == names[1]
-    for number, path in enumerate(sorted(folders[1].iterdir())):
+    (folder,) = files.iterdir()
+    assert {path.stat().st_size for path in folder.iterdir()} == {HEADER_BYTES + ranks.runner.facts.host_block_bytes}
+    for number, path in enumerate(sorted(folder.iterdir())):
         if number % 3 == 0:
             path.write_bytes(path.read_bytes()[:-1])
     found, fewer, failures = served()
@@ -121,18 +118,18 @@ def test_blocks_come_from_files_of_which_each_rank_has_its_part(
 @pytest.mark.battery
 @pytest.mark.parametrize("arguments", [{}, {"tensor_parallel_exact": True}, {"kv_cache_dtype": "int8"}], ids=str)
 def test_ranks_that_start_again_find_their_files(arguments: dict[str, Any], tmp_path: Path) -> None:
-    """The same bits; another number of ranks finds nothing."""
-    work, found, hits = (PROMPTS, PARAMS), [], []
-    for size in (2, 2, 4):
+    """The same bits; another number of ranks finds them where the bits are the same, and else nothing."""
+    work, found, hits, is_exact = (PROMPTS, PARAMS), [], [], "tensor_parallel_exact" in arguments
+    for size in (2, 2, 4, 1):
         tiers = {"kv_host_bytes": 2**21, "kv_disk_path": str(tmp_path / "kv"), "tensor_parallel_size": size}
-        with CompiledEngine(**ARGUMENTS, **tiers, **arguments) as engine:
+        with CompiledEngine(**ARGUMENTS, num_threads=1, **tiers, **arguments) as engine:
             outputs = engine.generate(*work, use_tqdm=False)
             hits.append(engine.stats().disk_hit_tokens)
         found.append([[(one.token_ids, one.logprobs) for one in out.outputs] for out in outputs])
     assert found[1] == found[0]
-    assert hits[1] > 0
-    assert hits[0] == hits[2] == 0
-    assert len(list((tmp_path / "kv").iterdir())) == 6
+    assert (found[2] == found[3] == found[0]) is is_exact
+    assert [bool(one) for one in hits] == [False, True, is_exact, is_exact]
+    assert len(list((tmp_path / "kv").iterdir())) == (1 if is_exact else 3)
 
 
 def test_reports_are_of_all_ranks(ranks: CompiledEngine) -> None:
