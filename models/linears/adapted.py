@@ -22,7 +22,6 @@ from compiled_llm.models.linears.sharded import CutTake, Piece
 from compiled_llm.models.linears.whole import WholeMatrices, WholePlace
 from compiled_llm.ops import TILE, Following, LoraRows, LoraWeights, add_lora, lora_followed, slots_of_rows
 from compiled_llm.ops.linear.lora import tiles_of
-from compiled_llm.ops.moe.grouped_linear import takes_adapters
 from compiled_llm.ops.pinned import on_device
 
 
@@ -150,12 +149,6 @@ class AdaptedExperts(NamedTuple):
         assert self.slots is not None, "see with_slots"
         assert self.flags is not None, "a GPU"
         return self.slots, *self.changes, self.flags
-
-    def has_few(self, x: Tensor) -> bool:
-        """Whether a step with rows ``x`` has so few tokens that changes are in the products' own launches."""
-        assert self.slots is not None, "see with_slots"
-        num_tokens = len(self.slots)
-        return takes_adapters(num_tokens, num_tokens * self.top_k, self.num_experts) and x.dtype != torch.float32
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         raise AssertionError("see experts_of")

@@ -154,6 +154,21 @@ def changes_of(
 
 
 @triton.jit
+def changed(
+    y_rows, has_slot, slot, b, ranks, starts, shrunk, columns, rows, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr,
+):  # fmt: skip
+    """``y + B[slot] shrunk[row]``, ``[BLOCK_M, BLOCK_N]``, of rows of y that this program has stored, in some columns.
+
+    So a layer with large tiles takes its own sums back in pieces: there are no registers to change all of them at once.
+    """
+    mask = has_slot[:, None] & (columns < WIDE)[None, :]
+    # From the L2 cache: another thread has stored it.
+    y = tl.load(y_rows[:, None] + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return y + changes_of(slot, b, ranks, starts, shrunk, columns, rows, WIDE, PARTS, RANK)
+
+
+@triton.jit
 def note_expanded(flags, readers):
     """By each of the ``readers``, programs that have expanded: the last one sets ``flags`` to zero."""
     if tl.atomic_add(flags + 1, 1, sem="relaxed", scope="gpu") == readers - 1:

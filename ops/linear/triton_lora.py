@@ -200,6 +200,11 @@ def rows_together(rows: int) -> int:
     return min(ROWS, triton.cdiv(rows, _PROGRAMS))
 
 
+def rows_of_a_piece(warps: int, outputs: int) -> int:
+    """That a program of a layer's own launch expands at a time, of a tile so wide: 8 outputs a thread."""
+    return min(ROWS, 8 * 32 * warps // outputs)
+
+
 class SharedOut(NamedTuple):
     """To how many programs rows are shared out that shrink, and to how many that expand."""
 
