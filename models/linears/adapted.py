@@ -343,6 +343,7 @@ AnyPlace = Place | HeadsPlace
 ALL_LINEAR = "all-linear"
 # Not among all: for these each adapter needs much memory, or (routers) a GPU takes more launches where they may change.
 _NAMED = ("experts", "head", "embedding", "router")
+_ROUTERS = (*ROUTERS, "*.router.layer")  # the last: Granite's, which quantization rounds as other layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -453,7 +454,7 @@ class Adaptable(AroundKind):
                     self.whole[key] = whole._replace(part=whole.part._replace(also=other.removesuffix(".weight")))
 
     def _may_change(self, parts: Sequence[StoredLinear], kind: str = "") -> bool:
-        is_router = any(fnmatchcase(part.name, pattern) for part in parts for pattern in ROUTERS)
+        is_router = any(fnmatchcase(part.name, pattern) for part in parts for pattern in _ROUTERS)
         kind = "router" if is_router else kind or parts[0].role
         found = {t for t in self.targets if t == kind or any(names(t, part) for part in parts)}
         self.matched.update(found)
