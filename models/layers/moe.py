@@ -21,6 +21,7 @@ from compiled_llm.models.linears.mixture import (
     summed_experts,
 )
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
+from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.ops import Following, scaled_sum, sigmoid_gated
 
 
@@ -139,7 +140,10 @@ class MixtureOutput:
 
     def _beside(self, shared: Shared, inputs: Tensor) -> Tensor:
         """What that MLP gives, ``[T, D]``."""
-        y = shared.mlp.down.apply(inputs)
+        down = shared.mlp.down
+        # A quantised product takes in what adapters change. A dense one is a library's here, whose bits are others.
+        is_quantized = isinstance(down, Adapted) and isinstance(down.plain, Quantized)
+        y = activated_linear(inputs, down) if is_quantized else down.apply(inputs)
         return y if shared.gate is None else sigmoid_gated(y, shared.gate.apply(self.normed))
 
 

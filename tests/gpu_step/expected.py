@@ -150,6 +150,12 @@ STEPS = {
     "glm4-moe, adapters of experts, 512 tokens": Case(  # (11, 18), (5, 21)
         "glm4-moe", (12, 20), (6, 22), "tokens_512", ROWS_512
     ),
+    "granite-hybrid-moe, adapters of experts, 512 tokens": Case(  # (20, 22, 19), (3, 24)
+        "granite-hybrid-moe", (22, 24, 21), (4, 25), "tokens_512", ROWS_512
+    ),
+    "glm4-moe, adapters of experts, weights in int8": Case(  # (5, 8), (4, 11)
+        "glm4-moe", (5, 10), (4, 13), "decode_2_lora", {**ADAPTERS, "quantization": "int8"}
+    ),
     "qwen3.5-moe, adapters of experts, 512 tokens": Case(  # (21, 21, 23), (3, 23)
         "qwen3.5-moe", (23, 23, 25), (4, 24), "tokens_512", ROWS_512
     ),
@@ -284,6 +290,7 @@ KNOWN: dict[str, dict[str, int]] = {
     "qwen3.5, a chunk of a prompt": {"copies": 2},
     "qwen3.5-moe": {"copies": 3},
     "qwen3.5-moe, adapters of experts, 512 tokens": {"copies": 3},
+    "granite-hybrid-moe, adapters of experts, 512 tokens": {"copies": 3},
     "granite-hybrid-moe": {"copies": 3},
     "nemotron-h-moe": {"copies": 3},
 }
