@@ -73,7 +73,7 @@ def head_linear_kernel(
                 of_head = tl.where(has_slot, (slot - 1) * HEADS + head, -1)
                 y_rows, of_shrunk = out + (row * HEADS + head) * OUT, head * num_rows + row
                 sums = changed(
-                    y_rows, has_slot, of_head, lora_b, ranks, starts, shrunk, columns, of_shrunk, OUT, 1, RANK
+                    y_rows, has_slot, of_head, lora_b, ranks, starts, shrunk, columns, of_shrunk, OUT, 1, RANK, False
                 )  # fmt: skip
                 mask = has_slot[:, None] & inside_columns[None, :]
                 tl.store(y_rows[:, None] + columns[None, :], cast(sums, out.dtype.element_ty), mask=mask)

@@ -73,7 +73,7 @@ def _tile_outputs(
 ):  # fmt: skip
     """``OUT`` outputs an expert, of a tile of them; with an activation from as many gates and then as many ups.
 
-    ``wide``: where gates and ups are stored, of the tile's rows ``[BLOCK_M]``; None: nowhere.
+    ``wide``: where gates and ups are stored, of the tile's rows ``[BLOCK_M]``, and no more is done; None: nowhere.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
@@ -93,13 +93,13 @@ def _tile_outputs(
             up = multiply_add(a, tl.trans(b), up)
     acc = _with_bias(acc, bias, expert * WIDE + columns, inside_columns)
     if ACTIVATION != "":
-        gate = rounded(acc, dtype)
-        up = rounded(_with_bias(up, bias, expert * WIDE + OUT + columns, inside_columns), dtype)
+        up = _with_bias(up, bias, expert * WIDE + OUT + columns, inside_columns)
         if wide is not None:
             mask = inside_rows[:, None] & inside_columns[None, :]
-            tl.store(wide[:, None] + columns[None, :], gate.to(dtype), mask=mask)
-            tl.store(wide[:, None] + OUT + columns[None, :], up.to(dtype), mask=mask)
-        acc = gated(gate, up, alpha, limit, ACTIVATION, dtype)
+            tl.store(wide[:, None] + columns[None, :], cast(acc, dtype), mask=mask)
+            tl.store(wide[:, None] + OUT + columns[None, :], cast(up, dtype), mask=mask)
+        else:
+            acc = gated(rounded(acc, dtype), rounded(up, dtype), alpha, limit, ACTIVATION, dtype)
     return cast(acc, dtype)
 
 
@@ -109,9 +109,9 @@ def _change_tile(
     OUT: tl.constexpr, ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Of the tile's rows of ``out``, and of ``y``, where it has stored its sums, those that adapters change.
+    """The tile's sums in ``y`` as adapters change them, and the activation of these, in ``out``.
 
-    Without an activation both are one tensor.
+    Without an activation both are one tensor, and rows that nothing changes are passed over.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
@@ -122,16 +122,18 @@ def _change_tile(
         row = first + tl.arange(0, PIECE)
         token = tl.load(tokens + row, mask=row < end_row, other=0)
         slot = tl.load(slots + token, mask=row < end_row, other=0)
-        if tl.max(slot, 0) > 0:
-            has_slot, own = slot > 0, tl.where(slot > 0, (slot - 1) * EXPERTS + expert, -1)
+        if ACTIVATION != "" or tl.max(slot, 0) > 0:
+            own = tl.where(slot > 0, (slot - 1) * EXPERTS + expert, -1)
+            inside = slot > 0 if ACTIVATION == "" else row < end_row
+            SOME: tl.constexpr = ACTIVATION != ""
             y_rows = y + row.to(tl.int64) * WIDE
-            acc = changed(y_rows, has_slot, own, b, ranks, starts, shrunk, columns, row, WIDE, PARTS, RANK)
+            acc = changed(y_rows, inside, own, b, ranks, starts, shrunk, columns, row, WIDE, PARTS, RANK, SOME)
             if ACTIVATION != "":
                 gate = rounded(acc, dtype)
-                up = changed(y_rows, has_slot, own, b, ranks, starts, shrunk, OUT + columns, row, WIDE, PARTS, RANK)
+                up = changed(y_rows, inside, own, b, ranks, starts, shrunk, OUT + columns, row, WIDE, PARTS, RANK, SOME)
                 acc = gated(gate, rounded(up, dtype), alpha, limit, ACTIVATION, dtype)
             target = out + row.to(tl.int64)[:, None] * OUT + columns[None, :]
-            tl.store(target, cast(acc, dtype), mask=has_slot[:, None] & (columns < OUT)[None, :])
+            tl.store(target, cast(acc, dtype), mask=inside[:, None] & (columns < OUT)[None, :])
 
 
 @triton.jit(do_not_specialize=["before", "share", "num_rows", "num_tokens"])
@@ -169,11 +171,12 @@ def grouped_kernel(
             x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit, wide,
             OUT, IN, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        tl.store(
-            out + targets.to(tl.int64)[:, None] * OUT + columns[None, :],
-            outputs,
-            mask=inside_rows[:, None] & (columns < OUT)[None, :],
-        )
+        if wide is None:
+            tl.store(
+                out + targets.to(tl.int64)[:, None] * OUT + columns[None, :],
+                outputs,
+                mask=inside_rows[:, None] & (columns < OUT)[None, :],
+            )
         if slots is not None:
             y = out if ACTIVATION == "" else gates_and_ups
             _change_tile(
