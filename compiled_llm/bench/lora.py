@@ -121,8 +121,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
     args = parser(program).parse_checked(_check, arguments, timeout=0, **least)
     rows, results = list[dict[str, Any]](), dict[str, Any]()
     with ExitStack() as stack, errors_end(program), errors_end(program, (PeerFailed,), 1):
-        served = {
-            "enable_lora": True, "max_loras": max(args.num_adapters, args.modules_to_save),
+        served = {  # all of them: none is loaded within a run
+            "enable_lora": True, "max_loras": args.num_adapters + args.modules_to_save,
             "max_lora_rank": args.rank, "max_lora_modules_to_save": args.modules_to_save or None,
         }  # fmt: skip
         base, engine = (

@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import LayerCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, keys_of
-from compiled_llm.models.layers.residual import BlockOutput, Normed, Residual
+from compiled_llm.models.layers.residual import BlockOutput, Normed
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.heads import HeadLinear, HeadRows
 from compiled_llm.models.linears.protocol import Linear, StoredLinear
@@ -134,12 +134,15 @@ def latent_attention(
 ) -> BlockOutput:
     """As ``attention``; ``heads`` says where heads have their rows."""
     eps = LATENT_EPS
-    qkv = x.linear(w.qkv)
+    if w.q_norm is None or w.q_up is None:
+        qkv, of_latents = x.linear(w.qkv), None
+    else:
+        qkv, normed = x.linear_and_norm(w.qkv, w.q_norm, eps)
+        of_latents = normed.linear(w.q_up)
     queries, latent, k_turned = qkv.split(
         [qkv.shape[1] - spec.latent_dim - spec.head_dim, spec.latent_dim, spec.head_dim], dim=-1
     )
-    if w.q_up is not None:
-        queries = Residual(queries, eps).normed(w.q_norm).linear(w.q_up)
+    queries = queries if of_latents is None else of_latents
     by_head = queries.unflatten(-1, (spec.num_heads, -1))
     q, q_turned = by_head.split([by_head.shape[-1] - spec.head_dim, spec.head_dim], dim=-1)
     if query_scale is not None:

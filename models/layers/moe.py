@@ -8,6 +8,7 @@ from compiled_llm.models.config import ModelConfig, check_at_least_one, check_po
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.layers.mlp import MlpWeights, PlainMlpWeights, first_linear
 from compiled_llm.models.layers.residual import Normed, Residual
+from compiled_llm.models.linears.adapted import Adapted
 from compiled_llm.models.linears.fused import activated_linear
 from compiled_llm.models.linears.mixture import (
     Gate,
@@ -20,7 +21,8 @@ from compiled_llm.models.linears.mixture import (
     summed_experts,
 )
 from compiled_llm.models.linears.protocol import GroupedLinear, Linear
-from compiled_llm.ops import scaled_sum, sigmoid_gated
+from compiled_llm.models.linears.quantized import Quantized
+from compiled_llm.ops import Following, scaled_sum, sigmoid_gated
 
 
 def check_router(config: ModelConfig, num_experts: str, top_k: str = "num_experts_per_tok") -> None:
@@ -114,27 +116,35 @@ class MixtureOutput:
         mixed = summed_experts(self.hidden, w.down, self.chosen, w.used)
         if w.latent is not None:
             mixed = w.latent.out_of.apply(mixed)
-        beside = self._beside()
-        if w.shared is None or beside is None:
+        if w.shared is None:
             return mixed
         # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that alone.
-        return scaled_sum(mixed, beside, w.shared.one)
+        inputs, down = self._beside_inputs(w.shared), w.shared.mlp.down
+        if w.shared.gate is None and isinstance(down, Adapted) and down.changes_and(inputs):
+            y = activated_linear(inputs, down.plain)
+            return down.followed(y, inputs, Following(residual=mixed, scale=w.shared.one))[1]
+        return scaled_sum(mixed, self._beside(w.shared, inputs), w.shared.one)
 
     def add_to(self, residual: Residual) -> None:
         x, w = residual.tensor(), self.w
         if x.is_cuda and self.multiplier == 1.0 and w.latent is None:
-            residual.settle(summed_experts(self.hidden, w.down, self.chosen, w.used, self._beside(), x))
+            beside = None if w.shared is None else self._beside(w.shared, self._beside_inputs(w.shared))
+            residual.settle(summed_experts(self.hidden, w.down, self.chosen, w.used, beside, x))
         else:
             residual.add(self.tensor())
 
-    def _beside(self) -> Tensor | None:
-        """What the MLP that all tokens use gives, ``[T, D]``."""
-        if self.w.shared is None:
-            return None
-        w, gate = self.w.shared.mlp, self.w.shared.gate
-        first, gated = first_linear(w)
-        y = w.down.apply(activated_linear(self.normed, first, self.activation, gated))
-        return y if gate is None else sigmoid_gated(y, gate.apply(self.normed))
+    def _beside_inputs(self, shared: Shared) -> Tensor:
+        """What the last layer gets of the MLP that all tokens use."""
+        first, gated = first_linear(shared.mlp)
+        return activated_linear(self.normed, first, self.activation, gated)
+
+    def _beside(self, shared: Shared, inputs: Tensor) -> Tensor:
+        """What that MLP gives, ``[T, D]``."""
+        down = shared.mlp.down
+        # A quantised product takes in what adapters change. A dense one is a library's here, whose bits are others.
+        is_quantized = isinstance(down, Adapted) and isinstance(down.plain, Quantized)
+        y = activated_linear(inputs, down) if is_quantized else down.apply(inputs)
+        return y if shared.gate is None else sigmoid_gated(y, shared.gate.apply(self.normed))
 
 
 def experts(x: Normed, w: MoeWeights, router: Router, step: StepInput, gate: Gate = SILU) -> MixtureOutput:

@@ -192,6 +192,20 @@ class Normed:
             return surrounded(of.x, linear, Surroundings(norm, of.eps, activation, gated=gated))
         return activated_linear(self.tensor(), linear, activation, gated, factor)
 
+    def linear_and_norm(self, linear: Linear, norm: Tensor, eps: float) -> "tuple[Tensor, Normed]":
+        """``linear`` of the norm, and the RMS norm of its first outputs by ``norm``.
+
+        Where a launch adds what adapters change, it computes that norm as well.
+        """
+        x = self.residual.x
+        if isinstance(linear, Adapted) and linear.changes_and(x) and not takes_what_follows(linear, x, "residual"):
+            x = self.tensor()
+            y = activated_linear(x, linear.plain)
+            normed = linear.followed(y, x, ops.Following(norm=norm, eps=eps))[0]
+            return y, Residual(normed, eps).normed(None)
+        y = self.linear(linear)
+        return y, Residual(y[:, : len(norm)], eps).normed(norm)
+
 
 class BlockOutput:
     """A block's last linear layer with its input: ``norm(linear(x) * multiplier + beside)``, a ``Summand``."""

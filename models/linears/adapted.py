@@ -22,7 +22,6 @@ from compiled_llm.models.linears.sharded import CutTake, Piece
 from compiled_llm.models.linears.whole import WholeMatrices, WholePlace
 from compiled_llm.ops import TILE, Following, LoraRows, LoraWeights, add_lora, lora_followed, slots_of_rows
 from compiled_llm.ops.linear.lora import tiles_of
-from compiled_llm.ops.moe.grouped_linear import takes_adapters
 from compiled_llm.ops.pinned import on_device
 
 
@@ -150,12 +149,6 @@ class AdaptedExperts(NamedTuple):
         assert self.slots is not None, "see with_slots"
         assert self.flags is not None, "a GPU"
         return self.slots, *self.changes, self.flags
-
-    def has_few(self, x: Tensor) -> bool:
-        """Whether a step with rows ``x`` has so few tokens that changes are in the products' own launches."""
-        assert self.slots is not None, "see with_slots"
-        num_tokens = len(self.slots)
-        return takes_adapters(num_tokens, num_tokens * self.top_k, self.num_experts) and x.dtype != torch.float32
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         raise AssertionError("see experts_of")
@@ -350,6 +343,7 @@ AnyPlace = Place | HeadsPlace
 ALL_LINEAR = "all-linear"
 # Not among all: for these each adapter needs much memory, or (routers) a GPU takes more launches where they may change.
 _NAMED = ("experts", "head", "embedding", "router")
+_ROUTERS = (*ROUTERS, "*.router.layer")  # the last: Granite's, which quantization rounds as other layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,7 +454,7 @@ class Adaptable(AroundKind):
                     self.whole[key] = whole._replace(part=whole.part._replace(also=other.removesuffix(".weight")))
 
     def _may_change(self, parts: Sequence[StoredLinear], kind: str = "") -> bool:
-        is_router = any(fnmatchcase(part.name, pattern) for part in parts for pattern in ROUTERS)
+        is_router = any(fnmatchcase(part.name, pattern) for part in parts for pattern in _ROUTERS)
         kind = "router" if is_router else kind or parts[0].role
         found = {t for t in self.targets if t == kind or any(names(t, part) for part in parts)}
         self.matched.update(found)

@@ -21,7 +21,6 @@ from compiled_llm.ops import (
     pack_rows,
     unpack_rows,
 )
-from compiled_llm.ops.linear.head_linear import MOST_ADAPTED
 
 
 class HeadRows(NamedTuple):
@@ -140,8 +139,7 @@ class AdaptedHeads(NamedTuple):
     def apply(self, x: Tensor, where: HeadRows | None = None) -> Tensor:
         """As ``DenseHeads.apply``."""
         assert self.slots is not None, "see with_slots"
-        few = len(x) <= MOST_ADAPTED and x.dtype != torch.float32
-        if self.flags is not None and few and isinstance(self.plain, DenseHeads):
+        if self.flags is not None and x.dtype != torch.float32 and isinstance(self.plain, DenseHeads):
             return head_linear(x, self.plain.weight, (self.slots, *self.changes, self.flags))
         y, num_heads = self.plain.apply(x, where), x.shape[1]
         if self.flags is not None:

@@ -131,7 +131,7 @@ def gated_experts(x: Tensor, experts: GroupedLinear, chosen: Routed, gate: Gate)
     tokens = chosen.tokens, chosen.tokens
     if x.is_cuda and isinstance(experts, AdaptedExperts):
         plain = experts.plain
-        if gate.is_gated and isinstance(plain, DenseExperts) and experts.has_few(x):
+        if gate.is_gated and isinstance(plain, DenseExperts) and x.dtype != torch.float32:
             of_gate = gate.activation, gate.alpha, gate.limit
             return grouped_gated_linear(
                 x, plain.weight, plain.bias, chosen.tokens, chosen.starts, *of_gate, experts.surroundings
@@ -179,7 +179,7 @@ def summed_experts(
         return mixed if residual is None else residual + mixed
     plain: GroupedLinear = experts
     lora: tuple[Tensor, ...] = ()
-    if hidden.is_cuda and isinstance(experts, AdaptedExperts) and experts.has_few(hidden):
+    if hidden.is_cuda and isinstance(experts, AdaptedExperts) and hidden.dtype != torch.float32:
         plain, lora = experts.plain, experts.surroundings
     if _sums_at_once(plain, hidden, chosen):
         return grouped_linear_sum(

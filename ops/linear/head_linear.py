@@ -14,9 +14,6 @@ from torch import Tensor
 from compiled_llm.ops.library import define_op, on_gpu
 from compiled_llm.ops.linear.lora import add_lora_reference, slots_of_rows
 
-MOST_ADAPTED = 256  # tokens whose adapters' changes are in the launch
-MOST_ADAPTED_ROWS = 64  # of a tile then: larger ones have no registers for them
-
 
 def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tensor:
     """Accumulated in float32 over the inputs in one order, whatever T is, and rounded once.
@@ -24,8 +21,7 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
     Args:
         x: ``[T, N, K]`` float32, bfloat16 or float16; any strides with the last one 1.
         weight: ``[N, outputs of a head, K]`` contiguous, dtype of ``x``.
-        lora: of adapters, as ``Surroundings.lora``, for ``MOST_ADAPTED`` tokens at most: with the bits of
-            ``lora_followed``.
+        lora: of adapters, as ``Surroundings.lora``, in 16 bits: with the bits of ``lora_followed``.
 
     Returns:
         ``[T, N, outputs of a head]`` contiguous, dtype of ``x``.

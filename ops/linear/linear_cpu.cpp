@@ -28,7 +28,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "layer_checks.h"
@@ -139,32 +141,67 @@ Tensor packed_linear(const Tensor& x, const Tensor& packed, const OptionalTensor
   return out;
 }
 
-Tensor grouped_packed_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, const OptionalTensor& rows,
-                             const Tensor& starts, int64_t out_features) {
-  constexpr auto* op = "grouped_packed_linear";
-  const int64_t N = out_features;
-  check(op, x, packed, bias, N, packed.dim() == 5 ? packed.size(0) : 0);
-  Tensor out = empty({check_experts(op, x, rows, starts, packed.size(0)).count, N}, x.dtype());
-  const auto* const from = starts.data<const int32_t>();
-  const int64_t experts = packed.size(0), tiles = packed.size(1), words = packed.size(2);
+// out[r] = W[e] x[r] for the rows r from starts[e] to starts[e + 1], of each e of `packed`; row r is the index[r]-th of x.
+void multiply_each(const Tensor& x, const int32_t* index, const int32_t* starts, const Tensor& packed,
+                   const OptionalTensor& bias, const Tensor& out) {
+  const int64_t layers = packed.size(0), tiles = packed.size(1), words = packed.size(2), N = out.size(1);
   with_kernels(x, [&]<class T>(const KernelsOf<T>& kernels, const Tensor& x) {
     auto all = rows_of<T>(x);
-    if (rows) all.index = rows->data<const int32_t>();
+    all.index = index;
     const auto* w = packed.data<const typename Packing<T>::Word>();
     const T* b = bias ? bias->data<const T>() : nullptr;
     std::vector<Operands<T>> groups;
-    for (int64_t e = 0; e < experts; ++e)
-      if (const int64_t first = from[e], own = from[e + 1] - first; own > 0)
+    for (int64_t e = 0; e < layers; ++e)
+      if (const int64_t first = starts[e], own = starts[e + 1] - first; own > 0)
         groups.push_back({all.from(first), own, x.size(1), w + e * tiles * words * TILE, tiles, words,
                           b == nullptr ? nullptr : b + e * N, out.data<T>() + first * N, N});
     if (!groups.empty()) multiply_groups(kernels, groups);
   });
+}
+
+Tensor grouped_packed_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, const OptionalTensor& rows,
+                             const Tensor& starts, int64_t out_features) {
+  constexpr auto* op = "grouped_packed_linear";
+  check(op, x, packed, bias, out_features, packed.dim() == 5 ? packed.size(0) : 0);
+  Tensor out = empty({check_experts(op, x, rows, starts, packed.size(0)).count, out_features}, x.dtype());
+  multiply_each(x, rows ? rows->data<const int32_t>() : nullptr, starts.data<const int32_t>(), packed, bias, out);
   return out;
+}
+
+// A head is read once for all its rows, wherever these lie in y.
+std::tuple<> own_head(const Tensor& y, const Tensor& x, const Tensor& slots, const Tensor& weights, const Tensor& present) {
+  constexpr auto* op = "own_head";
+  CHECK_VALUE(y.dim() == 2 && (y.stride(1) == 1 || y.size(1) == 1) && y.is_cpu(), op,
+              ": y must be a matrix on the CPU with the last stride 1, got ", y.sizes());
+  check(op, x, weights, std::nullopt, y.size(1), weights.dim() == 5 ? weights.size(0) : 0);
+  const int64_t count = x.size(0), heads = weights.size(0), bytes = y.size(1) * bytes_of(y.dtype());
+  CHECK_VALUE(y.size(0) == count && y.dtype() == x.dtype(), op, ": y must have ", count, " rows of ", x.dtype(), ", got ",
+              y.sizes(), " of ", y.dtype());
+  for (const auto& [tensor, name, size] : {std::tuple(&slots, "slots", count), {&present, "present", heads}})
+    CHECK_VALUE(tensor->sizes() == Shape{size} && tensor->is_contiguous() && tensor->dtype() == kInt && tensor->is_cpu(), op,
+                ": ", name, " must be a contiguous [", size, "] of int32 on the CPU, got ", tensor->sizes(), " of ",
+                tensor->dtype());
+  const auto *const of_rows = slots.data<const int32_t>(), *const is_there = present.data<const int32_t>();
+  std::vector<int32_t> rows, starts{0};
+  for (int64_t head = 0; head < heads; ++head) {
+    for (int64_t row = 0; row < count && is_there[head] != 0; ++row)
+      if (of_rows[row] == head + 1) rows.push_back(row);
+    starts.push_back(rows.size());
+  }
+  if (rows.empty()) return {};
+  const Tensor own = empty({starts.back(), y.size(1)}, y.dtype());
+  multiply_each(x, rows.data(), starts.data(), weights, std::nullopt, own);
+  parallel_for(0, starts.back(), 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end; ++begin)
+      std::memcpy(y.data<char>() + rows[begin] * y.stride(0) * bytes_of(y.dtype()), own.data<char>() + begin * bytes, bytes);
+  });
+  return {};
 }
 
 const std::vector<Op> ops = {
     {"packed_linear", Boxed<packed_linear>::call, Boxed<packed_linear>::direct},
     {"grouped_packed_linear", Boxed<grouped_packed_linear>::call, Boxed<grouped_packed_linear>::direct},
+    {"own_head", Boxed<own_head>::call, Boxed<own_head>::direct},
 };
 
 }  // namespace

@@ -133,7 +133,7 @@ class Following(NamedTuple):
     residual: Tensor | None = None  # also of that sum; else ``norm_of_sum`` of it and ``y``, whose arguments follow
     delta_norm: Tensor | None = None
     scale: Tensor | None = None
-    norm: Tensor | None = None  # None: the sum alone
+    norm: Tensor | None = None  # None: the sum alone. Without a residual: an RMS norm of so many first outputs
     norm_bias: Tensor | None = None  # of a layer norm: ``add_layer_norm`` of residual and ``y``, or ``y + beside``
     eps: float = 0.0
 
@@ -150,8 +150,8 @@ def lora_followed(
             own.
 
     Returns:
-        what follows, ``[R, N]``, or ``[R, N / 2]`` of a gate, or ``[T, N]`` of a sum of experts; and the sum ``[R, N]``
-        that a norm is of. Else empty tensors.
+        what follows, ``[R, N]``, or ``[R, N / 2]`` of a gate, or ``[T, N]`` of a sum of experts, or as many columns as
+        a norm without a residual has; and the sum ``[R, N]`` that a norm is of. Else empty tensors.
 
     Raises:
         ValueError: a tensor of another shape, dtype or layout; an unknown activation.
@@ -192,6 +192,8 @@ def lora_followed_reference(y: Tensor, x: Tensor, slots, tokens, bounds, groups,
     elif after.residual is not None:
         norms = changed, after.delta_norm, after.scale, after.norm, after.eps
         total, out = reference.sum_of_norms_reference(after.residual, None, *norms)
+    elif after.norm is not None:
+        out = reference.rms_norm_reference(changed[:, : len(after.norm)], after.norm, after.eps)
     elif after.activation == "clamped_swiglu":
         out = reference.clamped_swiglu_reference(changed, after.alpha, after.limit)
     elif after.activation:
@@ -207,6 +209,8 @@ def _followed_fake(y: Tensor, x: Tensor, slots, tokens, bounds, groups, gathered
         return x.new_empty(after.places.shape[0], wide), nothing, shrunk
     if after.residual is not None:
         return x.new_empty(0 if after.norm is None else (rows, wide)), x.new_empty(rows, wide), shrunk
+    if after.norm is not None:
+        return x.new_empty(rows, after.norm.shape[0]), nothing, shrunk
     if after.activation:
         return x.new_empty(rows, wide // 2 if after.gated else wide), nothing, shrunk
     return nothing, x.new_empty(0), shrunk

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, on_gpu
-from compiled_llm.ops.linear.packed_linear import packed_linear
+from compiled_llm.ops.linear.packed_linear import packed_linear_reference
 
 
 def own_head(y: Tensor, x: Tensor, slots: Tensor, weights: Tensor, present: Tensor) -> None:
@@ -34,13 +34,11 @@ def own_head(y: Tensor, x: Tensor, slots: Tensor, weights: Tensor, present: Tens
 
 
 def own_head_reference(y: Tensor, x: Tensor, slots: Tensor, weights: Tensor, present: Tensor) -> None:
-    """The op in plain torch: a slot after the other; for packed weights by the op of packed layers."""
-    if not (slots > 0).any():
-        return
+    """The op in plain torch: a slot after the other."""
     for slot in present.nonzero()[:, 0].tolist():
         rows = (slots == slot + 1).nonzero()[:, 0]
         if len(rows) and weights.dim() == 5:
-            y[rows] = packed_linear(x[rows], weights[slot], None, y.shape[1])
+            y[rows] = packed_linear_reference(x[rows], weights[slot], None, y.shape[1])
         elif len(rows):
             y[rows] = F.linear(x[rows].float(), weights[slot].float()).to(y.dtype)
 
@@ -49,5 +47,6 @@ define_op(
     "own_head(Tensor(a!) y, Tensor x, Tensor slots, Tensor weights, Tensor present) -> ()",
     reference=own_head_reference,
     fake=lambda y, x, slots, weights, present: None,
+    cpu="linear_cpu",
     gpu=on_gpu("linear.triton_own_head:own_head"),
 )

@@ -154,6 +154,25 @@ def changes_of(
 
 
 @triton.jit
+def changed(
+    y_rows, inside_rows, slot, b, ranks, starts, shrunk, columns, rows, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """``y + B[slot] shrunk[row]``, ``[BLOCK_M, BLOCK_N]``, of rows of y that this program has stored, in some columns.
+
+    So a layer with large tiles takes its own sums back in pieces: there are no registers to change all of them at once.
+    SOME: the slot of some rows is -1, and these stay as they are; else all have one, or are not inside.
+    """
+    mask = inside_rows[:, None] & (columns < WIDE)[None, :]
+    # From the L2 cache: another thread has stored it.
+    y = tl.load(y_rows[:, None] + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    changes = changes_of(slot, b, ranks, starts, shrunk, columns, rows, WIDE, PARTS, RANK)
+    if SOME:  # -0.0 stays -0.0
+        changes = tl.where((slot >= 0)[:, None], changes, -0.0)
+    return y + changes
+
+
+@triton.jit
 def note_expanded(flags, readers):
     """By each of the ``readers``, programs that have expanded: the last one sets ``flags`` to zero."""
     if tl.atomic_add(flags + 1, 1, sem="relaxed", scope="gpu") == readers - 1:

@@ -3,8 +3,8 @@
 An output is one accumulator over all inputs, in the tiles and with the instructions of ``triton_linear.py``: so its
 bits do not depend on the number of rows.
 
-What adapters change of few rows is in the launch, as in ``triton_adapted.py``: its first programs are those of
-``triton_lora.py`` that shrink, and the others expand behind their own sums, with the bits of that launch.
+What adapters change is in the launch, as in ``triton_adapted.py``: its first programs are those of ``triton_lora.py``
+that shrink, and the others expand what they have stored, some rows at a time, with the bits of that launch.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
-from compiled_llm.ops.linear.head_linear import MOST_ADAPTED, MOST_ADAPTED_ROWS
-from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, changes_of, check_lora, note_expanded, wait_for_programs
-from compiled_llm.ops.linear.triton_lora import ROWS, rows_together, shrink_rows, shrinking_tile
+from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, changed, check_lora, note_expanded, wait_for_programs
+from compiled_llm.ops.linear.triton_lora import ROWS, rows_of_a_piece, rows_together, shrink_rows, shrinking_tile
 from compiled_llm.ops.linear.triton_multiply import multiply_add
-from compiled_llm.ops.rowwise.triton_kernels import cast, rounded
+from compiled_llm.ops.rowwise.triton_kernels import cast
 from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
 
 
@@ -29,7 +28,7 @@ def head_linear_kernel(
     slots, lora_a, lora_b, ranks, scales, starts, flags, shrunk, before, share,
     HEADS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    RANK: tl.constexpr, SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr,
+    RANK: tl.constexpr, SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of a head's outputs. Those with the same outputs of other rows follow each other.
 
@@ -48,7 +47,8 @@ def head_linear_kernel(
     num_m = tl.cdiv(num_rows, BLOCK_M)
     tile = number // num_m
     head = (tile % HEADS).to(tl.int64)
-    rows = (number % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    first_row = number % num_m * BLOCK_M
+    rows = (first_row + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tile // HEADS * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K)
     inside_rows, inside_columns = rows < num_rows, columns < OUT
@@ -60,39 +60,45 @@ def head_linear_kernel(
         a = tl.load(x_tile + k, mask=inside_rows[:, None] & inside, other=0.0)
         b = tl.load(w_tile + k, mask=inside_columns[:, None] & inside, other=0.0)
         acc = multiply_add(a, tl.trans(b), acc)
-    if slots is not None:
-        wait_for_programs(flags, before)
-        slot = tl.load(slots + rows, mask=inside_rows, other=0)
-        slot = tl.where(slot > 0, (slot - 1) * HEADS + head, -1)
-        changes = changes_of(slot, lora_b, ranks, starts, shrunk, columns, head * num_rows + rows, OUT, 1, RANK)
-        acc = rounded(acc, out.dtype.element_ty) + changes
-        note_expanded(flags, tl.num_programs(0) - before)
     target = out + (rows * HEADS + head)[:, None] * OUT + columns[None, :]
     tl.store(target, cast(acc, out.dtype.element_ty), mask=inside_rows[:, None] & inside_columns[None, :])
+    if slots is not None:
+        tl.debug_barrier()  # all threads have stored before one of them loads it again
+        wait_for_programs(flags, before)
+        for first in range(first_row, tl.minimum(first_row + BLOCK_M, num_rows), PIECE):
+            row = (first + tl.arange(0, PIECE)).to(tl.int64)
+            slot = tl.load(slots + row, mask=row < num_rows, other=0)
+            if tl.max(slot, 0) > 0:
+                has_slot = slot > 0
+                of_head = tl.where(has_slot, (slot - 1) * HEADS + head, -1)
+                y_rows, of_shrunk = out + (row * HEADS + head) * OUT, head * num_rows + row
+                sums = changed(
+                    y_rows, has_slot, of_head, lora_b, ranks, starts, shrunk, columns, of_shrunk, OUT, 1, RANK, False
+                )  # fmt: skip
+                mask = has_slot[:, None] & inside_columns[None, :]
+                tl.store(y_rows[:, None] + columns[None, :], cast(sums, out.dtype.element_ty), mask=mask)
+        note_expanded(flags, tl.num_programs(0) - before)
 
 
 def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tensor:
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never waits for the GPU.
 
     Raises:
-        ValueError: a tensor of another shape, dtype or layout; more rows than tiles have with adapters.
+        ValueError: a tensor of another shape, dtype or layout; float32 with adapters.
     """
     op = "head_linear"
     if x.dim() != 3 or x.stride(2) != 1 or x.dtype not in DTYPES:
         refuse(op, "x", x, "[T, N, K] of float32, bfloat16 or float16 with the last stride 1")
     (rows, heads, in_features), out_features = x.shape, weight.shape[1]
     check_contiguous(op, "weight", weight, (heads, out_features, in_features), x.device, x.dtype)
-    most = min(rows, MOST_ADAPTED_ROWS) if lora else rows
-    tile = triton_linear.row_tile_for(most, x.itemsize, triton_linear._capability(x.device))
+    tile = triton_linear.row_tile_for(rows, x.itemsize, triton_linear._capability(x.device))
     adapters: tuple[Tensor | None, ...] = (None,) * 8
     before = share = 0
-    constants = {"RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0}
+    constants = {"RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0, "PIECE": 0}
     if lora:
         slots, a, b, ranks, scales, starts, flags = lora
-        if rows > MOST_ADAPTED or x.dtype == torch.float32:  # in which products and sums are fused here, not there
-            raise ValueError(
-                f"{op}: with adapters x must be of 16 bits and have at most {MOST_ADAPTED} rows, got {x.dtype}, {rows}"
-            )
+        if x.dtype == torch.float32:  # in which products and sums are fused here, not there
+            raise ValueError(f"{op}: with adapters x must be of 16 bits, got {x.dtype}")
         if a.dim() != 4 or a.shape[1] != 1 or len(a) % heads:
             refuse(op, "a", a, f"[S * {heads}, 1, R, {in_features}]")
         check_lora(op, x, a, b, ranks, scales, starts)
@@ -105,7 +111,7 @@ def head_linear(x: Tensor, weight: Tensor, lora: Sequence[Tensor] = ()) -> Tenso
         names = {"BLOCK_R": "SHRINK_R", "BLOCK_K": "SHRINK_K"}
         stage_bytes = (tile.m + tile.n) * triton_linear.BLOCK_K[x.itemsize] * x.itemsize
         of_a = {names[name]: value for name, value in shrinking_tile(a.shape[2], stage_bytes).items()}
-        constants = {"RANK": a.shape[2], "SHRINK_M": ROWS, **of_a}
+        constants = {"RANK": a.shape[2], "SHRINK_M": ROWS, "PIECE": rows_of_a_piece(tile.warps, tile.n), **of_a}
     out = x.new_empty(rows, heads, out_features)
     tiles = triton.cdiv(rows, tile.m) * heads * triton.cdiv(out_features, tile.n)
     with torch.cuda.device_of(x):

@@ -175,6 +175,8 @@ def lora_kernel(
         row, piece = (number // PIECES).to(tl.int64), number % PIECES
         if AFTER == "norm":
             norm_row(row, residual, y, norm, total, out, stride_residual, stride_y, eps, SIZE, BLOCK)
+        elif AFTER == "own norm":
+            norm_row(row, y, None, norm, None, out, stride_y, 0, eps, SIZE, BLOCK)
         elif AFTER == "layer_norm":
             layer_norm_row(
                 row, residual, y, beside, norm, norm_bias, total, out, stride_residual, stride_y, eps, SIZE, BLOCK
@@ -198,6 +200,11 @@ def lora_kernel(
 def rows_together(rows: int) -> int:
     """Of a program that shrinks or expands."""
     return min(ROWS, triton.cdiv(rows, _PROGRAMS))
+
+
+def rows_of_a_piece(warps: int, outputs: int) -> int:
+    """That a program of a layer's own launch expands at a time, of a tile so wide: 8 outputs a thread."""
+    return min(ROWS, 8 * 32 * warps // outputs)
 
 
 class SharedOut(NamedTuple):
@@ -289,6 +296,12 @@ def lora_followed(
             check_contiguous(op, "beside", beside, (rows, wide), x.device, x.dtype)
         elif beside is not None or norm_bias is not None:
             raise ValueError(f"{op}: beside and norm_bias must be None but for a layer norm of a sum alone")
+    elif norm is not None:
+        check_contiguous(op, "norm", norm, norm.shape[:1], x.device, x.dtype, torch.float32)
+        if len(norm) > wide:
+            refuse(op, "norm", norm, f"of at most {wide} elements")
+        after, following, size, out = "own norm", rows, len(norm), x.new_empty(rows, len(norm))
+        block = min(_NORM_BLOCK, triton.next_power_of_2(size))
     elif activation:
         if activation not in (*ACTIVATIONS, "clamped_swiglu") or (activation == "clamped_swiglu" and not gated):
             raise ValueError(f"{op}: activation must be {' or '.join(ACTIVATIONS)} or clamped_swiglu, got {activation}")
@@ -302,7 +315,7 @@ def lora_followed(
     if not rows:
         return out, total, shrunk
     share, shrinking, expanding, of_tiles = SharedOut.of(rows, a, b)
-    warps = 8 if after in ("norm", "layer_norm") and block >= _PIECE else 4
+    warps = 8 if after in ("norm", "own norm", "layer_norm") and block >= _PIECE else 4
     with torch.cuda.device_of(x):
         lora_kernel[(shrinking + expanding + following,)](
             y, x, slots, tokens, bounds, a, b, ranks, scales, starts, flags, shrunk,

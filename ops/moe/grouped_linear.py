@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, on_gpu
-from compiled_llm.ops.linear.head_linear import MOST_ADAPTED, MOST_ADAPTED_ROWS
 from compiled_llm.ops.linear.lora import add_lora_reference, slots_of_rows
 from compiled_llm.ops.linear.packed_linear import pack_weight
 from compiled_llm.ops.moe.routing import weighted_sum_added_reference
@@ -25,11 +24,6 @@ from compiled_llm.ops.rowwise.reference import GATES, clamped_swiglu_reference, 
 def rows_of_a_tile(rows: int, num_experts: int) -> int:
     """On a GPU: twice the average, so that an expert with some more rows still has one tile."""
     return -(-2 * rows // num_experts)
-
-
-def takes_adapters(num_tokens: int, rows: int, num_experts: int) -> bool:
-    """Whether what adapters change is in the launch of a product of so many rows."""
-    return num_tokens <= MOST_ADAPTED and rows_of_a_tile(rows, num_experts) <= MOST_ADAPTED_ROWS
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> Tensor:
@@ -55,8 +49,7 @@ def grouped_gated_linear(
 
     Args:
         activation: one of ``gated_activation``, or "clamped_swiglu", which ``alpha`` and ``limit`` belong to.
-        lora: of adapters, as ``Surroundings.lora``, of S E slots, in 16 bits where ``takes_adapters``: ``rows`` are
-            then tokens.
+        lora: of adapters, as ``Surroundings.lora``, of S E slots, in 16 bits: ``rows`` are then tokens.
 
     Returns:
         ``[R, N / 2]``.

@@ -8,8 +8,8 @@ An output is one accumulator over all inputs, in the tiles and with the instruct
 bits do not depend on the rows that its expert has besides. A gate behind a product, and the sum of a token's experts
 behind another, round where the ops on their own round.
 
-What adapters change of few rows is in the launch, as in ``linear/triton_adapted.py``: the first programs shrink, as
-those of ``linear/triton_lora.py``, and the others expand behind their own sums.
+What adapters change is in the launch, as in ``linear/triton_adapted.py``: the first programs shrink, as those of
+``linear/triton_lora.py``, and the others expand what they have stored, some rows at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
-from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, changes_of, check_lora, note_expanded, wait_for_programs
-from compiled_llm.ops.linear.triton_lora import ROWS, rows_together, shrink_rows, shrinking_tile
+from compiled_llm.ops.linear.triton_adapted import NUM_FLAGS, changed, check_lora, note_expanded, wait_for_programs
+from compiled_llm.ops.linear.triton_lora import ROWS, rows_of_a_piece, rows_together, shrink_rows, shrinking_tile
 from compiled_llm.ops.linear.triton_multiply import multiply_add
 from compiled_llm.ops.linear.triton_quantized import aligned
 from compiled_llm.ops.linear.triton_surroundings import gated
-from compiled_llm.ops.moe.grouped_linear import rows_of_a_tile, takes_adapters
+from compiled_llm.ops.moe.grouped_linear import rows_of_a_tile
 from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.reference import GATES
@@ -66,27 +66,15 @@ def _with_bias(acc, bias, columns, inside):
 
 
 @triton.jit
-def _changed(
-    acc, slot, lora_b, ranks, lora_starts, shrunk, columns, rows, dtype: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
-    """The sums, and what adapters change of them; themselves where no layer is changed."""
-    if PARTS > 0:
-        acc = rounded(acc, dtype) + changes_of(
-            slot, lora_b, ranks, lora_starts, shrunk, columns, rows, WIDE, PARTS, RANK
-        )  # fmt: skip
-    return acc
-
-
-@triton.jit
 def _tile_outputs(
-    x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit,
-    rows, tokens, slots, lora_b, ranks, lora_starts, flags, shrunk, before,
+    x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit, wide,
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EXPERTS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """``OUT`` outputs an expert, of a tile of them; with an activation from as many gates and then as many ups."""
+    """``OUT`` outputs an expert, of a tile of them; with an activation from as many gates and then as many ups.
+
+    ``wide``: where gates and ups are stored, of the tile's rows ``[BLOCK_M]``, and no more is done; None: nowhere.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
     inner = tl.arange(0, BLOCK_K)
@@ -104,30 +92,59 @@ def _tile_outputs(
             b = tl.load(w_tile + OUT * IN + k, mask=inside_columns[:, None] & inside, other=0.0)
             up = multiply_add(a, tl.trans(b), up)
     acc = _with_bias(acc, bias, expert * WIDE + columns, inside_columns)
-    slot = rows
-    if PARTS > 0:
-        wait_for_programs(flags, before)
-        slot = tl.load(slots + tl.load(tokens + rows, mask=inside_rows, other=0), mask=inside_rows, other=0)
-        slot = tl.where(slot > 0, (slot - 1) * EXPERTS + expert, -1)
-    acc = _changed(acc, slot, lora_b, ranks, lora_starts, shrunk, columns, rows, dtype, WIDE, PARTS, RANK)
     if ACTIVATION != "":
-        gate = rounded(acc, dtype)
         up = _with_bias(up, bias, expert * WIDE + OUT + columns, inside_columns)
-        # A half tile's columns behind the last gate are of ups: they are stored nowhere.
-        up = _changed(up, slot, lora_b, ranks, lora_starts, shrunk, OUT + columns, rows, dtype, WIDE, PARTS, RANK)
-        up = rounded(up, dtype)
-        acc = gated(gate, up, alpha, limit, ACTIVATION, dtype)
+        if wide is not None:
+            mask = inside_rows[:, None] & inside_columns[None, :]
+            tl.store(wide[:, None] + columns[None, :], cast(acc, dtype), mask=mask)
+            tl.store(wide[:, None] + OUT + columns[None, :], cast(up, dtype), mask=mask)
+        else:
+            acc = gated(rounded(acc, dtype), rounded(up, dtype), alpha, limit, ACTIVATION, dtype)
     return cast(acc, dtype)
+
+
+@triton.jit
+def _change_tile(
+    y, out, expert, rows, inside_rows, columns, alpha, limit, tokens, slots, b, ranks, starts, flags, shrunk, before,
+    OUT: tl.constexpr, ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """The tile's sums in ``y`` as adapters change them, and the activation of these, in ``out``.
+
+    Without an activation both are one tensor, and rows that nothing changes are passed over.
+    """
+    dtype: tl.constexpr = out.dtype.element_ty
+    WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
+    tl.debug_barrier()  # all threads have stored before one of them loads it again
+    wait_for_programs(flags, before)
+    first_row, end_row = tl.min(rows, 0), tl.max(tl.where(inside_rows, rows + 1, 0), 0)
+    for first in range(first_row, end_row, PIECE):
+        row = first + tl.arange(0, PIECE)
+        token = tl.load(tokens + row, mask=row < end_row, other=0)
+        slot = tl.load(slots + token, mask=row < end_row, other=0)
+        if ACTIVATION != "" or tl.max(slot, 0) > 0:
+            own = tl.where(slot > 0, (slot - 1) * EXPERTS + expert, -1)
+            inside = slot > 0 if ACTIVATION == "" else row < end_row
+            SOME: tl.constexpr = ACTIVATION != ""
+            y_rows = y + row.to(tl.int64) * WIDE
+            acc = changed(y_rows, inside, own, b, ranks, starts, shrunk, columns, row, WIDE, PARTS, RANK, SOME)
+            if ACTIVATION != "":
+                gate = rounded(acc, dtype)
+                up = changed(y_rows, inside, own, b, ranks, starts, shrunk, OUT + columns, row, WIDE, PARTS, RANK, SOME)
+                acc = gated(gate, rounded(up, dtype), alpha, limit, ACTIVATION, dtype)
+            target = out + row.to(tl.int64)[:, None] * OUT + columns[None, :]
+            tl.store(target, cast(acc, dtype), mask=inside[:, None] & (columns < OUT)[None, :])
 
 
 @triton.jit(do_not_specialize=["before", "share", "num_rows", "num_tokens"])
 def grouped_kernel(
-    x, weight, bias, rows, starts, out, x_stride, alpha, limit,
+    x, weight, bias, rows, starts, out, x_stride, alpha, limit, gates_and_ups,
     slots, lora_a, lora_b, ranks, scales, lora_starts, flags, shrunk, before, share, num_rows, num_tokens,
     NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-    SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, PIECE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
     if PROGRAMMATIC:
@@ -147,16 +164,26 @@ def grouped_kernel(
         if rows is not None:
             sources = tl.load(rows + targets, mask=inside_rows, other=0)
         columns = (number // NUM_M * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+        wide = None
+        if slots is not None and ACTIVATION != "":
+            wide = gates_and_ups + targets.to(tl.int64) * (2 * OUT)
         outputs = _tile_outputs(
-            x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit,
-            targets, rows, slots, lora_b, ranks, lora_starts, flags, shrunk, before,
-            OUT, IN, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K, EXPERTS, PARTS, RANK,
+            x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit, wide,
+            OUT, IN, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        tl.store(
-            out + targets.to(tl.int64)[:, None] * OUT + columns[None, :],
-            outputs,
-            mask=inside_rows[:, None] & (columns < OUT)[None, :],
-        )
+        if wide is None:
+            tl.store(
+                out + targets.to(tl.int64)[:, None] * OUT + columns[None, :],
+                outputs,
+                mask=inside_rows[:, None] & (columns < OUT)[None, :],
+            )
+        if slots is not None:
+            y = out if ACTIVATION == "" else gates_and_ups
+            _change_tile(
+                y, out, expert, targets, inside_rows, columns, alpha, limit,
+                rows, slots, lora_b, ranks, lora_starts, flags, shrunk, before,
+                OUT, ACTIVATION, EXPERTS, PARTS, RANK, PIECE,
+            )  # fmt: skip
     if slots is not None:  # also where no tile was left
         wait_for_programs(flags, before)
         note_expanded(flags, tl.num_programs(0) - before)
@@ -208,7 +235,8 @@ def grouped_sum_kernel(
     NUM_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-    SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    SHRINK_M: tl.constexpr, SHRINK_R: tl.constexpr, SHRINK_K: tl.constexpr, PIECE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """As ``grouped_kernel``; the program that writes the last row of a token adds up the token's rows in its columns.
 
@@ -230,15 +258,20 @@ def grouped_sum_kernel(
     columns = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     if expert < EXPERTS:
         outputs = _tile_outputs(
-            x, weight, bias, expert, rows, inside_rows, columns, x_stride, 0.0, 0.0,
-            rows, tokens, slots, lora_b, ranks, lora_starts, flags, shrunk, before,
-            OUT, IN, "", BLOCK_M, BLOCK_N, BLOCK_K, EXPERTS, PARTS, RANK,
+            x, weight, bias, expert, rows, inside_rows, columns, x_stride, 0.0, 0.0, None,
+            OUT, IN, "", BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         tl.store(
             y + rows.to(tl.int64)[:, None] * OUT + columns[None, :],
             outputs,
             mask=inside_rows[:, None] & (columns < OUT)[None, :],
         )
+        if slots is not None:
+            _change_tile(
+                y, y, expert, rows, inside_rows, columns, 0.0, 0.0,
+                tokens, slots, lora_b, ranks, lora_starts, flags, shrunk, before,
+                OUT, "", EXPERTS, PARTS, RANK, PIECE,
+            )  # fmt: skip
         add_complete(
             y, tokens, places, weights, beside, residual, out, counters, rows, inside_rows, columns, tile, num_tokens,
             OUT, TOP_K, BLOCK_T,
@@ -283,23 +316,17 @@ class _Adapters(NamedTuple):
     before: int = 0
     share: int = 0
     constants: Mapping[str, int] = MappingProxyType(
-        {"PARTS": 0, "RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0}
+        {"PARTS": 0, "RANK": 0, "SHRINK_M": 0, "SHRINK_R": 0, "SHRINK_K": 0, "PIECE": 0}
     )
 
 
-def _adapters(
-    op: str, x: Tensor, weight: Tensor, rows: int, constants: Mapping[str, int], lora: Sequence[Tensor]
-) -> _Adapters:
-    """Of ``lora``, as of ``grouped_gated_linear``, checked; ``constants``: of the grid."""
+def _adapters(op: str, x: Tensor, weight: Tensor, rows: int, grid: _Grid, lora: Sequence[Tensor]) -> _Adapters:
+    """Of ``lora``, as of ``grouped_gated_linear``, checked."""
     if not lora:
         return _Adapters()
     slots, a, b, ranks, scales, starts, flags = lora
-    # In float32 products and sums are fused here, not there.
-    if not takes_adapters(len(slots), rows, len(weight)) or x.dtype == torch.float32:
-        raise ValueError(
-            f"{op}: with adapters x must be of 16 bits and have few tokens (see takes_adapters), got {x.dtype}, "
-            f"{len(slots)} tokens of {len(weight)} experts"
-        )
+    if x.dtype == torch.float32:  # in which products and sums are fused here, not there
+        raise ValueError(f"{op}: with adapters x must be of 16 bits, got {x.dtype}")
     if a.dim() != 4 or len(a) % len(weight) or b.shape[1] * ROWS < weight.shape[1]:
         refuse(op, "a", a, f"[S * {len(weight)}, P, R, {x.shape[1]}], and b of {weight.shape[1]} outputs")
     check_lora(op, x, a, b, ranks, scales, starts)
@@ -307,9 +334,10 @@ def _adapters(
     check_contiguous(op, "flags", flags, (NUM_FLAGS,), x.device, torch.int32)
     parts, rank = a.shape[1:3]
     shrunk, share = torch.empty(rows, parts, rank, dtype=torch.float32, device=x.device), rows_together(rows)
-    stage_bytes = (constants["BLOCK_M"] + constants["BLOCK_N"]) * constants["BLOCK_K"] * x.itemsize
-    tile = shrinking_tile(rank, stage_bytes)
-    of_a = {"SHRINK_M": ROWS, "SHRINK_R": tile["BLOCK_R"], "SHRINK_K": tile["BLOCK_K"]}
+    block_m, block_n, block_k = (grid.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    tile = shrinking_tile(rank, (block_m + block_n) * block_k * x.itemsize)
+    piece = rows_of_a_piece(grid.options["num_warps"], block_n)
+    of_a = {"SHRINK_M": ROWS, "SHRINK_R": tile["BLOCK_R"], "SHRINK_K": tile["BLOCK_K"], "PIECE": piece}
     tensors = slots, a, b, ranks, scales, starts, flags, shrunk
     return _Adapters(tensors, triton.cdiv(rows, share) * parts, share, {"PARTS": parts, "RANK": rank, **of_a})
 
@@ -337,11 +365,12 @@ def grouped_linear(
     if not out.numel():
         return out
     grid = _grid(x, weight, count, bool(activation))
-    own = _adapters("grouped_linear", x, weight, count, grid.constants, lora)
+    own = _adapters("grouped_linear", x, weight, count, grid, lora)
+    wide = x.new_empty(count, weight.shape[1]) if lora and activation else None
     with torch.cuda.device_of(x):
         grouped_kernel[(own.before + grid.programs,)](
-            x, weight, bias, rows, starts, out, _stride(x), alpha, limit, *own.tensors, own.before, own.share,
-            count, len(x), ACTIVATION=activation, **own.constants, **grid.constants, **grid.options,
+            x, weight, bias, rows, starts, out, _stride(x), alpha, limit, wide, *own.tensors, own.before,
+            own.share, count, len(x), ACTIVATION=activation, **own.constants, **grid.constants, **grid.options,
             **launch_options(len(x)),
         )  # fmt: skip
     return out
@@ -372,7 +401,7 @@ def grouped_linear_sum(
     grid = _grid(x, weight, len(x))
     needed = num_tokens * grid.programs // grid.num_m
     check_counters("grouped_linear_sum", counters, needed)
-    own = _adapters("grouped_linear_sum", x, weight, len(x), grid.constants, lora)
+    own = _adapters("grouped_linear_sum", x, weight, len(x), grid, lora)
     with torch.cuda.device_of(x):
         grouped_sum_kernel[(own.before + grid.programs,)](
             x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, _stride(x),

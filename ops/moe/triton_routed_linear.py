@@ -286,7 +286,7 @@ def routed_linear(
             IN=in_features, NUM_SHARES=num_shares, SHARE=share, TOP_K_POW2=triton.next_power_of_2(top_k),
             BLOCK=_BLOCK, BLOCK_E=block_e, BLOCK_K=block_k, BLOCK_T=block_t, BLOCKS=triton.next_power_of_2(num_m),
             num_warps=8, num_stages=3, enable_fp_fusion=False, **launch_options(count),
-            maxnreg=128 if lora else None,  # by itself the assembler takes fewer, and spills
+            maxnreg=255 if lora else None,  # by itself the assembler takes fewer, and spills
         )  # fmt: skip
     return total, normed, out_weights, places, tokens, starts
 

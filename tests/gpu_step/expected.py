@@ -27,6 +27,9 @@ class Case:
 PROGRAMMATIC = {"cuda_graphs": "programmatic"}
 BATCH_OF_64 = {"bucket_sizes": (64,), "token_bucket_sizes": (64,), "max_num_batched_tokens": 64}
 BATCH_OF_72 = {"bucket_sizes": (72,), "token_bucket_sizes": (72,), "max_num_batched_tokens": 72}
+ADAPTERS = {"enable_lora": True, "lora_target_modules": ["all-linear", "experts"]}
+ROWS_256 = {"token_bucket_sizes": (256,), "max_num_batched_tokens": 256, **ADAPTERS}
+ROWS_512 = {"token_bucket_sizes": (512,), "max_num_batched_tokens": 512, **ADAPTERS}
 
 STEPS = {
     "llama": Case("llama", (7,), (5, 10)),
@@ -130,6 +133,31 @@ STEPS = {
     ),
     "deepseek-v2, adapters, a batch of 72": Case(
         "deepseek-v2", (12,), (7, 16), "decode_72_lora", {**BATCH_OF_72, "enable_lora": True}
+    ),
+    # At most two more a layer than without adapters, in steps of any size. In brackets: without them.
+    "mixtral, adapters of experts, 256 tokens": Case(
+        "mixtral", (11,), (6, 13), "tokens_256", ROWS_256
+    ),  # (10,), (5, 13)
+    "deepseek-v2, adapters of experts, 512 tokens": Case(  # (12,), (6, 21)
+        "deepseek-v2", (13,), (7, 22), "tokens_512", ROWS_512
+    ),
+    "deepseek-v3, adapters of experts, 512 tokens": Case(  # (15,), (9, 21), with two copies
+        "deepseek-v3", (15,), (9, 22), "tokens_512", ROWS_512
+    ),
+    "mistral4, adapters of experts, 512 tokens": Case(  # (22,), (11, 20), with two copies
+        "mistral4", (23,), (11, 21), "tokens_512", ROWS_512
+    ),
+    "glm4-moe, adapters of experts, 512 tokens": Case(  # (11, 18), (5, 21)
+        "glm4-moe", (12, 20), (6, 22), "tokens_512", ROWS_512
+    ),
+    "granite-hybrid-moe, adapters of experts, 512 tokens": Case(  # (20, 22, 19), (3, 24)
+        "granite-hybrid-moe", (22, 24, 21), (4, 25), "tokens_512", ROWS_512
+    ),
+    "glm4-moe, adapters of experts, weights in int8": Case(  # (5, 8), (4, 11)
+        "glm4-moe", (5, 10), (4, 13), "decode_2_lora", {**ADAPTERS, "quantization": "int8"}
+    ),
+    "qwen3.5-moe, adapters of experts, 512 tokens": Case(  # (21, 21, 23), (3, 23)
+        "qwen3.5-moe", (23, 23, 25), (4, 24), "tokens_512", ROWS_512
     ),
     "starcoder2, adapters, a batch of 64": Case(  # (8,), (5, 12) without them; the others here 9 and 8 a layer
         "starcoder2", (9,), (6, 12), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
@@ -261,6 +289,8 @@ KNOWN: dict[str, dict[str, int]] = {
     "nemotron-h": {"copies": 3},
     "qwen3.5, a chunk of a prompt": {"copies": 2},
     "qwen3.5-moe": {"copies": 3},
+    "qwen3.5-moe, adapters of experts, 512 tokens": {"copies": 3},
+    "granite-hybrid-moe, adapters of experts, 512 tokens": {"copies": 3},
     "granite-hybrid-moe": {"copies": 3},
     "nemotron-h-moe": {"copies": 3},
 }

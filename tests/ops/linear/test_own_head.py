@@ -1,4 +1,4 @@
-"""Heads that adapters bring whole: packed and plain, in any company, in Triton's interpreter and compiled ahead."""
+"""Heads that adapters bring whole: on a CPU, in any company, in Triton's interpreter and compiled ahead."""
 
 import functools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import own_head, pack_weight
+from compiled_llm.ops import own_head, pack_weight, packed_linear
 from compiled_llm.ops.linear import triton_own_head
 from compiled_llm.ops.linear.own_head import own_head_reference
 from tests.ops import ahead_of_time, interpreted
@@ -73,20 +73,44 @@ test_interpreted = interpreted.each_of(INTERPRETED, ["bfloat16", "alone", "refus
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_packed_and_plain_weights_on_a_cpu(dtype: torch.dtype) -> None:
+def test_on_a_cpu(dtype: torch.dtype) -> None:
+    """Packed: a row has the bits of a packed layer, in any company, wherever it lies."""
     y, x, weights = problem(dtype)
     right, packed = expected(y, x, weights), torch.stack([*map(pack_weight, weights)])
-    alone = y.clone()
-    for row in range(len(y)):
-        own_head(alone[row : row + 1], x[row : row + 1], SLOTS[row : row + 1], packed, PRESENT)
+    close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     for own in (weights, packed):
         found = y.clone()
-        own_head(found, x, SLOTS, own, PRESENT)
-        torch.testing.assert_close(found, right, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert torch.equal(found, alone)
-    torch.library.opcheck(torch.ops.compiled_llm.own_head, (y, x, SLOTS, weights, PRESENT))
-    own_head_reference(y, x, torch.zeros_like(SLOTS), weights * torch.nan, PRESENT)
-    assert y.isfinite().all()
+        own_head_reference(found, x, SLOTS, own, PRESENT)
+        torch.testing.assert_close(found, right, **close)
+    made, alone = torch.randn(len(y), 100).to(dtype)[:, : y.shape[1]].copy_(y), y.clone()
+    own_head(made, x, SLOTS, packed, PRESENT)
+    torch.testing.assert_close(made, right, **close)
+    for row, slot in enumerate(SLOTS.tolist()):
+        one = slice(row, row + 1)
+        own_head(alone[one], x[one], SLOTS[one], packed, PRESENT)
+        if slot in (1, 2):
+            assert torch.equal(made[one], packed_linear(x[one], packed[slot - 1], None, y.shape[1]))
+    assert torch.equal(made, alone)
+    torch.library.opcheck(torch.ops.compiled_llm.own_head, (y, x, SLOTS, packed, PRESENT))
+    own_head(made, x, torch.zeros_like(SLOTS), packed * torch.nan, PRESENT)
+    own_head(made[:0], x[:0], SLOTS[:0], packed, PRESENT)
+    assert torch.equal(made, alone)
+
+
+def test_a_cpu_refuses_by_name() -> None:
+    y, x, weights = problem(torch.bfloat16)
+    packed = torch.stack([*map(pack_weight, weights)])
+    for given, message in (
+        ((y[:2], x, SLOTS, packed, PRESENT), "y must have 21 rows"),
+        ((y.t(), x, SLOTS, packed, PRESENT), "y must be a matrix"),
+        ((y.float(), x, SLOTS, packed, PRESENT), "y must have 21 rows of bfloat16"),
+        ((y, x, SLOTS.long(), packed, PRESENT), "slots must be"),
+        ((y, x, SLOTS, packed[:, :3], PRESENT), "take a contiguous packed"),
+        ((y, x, SLOTS, weights, PRESENT), "take a contiguous packed"),
+        ((y, x, SLOTS, packed, PRESENT[:1]), "present must be"),
+    ):
+        with pytest.raises(ValueError, match=f"own_head: .*{message}"):
+            own_head(*given)
 
 
 @pytest.mark.parametrize(

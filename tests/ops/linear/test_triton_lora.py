@@ -81,7 +81,9 @@ def what_follows_has_the_bits_of_its_own_op() -> None:
         after = Following(residual=residual, beside=one, norm=norm, norm_bias=bias, eps=1e-6)
         want = triton_rowwise.add_layer_norm(residual, changed if one is None else changed + one, norm, bias, 1e-6)
         assert [*map(torch.equal, launched(y.clone(), x, LoraRows(slots), w, after), reversed(want))] == [True, True]
+    first = triton_rowwise.rms_norm(changed[:, :23], norm[:23], 1e-6)
     for following, expected in (
+        (Following(norm=norm[:23], eps=1e-6), first),
         (Following("silu"), triton_rowwise.gated_activation(changed, "silu")),
         (Following("relu2", gated=False), triton_rowwise.activation(changed, "relu2")),
         (Following("clamped_swiglu", alpha=1.7, limit=1.0), triton_rowwise.clamped_swiglu(changed, 1.7, 1.0)),
@@ -146,7 +148,8 @@ def agrees_with_its_reference() -> None:
     dense = torch.randn(3, 48), torch.randn(3, 40), LoraRows(slots)
     sums = Following(residual=torch.randn(3, 48), norm=torch.rand(48), eps=1e-6)
     layer_norms = sums._replace(norm_bias=torch.randn(48), beside=torch.randn(3, 48))
-    for y, x, rows, after in (heads, experts, (*dense, sums), (*dense, layer_norms)):
+    of_first = Following(norm=torch.rand(23), eps=1e-6)
+    for y, x, rows, after in (heads, experts, (*dense, sums), (*dense, layer_norms), (*dense, of_first)):
         expected = y.clone()
         of_reference = lora_followed_reference(expected, x, *rows, *w, None, *after)
         for got, want in zip(launched(y, x, rows, w, after), of_reference, strict=False):
@@ -170,6 +173,8 @@ def others_are_refused() -> None:
     for more in ({"beside": y}, {"norm_bias": torch.ones(48), "scale": torch.ones(1)}):
         with pytest.raises(ValueError, match="beside and norm_bias must be None but for a layer norm"):
             launched(y, x, LoraRows(slots), w, Following(**norms, **more))
+    with pytest.raises(ValueError, match="norm must be of at most 48 elements"):
+        launched(y, x, LoraRows(slots), w, Following(norm=torch.ones(49)))
 
 
 INTERPRETED = {
@@ -183,7 +188,7 @@ INTERPRETED = {
     "refused": others_are_refused,
 }
 test_interpreted = interpreted.each_of(INTERPRETED, ["following", "waits", "heads", "refused"])
-FOLLOWING = ("", "norm", "layer norm", "gate", "sum")
+FOLLOWING = ("", "norm", "own norm", "layer norm", "gate", "sum")
 CASES = [
     (capability, *case)
     for capability in ((8, 0), (9, 0), (10, 0))
@@ -205,6 +210,8 @@ def test_compiles_without_spills(capability: tuple[int, int], rank: int, after: 
         where, num_slots = LoraRows(integers(rows)), 8
         if after == "norm":
             following = Following(residual=empty(rows, wide), norm=empty(wide))
+        elif after == "own norm":
+            following = Following(norm=empty(1536))
         elif after == "layer norm":
             residual, beside = empty(rows, wide), empty(rows, wide)
             following = Following(residual=residual, beside=beside, norm=empty(wide), norm_bias=empty(wide))
