@@ -159,6 +159,11 @@ STEPS = {
     "qwen3.5-moe, adapters of experts, 512 tokens": Case(  # (21, 21, 23), (3, 23)
         "qwen3.5-moe", (23, 23, 25), (4, 24), "tokens_512", ROWS_512
     ),
+    # One from attention or a convolution to the next is three of its layers: +1 for that one's projections, +2 for
+    # experts, whose latents bring two products.
+    "nemotron-h-moe, adapters of experts, 512 tokens": Case(  # (24, 22, 8), (3, 27)
+        "nemotron-h-moe", (27, 25, 9), (4, 29), "tokens_512", ROWS_512
+    ),
     "starcoder2, adapters, a batch of 64": Case(  # (8,), (5, 12) without them; the others here 9 and 8 a layer
         "starcoder2", (9,), (6, 12), "decode_64_lora", {**BATCH_OF_64, "enable_lora": True}
     ),
@@ -293,4 +298,5 @@ KNOWN: dict[str, dict[str, int]] = {
     "granite-hybrid-moe, adapters of experts, 512 tokens": {"copies": 3},
     "granite-hybrid-moe": {"copies": 3},
     "nemotron-h-moe": {"copies": 3},
+    "nemotron-h-moe, adapters of experts, 512 tokens": {"copies": 3},
 }

@@ -3,11 +3,11 @@
 What is expected is in ``expected.py``, also what is not as it should be yet.
 """
 
-import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,29 +26,38 @@ from tests.gpu_step.family_steps import too_early  # noqa: E402
 # The others: battery. Of the sample, a kernel is compiled.
 SAMPLE = ("qwen3, programmatic",)
 
-
-@functools.cache
-def process(gpu: str) -> subprocess.Popen[str]:
-    """The program ``family_steps.py``, which answers cases one by one until its input ends with this process."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.gpu_step.family_steps", gpu],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_ENABLE_PDL": "1"},  # which must be without effect
-    )
+Step = Callable[..., dict[str, Any]]
 
 
-def step(name: str, gpu: str = "h100", num_compiled: int = 1000) -> dict[str, Any]:
-    """What ``family_steps.py`` says of this case of ``STEPS``, so many of its kernels compiled."""
-    case = STEPS[name]
-    asked = process(gpu)
-    assert asked.stdin is not None
-    assert asked.stdout is not None
-    print(json.dumps([case.family, case.bucket, case.arguments, num_compiled]), file=asked.stdin, flush=True)
-    answer = asked.stdout.readline()
-    assert answer, f"{name}: the process ended with status {asked.wait()}"
-    return json.loads(answer)
+@pytest.fixture(scope="module")
+def step() -> Iterator[Step]:
+    """What the program ``family_steps.py`` says of a case of ``STEPS``, so many of its kernels compiled.
+
+    It answers one by one, so that those are computed that were asked for, and torch is imported once for all.
+    """
+    processes: dict[str, subprocess.Popen[str]] = {}
+
+    def ask(name: str, gpu: str = "h100", num_compiled: int = 1000) -> dict[str, Any]:
+        if gpu not in processes:
+            processes[gpu] = subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu_step.family_steps", gpu],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_ENABLE_PDL": "1"},  # must be without effect
+            )
+        process, case = processes[gpu], STEPS[name]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps([case.family, case.bucket, case.arguments, num_compiled]), file=process.stdin, flush=True)
+        found = process.stdout.readline()
+        assert found, f"{name}: the process ended with status {process.wait()}"
+        answer: dict[str, Any] = json.loads(found)
+        return answer
+
+    yield ask
+    for process in processes.values():
+        process.communicate()
 
 
 def check(case: Case, name: str, found: dict[str, Any]) -> None:
@@ -111,13 +120,13 @@ def test_every_family_is_expected() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_step_launches_what_is_expected(name: str) -> None:
+def test_a_step_launches_what_is_expected(name: str, step: Step) -> None:
     check(STEPS[name], name, step(name, num_compiled=1))
 
 
 @pytest.mark.battery
 @pytest.mark.parametrize("name", [name for name in STEPS if name not in SAMPLE])
-def test_every_step_launches_what_is_expected(name: str) -> None:
+def test_every_step_launches_what_is_expected(name: str, step: Step) -> None:
     check(STEPS[name], name, step(name))
 
 
@@ -126,7 +135,7 @@ PROGRAMMATIC_STEPS = tuple(name for name, case in STEPS.items() if case.programm
 
 @pytest.mark.battery
 @pytest.mark.parametrize("name", PROGRAMMATIC_STEPS)
-def test_a_b200_waits_likewise(name: str) -> None:
+def test_a_b200_waits_likewise(name: str, step: Step) -> None:
     """Before that its kernels ask for memory of the matrix units, with branches and atomics in shared memory."""
     found = step(name, "b200")
     assert found["programmatic"]
