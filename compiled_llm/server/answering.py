@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TypeVar, cast
 
 from fastapi import Request
@@ -84,7 +84,7 @@ class _Answering:
         self._deadline = asyncio.get_running_loop().time() + service.settings.max_request_seconds
 
     async def whole(self) -> Response:
-        with self._service.admitted(self._asked), self._counted():
+        async with self._admitted():
             answer = await self._begin()
             return JsonResponse(await answer.whole())
 
@@ -113,7 +113,7 @@ class _Answering:
         """
         answer: StreamedAnswer | None = None
         begun, data = False, b""
-        with self._service.admitted(self._asked), self._counted():
+        async with self._admitted():
             try:
                 answer = cast(StreamedAnswer, await self._begin())
                 async for chunk in answer.chunks():
@@ -154,14 +154,20 @@ class _Answering:
         self._answer = self._make(served)
         return self._answer
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """After this the log's line has the tokens that came, to a client that went away as well."""
-        try:
-            yield
-        finally:
-            if self._observers:
-                self._facts["output_tokens"] = sum(observer.num_tokens for observer in self._observers.values())
+    @contextlib.asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """The request has its place within this. After it the engine serves none of it, and the log has its tokens.
+
+        So does one whose client went away while an event was being sent, when nobody waited for outputs.
+        """
+        with self._service.admitted(self._asked):
+            try:
+                yield
+            finally:
+                if self._observers:
+                    self._served.unread.at_once = None
+                    await self._served.outputs.aclose()  # type: ignore[attr-defined]
+                    self._facts["output_tokens"] = sum(one.num_tokens for one in self._observers.values())
 
     async def _observed(self, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
         try:
