@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 class DirectRoutes:
     """Stands before a FastAPI application, and gets requests to those of its routes that need nothing of it.
 
-    Such a route has one method, POST, a path without variables, and ``request`` as its only argument, and returns a
-    ``Response``. All other requests are for the application. Errors of a route are for the ``Guard`` to answer.
+    Such a route has one method, POST, a path without variables, no dependencies, and ``request`` as its only argument,
+    and returns a ``Response``. All other requests are for the application. Errors of a route are for the ``Guard`` to
+    answer.
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -21,7 +22,7 @@ class DirectRoutes:
             route.path: route.endpoint
             for route in app.routes
             if isinstance(route, APIRoute) and route.methods == {"POST"} and "{" not in route.path
-            and list(inspect.signature(route.endpoint).parameters) == ["request"]
+            and not route.dependencies and list(inspect.signature(route.endpoint).parameters) == ["request"]
         }  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

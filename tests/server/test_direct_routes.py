@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from compiled_llm.server.direct_routes import DirectRoutes
@@ -23,6 +23,10 @@ def test_routes_that_take_a_request_alone_are_direct() -> None:
     @app.post("/parsed")
     async def with_a_parameter(request: Request, count: int) -> Response:
         return PlainTextResponse("parsed")
+
+    @app.post("/dependent", dependencies=[Depends(lambda: None)])
+    async def with_a_dependency(request: Request) -> Response:
+        return PlainTextResponse("dependent")
 
     @app.get("/direct")
     async def of_another_method(request: Request) -> Response:
@@ -48,5 +52,6 @@ def test_routes_that_take_a_request_alone_are_direct() -> None:
         return sent[-1]["body"].decode()
 
     assert answer("POST", "/direct") == "direct"
-    for method, path in (("GET", "/direct"), ("POST", "/of/a"), ("POST", "/parsed"), ("POST", "/direct/")):
-        assert answer(method, path) == "FastAPI"
+    for path in ("/of/a", "/parsed", "/dependent", "/direct/"):
+        assert answer("POST", path) == "FastAPI"
+    assert answer("GET", "/direct") == "FastAPI"
