@@ -51,7 +51,9 @@ def step() -> Iterator[Step]:
         assert process.stdout is not None
         print(json.dumps([case.family, case.bucket, case.arguments, num_compiled]), file=process.stdin, flush=True)
         found = process.stdout.readline()
-        assert found, f"{name}: the process ended with status {process.wait()}"
+        if not found:
+            del processes[gpu]  # the next case gets another one
+            raise AssertionError(f"{name}: the process ended with status {process.wait()}")
         answer: dict[str, Any] = json.loads(found)
         return answer
 
