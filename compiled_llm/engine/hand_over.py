@@ -49,5 +49,5 @@ def token_key(
     """
     facts = model_config, config.split_special_tokens, tokenizer
     # Numbers depend on how many threads a process has.
-    with own_settings(num_threads // (config.tensor_parallel_size * config.pipeline_parallel_size)):
+    with own_settings(num_threads // config.num_processes):
         return folder_key(config, facts, [checkpoint_directory(config)], device, ()).hex()
