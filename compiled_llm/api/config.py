@@ -318,6 +318,11 @@ class EngineConfig:
         return self.speculative_config
 
     @property
+    def num_processes(self) -> int:
+        """Ranks of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def transfers(self) -> bool:
         """Whether KV blocks come from other engines, or go there."""
         return self.role != "both" or self.kv_transfer_address is not None

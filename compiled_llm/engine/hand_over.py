@@ -44,9 +44,10 @@ def token_key(
 ) -> str:
     """Of all that tokens and their texts depend on besides their request: engines with the same key give the same.
 
-    How many tokens a request may have is left out. ``num_threads``: the engine's; ``tokenizer``: the library's, as
-    JSON.
+    How many tokens a request may have is left out. ``num_threads``: the engine's, of all its ranks and stages;
+    ``tokenizer``: the library's, as JSON.
     """
     facts = model_config, config.split_special_tokens, tokenizer
-    with own_settings(num_threads):
+    # Numbers depend on how many threads a process has.
+    with own_settings(num_threads // config.num_processes):
         return folder_key(config, facts, [checkpoint_directory(config)], device, ()).hex()

@@ -105,12 +105,12 @@ class RankProcesses(Worker):
                 of_all = quiet if rank else config, model_config, directory, num_draft_tokens, drafter, start
                 self.ranks.append(WorkerProcess(*of_all))
             self._start()
-            if rows is not None:
-                self._open_files(config, model_config, directory, drafter, os.dup(rows))
             if config.enable_lora:
                 self.adapters = readable(
                     linears_of(config, model_config, self.device, self.dtype), config, model_config, self.dtype
                 )
+            if rows is not None:  # last: a thread and a socket would outlive what fails behind it
+                self._open_files(config, model_config, directory, drafter, os.dup(rows))
         except BaseException:
             self._end(kill=True)
             raise
@@ -181,7 +181,9 @@ class RankProcesses(Worker):
         if self.files is not None:
             if output.files.resets:
                 self._settle()
-            self.files.submit(output.files, int)  # no step that is under way uses these rows
+                self.files.reset()
+            if output.files.reads or output.files.writes:
+                self.files.submit(output.files, int)  # no step that is under way uses these rows
         step = self._send(output, WorkerProcess.launch_message)[0]
         if self.files is not None:
             self._idle_seconds[step] = output.files.wait_seconds
@@ -192,6 +194,7 @@ class RankProcesses(Worker):
         for process in self.ranks:
             process.drop_results()
         self._idle_seconds.clear()
+        self._failed = None  # an error in one of them is no reason to be short with the next step
 
     def _send(self, content: Any, how: Callable[[WorkerProcess, Message], T]) -> list[T]:
         """To all ranks, packed once."""

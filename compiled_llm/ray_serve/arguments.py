@@ -100,11 +100,10 @@ def engine_config(arguments: Arguments, cluster: RayCluster) -> dict[str, Any]:
         ValueError: ``device`` is one GPU of several.
     """
     config = arguments.engine
-    ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     values: dict[str, Any] = {"device": cluster.device_type(config.device), "progress": "off"}
     if values["device"] == "cpu":
-        threads = config.num_threads or cluster.cores_each(arguments.most_replicas * ranks)
-        together = cluster.most_together(arguments.most_replicas, threads * ranks)
+        threads = config.num_threads or cluster.cores_each(arguments.most_replicas * config.num_processes)
+        together = cluster.most_together(arguments.most_replicas, threads * config.num_processes)
         values |= {"num_threads": threads, "gpu_memory_utilization": config.gpu_memory_utilization / together}
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} | values
 

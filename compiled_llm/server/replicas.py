@@ -64,8 +64,8 @@ def engine_clients(config: EngineConfig, settings: ServerSettings) -> list[Engin
         names = "data_parallel_size" + " and prefill_replicas together" * (settings.prefill_replicas > 0)
         raise ValueError(f"{names} must be at most {num_cores}, the cores that this process may use, given {count}")
     if config.num_threads is None:  # the same number for all: code is compiled for one
-        threads = threads_of(os.environ.get("OMP_NUM_THREADS", ""), max(1, granted_cores() // count))
-        config = dataclasses.replace(config, num_threads=threads)
+        most = max(1, granted_cores() // (count * config.num_processes))
+        config = dataclasses.replace(config, num_threads=threads_of(os.environ.get("OMP_NUM_THREADS", ""), most))
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [name.strip() for name in given.split(",")] if given else [str(index) for index in range(count)]
     clients = []

@@ -91,18 +91,21 @@ class FileThread:
         self._thread.start()
 
     def submit(self, files: FileOutput, wait: Callable[[], object]) -> None:
-        """Begin what a step asks for; ``wait`` returns when the step's copies are done."""
+        """Begin the reads and writes of a step; ``wait`` returns when the step's copies are done."""
         with self._changed:
-            if files.resets:
-                self._reads.clear()
-                self._writes.clear()
-                self._changed.wait_for(lambda: not self._is_busy)
-                self._reads.clear()  # what was to be asked for again
-                self._asked_again.clear()
-                self._result = self._result._replace(read=(), written=())
             self._reads += ((digest, row, source, wait) for digest, row, source in files.reads)
             self._writes += ((digest, row, windows, wait) for digest, row, windows in files.writes)
             self._changed.notify_all()
+
+    def reset(self) -> None:
+        """Drop all reads and writes, and wait for the one under way: then no row is used any more."""
+        with self._changed:
+            self._reads.clear()
+            self._writes.clear()
+            self._changed.wait_for(lambda: not self._is_busy)
+            self._reads.clear()  # what was to be asked for again
+            self._asked_again.clear()
+            self._result = self._result._replace(read=(), written=())
 
     def take_result(self, wait_seconds: float = 0.0) -> FileResult:
         """What has ended since the last call. Waits so long for something to end, if anything is to be done."""

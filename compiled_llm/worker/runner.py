@@ -59,6 +59,8 @@ class ModelRunner(StartedModel, Worker):
             return step
 
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
+        if output.files.resets and self.files is not None:
+            self.files.reset()  # before blocks are copied to rows that it still reads files into, or writes from
         if not output.request_ids:
             return self._move_files(output)
         preparing = time.perf_counter()
@@ -140,7 +142,7 @@ class ModelRunner(StartedModel, Worker):
         files = output.files
         if files.reads and (drafting := self.steps.drafting) is not None:
             drafting.lack_on_host([row for _, row, _ in files.reads if row > 0])  # the others are of states
-        if self.files is None or not (files.reads or files.writes or files.resets):
+        if self.files is None or not (files.reads or files.writes):
             return
         wait: Callable[[], object] = int  # on a CPU copies are done
         if self.device.type == "cuda":

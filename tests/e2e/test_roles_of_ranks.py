@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.parallel import rank_processes
 from compiled_llm.parallel.rank_processes import RankProcesses
 from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutput
 from compiled_llm.scheduling.worker import WorkerFailedError
@@ -104,6 +105,7 @@ def test_rows_are_given_anew_only_when_no_rank_uses_them(engines: Engines) -> No
     given_up = runner.launch(SchedulerOutput(request_ids=("nobody",), num_scheduled_tokens=(1,), token_ids=(5,)))
     step = runner.launch(SchedulerOutput(files=FileOutput(resets=True)))
     assert [process.num_received for process in runner.ranks] == [given_up + 1] * 2
+    assert runner._failed is None, "it failed in all ranks, but the next step has as much time as any"
     assert runner.collect(step).files is not None
     (out,) = engines[0].generate("Once upon a time", SamplingParams(max_tokens=4), use_tqdm=False)
     assert out.outputs[0].finish_reason == "length"
@@ -142,6 +144,18 @@ def test_blocks_of_a_killed_rank_are_taken_or_computed(engines: Engines) -> None
         assert [facts(finished(one)["a"])[2:]] == expected
         assert one.stats().peer_hit_tokens - before == taken
         ranks.close()
+
+
+@pytest.mark.battery
+def test_a_start_that_fails_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise ValueError("no adapters")
+
+    monkeypatch.setattr(rank_processes, "readable", refused)
+    gives: dict[str, Any] = {"role": "prefill", "kv_transfer_address": f"unix:{tmp_path}/blocks", **SIZES}
+    with pytest.raises(ValueError, match="no adapters"):
+        CompiledEngine(tensor_parallel_size=2, enable_lora=True, **gives, **EXACT)
+    assert not list(tmp_path.iterdir())
 
 
 # Families whose heads four ranks can share.

@@ -2,16 +2,19 @@
 
 import dataclasses
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_llm import CompiledEngine, LoRARequest, RequestOutput, SamplingParams
 from compiled_llm.scheduling import tiers as scheduling_tiers
 from compiled_llm.scheduling.host_blocks import HostBlock, MoveCosts
 from compiled_llm.scheduling.prefix_cache import PrefixCache
+from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutput
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.tiers import file_thread
 from compiled_llm.tiers.block_file import HEADER_BYTES
@@ -174,6 +177,42 @@ def test_damaged_files_are_noticed_and_computed_again(tiny: dict[str, Any], tmp_
     with CompiledEngine(str(checkpoint("llama")), **tiny, **disk) as engine:  # good ones are in their places
         assert tokens(engine, prompts) == expected
         assert engine.stats().disk_hit_tokens > 0
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "write"])
+def test_rows_are_given_anew_only_when_no_file_uses_them(
+    reads: bool, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps broke while a file was read or written: the next one copies a block to that row once it has ended."""
+    with CompiledEngine(str(checkpoint("llama")), **tiny, kv_disk_path=str(tmp_path / "kv")) as engine:
+        runner, began, goes_on = engine.own_runner, threading.Event(), threading.Event()
+        pool, seen = runner.swap_space.pools[0], list[bytes]()
+        assert runner.files is not None
+
+        def read_all(blocks: Any, source: Any) -> list[Any]:
+            began.set()
+            goes_on.wait(10)
+            blocks[0].own[:] = bytes([1]) * len(blocks[0].own)
+            return [None]
+
+        def write(digest: bytes, parts: Any, windows: Any) -> tuple[bool, list[bytes]]:
+            began.set()
+            goes_on.wait(10)
+            seen.append(bytes(parts[0]))
+            return False, []
+
+        for method in (read_all, write):
+            monkeypatch.setattr(runner.files.folder, method.__name__, method)
+        pool[0] = 2
+        asked = FileOutput(reads=((bytes(32), 1, None),)) if reads else FileOutput(writes=((bytes(32), 1, ()),))
+        runner.launch(SchedulerOutput(files=asked))
+        assert began.wait(10)
+        threading.Timer(0.2, goes_on.set).start()
+        runner.launch(SchedulerOutput(swapped_out=((1, 1), (2, 2)), files=FileOutput(resets=True)))
+        assert goes_on.is_set()
+        block = torch.cat([cache[1].flatten().view(torch.uint8) for cache in runner.steps.cache_groups()[0]])
+        assert torch.equal(pool[0], block), "the block of the step that began anew"
+        assert reads or seen == [bytes([2]) * pool.shape[1]], "the file has what it was to have"
 
 
 @pytest.mark.parametrize(

@@ -35,3 +35,15 @@ def test_the_key_of_tokens_is_of_what_changes_them() -> None:
         token_key(EngineConfig(seed=1), MODEL, device, 1, "a tokenizer"),
     ):
         assert other != key
+
+
+def test_ranks_have_the_key_of_one_process_with_as_many_threads_as_each() -> None:
+    """With exact sums their bits are the same, and without them no number of threads makes them so."""
+    device = torch.device("cpu")
+    exact, of_ranks = EngineConfig(tensor_parallel_exact=True), EngineConfig(tensor_parallel_size=2)
+    key = token_key(dataclasses.replace(of_ranks, tensor_parallel_exact=True), MODEL, device, 2, "a tokenizer")
+    assert token_key(exact, MODEL, device, 1, "a tokenizer") == key
+    assert token_key(exact, MODEL, device, 2, "a tokenizer") != key
+    assert token_key(of_ranks, MODEL, device, 2, "a tokenizer") != token_key(
+        EngineConfig(), MODEL, device, 1, "a tokenizer"
+    )

@@ -313,6 +313,8 @@ def test_each_engine_gets_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch
     clients = engine_clients(EngineConfig(), ServerSettings(data_parallel_size=2))
     assert sorted(core for client in clients for core in client.place.cores) == list(range(5))
     assert [client.config.num_threads for client in clients] == [2, 2], "as many, for graphs are compiled for a number"
+    of_ranks = engine_clients(EngineConfig(tensor_parallel_size=2), ServerSettings(data_parallel_size=2))
+    assert [client.config.num_threads for client in of_ranks] == [1, 1], "of each rank, which has its part of the cores"
     assert [client.config.progress for client in clients] == ["auto", "off"]
     assert [client.place.environment for client in clients] == [{"CUDA_VISIBLE_DEVICES": name} for name in "35"]
     monkeypatch.setattr(module, "granted_cores", lambda: 1)

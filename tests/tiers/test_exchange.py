@@ -192,7 +192,7 @@ def test_a_thread_asks_for_the_next_block_alone_and_writes_meanwhile() -> None:
     store.there = set(DIGESTS[:5])
     until(lambda: numbers.extend([len(thread.take_result().read)]) or sum(numbers) == 5)  # type: ignore[func-returns-value]
     thread.submit(FileOutput(reads=((DIGESTS[6], 1, source),)), int)
-    thread.submit(FileOutput(resets=True), int)
+    thread.reset()
     assert not thread._reads
     thread.close()
 
