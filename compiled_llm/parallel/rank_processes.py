@@ -214,6 +214,7 @@ class RankProcesses(Worker):
             RuntimeError: all failed in the same way, and go on.
         """
         self._check()
+        idle_seconds = self._idle_seconds.pop(step, 0.0)
         results = [process.result(step) for process in self.ranks]
         first, *others = results
         failed = [number for number, result in enumerate(results) if isinstance(result, Failure)]
@@ -233,7 +234,7 @@ class RankProcesses(Worker):
                 self._fail(number, f"rank {number} sampled other tokens than rank 0")
         if self.files is None or first.files is None:  # no files, or no room for a block in host memory
             return first
-        idle_seconds, began = self._idle_seconds.pop(step), time.perf_counter()
+        began = time.perf_counter()
         files = self.files.take_result(idle_seconds)._replace(copy_seconds=first.files.copy_seconds)
         waited = time.perf_counter() - began if idle_seconds else 0.0
         return dataclasses.replace(first, files=files, seconds=first.seconds + waited)

@@ -77,6 +77,20 @@ def serve_apart(prefill: CompiledEngine, decode: CompiledEngine, work: Work) -> 
     return outputs | finished(decode)
 
 
+def check_apart(
+    prefill: CompiledEngine, decode: CompiledEngine, work: Work, expected: dict[str, RequestOutput]
+) -> None:
+    """Two engines give for ``work`` what one does, and blocks go from the first to the second."""
+    outputs = serve_apart(prefill, decode, work)
+    for number, output in outputs.items():
+        assert facts(output) == facts(expected[number]), f"request {number}: {work[int(number)]}"
+    stats, given = decode.stats(), prefill.stats()
+    assert stats.peer_hit_tokens > 0
+    assert stats.num_takes_failed == 0
+    assert stats.peer_taken_bytes > 0
+    assert given.peer_given_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("name", "count", "transport"),
     [
@@ -101,14 +115,7 @@ def test_outputs_are_those_of_one_engine(name: str, count: int, transport: str, 
         expected = serve(engine, work)
     address = {"unix": f"unix:{tmp_path}/blocks", "tcp": "127.0.0.1:0", "nixl": "nixl:127.0.0.1:0"}[transport]
     with engine_of(model, arguments, "prefill", address) as prefill, engine_of(model, arguments, "decode") as decode:
-        outputs = serve_apart(prefill, decode, work)
-        for number, output in outputs.items():
-            assert facts(output) == facts(expected[number]), f"request {number}: {work[int(number)]}"
-        stats, given = decode.stats(), prefill.stats()
-        assert stats.peer_hit_tokens > 0
-        assert stats.num_takes_failed == 0
-        assert stats.peer_taken_bytes > 0
-        assert given.peer_given_bytes > 0
+        check_apart(prefill, decode, work, expected)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from compiled_llm.parallel.rank_processes import RankProcesses
 from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutput
 from compiled_llm.scheduling.worker import WorkerFailedError
 from tests.e2e.test_draft_model import SWAP, facts, random_work, serve
-from tests.e2e.test_roles import GREEDY, KEY, SMALL, alone, computed, finished, prompts_of, serve_apart
+from tests.e2e.test_roles import GREEDY, KEY, SMALL, alone, check_apart, computed, finished, prompts_of, serve_apart
 from tests.families import EVERY_CONFIG
 from tests.models.ranks import SHARED
 
@@ -202,14 +202,7 @@ def test_outputs_of_all_families(name: str, sizes: tuple[int, int], transport: s
         CompiledEngine(directory, tensor_parallel_size=sizes[0], **gives, **own) as prefill,
         CompiledEngine(directory, tensor_parallel_size=sizes[1], role="decode", **own) as decode,
     ):
-        outputs = serve_apart(prefill, decode, work)
-        for number, output in outputs.items():
-            assert facts(output) == facts(expected[number]), f"request {number}: {work[int(number)]}"
-        stats, given = decode.stats(), prefill.stats()
-        assert stats.peer_hit_tokens > 0
-        assert stats.num_takes_failed == 0
-        assert stats.peer_taken_bytes > 0
-        assert given.peer_given_bytes > 0
+        check_apart(prefill, decode, work, expected)
 
 
 def write_shared(name: str, directory: Path) -> str:
