@@ -7,7 +7,7 @@ neither on who comes first nor on how the work is cut. T rows, D columns.
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.library import define_op, like_first
+from compiled_llm.ops.library import define_op, like_first, on_gpu
 from compiled_llm.ops.parallel.rank_group import RankGroup, exchange
 
 TREE_LEAVES = 8
@@ -104,16 +104,19 @@ define_op(
     reference=all_reduce_reference,
     fake=like_first,
     cpu="parallel_cpu",
+    gpu=on_gpu("parallel.triton_reductions:all_reduce"),
 )
 define_op(
     "all_gather(Tensor x, Tensor place, Tensor(a!) memory, int size) -> Tensor",
     reference=all_gather_reference,
     fake=lambda x, place, memory, size: x.new_empty(x.shape[0], x.shape[1] * size),
     cpu="parallel_cpu",
+    gpu=on_gpu("parallel.triton_reductions:all_gather"),
 )
 define_op(
     "join_parts(Tensor parts, Tensor place, Tensor(a!) memory, int size, str dtype) -> Tensor",
     reference=join_parts_reference,
     fake=lambda parts, place, memory, size, dtype: parts.new_empty(parts.shape[1:], dtype=getattr(torch, dtype)),
     cpu="parallel_cpu",
+    gpu=on_gpu("parallel.triton_reductions:join_parts"),
 )
