@@ -53,7 +53,7 @@ class Share:
 class Work:
     """Attributes:
 
-    read, written: bytes.
+    read, written: bytes of the GPU's own memory; over_links: bytes that it reads of other GPUs' memory.
     flops: operations that the result needs, a multiply-add is two; ``padded_flops``: those that are made.
     bits: of the products' operands; 0 without products on matrix units.
     entries: how often a program runs its code around the main loop, over all: tasks; None: once each.
@@ -75,3 +75,4 @@ class Work:
     shares: Mapping[str, Share] = dataclasses.field(default_factory=dict)
     single: frozenset[str] = frozenset()
     steps: int = 0
+    over_links: int = 0

@@ -192,8 +192,12 @@ def step_on_fakes(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
 
 
 def shared(linears: LinearKind, shard: Shard) -> LinearKind:
-    """Layers of a rank of several. What these exchange is described alone: no GPU has ops for it yet."""
-    return Sharding(linears, shard, RankGroup.of(shard.rank, shard.size, torch.zeros(0, dtype=torch.uint8)))
+    """Layers of a rank of several, whose memory is described alone."""
+    from compiled_llm.ops.parallel.triton_reductions import bytes_on_gpu  # it loads Triton
+
+    place = torch.zeros(1 + shard.size, dtype=torch.int64)
+    memory = torch.empty(bytes_on_gpu(), dtype=torch.uint8, device="meta")
+    return Sharding(linears, shard, RankGroup(place, memory))
 
 
 def faked(tree: Any) -> Any:

@@ -29,6 +29,9 @@ BESIDES = frozenset(
         "shrink_rows",
         "changes_of",
         "wait_for_programs",
+        "wait_for_ranks",
+        "sum_section",
+        "gather_sections",
         "expand",
         "_ask_for_b",
     }

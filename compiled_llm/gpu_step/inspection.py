@@ -36,6 +36,7 @@ class Row:
             "op": self.launch.op,
             "read": self.work.read,
             "written": self.work.written,
+            "over_links": self.work.over_links,
             "flops": self.work.flops,
             "us": round(self.estimate.seconds * 1e6, 3),
             "bound_by": self.estimate.bound_by,
@@ -104,6 +105,11 @@ class Inspection:
         return sum(self.rows[place].work.read + self.rows[place].work.written for place in self.order)
 
     @property
+    def num_link_bytes(self) -> int:
+        """That the launches of the whole step read of other GPUs' memory; the estimate leaves these out."""
+        return sum(self.rows[place].work.over_links for place in self.order)
+
+    @property
     def flops(self) -> int:
         """That the whole step needs."""
         return sum(self.rows[place].work.flops for place in self.order)
@@ -135,6 +141,7 @@ class Inspection:
             "programmatic_launches": self.num_programmatic,
             "step_us": round(self.seconds() * 1e6, 1),
             "step_bytes": self.num_bytes,
+            "step_link_bytes": self.num_link_bytes,
             "bandwidth_share": round(self.bandwidth_share, 3),
             "dynamic_inputs": list(self.dynamic_inputs),
             "skip_reasons": list(self.skip_reasons),

@@ -27,7 +27,6 @@ _ATTENTION = (
     "paged_attention", "rotary_attention", "decode_attention", "rotary_decode_attention",
     "rotary_latent_attention", "rotary_latent_decode_attention",
 )  # fmt: skip
-_BETWEEN_RANKS = ("all_reduce", "all_gather", "join_parts")  # taken to be one launch each: no GPU has them yet
 _STATES = ("short_convolution", "gated_delta_rule", "mamba2_scan")
 _ALLOCATES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
@@ -167,10 +166,6 @@ class _Recorder(TorchDispatchMode):
         self.launches.append(Launch(name, kind, self._op, read, tuple(outputs)))
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        if func.overloadpacket.__name__ in _BETWEEN_RANKS:
-            result = func(*args, **kwargs)
-            self.add(func.overloadpacket.__name__, [args[0]], [result])
-            return result
         before = self._op, self._mutated, self._fresh
         self._op = func.overloadpacket.__name__
         pairs = zip(func._schema.arguments, args, strict=False)

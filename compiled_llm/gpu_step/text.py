@@ -18,9 +18,9 @@ def text_of(inspection: Inspection, measured: Measured | None = None) -> str:
         f"a layer, from its attention to the next: {last.stop - last.start} launches": last,
         "from the last layer's attention on": slice(last.stop, len(inspection.rows)),
     }
-    lines = []
+    lines, has_links = [], inspection.num_link_bytes > 0
     for title, part in parts.items():
-        rows = [_cells(inspection.rows[place], measured, place) for place in range(part.start, part.stop)]
+        rows = [_cells(inspection.rows[place], measured, place, has_links) for place in range(part.start, part.stop)]
         lines.append(f"{title}\n{text_table(rows)}\n")
     lines.append(
         f"{inspection.gpu.name}, {inspection.step.bucket.name}, {inspection.step.dtype}, "
@@ -31,10 +31,22 @@ def text_of(inspection: Inspection, measured: Measured | None = None) -> str:
         f"launches from layer to layer: {' '.join(map(str, inspection.launches_per_layer))}\n"
         f"launches that may start while the one before still runs, which the estimate leaves out: "
         f"{inspection.num_programmatic}\n"
+        f"{_links_text(inspection)}"
         f"inputs without a static address: {len(inspection.dynamic_inputs)}; reasons to skip the CUDA graph: "
         f"{'; '.join(inspection.skip_reasons) or 'none'}"
     )
     return "\n".join(lines) + ("" if measured is None else _measured_text(measured, inspection))
+
+
+def _links_text(inspection: Inspection) -> str:
+    """What several GPUs exchange."""
+    if not inspection.num_link_bytes:
+        return ""
+    exchanging = [place for place in inspection.order if inspection.rows[place].work.over_links]
+    return (
+        f"read of other GPUs' memory, which the estimate leaves out: {inspection.num_link_bytes / 1e6:.2f} MB in "
+        f"{len(exchanging)} launches\n"
+    )
 
 
 def _measured_text(measured: Measured, inspection: Inspection) -> str:
@@ -51,7 +63,7 @@ def _measured_text(measured: Measured, inspection: Inspection) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row, measured: Measured | None, place: int) -> dict[str, Any]:
+def _cells(row: Row, measured: Measured | None, place: int, has_links: bool) -> dict[str, Any]:
     values = row.as_json()
     flight = f"{values['in_flight'] / 1024:.1f} of {values['wanted'] / 1024:.1f}" if "in_flight" in values else ""
     loop = values.get("loop") or {}
@@ -60,6 +72,7 @@ def _cells(row: Row, measured: Measured | None, place: int) -> dict[str, Any]:
         "kind": values["kind"],
         "read KB": values["read"] / 1024,
         "written KB": values["written"] / 1024,
+        **({"links KB": values["over_links"] / 1024} if has_links else {}),
         "MFLOP": values["flops"] / 1e6,
         "us": values["us"],
         "bound by": values["bound_by"],

@@ -438,6 +438,26 @@ def _keep_rows(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     return Work(written + a["indices"].nbytes, written)
 
 
+def _sum_of_ranks(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Through slots: one-shot a rank reads the slots of all, two-shot a section of each and the sums of all."""
+    own, out, others = a["size"] * a["x"].itemsize, a["out"].nbytes, a["RANKS"] - 1
+    trips, waits = kernel.programs * -(-a["run"] // a["BLOCK"]), {"wait_for_ranks": Share(kernel.programs)}
+    if not a["TWO_SHOT"]:
+        return Work(a["x"].nbytes + own, own + out, trips=trips, shares=waits, over_links=others * own)
+    section = Share(kernel.programs, -(-a["run"] // a["RANKS"] // a["BLOCK"]))
+    shares = {**waits, "sum_section": section, "gather_sections": section}
+    read = (own + out) // a["RANKS"]  # of a rank: its section, and its sums
+    return Work(
+        a["x"].nbytes + read, own + out + out // a["RANKS"], trips=trips, shares=shares, over_links=others * read
+    )  # fmt: skip
+
+
+def _gather_of_ranks(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    own, trips = a["x"].nbytes, kernel.programs * -(-a["run"] // a["BLOCK"])
+    waits = {"wait_for_ranks": Share(kernel.programs)}
+    return Work(2 * own, own + a["out"].nbytes, trips=trips, shares=waits, over_links=(a["RANKS"] - 1) * own)
+
+
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
@@ -451,6 +471,8 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "norm_kernel": _norm,
     "lora_kernel": _lora,
     "keep_rows_kernel": _keep_rows,
+    "rank_sum_kernel": _sum_of_ranks,
+    "rank_gather_kernel": _gather_of_ranks,
     **LATENT_RULES,
     **STATE_RULES,
     "grouped_kernel": _grouped_sum,

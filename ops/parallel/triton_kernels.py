@@ -12,7 +12,7 @@ from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 
 @triton.jit
-def sum_kernel(
+def rank_sum_kernel(
     x, out, place, memory, size, run, PIECE: tl.constexpr, SUMS: tl.constexpr, SLOT: tl.constexpr, RANKS: tl.constexpr,
     LANES: tl.constexpr, PARTS: tl.constexpr, TREE: tl.constexpr, TWO_SHOT: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
@@ -40,7 +40,10 @@ def sum_kernel(
             tl.store(own + at, sum_of_parts(x + first + at, at < elements, size, 0, PARTS), mask=at < elements)
         come_to(2 * piece, place, memory, RANKS, LANES)
         if TWO_SHOT:
-            _sum_by_sections(x, out + first, place, memory, slot, piece, elements, SUMS, RANKS, LANES, TREE, BLOCK)
+            section = (tl.cdiv(elements, RANKS) + 15) // 16 * 16
+            sum_section(x, out, place, slot, section, elements, SUMS, RANKS, TREE, BLOCK)
+            come_to(2 * piece + 1, place, memory, RANKS, LANES)
+            gather_sections(out + first, place, slot, section, elements, SUMS, RANKS, BLOCK)
         else:
             for block in range(0, elements, BLOCK):
                 at = block + tl.arange(0, BLOCK)
@@ -50,12 +53,11 @@ def sum_kernel(
 
 
 @triton.jit
-def _sum_by_sections(
-    x, out, place, memory, slot, piece, elements, SUMS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
-    TREE: tl.constexpr, BLOCK: tl.constexpr,
+def sum_section(
+    x, out, place, slot, section, elements, SUMS: tl.constexpr, RANKS: tl.constexpr, TREE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each rank sums a section of the piece, and all gather these."""
-    section = (tl.cdiv(elements, RANKS) + 15) // 16 * 16
+    """The rank's section of a piece, in the dtype of ``out``, to its own slot."""
     rank = tl.load(place).to(tl.int32)
     sums = memory_of(place, rank, slot + SUMS, out.dtype.element_ty)
     for block in range(0, section, BLOCK):
@@ -63,7 +65,13 @@ def _sum_by_sections(
         is_own = (at < section) & (rank * section + at < elements)
         total = sum_of_ranks(place, slot, rank * section + at, is_own, x.dtype.element_ty, RANKS, TREE)
         tl.store(sums + at, total.to(out.dtype.element_ty), mask=is_own)
-    come_to(2 * piece + 1, place, memory, RANKS, LANES)
+
+
+@triton.jit
+def gather_sections(
+    out, place, slot, section, elements, SUMS: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The sums of all ranks' sections."""
     for block in range(0, section, BLOCK):
         for other in tl.static_range(RANKS):
             at = block + tl.arange(0, BLOCK)
@@ -105,7 +113,7 @@ def _tree_of_ranks(place, slot, at, mask, DTYPE: tl.constexpr, FIRST: tl.constex
 
 
 @triton.jit
-def gather_kernel(
+def rank_gather_kernel(
     x, out, place, memory, size, run, width, PIECE: tl.constexpr, SLOT: tl.constexpr, RANKS: tl.constexpr,
     LANES: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip

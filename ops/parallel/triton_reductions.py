@@ -7,7 +7,7 @@ from torch import Tensor
 from compiled_llm.ops.parallel.rank_group import MOST_RANKS
 from compiled_llm.ops.parallel.reductions import TREE_LEAVES, join_parts_reference
 from compiled_llm.ops.parallel.triton_exchange import CHANNELS, HEADER_BYTES
-from compiled_llm.ops.parallel.triton_kernels import gather_kernel, sum_kernel
+from compiled_llm.ops.parallel.triton_kernels import rank_gather_kernel, rank_sum_kernel
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.triton_checks import DTYPES, check_contiguous, refuse
 
@@ -22,8 +22,8 @@ _ONE_SHOT_BYTES = 1 << 21  # of all ranks
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def bytes_on_gpu(slot: int) -> int:
-    """Of memory with slots of ``slot`` bytes; all ranks must have as much."""
+def bytes_on_gpu(slot: int = 1 << 18) -> int:
+    """Of memory with slots of ``slot`` bytes; all ranks must have as much. A sum has as many pieces as it needs."""
     return HEADER_BYTES.value + 2 * CHANNELS.value * -(-slot // _ALIGNED) * _ALIGNED
 
 
@@ -62,7 +62,7 @@ def all_gather(x: Tensor, place: Tensor, memory: Tensor, size: int) -> Tensor:
     integer, slot = _INTEGERS[x.itemsize], _slot_of(memory)
     block = _BLOCK_BYTES // x.itemsize
     programs, run = _shares(x.numel(), block, "all_gather")
-    gather_kernel[(programs,)](
+    rank_gather_kernel[(programs,)](
         x.view(integer),
         out.view(integer),
         place,
@@ -94,7 +94,7 @@ def _sum(x: Tensor, place: Tensor, memory: Tensor, dtype: torch.dtype, op: str) 
     # Two-shot the sums of a section, of up to 16 elements more than an equal share, lie behind the piece.
     piece = (slot - 2 * _ALIGNED) * size // (size * x.itemsize + dtype.itemsize) if is_two_shot else slot // x.itemsize
     piece = piece * x.itemsize // _ALIGNED * _ALIGNED // x.itemsize
-    sum_kernel[(programs,)](
+    rank_sum_kernel[(programs,)](
         x,
         out,
         place,

@@ -265,7 +265,7 @@ STEPS = {
     "gpt-oss, weights in mxfp4, programmatic": Case(
         "gpt-oss", (7,), (4, 9), arguments=PROGRAMMATIC | {"quantization": "mxfp4"}, programmatic=13
     ),
-    # Sums and joins over the ranks are taken to be a launch each.
+    # Sums and joins over the ranks are a launch each.
     "qwen3, two ranks": Case("qwen3", (9,), (6, 17), arguments={"tensor_parallel_size": 2}),
     "qwen3, four ranks": Case("qwen3", (9,), (6, 17), arguments={"tensor_parallel_size": 4}),
     "qwen3, two ranks, exact sums": Case(  # four products and their stack, for each sum

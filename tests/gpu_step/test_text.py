@@ -1,5 +1,8 @@
 """An inspection as it is printed, and measured times beside the estimates."""
 
+import dataclasses
+
+from compiled_llm.gpu_step.amounts import Work
 from compiled_llm.gpu_step.measured import Measured, Unmatched
 from compiled_llm.gpu_step.text import text_of
 from tests.gpu_step.made_up import inspection
@@ -12,6 +15,15 @@ def test_estimates_alone() -> None:
     assert "decode_8, bfloat16, 1024 keys" in text
     assert "rotary_attention: split_kernel" in text
     assert "measured" not in text
+    assert "links" not in text
+
+
+def test_what_is_read_over_links_has_a_column() -> None:
+    alone = inspection()
+    shared = dataclasses.replace(alone.rows[3], work=Work(1000, 500, over_links=2 * 10**6))  # of a layer
+    text = text_of(dataclasses.replace(alone, rows=(*alone.rows[:3], shared, *alone.rows[4:])))
+    assert "links KB" in text
+    assert "read of other GPUs' memory, which the estimate leaves out: 6.00 MB in 3 launches" in text
 
 
 def test_measured_times_beside_the_estimates() -> None:

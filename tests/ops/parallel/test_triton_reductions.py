@@ -17,6 +17,7 @@ from compiled_llm.ops import RankGroup
 from compiled_llm.ops.parallel import reductions, triton_kernels, triton_reductions
 from compiled_llm.ops.parallel.rank_group import bytes_for
 from compiled_llm.ops.parallel.triton_exchange import CHANNELS
+from compiled_llm.ops.programmatic_launch import programmatic_launches
 from tests.drawn import marked
 from tests.ops import ahead_of_time, interpreted
 from tests.ops.ahead_of_time import empty, floats
@@ -161,8 +162,21 @@ def test_what_orders_memory(capability: tuple[int, int]) -> None:
             assert "st" not in kinds[told:heard]
             read = next(number for number in range(heard, len(kinds)) if kinds[number] == "ld")
             assert "bar.sync" in kinds[heard:read]
-        if launch[1][1].dtype == torch.bfloat16 and launch[0].__name__ == "sum_kernel":
+        if launch[1][1].dtype == torch.bfloat16 and launch[0].__name__ == "rank_sum_kernel":
             assert "cvt.rn.bf16" in binary.asm["ptx"], "rounded to the nearest; the interpreter does otherwise"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES[1:], ids=str)
+def test_a_programmatic_launch_waits_first(capability: tuple[int, int]) -> None:
+    """For the launches before it on its own GPU, before it touches memory that they or other ranks may use."""
+    memory = re.compile(r"griddepcontrol\.wait|ld\.global|st\.global|atom\.global")
+    with programmatic_launches():
+        recorded = [launch for launch in launches(capability, 2) if launch[2]["PROGRAMMATIC"]]
+    assert {launch[0].__name__ for launch in recorded} == {"rank_sum_kernel", "rank_gather_kernel"}
+    for launch in recorded:
+        found = memory.findall(ahead_of_time.compiled(launch, capability).asm["ptx"])
+        assert found[0] == "griddepcontrol.wait"
+        assert len(found) > 1
 
 
 def test_all_programs_fit_at_once() -> None:
