@@ -24,10 +24,10 @@ _LINE, _HEADER = 128, 16384
 
 
 class RankGroup(NamedTuple):
-    """Tensors, so that one graph serves all ranks."""
+    """Tensors, so that one graph serves all ranks. On GPUs (``triton_exchange.py``) each rank has memory of its own."""
 
-    place: Tensor  # [2] int64 on the CPU: rank, number of ranks
-    memory: Tensor  # [bytes] uint8 on the CPU, the same bytes in all ranks
+    place: Tensor  # [2] int64 on the CPU: rank, number of ranks; on N GPUs [1 + N]: rank, address of each one's memory
+    memory: Tensor  # [bytes] uint8 on the CPU, the same bytes in all ranks; on a GPU the rank's own, which all reach
 
     @classmethod
     def of(cls, rank: int, size: int, memory: Tensor) -> "RankGroup":
