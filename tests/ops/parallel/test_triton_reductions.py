@@ -53,7 +53,7 @@ class References:
 
 def ops_follow_each_other(size: int, two_shot: bool | None) -> None:
     """Of any shapes, one-shot and two-shot (None: in turns), whoever is late: the bits of the CPU's ops."""
-    count = 2 * len(ROUNDS)
+    count = len(ROUNDS) * (2 if size < 8 else 1)
 
     def of_cpu(rank: int, group: RankGroup) -> list[list[Tensor]]:
         return [every_op(rank, size, number, References, group) for number in range(count)]
