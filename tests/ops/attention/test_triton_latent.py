@@ -85,10 +85,10 @@ def of_mixed_rows(how: str, scaled: bool = False, **kwargs) -> None:
     turned(how, case, scaled)
 
 
-def of_trees(**kwargs) -> None:
-    """Two trees beside a decode, a chain of masks and a prompt; some across splits."""
+def of_trees(prompt: int = 70, **kwargs) -> None:
+    """Two trees beside a decode, a chain of masks and a prompt of so many tokens; some across splits."""
     rng = random.Random(0)
-    trees = [random_parents(64, rng), 1, random_parents(7, rng), [0, 1, 2], 70]
+    trees = [random_parents(64, rng), 1, random_parents(7, rng), [0, 1, 2], prompt]
     turned("fast", make_tree_case(trees, [300, 20, 129, 5, 3], make_case, latent_dim=64, **kwargs))
 
 
@@ -180,6 +180,7 @@ INTERPRETED = {
     "chunks-heads": functools.partial(chunks_change_no_bit, dtype=BF16, num_heads=40),
     "tree-bf16": functools.partial(of_trees, dtype=BF16, trailing_rows=2),
     "tree-int8-window": functools.partial(of_trees, dtype=BF16, kv_dtype=INT8, window=70),
+    "tree-int8-window-short": functools.partial(of_trees, prompt=5, dtype=BF16, kv_dtype=INT8, window=70, num_heads=2),
     "tree-fp8-heads": functools.partial(of_trees, dtype=FP16, kv_dtype=FP8, num_heads=20),
     "tree-float32-window": functools.partial(of_trees, dtype=FP32, window=64),
 }
@@ -279,6 +280,6 @@ def test_latents_that_are_too_long_are_refused() -> None:
 ORDINARY = [
     "fast-only-padding-bf16", "exact-mixed-bf16", "decode-c40-n5-int8",
     "turned-fast-scaled", "bad-latent-fast-int8",
-    "tree-int8-window",
+    "tree-int8-window-short",
 ]  # fmt: skip
 test_interpreted = interpreted.each_of(INTERPRETED, ORDINARY)

@@ -38,10 +38,10 @@ from tests.ops.linear.test_triton_surroundings import EPS, FORMS, KINDS, by_sing
 
 PARTS = {"one": (42,), "whole tiles": (16, 16, 10), "cut tiles": (7, 30, 5)}
 ROWS = 18
-STEPS = (  # slots of all rows, again and again; those of a launch
-    ((0, 2, 3, 1, 0), (slice(3, 4), slice(1, 8), slice(0, ROWS))),
-    ((2,), (slice(0, 2),)),
-    ((0,), (slice(0, 1),)),
+STEPS = (  # slots of a step's rows, again and again; how many rows; those of a launch
+    ((0, 2, 3, 1, 0), ROWS, (slice(3, 4), slice(1, 8), slice(0, ROWS))),
+    ((2,), 2, (slice(0, 2),)),
+    ((0,), 1, (slice(0, 1),)),
 )
 
 
@@ -56,15 +56,16 @@ def has_the_bits_of_a_launch_of_its_own(
     added = {name: drawn(ROWS, 21 if gated else 42, seed=5).bfloat16() for name in ("residual",) if name in around}
     norm = (1 + drawn(100, seed=4) / 4).bfloat16() if around.get("norm") else None
     given = Surroundings(**{**around, **added, "norm": norm, "eps": EPS})
-    for some, launches in STEPS:
-        slots = torch.tensor((some * ROWS)[:ROWS], dtype=torch.int32)
+    for some, count, launches in STEPS:
+        slots = torch.tensor((some * count)[:count], dtype=torch.int32)
 
         def apart(x: Tensor, *surroundings: Any, slots: Tensor = slots) -> Tensor:
             y = layer(x)
             triton_lora.add_lora(y, x, slots, *w)
             return y
 
-        whole = by_single_ops(apart, x, given)
+        cut = {name: tensor[:count] for name, tensor in added.items()}
+        whole = by_single_ops(apart, x[:count], given._replace(**cut))
         for rows in launches:
             own = given._replace(**{name: tensor[rows] for name, tensor in added.items()})
             assert torch.equal(layer(x[rows], *own._replace(lora=(slots[rows], *w, flags))), whole[rows])
