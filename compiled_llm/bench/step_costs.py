@@ -66,24 +66,31 @@ class Scales(NamedTuple):
 class StepTimes:
     """What an engine's steps take beside what ``costs`` say, those that only decode and those with prompts apart.
 
-    It sees what the engine launches from now on, until ``close``.
+    It sees what the engine launches from now on, until ``close``. What is done between two steps counts with the
+    second, if the engine had work.
     """
 
     def __init__(self, engine: CompiledEngine, costs: ReplicaCosts) -> None:
         self.measured, self.expected = {"decode": 0.0, "chunk": 0.0}, {"decode": 0.0, "chunk": 0.0}
         self._engine, self._costs, self._launch = engine, costs, engine.runner.launch
         self._launched: list[SchedulerOutput] = []
+        self._since: float | None = None  # when the engine had work first, after the step before
         engine.runner.launch = self._see  # type: ignore[method-assign]
 
     def _see(self, output: SchedulerOutput) -> Any:
         self._launched.append(output)
         return self._launch(output)
 
+    def add_request(self, name: str, tokens: list[int], params: SamplingParams) -> None:
+        self._since = self._since or time.perf_counter()
+        self._engine.add_request(name, tokens, params)
+
     def step(self) -> list[RequestOutput]:
         """``engine.step``, timed."""
-        start = time.perf_counter()
         given = self._engine.step()
-        seconds = time.perf_counter() - start
+        assert self._since is not None
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now if self._engine.has_unfinished_requests() else None
         for output in self._launched:
             kind, expected = self._expected(output)
             self.measured[kind] += seconds / len(self._launched)
@@ -185,7 +192,7 @@ def _serve_load(connection: Connection, engine: CompiledEngine, times: StepTimes
                 is_open = False
                 continue
             index, prompt, output = message
-            engine.add_request(f"{index}", _tokens(engine, rng, prompt), _params(output))
+            times.add_request(f"{index}", _tokens(engine, rng, prompt), _params(output))
         for done in times.step() if engine.has_unfinished_requests() else ():
             is_first = done.request_id not in begun
             begun.add(done.request_id)
@@ -285,7 +292,7 @@ def _in_service(engine: CompiledEngine, costs: ReplicaCosts, num_steps: int, rng
         for step in range(num_steps):
             if running < most and (not running or rng.random() < most / outputs):
                 tokens = _tokens(engine, rng, int(rng.integers(1, longest)))
-                engine.add_request(f"{step}", tokens, _params(int(rng.integers(1, outputs + 1))))
+                times.add_request(f"{step}", tokens, _params(int(rng.integers(1, outputs + 1))))
                 running += 1
             running -= sum(output.finished for output in times.step())
         while engine.has_unfinished_requests():

@@ -32,7 +32,7 @@ def test_what_keys_and_rows_add_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         slower = 3.0
         with contextlib.closing(step_costs.StepTimes(engine, costs)) as times:
             for number in range(4):
-                engine.add_request(f"{number}", [1 + number] * 20, SamplingParams(max_tokens=9, ignore_eos=True))
+                times.add_request(f"{number}", [1 + number] * 20, SamplingParams(max_tokens=9, ignore_eos=True))
             while engine.has_unfinished_requests():
                 times.step()
         scales = times.scales()
