@@ -5,7 +5,8 @@
 
 Each rank is a process with one thread on a core of its own. All call the op again and again, so that a call waits for
 the slowest rank, as in a step; the figures are of rank 0: the median of the rounds' means in microseconds, and the
-least. In each round the two ways run one after the other. Times on a machine that others use, or with fewer cores than
+least. In each round the two ways run one after the other, each with some calls first that do not count: ranks come
+from gloo's calls, in which they sleep, at different times. Times on a machine that others use, or with fewer cores than
 ranks, are mostly of waiting.
 """
 
@@ -31,7 +32,7 @@ from compiled_llm.system.numa import cores_of_ranks
 from compiled_llm.worker.rank_start import Inherited, RankStart, begin_rank
 
 COLUMNS = 1024
-CALLS = 100  # of a round's mean
+CALLS, UNCOUNTED = 100, 100  # of a round's mean; before them
 
 
 def parser(program: str) -> FlagParser:
@@ -44,9 +45,13 @@ def parser(program: str) -> FlagParser:
     return made
 
 
-def repeat(call: Callable[[], object]) -> None:
-    for _ in range(CALLS):
-        call()  # its result is freed at once: fresh memory would cost more than the sum
+def seconds_of_calls(call: Callable[[], object]) -> float:
+    def repeat(count: int) -> None:
+        for _ in range(count):
+            call()  # its result is freed at once: fresh memory would cost more than the sum
+
+    repeat(UNCOUNTED)
+    return seconds_of(lambda: repeat(CALLS))
 
 
 def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: Connection) -> None:
@@ -63,7 +68,7 @@ def run_rank(start: RankStart, args: argparse.Namespace, meeting: str, results: 
         assert all_reduce(x, group).eq(size * (size + 1) / 2).all()
         y = x.clone()  # gloo sums in place
         ways = {"op": lambda x=x: all_reduce(x, group), "gloo": lambda y=y: torch.distributed.all_reduce(y)}
-        runs = {name: lambda way=way: seconds_of(lambda: repeat(way)) for name, way in ways.items()}
+        runs = {name: lambda way=way: seconds_of_calls(way) for name, way in ways.items()}
         times = in_turns(runs, rounds=args.rounds)
         row: Row = {"KiB": kib}
         for name, seconds in times.items():

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,17 +29,89 @@ import torch
 from compiled_llm.api import tables
 from compiled_llm.api.command_line import FlagParser
 from compiled_llm.api.config import EngineConfig
+from compiled_llm.api.outputs import RequestOutput
 from compiled_llm.api.sampling_params import SamplingParams
 from compiled_llm.bench.harness import finish
 from compiled_llm.checkpoint.shapes import config_of, engine_parser
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.planning.costs import MeasuredCosts, Points, ReplicaCosts
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.system import hardware
 from compiled_llm.system.resources import total_memory
 
 _PROMPT, _STEPS = 16, 12  # tokens of a short prompt; steps of a measurement
 _STEPS_IN_SERVICE = 100  # of a round
 _LEAST_TOKENS = 128  # of a request: a prompt of 32, and all others' beside it
+
+
+class Scales(NamedTuple):
+    """What steps that only decode, and those with prompts, took, times what costs said."""
+
+    decode: float
+    chunk: float
+
+    def of(self, costs: ReplicaCosts) -> ReplicaCosts:
+        def scaled(points: Points, scale: float) -> Points:
+            return tuple((size, seconds * (scale or 1)) for size, seconds in points)
+
+        return dataclasses.replace(
+            costs,
+            decode=scaled(costs.decode, self.decode),
+            chunk=scaled(costs.chunk, self.chunk),
+            key_seconds=costs.key_seconds * (self.decode or 1),
+            pair_seconds=costs.pair_seconds * (self.chunk or 1),
+        )
+
+
+class StepTimes:
+    """What an engine's steps take beside what ``costs`` say, those that only decode and those with prompts apart.
+
+    It sees what the engine launches from now on, until ``close``. What is done between two steps counts with the
+    second, if the engine had work.
+    """
+
+    def __init__(self, engine: CompiledEngine, costs: ReplicaCosts) -> None:
+        self.measured, self.expected = {"decode": 0.0, "chunk": 0.0}, {"decode": 0.0, "chunk": 0.0}
+        self._engine, self._costs, self._launch = engine, costs, engine.runner.launch
+        self._launched: list[SchedulerOutput] = []
+        self._since: float | None = None  # when the engine had work first, after the step before
+        engine.runner.launch = self._see  # type: ignore[method-assign]
+
+    def _see(self, output: SchedulerOutput) -> Any:
+        self._launched.append(output)
+        return self._launch(output)
+
+    def add_request(self, name: str, tokens: list[int], params: SamplingParams) -> None:
+        self._since = self._since or time.perf_counter()
+        self._engine.add_request(name, tokens, params)
+
+    def step(self) -> list[RequestOutput]:
+        """``engine.step``, timed."""
+        given = self._engine.step()
+        assert self._since is not None
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now if self._engine.has_unfinished_requests() else None
+        for output in self._launched:
+            kind, expected = self._expected(output)
+            self.measured[kind] += seconds / len(self._launched)
+            self.expected[kind] += expected
+        self._launched.clear()
+        return given
+
+    def _expected(self, output: SchedulerOutput) -> tuple[str, float]:
+        rows = keys = tokens = pairs = 0
+        for done, count in zip(output.num_computed_tokens, output.num_scheduled_tokens, strict=True):
+            if done and count == 1:
+                rows, keys = rows + 1, keys + done + 1
+            else:
+                tokens, pairs = tokens + count, pairs + count * done + count * (count + 1) // 2
+        return "chunk" if tokens else "decode", self._costs.step_seconds(rows, keys, tokens, pairs)
+
+    def scales(self) -> Scales:
+        return Scales(*(self.measured[kind] / (self.expected[kind] or 1) for kind in ("decode", "chunk")))
+
+    def close(self) -> None:
+        self._engine.runner.launch = self._launch  # type: ignore[method-assign]
 
 
 class Engines:
@@ -93,7 +165,7 @@ def mean_of(found: Sequence[ReplicaCosts]) -> ReplicaCosts:
 
 
 def _serve(connection: Connection, config: EngineConfig) -> None:
-    """A message is how many rounds to measure, or the first request of a load."""
+    """A message is how many rounds to measure, or the costs that a load is compared with."""
     rng = np.random.default_rng(0)  # one for all: no prompt begins like another
     with CompiledEngine.from_config(config) as engine, contextlib.suppress(EOFError):
         measure(engine, 1, rng)
@@ -103,29 +175,30 @@ def _serve(connection: Connection, config: EngineConfig) -> None:
             if isinstance(message, int):
                 connection.send(measure(engine, message, rng))
             else:
-                _serve_load(connection, engine, message, rng)
+                with contextlib.closing(StepTimes(engine, message)) as times:
+                    _serve_load(connection, engine, times, rng)
 
 
-def _serve_load(connection: Connection, engine: CompiledEngine, first: Any, rng: np.random.Generator) -> None:
+def _serve_load(connection: Connection, engine: CompiledEngine, times: StepTimes, rng: np.random.Generator) -> None:
     """Serve (index, prompt tokens, output tokens) as they come, until None.
 
-    Sends (index, time, whether it is the first token, whether it is the last) and, when all have ended, None.
+    Sends (index, time, whether it is the first token, whether it is the last) and, when all have ended, ``Scales``.
     """
-    come, is_open, begun = [first], True, set[str]()
+    is_open, begun = True, set[str]()
     while is_open or engine.has_unfinished_requests():
-        while is_open and (come or connection.poll(0) or not engine.has_unfinished_requests()):
-            message = come.pop() if come else connection.recv()
+        while is_open and (connection.poll(0) or not engine.has_unfinished_requests()):
+            message = connection.recv()
             if message is None:
                 is_open = False
                 continue
             index, prompt, output = message
-            engine.add_request(f"{index}", _tokens(engine, rng, prompt), _params(output))
-        for done in engine.step() if engine.has_unfinished_requests() else ():
+            times.add_request(f"{index}", _tokens(engine, rng, prompt), _params(output))
+        for done in times.step() if engine.has_unfinished_requests() else ():
             is_first = done.request_id not in begun
             begun.add(done.request_id)
             if is_first or done.finished:
                 connection.send((int(done.request_id), time.monotonic(), is_first, done.finished))
-    connection.send(None)
+    connection.send(times.scales())
 
 
 def _tokens(engine: CompiledEngine, rng: np.random.Generator, count: int) -> list[int]:
@@ -214,38 +287,17 @@ def _in_service(engine: CompiledEngine, costs: ReplicaCosts, num_steps: int, rng
     Steps that are alike find their code and weights in the processor's caches, and nothing is done between them.
     """
     longest = max(2, min(engine.runner.limits.max_model_len, costs.max_tokens_beside_decodes) // 2)
-    most, outputs = min(8, costs.max_num_seqs), min(48, longest)
-    prompts, running = dict[str, int](), dict[str, int]()  # tokens of what waits, and of what has begun
-    measured, expected = {"decode": 0.0, "chunk": 0.0}, {"decode": 0.0, "chunk": 0.0}
-    for step in itertools.count():
-        start = time.perf_counter()
-        if step < num_steps and len(running) < most and (not running or rng.random() < most / outputs):
-            prompts[f"{step}"] = int(rng.integers(1, longest))
-            tokens = _tokens(engine, rng, prompts[f"{step}"])
-            engine.add_request(f"{step}", tokens, _params(int(rng.integers(1, outputs + 1))))
-        elif not engine.has_unfinished_requests():
-            break
-        given = engine.step()
-        seconds = time.perf_counter() - start
-        rows = keys = count = pairs = 0
-        for output in given:
-            name = output.request_id
-            if name in running:
-                running[name] += 1
-                rows, keys = rows + 1, keys + running[name]
-            else:
-                running[name] = prompts.pop(name)
-                count, pairs = count + running[name], pairs + running[name] * (running[name] + 1) // 2
-            if output.finished:
-                del running[name]
-        kind = "chunk" if count else "decode"
-        measured[kind] += seconds
-        expected[kind] += costs.step_seconds(rows, keys, count, pairs)
-
-    def scaled(points: Points, kind: str) -> Points:
-        return tuple((size, seconds * measured[kind] / (expected[kind] or 1)) for size, seconds in points)
-
-    return dataclasses.replace(costs, decode=scaled(costs.decode, "decode"), chunk=scaled(costs.chunk, "chunk"))
+    most, outputs, running = min(8, costs.max_num_seqs), min(48, longest), 0
+    with contextlib.closing(StepTimes(engine, costs)) as times:
+        for step in range(num_steps):
+            if running < most and (not running or rng.random() < most / outputs):
+                tokens = _tokens(engine, rng, int(rng.integers(1, longest)))
+                times.add_request(f"{step}", tokens, _params(int(rng.integers(1, outputs + 1))))
+                running += 1
+            running -= sum(output.finished for output in times.step())
+        while engine.has_unfinished_requests():
+            times.step()
+    return times.scales().of(costs)
 
 
 def _points(buckets: Sequence[int]) -> list[int]:

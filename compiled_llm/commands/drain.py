@@ -11,6 +11,8 @@ computed again. Streams of clients go on.
 With --to, all requests of the server (or of one engine) go to another server with --allow-drain, the same model and the
 same COMPILED_LLM_KV_KEY. The first one passes answers on, and ends, with status 0, when all are. See docs/roles.md.
 
+Other users of the machine see keys on a command line, and not those of the environment.
+
 Exit status: 0, 2 where the server refuses it or does not answer.
 """
 
@@ -22,7 +24,7 @@ from compiled_llm.api.command_line import FlagParser, errors_end
 from compiled_llm.system.process import GuardedStream, StopSignals
 from compiled_llm.system.program import as_program
 
-_KEY_VARIABLE = "COMPILED_LLM_API_KEY"
+_KEY_VARIABLE, _TO_KEY_VARIABLE = "COMPILED_LLM_API_KEY", "COMPILED_LLM_TO_API_KEY"
 
 
 def parser(program: str) -> FlagParser:
@@ -30,7 +32,7 @@ def parser(program: str) -> FlagParser:
     made.add_argument("url", metavar="URL", help="of the server, such as http://127.0.0.1:8000")
     made.add_argument("--engine", type=int, metavar="N", help="its number, from 0; may be left out with --to")
     made.add_argument("--to", metavar="URL2", help="another server that its requests go to")
-    made.add_argument("--to-api-key", metavar="KEY", help="of that server")
+    made.add_argument("--to-api-key", metavar="KEY", help=f"of that server; without it {_TO_KEY_VARIABLE}")
     made.add_argument("--grace-seconds", type=float, default=5.0, help="that its KV blocks may take (default: 5)")
     made.add_argument("--undo", action="store_true", help="let requests go to it again instead")
     made.add_argument("--api-key", metavar="KEY", help=f"of the server; without it the environment's {_KEY_VARIABLE}")
@@ -51,7 +53,8 @@ def main(program: str, arguments: Sequence[str] | None, stdout: GuardedStream, s
             raise ValueError("--to and --to-api-key have no meaning with --undo")
         body: dict[str, Any] = {"engine": args.engine}
         if not args.undo:
-            body |= {"grace_seconds": args.grace_seconds, "to": args.to, "to_api_key": args.to_api_key}
+            of_other = args.to_api_key or (args.to and os.environ.get(_TO_KEY_VARIABLE)) or None
+            body |= {"grace_seconds": args.grace_seconds, "to": args.to, "to_api_key": of_other}
         answer = ServerClient(args.url, key).post("/undrain" if args.undo else "/drain", body)
     what = "gets requests again" if args.undo else f"is drained: {answer['moved']} requests moved"
     stdout.write(f"{'the server' if args.engine is None else f'engine {args.engine}'} {what}\n")

@@ -434,5 +434,10 @@ class StartedModel:
             of_model = self.model_config, self.dtype, self.exact, self._directory, self._drafter
             self.files = open_files(config, *of_model, self.device, self.swap_space.layout, self.swap_space.pools)
             contents, known = (self.files.folder.key.hex(),), tuple(self.files.folder.known)
-        found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
+        try:
+            found = worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress, agreed)
+        except BaseException:
+            if self.files is not None:
+                self.files.close()  # its threads would outlive a start that failed
+            raise
         return dataclasses.replace(found, blocks_on_disk=known)

@@ -18,7 +18,7 @@ from compiled_llm.scheduling.scheduler_output import FileOutput, SchedulerOutput
 from compiled_llm.scheduling.tiers import KVTiers
 from compiled_llm.tiers import file_thread
 from compiled_llm.tiers.block_file import HEADER_BYTES
-from compiled_llm.worker import block_copies
+from compiled_llm.worker import block_copies, started_model
 from tests.adapters.made import linear_modules, write_adapter
 from tests.draft_heads import write_eagle3, write_medusa
 from tests.drafting_networks import inexact_copy
@@ -439,6 +439,20 @@ def test_a_bound_of_files_has_room_for_one(model: str, what: str, tmp_path: Path
     with pytest.raises(ValueError, match=rf"kv_disk_bytes must be at least \d+, {what}, given 1000"):
         CompiledEngine(str(checkpoint(model)), **SMALL, **sizes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_late_leaves_no_thread(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        assert len(threading.enumerate()) > len(before), "nothing reads files yet"
+        raise RuntimeError("no costs")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(started_model, "worker_facts", fails)
+    with pytest.raises(RuntimeError, match="no costs"):
+        CompiledEngine(str(checkpoint("llama")), **tiny, kv_disk_path=str(tmp_path / "kv"))
+    assert set(threading.enumerate()) <= before
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:

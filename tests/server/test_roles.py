@@ -639,4 +639,8 @@ def test_another_server_is_refused_by_name(
             with pytest.raises(SystemExit, match="2"):
                 main("drain", [first.url, *arguments])
             assert said in capfd.readouterr().err
+        monkeypatch.setenv("COMPILED_LLM_TO_API_KEY", "k")  # which nobody sees on a command line
+        with pytest.raises(SystemExit, match="2"):
+            main("drain", [first.url, "--to", second.url, "--engine", "0"])
+        assert "engine must not be the last one" in capfd.readouterr().err
         assert first.http.get("/health").status_code == 200, "nothing was moved"
