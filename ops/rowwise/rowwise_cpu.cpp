@@ -4,12 +4,14 @@
 // any company, which they are not where a compiler cuts loops by their sizes.
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "../moe/routing_cpu.h"
+#include "../parallel/shared_buffers.h"
 #include "rowwise_cpu_rows.h"
 
 namespace {
@@ -215,13 +217,60 @@ Tensor sigmoid_gated(const Tensor& x, const Tensor& gate) {
   return out;
 }
 
+// Chunk after chunk in double.
+float log_of_sum(const float* sums, int64_t count) {
+  double total = 0;
+  for (int64_t i = 0; i < count; ++i) total += sums[i];
+  return static_cast<float>(std::log(total));
+}
+
 std::tuple<Tensor, Tensor> log_sum_exp(const Tensor& logits) {
   const RowKernels& kernels = kernels_for(logits, "log_sum_exp");
   const Rows from = rows_of(logits, "log_sum_exp", "logits");
   const int64_t rows = logits.size(0), size = logits.size(1);
   Tensor peak = empty({rows}, kFloat), log_total = empty({rows}, kFloat);
   float *peaks = peak.data<float>(), *log_totals = log_total.data<float>();
-  for_rows(rows, 2 * size, [&](int64_t row) { kernels.log_sum_exp(from[row], size, peaks + row, log_totals + row); });
+  for_rows(rows, 2 * size, [&](int64_t row) {
+    static thread_local std::vector<float> sums;
+    sums.resize((size + kSumChunk - 1) / kSumChunk);
+    peaks[row] = kernels.peak(from[row], size);
+    kernels.sums_of_exp(from[row], size, peaks[row], sums.data());
+    log_totals[row] = log_of_sum(sums.data(), sums.size());
+  });
+  return {std::move(peak), std::move(log_total)};
+}
+
+// Of logits of which each rank has those of whole chunks of tokens.
+std::tuple<Tensor, Tensor> log_sum_exp_of_ranks(const Tensor& own, const Tensor& place, const Tensor& memory, int64_t vocab_size) {
+  const char* op = "log_sum_exp_of_ranks";
+  const RowKernels& kernels = kernels_for(own, op);
+  const Rows from = rows_of(own, op, "own");
+  Exchange ranks(place, memory, op);
+  const int64_t rows = own.size(0), width = own.size(1), chunks = width / kSumChunk;
+  CHECK_VALUE(width % kSumChunk == 0 && vocab_size > 0 && vocab_size <= width * ranks.size, op,
+              ": ranks must have whole chunks of ", kSumChunk, " tokens, and all of the vocabulary, got ", width, " of ", vocab_size,
+              " in each of ", ranks.size, " ranks");
+  const int64_t size = std::clamp(vocab_size - ranks.rank * width, int64_t{0}, width);
+  Tensor peak = empty({rows}, kFloat), log_total = empty({rows}, kFloat);
+  float *peaks = peak.data<float>(), *log_totals = log_total.data<float>();
+  for_rows(rows, width, [&](int64_t row) { peaks[row] = kernels.peak(from[row], size); });
+  std::vector<float> all(ranks.size * rows), sums(rows * chunks), of_all(ranks.size * rows * chunks), row_sums;
+  share(ranks, reinterpret_cast<const char*>(peaks), rows * 4, reinterpret_cast<char*>(all.data()));
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t rank = 0; rank < ranks.size; ++rank) {
+      const float other = all[rank * rows + row];
+      peaks[row] = rank == 0 || other > peaks[row] || std::isnan(other) ? other : peaks[row];
+    }
+  for_rows(rows, 2 * width, [&](int64_t row) { kernels.sums_of_exp(from[row], size, peaks[row], sums.data() + row * chunks); });
+  share(ranks, reinterpret_cast<const char*>(sums.data()), rows * chunks * 4, reinterpret_cast<char*>(of_all.data()));
+  for (int64_t row = 0; row < rows; ++row) {
+    row_sums.clear();
+    for (int64_t rank = 0; rank < ranks.size; ++rank) {
+      const auto first = of_all.begin() + (rank * rows + row) * chunks;
+      row_sums.insert(row_sums.end(), first, first + chunks);
+    }
+    log_totals[row] = log_of_sum(row_sums.data(), (vocab_size + kSumChunk - 1) / kSumChunk);
+  }
   return {std::move(peak), std::move(log_total)};
 }
 
@@ -239,6 +288,7 @@ const std::vector<Op> ops = {
     {"scaled_sum", Boxed<scaled_sum>::call, Boxed<scaled_sum>::direct},
     {"sigmoid_gated", Boxed<sigmoid_gated>::call, Boxed<sigmoid_gated>::direct},
     {"log_sum_exp", Boxed<log_sum_exp>::call, Boxed<log_sum_exp>::direct},
+    {"log_sum_exp_of_ranks", Boxed<log_sum_exp_of_ranks>::call, Boxed<log_sum_exp_of_ranks>::direct},
     {"route", Boxed<route>::call, Boxed<route>::direct},
     {"expert_rows", Boxed<expert_rows>::call, Boxed<expert_rows>::direct},
     {"weighted_sum", Boxed<weighted_sum>::call, Boxed<weighted_sum>::direct},

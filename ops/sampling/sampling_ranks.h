@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include <cstring>
 #include <iterator>
 
 #include "sampling_cpu_types.h"
@@ -95,21 +94,14 @@ class RankRows {
   // `width` numbers of each row of this rank: fill(row, to) writes them where there are others than `padding`. Afterwards
   // of(rank, row) are those of any rank.
   template <class T, class Fill>
-  void share(int64_t rows, int64_t width, T padding, const Fill& fill) {
+  void tell(int64_t rows, int64_t width, T padding, const Fill& fill) {
     const int64_t bytes = rows * width * static_cast<int64_t>(sizeof(T));
     mine_.resize(bytes);
     all_.resize(bytes * ranks_.size);
     T* const mine = reinterpret_cast<T*>(mine_.data());
     std::fill_n(mine, rows * width, padding);
     each(rows, [&](int64_t i) { fill(i, mine + i * width); });
-    if (ranks_.size == 1) return std::swap(mine_, all_);
-    for (int64_t begin = 0; begin < bytes; begin += ranks_.capacity) {
-      const int64_t count = std::min(ranks_.capacity, bytes - begin);
-      ranks_.begin();
-      std::memcpy(ranks_.own(), mine_.data() + begin, count);
-      ranks_.meet();
-      for (int64_t rank = 0; rank < ranks_.size; ++rank) std::memcpy(all_.data() + rank * bytes + begin, ranks_.of(rank), count);
-    }
+    share(ranks_, mine_.data(), bytes, all_.data());
   }
   template <class T>
   const T* of(int64_t rank, int64_t row, int64_t rows, int64_t width) const {
@@ -132,7 +124,7 @@ class RankRows {
 
   // The rows that are sampled; the tokens of the others are written.
   Rows join_largest(int64_t* tokens) {
-    share<Largest>(count_, 1, {-kInfinity, kNoToken}, [&](int64_t i, Largest* to) {
+    tell<Largest>(count_, 1, {-kInfinity, kNoToken}, [&](int64_t i, Largest* to) {
       const RankRow& row = rows_[i];
       to->value = steps_.survey(row.logits, row.own);
       if (row.choice.temperature <= 0 && std::isfinite(to->value))
@@ -156,7 +148,7 @@ class RankRows {
   // Weights of the chunks that top-k may keep tokens of, or of all.
   void weigh(const Rows& rows) {
     const int64_t count = rows.size();
-    share<float>(count, chunks_, -kInfinity, [&](int64_t i, float* to) { std::copy_n(rows[i]->own.peaks, rows[i]->own.num_chunks, to); });
+    tell<float>(count, chunks_, -kInfinity, [&](int64_t i, float* to) { std::copy_n(rows[i]->own.peaks, rows[i]->own.num_chunks, to); });
     each(count, [&](int64_t i) {
       RankRow& row = *rows[i];
       std::vector<float> peaks;
@@ -172,7 +164,7 @@ class RankRows {
     const int64_t count = rows.size();
     int64_t most = 0;
     for (const RankRow* row : rows) most = std::max(most, std::min(row->choice.top_k, chunks_ * kChunk));
-    share<float>(count, most, -1.f, [&](int64_t i, float* to) {
+    tell<float>(count, most, -1.f, [&](int64_t i, float* to) {
       RankRow& row = *rows[i];
       const int64_t k = row.choice.top_k;
       const float least = kernels_.kth_largest(row.own, k, row.found);
@@ -197,7 +189,7 @@ class RankRows {
   template <class From, class Keep>
   void kept(const Rows& rows, const From& from, const Keep& keep) {
     const int64_t count = rows.size(), width = chunks_ + 1;
-    share<float>(count, width, 0.f, [&](int64_t i, float* to) {
+    tell<float>(count, width, 0.f, [&](int64_t i, float* to) {
       to[chunks_] = static_cast<float>(kernels_.kept_of_chunks(rows[i]->own, from(*rows[i]), to));
     });
     for (int64_t i = 0; i < count; ++i) {
@@ -244,7 +236,7 @@ class RankRows {
   // The end of a search: the weights that are left, largest first, until their sum reaches the target.
   void sort_few(const Rows& rows) {
     const int64_t count = rows.size();
-    share<float>(count, kFew, -1.f, [&](int64_t i, float* to) {
+    tell<float>(count, kFew, -1.f, [&](int64_t i, float* to) {
       RankRow& row = *rows[i];
       kernels_.gather(row.own, __builtin_bit_cast(float, row.low), __builtin_bit_cast(float, row.high), row.found);
       std::copy(row.found.begin(), row.found.end(), to);
@@ -272,7 +264,7 @@ class RankRows {
     const int64_t count = rows.size();
     std::vector<double> counts(count);
     std::vector<float> means(count), found;
-    share<float>(count, 2 * chunks_, 0.f, [&](int64_t i, float* to) {
+    tell<float>(count, 2 * chunks_, 0.f, [&](int64_t i, float* to) {
       steps_.distances(rows[i]->logits, rows[i]->own, rows[i]->maximum, to, to + chunks_);
     });
     for (int64_t i = 0; i < count; ++i) {
@@ -281,7 +273,7 @@ class RankRows {
       of_chunks(i, count, 2 * chunks_, 1, found);
       means[i] = static_cast<float>(total_of(found.data(), num_chunks()) / counts[i]);
     }
-    share<float>(count, chunks_, 0.f, [&](int64_t i, float* to) {
+    tell<float>(count, chunks_, 0.f, [&](int64_t i, float* to) {
       steps_.squares(rows[i]->logits, rows[i]->own, rows[i]->maximum, means[i], to);
     });
     for (int64_t i = 0; i < count; ++i) {
@@ -292,7 +284,7 @@ class RankRows {
 
   void draw(const Rows& rows, int64_t* tokens) {
     const int64_t count = rows.size();
-    share<Drawn>(count, 1, {kNoToken, 0}, [&](int64_t i, Drawn* to) {
+    tell<Drawn>(count, 1, {kNoToken, 0}, [&](int64_t i, Drawn* to) {
       const RankRow& row = *rows[i];
       const float depth = unit(row);
       *to = steps_.draw(row.logits, row.choice, row.own, row.maximum, depth, row.least, deepest_kept(row.choice, row.deviation, depth));

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import SAMPLING_CHUNK, RankGroup, native, sample_tokens_of_ranks
+from compiled_llm.ops import RankGroup, native, sample_tokens_of_ranks
 from compiled_llm.ops.sampling import rank_sampling
 from compiled_llm.ops.sampling.reference import NO_TOKEN, sample_tokens_reference
 from tests.ops.instruction_sets import by_set, ordinary_sets, skip_without
@@ -15,6 +15,7 @@ from tests.ops.parallel.ranks import run_ranks
 from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, extreme_case, grid, make_case
 
 OP = "sampling_cpu"
+CHUNK = 256
 BEST = ordinary_sets(OP)[0]
 VOCABULARIES = (1, 255, 257, 4096, 20011)  # the first three leave ranks without a token
 SIZES = (1, 2, 3, 4)
@@ -22,7 +23,7 @@ SIZES = (1, 2, 3, 4)
 
 def own_logits(logits: Tensor, rank: int, size: int) -> Tensor:
     """Of a rank: equal shares of whole chunks, past the vocabulary the last token again."""
-    width = -(-logits.shape[1] // size // SAMPLING_CHUNK) * SAMPLING_CHUNK
+    width = -(-logits.shape[1] // size // CHUNK) * CHUNK
     return logits[:, (torch.arange(width) + rank * width).clamp(max=logits.shape[1] - 1)].contiguous()
 
 
