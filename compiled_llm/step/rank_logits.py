@@ -18,6 +18,9 @@ from compiled_llm.ops import all_gather, log_sum_exp_of_ranks, sample_tokens_of_
 from compiled_llm.step.logits import LogitsInput, due_rows, in_part, process_logits
 from compiled_llm.step.logprobs import LogprobRows, chunks_of, columns_of, sorts_chunks
 from compiled_llm.step.sampling import SamplingInput
+from compiled_llm.step.sampling import sample as plain_sample
+
+Sampler = Callable[[Tensor, SamplingInput], Tensor]  # as ``sample``
 
 
 def sample_of_ranks(own: Tensor, params: SamplingInput, tokens: OwnTokens, vocab_size: int) -> Tensor:
@@ -25,6 +28,28 @@ def sample_of_ranks(own: Tensor, params: SamplingInput, tokens: OwnTokens, vocab
     filters = params.top_k, params.top_p, params.min_p, params.top_n_sigma
     rest = params.seed, params.position
     return sample_tokens_of_ranks(own, params.temperature, *filters, *rest, group=tokens.group, vocab_size=vocab_size)
+
+
+def with_own_logits(weights: Any, sample: Sampler) -> tuple[Any, OwnTokens | None]:
+    """For networks that draft with the model's head: it gives the logits of a rank's own tokens, which are told.
+
+    None: it gives those of all tokens, as in one process. So it does where another function than the model's own
+    looks at them, and where the network's tokens are others (``token_ids``).
+    """
+    shared = shared_head(weights) if sample is plain_sample and getattr(weights, "token_ids", None) is None else None
+    tokens = None if shared is None else shared.own_tokens
+    if shared is None or tokens is None:
+        return weights, None
+    return weights._replace(head=OwnLogits(shared)), tokens
+
+
+def drafted(
+    logits: Tensor, params: SamplingInput, tokens: OwnTokens | None, vocab_size: int, sample: Sampler
+) -> Tensor:
+    """The tokens ``[R]`` int64 that are drafted, of the first ``vocab_size``, by logits as ``with_own_logits`` says."""
+    if tokens is None:
+        return sample(logits[:, :vocab_size], params)
+    return sample_of_ranks(logits, params, tokens, vocab_size)
 
 
 def rank_sampler_function(vocab_size: int) -> Callable:
