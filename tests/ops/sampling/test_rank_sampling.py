@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compiled_llm.ops import RankGroup, native, sample_tokens_of_ranks
 from compiled_llm.ops.sampling import rank_sampling
-from compiled_llm.ops.sampling.reference import NO_TOKEN, sample_tokens_reference
+from compiled_llm.ops.sampling.noise import HALVING, token_noise
+from compiled_llm.ops.sampling.reference import LOG2_E, NO_TOKEN, depths, sample_tokens_reference
 from tests.ops.instruction_sets import by_set, ordinary_sets, skip_without
 from tests.ops.parallel.ranks import run_ranks
 from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, extreme_case, grid, make_case
@@ -109,6 +110,28 @@ def test_equal_draws_go_to_the_lowest_token() -> None:
     case = make_case(1024, rows=3, temperatures=(0.0,))._replace(logits=logits)
     for tokens in chosen_by_ranks(case, 4, BEST):
         assert tokens.tolist() == [300, 700, NO_TOKEN]
+
+
+def test_of_equal_sums_of_noise_and_weight_the_lowest_token_wins() -> None:
+    """Two tokens of two ranks, with logits that make up for their noise to the last unit; in both orders."""
+    rows, seed = 24, torch.arange(24)
+    position, temperature = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
+    tokens = torch.stack((seed * 3 + 1, 511 - seed), 1)
+    noise = token_noise(seed[:, None], position[:, None], tokens).long()
+    lead = (noise - noise.amin(1, keepdim=True)).double()
+    pair = (-lead / (LOG2_E * HALVING)).float()
+    for _ in range(20):  # until the depth of the likelier one is its lead
+        pair += ((depths(pair, temperature) - lead) / (LOG2_E * HALVING)).float()
+    depth = depths(pair, temperature).long()
+    tied = ((noise - depth).diff() == 0).flatten()
+    assert tied.sum() > 4
+    logits = torch.full((rows, 512), float("-inf")).scatter(1, tokens, pair)
+    case = make_case(
+        512, rows=rows, temperatures=(1.0,), top_ks=(OFF,), top_ps=(1.0,), min_ps=(0.0,), top_n_sigmas=(0.0,)
+    )
+    case = case._replace(logits=logits, seed=seed, position=position)
+    for found in chosen_by_ranks(case, 2, BEST):
+        assert torch.equal(found[tied], tokens[tied, 0])
 
 
 def test_it_is_registered_and_refuses_parts_of_chunks() -> None:
