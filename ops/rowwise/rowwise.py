@@ -133,8 +133,8 @@ def log_sum_exp_of_ranks(own: Tensor, group: RankGroup, vocab_size: int) -> tupl
     """``log_sum_exp`` of the logits of all ranks, bit for bit; nobody gathers them.
 
     Args:
-        own: ``[T, n]``, the logits of the rank's tokens: the ranks' one after the other are the vocabulary's. n is a
-            multiple of 1,024. What stands past the vocabulary is not looked at.
+        own: ``[T, n]``, the logits of the rank's tokens: the ranks' one after the other are the vocabulary's. What
+            stands past the vocabulary is not looked at.
         vocab_size: V, at most n times the number of ranks.
     """
     return _OPS.log_sum_exp_of_ranks(own, *group, vocab_size)

@@ -16,8 +16,8 @@ from compiled_llm.ops.parallel.rank_group import RankGroup
 from compiled_llm.ops.parallel.reductions import all_gather_reference
 from compiled_llm.ops.sampling.reference import sample_tokens_reference
 
-VOCABULARY_CHUNK = 1024
-"""Tokens of which a rank has all or none: what log-probabilities add up at once, and four times what sampling does."""
+VOCABULARY_CHUNK = 256
+"""Tokens of which a rank has all or none: what sampling adds up at once."""
 
 
 def sample_tokens_of_ranks(
@@ -37,7 +37,7 @@ def sample_tokens_of_ranks(
 
     Args:
         own: ``[R, n]``, the logits of the rank's tokens: the ranks' one after the other are the vocabulary's. n is a
-            multiple of 256. What stands past the vocabulary is not looked at.
+            multiple of ``VOCABULARY_CHUNK``. What stands past the vocabulary is not looked at.
         vocab_size: V, at most n times the number of ranks. The other arguments are those of ``sample_tokens``.
 
     Returns:

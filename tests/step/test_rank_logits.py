@@ -15,6 +15,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.vocabulary import OwnTokens, Ranks, VocabularyRows
 from compiled_llm.models.sharding import Shard
 from compiled_llm.ops import RankGroup
+from compiled_llm.ops.sampling.rank_sampling import VOCABULARY_CHUNK
 from compiled_llm.step.logits import DraftRows, LogitsInput, TreeRows, in_part, of_part, process_logits
 from compiled_llm.step.logprobs import logprob_rows
 from compiled_llm.step.mask_words import num_mask_words
@@ -31,14 +32,13 @@ from compiled_llm.step.step import processing_sampler_function
 from tests.ops.parallel.ranks import run_ranks
 from tests.step.test_logits import wanted
 
-VOCABULARIES = [3000, 4096, 9001]  # of 3,000 the third of four ranks has none but the last token again
+VOCABULARIES = [1500, 4096, 9001]  # of 1,500 the fourth rank has none but the last token again
 ROWS = 23
 
 
 def own_part(rank: int, size: int, vocab_size: int) -> Tensor:
     """The rank's tokens, past the vocabulary the last one again."""
-    unit = 1024
-    width = -(-vocab_size // size // unit) * unit
+    width = -(-vocab_size // size // VOCABULARY_CHUNK) * VOCABULARY_CHUNK
     return (torch.arange(width) + rank * width).clamp(max=vocab_size - 1)
 
 
@@ -75,7 +75,7 @@ def logits_input(vocab_size: int, rows: int = ROWS) -> LogitsInput:
     """Penalties, biases of tokens on both sides of where ranks begin, and masks: in rows of their own and together."""
     generator = torch.Generator().manual_seed(1)
     every = torch.arange(rows)
-    edges = torch.tensor([0, 1023, 1024, 1025, 2047, 2048, vocab_size - 1, 5])
+    edges = torch.tensor([0, 511, 512, 513, 767, 768, vocab_size - 1, 5])
     ids = edges[torch.randint(len(edges), (rows, MAX_BIASES), generator=generator)]
     ids[::4] = ids[::4, :1]  # all of one token
     biases = torch.randn(rows, vocab_size, generator=generator).gather(1, ids) * 4
@@ -102,10 +102,10 @@ def random_counts(vocab_size: int) -> Tensor:
 
 DRAFTS = {
     "none": None,
-    "rows": DraftRows(torch.arange(ROWS) // 4 * 4, torch.tensor([5, 1024, 2999, -1] * 6)[:ROWS]),
+    "rows": DraftRows(torch.arange(ROWS) // 4 * 4, torch.tensor([5, 768, 1499, -1] * 6)[:ROWS]),
     "tree": TreeRows(
         torch.tensor([i if i % 4 == 0 else i // 4 * 4 + (i % 4) // 2 for i in range(ROWS)]),
-        torch.tensor([-1 if i % 4 == 0 else (5, 1024, 2999)[i % 3] for i in range(ROWS)]),
+        torch.tensor([-1 if i % 4 == 0 else (5, 768, 1499)[i % 3] for i in range(ROWS)]),
     ),
 }
 
@@ -161,12 +161,12 @@ def test_samples_of_processed_logits_and_counts(vocab_size: int, size: int, draf
 def test_log_probabilities_ranks_and_the_likeliest_tokens(vocab_size: int, size: int) -> None:
     logits = random_logits(vocab_size)
     chosen = torch.arange(ROWS) * 997 % vocab_size
-    chosen[:3] = torch.tensor([0, 1024, vocab_size - 1])
-    expected = logprob_rows(logits, chosen, 5)
+    chosen[:3] = torch.tensor([0, 768, vocab_size - 1])
+    expected = logprob_rows(logits, chosen, 4)
 
     def run(own: Tensor, tokens: OwnTokens) -> Any:
-        assert has_rank_logprobs(tokens, vocab_size, 5)
-        return logprob_rows_of_ranks(logits[:, own].contiguous(), chosen, 5, tokens, vocab_size, size)
+        assert has_rank_logprobs(tokens, vocab_size, 4)
+        return logprob_rows_of_ranks(logits[:, own].contiguous(), chosen, 4, tokens, vocab_size, size)
 
     for found in on_ranks(size, vocab_size, run):
         for one, other in zip(found, expected, strict=True):
