@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.sampling.rank_sampling import VOCABULARY_CHUNK
+
 
 class Section(NamedTuple):
     """Neighbouring outputs or inputs of a layer.
@@ -127,8 +129,12 @@ class Shard:
         return torch.cat(found)
 
     def own_rows(self, num_rows: int) -> Tensor:
-        """Which rows of a vocabulary of ``num_rows`` the rank has: equally many; past the end the last one again."""
-        count = -(-num_rows // self.size)
+        """Which rows of a vocabulary of ``num_rows`` the rank has: equally many; past the end the last one again.
+
+        Of a vocabulary with as many chunks as there are ranks these are whole chunks, as sampling over ranks needs.
+        """
+        unit = VOCABULARY_CHUNK if num_rows >= VOCABULARY_CHUNK * self.size else 1
+        count = -(-num_rows // self.size // unit) * unit
         return torch.arange(self.rank * count, (self.rank + 1) * count).clamp(max=num_rows - 1)
 
 

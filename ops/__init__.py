@@ -52,6 +52,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     keep_rows,
     layer_norm,
     log_sum_exp,
+    log_sum_exp_of_ranks,
     norm_of_sum,
     qk_norm,
     rms_norm,
@@ -62,6 +63,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     sum_of_norms,
     table_rows,
 )
+from compiled_llm.ops.sampling.rank_sampling import sample_tokens_of_ranks
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens
 
 __all__ = [
@@ -72,10 +74,11 @@ __all__ = [
     "gated_quantized_experts", "gated_rms_norm", "greedy_tokens", "grouped_gated_linear", "grouped_linear",
     "grouped_linear_sum", "grouped_packed_linear", "grouped_quantized_linear", "grouped_quantized_linear_a8",
     "head_linear", "join_parts", "keep_greedy_tokens", "keep_rows", "latent_attention", "layer_norm", "log_sum_exp",
-    "lora_followed", "mamba2_scan", "move_keys", "norm_of_sum", "own_head", "pack_rows", "pack_weight",
-    "packed_linear", "paged_attention", "paged_attention_reference", "qk_norm", "quantized_linear",
+    "log_sum_exp_of_ranks", "lora_followed", "mamba2_scan", "move_keys", "norm_of_sum", "own_head", "pack_rows",
+    "pack_weight", "packed_linear", "paged_attention", "paged_attention_reference", "qk_norm", "quantized_linear",
     "quantized_linear_a8", "rms_norm", "rope", "rotary_attention", "rotary_decode_attention",
     "rotary_latent_attention", "rotary_latent_decode_attention", "route", "routed_linear", "routed_rows",
-    "sample_tokens", "scaled_sum", "short_convolution", "sigmoid_gated", "slots_of_rows", "soft_cap",
-    "sum_of_norms", "summed_quantized_experts", "table_rows", "unpack_rows", "weighted_sum", "weighted_sum_added",
+    "sample_tokens", "sample_tokens_of_ranks", "scaled_sum", "short_convolution", "sigmoid_gated", "slots_of_rows",
+    "soft_cap", "sum_of_norms", "summed_quantized_experts", "table_rows", "unpack_rows", "weighted_sum",
+    "weighted_sum_added",
 ]  # fmt: skip

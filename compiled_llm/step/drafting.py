@@ -8,7 +8,6 @@ between.
 Letters: R requests that are drafted for, K drafts of each, M blocks of a table row, V vocabulary size.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +20,10 @@ from compiled_llm.models.inputs import BlockTable, KVCache, StepInput
 from compiled_llm.models.layers.attention import for_queries, with_window_tables
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.step.rank_logits import Sampler, drafted, with_own_logits
 from compiled_llm.step.sampling import SamplingInput, sample
 from compiled_llm.step.step import with_own_tables
 
-Sampler = Callable[[Tensor, SamplingInput], Tensor]  # as ``sample``
 NO_DRAFT = -1  # where a request has no draft: after the last token that it has a block for, or in padding
 SINK_SLOT = 0  # of the block that nobody reads
 
@@ -175,15 +174,17 @@ def layer_skip_function(
         tables, accepted = _own_tables(known), num_accepted(known, last_tokens)
         token = last_tokens[known.first_row + accepted].clamp(min=0).to(torch.int32)
         position, found = known.position + accepted, []
+        of_head, own = with_own_logits(weights, sample)
         for _ in range(drafts.shape[1]):
             has_block = (known.num_samples > 0) & (position < known.end)
             slots = _slots_in(tables, position[:, None], has_block[:, None], block_size)
             seq_lens, at = torch.where(has_block, position + 1, 0), torch.where(has_block, position, 0)
             step = step_of(token[:, None], at[:, None], slots[0], seq_lens, tables[0])
             step = step._replace(windows=_windows(slots[1:], tables[1:]))
-            logits = head(weights, forward(weights, step, kv_cache, model_config, layers), model_config)
+            logits = head(of_head, forward(weights, step, kv_cache, model_config, layers), model_config)
             position = position + 1
-            sampled = sample(logits, known.sampling._replace(position=position)).to(torch.int32)
+            sampling = known.sampling._replace(position=position)
+            sampled = drafted(logits, sampling, own, model_config.vocab_size, sample).to(torch.int32)
             found.append(torch.where(has_block, sampled, NO_DRAFT))
             token = sampled.clamp(min=0)
         drafts.narrow(0, 0, known.first_row.shape[0]).copy_(torch.stack(found, 1))

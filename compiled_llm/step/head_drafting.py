@@ -23,12 +23,12 @@ from compiled_llm.step.drafting import (
     NO_DRAFT,
     SINK_SLOT,
     DraftInput,
-    Sampler,
     num_accepted,
     own_table,
     slots_of,
     step_of,
 )
+from compiled_llm.step.rank_logits import Sampler, drafted, with_own_logits
 from compiled_llm.step.sampling import sample
 from compiled_llm.step.step import with_own_tables
 
@@ -68,12 +68,14 @@ def draft_head_function(
         last, features = (ends - 1).clamp(min=0), features_at(kv_cache, step.slot_mapping)
 
         found = []
+        of_head, own_tokens = with_own_logits(weights, sample)
         for number in range(num_drafts):
             own = step._replace(input_ids=step.input_ids.clamp(max=known_ids - 1), features=features)
             rows = forward(weights, own, kv_cache[:-1], model_config, alone if number else first)
             rows = rows if number else rows[last]
-            logits = head(weights, rows, model_config)[:, :both]
-            token = sample(logits, known.sampling._replace(position=position + 1)).to(torch.int32)
+            logits = head(of_head, rows, model_config)
+            sampling = known.sampling._replace(position=position + 1)
+            token = drafted(logits, sampling, own_tokens, both, sample).to(torch.int32)
             found.append(torch.where(is_drafted, token, NO_DRAFT))
             # The next row is that of the newest token, which the model has not read yet.
             is_drafted = is_drafted & (position < known.end)
@@ -100,11 +102,12 @@ def draft_medusa_function(
         assert known.token_row is not None
         rows = torch.index_select(hidden, 0, known.token_row + accepted)
         rows = medusa.features(weights, rows, model_config)
+        of_head, own_tokens = (weights, None) if weights.heads else with_own_logits(weights, sample)
         found = []
         for number in range(drafts.shape[1]):
-            logits = medusa.logits_of(weights, number, rows, model_config)[:, :both]
-            position = known.position + accepted + number + 1
-            token = sample(logits, known.sampling._replace(position=position)).to(torch.int32)
+            logits = medusa.logits_of(of_head, number, rows, model_config)
+            sampling = known.sampling._replace(position=known.position + accepted + number + 1)
+            token = drafted(logits, sampling, own_tokens, both, sample).to(torch.int32)
             found.append(torch.where(is_drafted, token, NO_DRAFT))
         drafts.narrow(0, 0, accepted.shape[0]).copy_(torch.stack(found, 1))
 

@@ -50,6 +50,7 @@ def process_logits(
     token_counts: Tensor,
     transforms: tuple[LogitsTransform, ...],
     num_draft_tokens: int = 0,
+    first: Tensor | None = None,
 ) -> Tensor:
     """``[R, V]`` of any float dtype -> ``[R, V]`` float32: bias, then penalties, then transforms, then the mask.
 
@@ -58,11 +59,18 @@ def process_logits(
         token_counts: ``[rows, V]`` float32, as in ``LogitsContext``, with a row for each running request.
         transforms: those of the users, called in their order.
         num_draft_tokens: most drafts of a request: those before a row count as its output.
+        first: ``[1]`` int64, where logits and counts are those of a rank's tokens alone, whole chunks: the first one.
+            ``inputs`` are of the whole vocabulary, and there are no transforms.
     """
     counts = token_counts[inputs.row]
     if inputs.drafts is not None:
         drafts, is_own, _ = drafts_before(inputs.drafts, num_draft_tokens)
+        if first is not None:
+            drafts, is_here = in_part(drafts, first, logits.shape[1])
+            is_own = is_own & is_here
         counts = counts.scatter_add(1, drafts.clamp(min=0), is_own.to(counts.dtype))
+    if first is not None:
+        inputs = of_part(inputs, first, logits.shape[1])
     # The few logits with a bias are processed apart, so that one pass over the vocabulary is enough for the others.
     ids = inputs.bias_ids
     biased = penalised(logits.gather(1, ids).float() + inputs.biases, counts.gather(1, ids), inputs)
@@ -76,6 +84,27 @@ def process_logits(
     for transform, fields in zip(transforms, inputs.fields, strict=True):
         logits = transform(logits, dict(zip(transform.fields, fields, strict=True)), context)
     return _masked(logits, inputs)
+
+
+def in_part(ids: Tensor, first: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Tokens as those of a rank, which has ``count`` from ``first`` [1] on: int64 below ``count``, and which it has."""
+    own = ids - first
+    return own.clamp(min=0, max=count - 1), (own >= 0) & (own < count)
+
+
+def of_part(inputs: LogitsInput, first: Tensor, count: int) -> LogitsInput:
+    """Biases and masks of a rank's tokens, as those of a vocabulary of ``count``. What is said of rows stays."""
+    ids, is_here = in_part(inputs.bias_ids, first, count)
+    # In the place of others stands one that is here, again; or none at all, for the first token.
+    other, is_none = is_here.int().argmax(1, keepdim=True), ~is_here.any(1, keepdim=True)
+    ids = torch.where(is_here, ids, ids.gather(1, other))
+    biases = torch.where(is_here, inputs.biases, inputs.biases.gather(1, other))
+    words = first // _BITS + torch.arange(count // _BITS, device=first.device)
+    return inputs._replace(
+        bias_ids=torch.where(is_none, 0, ids),
+        biases=torch.where(is_none, 0.0, biases),
+        allowed=inputs.allowed.index_select(1, words.clamp(max=inputs.allowed.shape[1] - 1)),
+    )
 
 
 def drafts_before(drafts: DraftRows | TreeRows, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,11 +45,24 @@ def largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     if not sorts_chunks(x.shape[1], count):
         return x.topk(min(count, x.shape[1]), dim=-1)
-    num_chunks = x.shape[1] // _CHUNK
-    whole = num_chunks * _CHUNK
-    best = x[:, :whole].unflatten(1, (num_chunks, _CHUNK)).amax(dim=-1).topk(count, dim=-1).indices
-    columns = best[:, :, None] * _CHUNK + torch.arange(_CHUNK, device=x.device)
-    rest = torch.arange(whole, x.shape[1], device=x.device).expand(x.shape[0], -1)
-    columns = torch.cat([columns.flatten(1), rest], dim=1)
+    columns = columns_of(chunks_of(x).amax(dim=-1), x.shape[1], count)
     values, found = x.gather(1, columns).topk(count, dim=-1)
     return values, columns.gather(1, found)
+
+
+def chunks_of(x: Tensor) -> Tensor:
+    """The whole chunks of each row of ``[R, V]``."""
+    num_chunks = x.shape[1] // _CHUNK
+    return x[:, : num_chunks * _CHUNK].unflatten(1, (num_chunks, _CHUNK))
+
+
+def columns_of(maxima: Tensor, size: int, count: int) -> Tensor:
+    """Where the ``count`` largest of rows of ``size`` are, by the maxima ``[R, C]`` of their chunks: ``[R, K]`` int64.
+
+    Maxima behind those of the whole chunks are not looked at.
+    """
+    num_chunks = size // _CHUNK
+    best = maxima[:, :num_chunks].contiguous().topk(count, dim=-1).indices
+    columns = best[:, :, None] * _CHUNK + torch.arange(_CHUNK, device=maxima.device)
+    rest = torch.arange(num_chunks * _CHUNK, size, device=maxima.device).expand(maxima.shape[0], -1)
+    return torch.cat([columns.flatten(1), rest], dim=1)

@@ -124,7 +124,6 @@ class CompiledSteps:
         for table in weights.ropes if model_config.ropes else ():  # those of transformers' code are other constants
             if len(table) == limits.max_model_len:  # a row for each position
                 mark_sizes(table, sizes.positions)
-        shared = shared_head(weights)
         self.sampling = (
             SamplingStage(
                 model_config,
@@ -136,7 +135,7 @@ class CompiledSteps:
                 max_logprobs=config.max_logprobs,
                 dtype=dtype,
                 uses_trees=self.uses_trees,
-                gathered=None if shared is None else shared.gathered,
+                head=shared_head(weights),
             )
             if is_last(model_config)
             else PassedOn()
@@ -385,7 +384,7 @@ class CompiledSteps:
 
     def jobs(self) -> list[Job]:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""
-        threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
+        threads = torch.get_num_threads()
         steps = {self._name(bucket): bucket for bucket in self.buckets}
         weight = _STEP_WEIGHT + _LAYER_WEIGHT * self.model_config.num_layers
         jobs = [
@@ -394,7 +393,7 @@ class CompiledSteps:
         ]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype, device=self.device)
-        jobs += self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights, _SAMPLER_WEIGHT)
+        jobs += self.sampling.jobs(inputs, logits, self.weights, _SAMPLER_WEIGHT)
         if self.drafting is None:
             return jobs
         return jobs + self.drafting.jobs(_STEP_WEIGHT, _LAYER_WEIGHT)

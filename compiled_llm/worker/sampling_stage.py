@@ -19,6 +19,7 @@ from compiled_llm.compiling.build_processes import Job
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.linears.vocabulary import VocabularyRows
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
@@ -37,6 +38,7 @@ from compiled_llm.step.step import (
 )
 from compiled_llm.worker import graph_fields
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
+from compiled_llm.worker.rank_sampling import RankSampling, Recipe
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepSizes, logits_rows, mark_sizes
 
@@ -75,7 +77,7 @@ class SamplingStage:
         hidden: ``[T, D]`` in the model's dtype, where it leaves the input of the head.
         max_logprobs: most likely tokens whose log-probabilities are computed.
         dtype: of logits.
-        gathered: makes the logits of all tokens of what a step gives, if that is a rank's own.
+        head: of the model, where a step of several ranks gives the logits of a rank's own tokens.
         uses_trees: whether torch's CUDA graph trees record what runs here. Else a function serves all numbers of rows.
     """
 
@@ -91,9 +93,9 @@ class SamplingStage:
         max_logprobs: int,
         dtype: torch.dtype,
         uses_trees: bool = False,
-        gathered: Callable[[Tensor], Tensor] | None = None,
+        head: VocabularyRows | None = None,
     ) -> None:
-        self._uses_trees, self._gathered = uses_trees, gathered
+        self._uses_trees = uses_trees
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._device = device
         self._sizes = StepSizes.of(limits, device, uses_trees)
@@ -102,32 +104,39 @@ class SamplingStage:
             sorts_chunks(vocab_size, max_logprobs) and sorts_chunks(self._sizes.vocabulary.example, max_logprobs)
         ):
             self._sizes = self._sizes._replace(vocabulary=None, mask_words=None)
+        # One function for many numbers of drafts: each is compiled for long.
+        most_drafts = next(most for most in (0, 15, MOST_DRAFT_TOKENS) if most >= limits.num_draft_tokens)
+        self._ranks = RankSampling.of(head, model_config, max_logprobs, most_drafts, bool(transforms))
+        own = self._ranks.recipes if self._ranks else {}
+        if own:
+            self._sizes = self._sizes._replace(vocabulary=None, mask_words=None)
         self._last_tokens, self._hidden = last_tokens, hidden
-        self._transforms = transforms
-        self._prompt_recipe = functools.partial(prompt_logprobs_function, model_config, max_logprobs)
+        self._transforms, self._vocab_size = transforms, vocab_size
+        of_prompts: Recipe = functools.partial(prompt_logprobs_function, model_config, max_logprobs)
+        self._prompt_recipe = (self._ranks and self._ranks.prompt_recipe) or of_prompts
         self._prompt_depends = graph_fields.of_head(model_config, limits, dtype, max_logprobs, device)
         # What sizes these functions are for, where they are not for any.
         sizes = {} if self._sizes.vocabulary is not None else {"vocab_size": vocab_size}
         sizes |= {} if self._sizes.most_rows is not None else {"most_logits_rows": len(last_tokens)}
         of_counts = {} if self._sizes.most_requests is not None else {"max_num_seqs": limits.max_num_seqs}
-        # One function for many numbers of drafts: each is compiled for long.
-        most_drafts = next(most for most in (0, 15, MOST_DRAFT_TOKENS) if most >= limits.num_draft_tokens)
         of_counts |= {"has_drafts": True} if most_drafts else {}
         of_counts |= {"most_drafts": most_drafts} if most_drafts > 15 else {}
         of_counts |= {"has_trees": True} if limits.has_draft_trees else {}
         of_logprobs = {"max_logprobs": max_logprobs}
+        of_ranks = {"num_ranks": self._ranks.head.ranks.size} if self._ranks else {}
         self._depends = {
-            kind: graph_fields.of_sampling(dtype, **others, **sizes)
+            kind: graph_fields.of_sampling(dtype, **others, **sizes, **(of_ranks if kind in own else {}))
             for kind, others in {"sample": {}, "sample_changed": of_counts, "logprobs": of_logprobs}.items()
         }
-        self._recipes: dict[str, Callable[[], Callable]] = {
+        self._recipes: dict[str, Recipe] = {
             "sample": _sampler,
             "sample_changed": functools.partial(processing_sampler_function, transforms, most_drafts),
             "logprobs": functools.partial(logprobs_function, max_logprobs),
+            **own,
         }
         self._functions: dict[str, CompiledFunction] = {}
-        # [max_num_seqs + 1, V] float32; the last row is for padding.
-        self._token_counts = torch.zeros(limits.max_num_seqs + 1, vocab_size, device=device)
+        # [max_num_seqs + 1, V or the rank's] float32; the last row is for padding.
+        self._token_counts = torch.zeros(limits.max_num_seqs + 1, self._width("sample_changed"), device=device)
         mark_sizes(self._token_counts, self._sizes.most_requests, self._sizes.vocabulary)
         mark_static_address(self._token_counts)
         draft_rows = None if not most_drafts else TreeRows if limits.has_draft_trees else DraftRows
@@ -154,24 +163,25 @@ class SamplingStage:
     # -- Compiling
 
     def jobs(
-        self, sampling_inputs: dict[int, SamplingInput], logits: Callable[[int], Tensor], weights: Any, weight: float
+        self, sampling_inputs: dict[int, SamplingInput], logits: Callable[..., Tensor], weights: Any, weight: float
     ) -> list[Job]:
         """Everything to compile, for other processes.
 
         Args:
-            logits: ``logits(rows)`` are like those of a step, ``[rows, V]``.
+            logits: ``logits(rows, V)`` are like those of a step.
             weight: about how long each takes to compile beside the step.
         """
         threads = torch.get_num_threads()
         jobs: dict[str, Job] = {}
         for rows, sampling_input in sampling_inputs.items():
-            marked = self._marked(logits(rows))
-            for kind, args in self._of_rows(rows, marked, sampling_input).items():
+            for kind, recipe in self._recipes.items():
                 if kind != "sample_changed" or not self._transforms:
+                    marked = self._marked(logits(rows, self._width(kind)))
+                    args = self._arguments(kind, rows, marked, sampling_input)
                     name = self._name(kind, rows)
                     sizes = jobs[name].sizes if name in jobs else ()
                     sizes += ({self._sizes.sampled.name: rows},) if self._sizes.sampled else ()
-                    jobs[name] = Job(name, self._recipes[kind], args, threads, weight, self._depends[kind], sizes)
+                    jobs[name] = Job(name, recipe, args, threads, weight, self._depends[kind], sizes)
         arguments = self._prompt_arguments(weights)
         prompts = Job("prompt_logprobs", self._prompt_recipe, arguments, threads, weight, self._prompt_depends)
         return [*jobs.values(), prompts]
@@ -223,14 +233,28 @@ class SamplingStage:
         """``logits`` of a step, ``[rows, V]``, with their sizes to the compiler."""
         return mark_sizes(logits, self._sizes.sampled, self._sizes.vocabulary)
 
-    def _of_rows(self, rows: int, logits: Tensor, sampling_input: SamplingInput) -> dict[str, tuple]:
-        """kind -> the function's arguments."""
+    def _takes_own(self, kind: str) -> bool:
+        """Whether the function takes the logits of a rank's own tokens."""
+        return self._ranks is not None and kind in self._ranks.recipes
+
+    def _width(self, kind: str) -> int:
+        """How many tokens' logits it takes."""
+        return self._ranks.width if self._ranks is not None and self._takes_own(kind) else self._vocab_size
+
+    def _arguments(self, kind: str, rows: int, logits: Tensor, sampling_input: SamplingInput) -> tuple:
+        """The function's, with the logits that it takes."""
         logits_input = self._logits_buffers[rows].logits_input
-        return {
-            "sample": (logits, sampling_input, self._last_tokens),
-            "sample_changed": (logits, sampling_input, logits_input, self._token_counts, self._last_tokens),
-            "logprobs": (logits, sampling_input, self._last_tokens),
-        }
+        changed = (logits_input, self._token_counts) if kind == "sample_changed" else ()
+        own = (self._ranks.tokens,) if self._ranks is not None and self._takes_own(kind) else ()
+        return logits, sampling_input, *changed, *own, self._last_tokens
+
+    def _logits_for(self, given: Tensor) -> Callable[[str], Tensor]:
+        """kind -> the logits that it takes, of those that a step gives. They are gathered at most once."""
+        ranks = self._ranks
+        if ranks is None:
+            return lambda kind: given
+        gathered = functools.cache(lambda: ranks.head.gathered(given))
+        return lambda kind: given if self._takes_own(kind) else gathered()
 
     def _arguments_after(
         self,
@@ -244,12 +268,11 @@ class SamplingStage:
         rows = bucket.num_rows
 
         def arguments() -> tuple:
-            logits = make_logits()
-            logits = self._marked(logits if self._gathered is None else self._gathered(logits))
-            all_arguments = self._of_rows(rows, logits, sampling_input)
+            logits_for = self._logits_for(make_logits())
             if between is not None:
-                self._functions[self._name(between, rows)](*all_arguments[between])
-            return all_arguments[kind]
+                logits = self._marked(logits_for(between))
+                self._functions[self._name(between, rows)](*self._arguments(between, rows, logits, sampling_input))
+            return self._arguments(kind, rows, self._marked(logits_for(kind)), sampling_input)
 
         return arguments
 
@@ -265,6 +288,8 @@ class SamplingStage:
             if params.counts_tokens:
                 ids = torch.tensor((*admission.prompt_token_ids, *admission.output_token_ids), dtype=torch.int64)
                 prompt, output = on_device(ids, self._device).tensor_split([len(admission.prompt_token_ids)])
+                if self._ranks is not None and self._takes_own("sample_changed"):
+                    prompt, output = self._ranks.counts(prompt), self._ranks.counts(output)
                 counts = self._token_counts[row].zero_().index_fill_(0, prompt, 0.5)
                 counts.index_add_(0, output, torch.ones(len(output), device=self._device))
 
@@ -278,15 +303,15 @@ class SamplingStage:
         self, bucket: Bucket, sampling_input: SamplingInput, logits: Tensor, needs: SamplingNeeds
     ) -> LogprobRows | None:
         """After the bucket's step: leave the tokens in ``last_tokens``; returns log-probabilities where needed."""
-        rows = bucket.num_rows
-        if self._gathered is not None and any(needs):
-            logits = self._gathered(logits)
+        logits_for = self._logits_for(logits)
+
+        def run(kind: str) -> LogprobRows | None:
+            arguments = self._arguments(kind, bucket.num_rows, logits_for(kind), sampling_input)
+            return self._functions[self._name(kind, bucket.num_rows)](*arguments)
+
         if needs.changed_logits or needs.sampling:
-            kind = "sample_changed" if needs.changed_logits else "sample"
-            self._functions[self._name(kind, rows)](*self._of_rows(rows, logits, sampling_input)[kind])
-        if not needs.logprobs:
-            return None
-        return self._functions[self._name("logprobs", rows)](logits, sampling_input, self._last_tokens)
+            run("sample_changed" if needs.changed_logits else "sample")
+        return run("logprobs") if needs.logprobs else None
 
     def prompt_logprobs(self, weights: Any, output: SchedulerOutput, store: RequestRows) -> LogprobRows:
         """Of ``output.prompt_targets``, one after the other, on the host; on a GPU complete when its stream is there.

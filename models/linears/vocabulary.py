@@ -1,7 +1,8 @@
 """An embedding and a head of which each of several ranks has the rows of some tokens.
 
 A rank looks up the tokens that it has, and the sum over the ranks has the rows of all. Of logits it gives those of its
-tokens: the likeliest of all is joined of one token of each rank, or all logits are gathered.
+tokens: the likeliest of all is joined of one token of each rank. What else is chosen of all logits, or all of these, is
+told by ranks that have whole chunks of tokens (``OwnTokens``), or all logits are gathered.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops.parallel.rank_group import RankGroup
 from compiled_llm.ops.parallel.reductions import all_gather, all_reduce, join_parts
+from compiled_llm.ops.sampling.rank_sampling import VOCABULARY_CHUNK
 from compiled_llm.ops.sampling.reference import NO_TOKEN
 
 
@@ -38,6 +40,13 @@ class Ranks(NamedTuple):
         return all_gather(x.contiguous(), self.group, self.size)
 
 
+class OwnTokens(NamedTuple):
+    """Which tokens' logits a rank has, where these are whole chunks: tensors, so that one graph serves all ranks."""
+
+    first: Tensor  # [1] int64
+    group: RankGroup
+
+
 class VocabularyRows(NamedTuple):
     """An embedding or a head, or both, of which a rank has the rows of some tokens."""
 
@@ -57,6 +66,12 @@ class VocabularyRows(NamedTuple):
     @property
     def cpu_ops(self) -> tuple[str, ...]:
         return (*self.plain.cpu_ops, "parallel_cpu")
+
+    @property
+    def own_tokens(self) -> OwnTokens | None:
+        """None: ranks have no whole chunks, so what is made of their logits needs all of them."""
+        whole = self.plain.out_features % VOCABULARY_CHUNK == 0
+        return OwnTokens(self.first, self.ranks.group) if whole else None
 
     def apply(self, x: Tensor) -> Tensor:
         return self.gathered(self.plain.apply(x))

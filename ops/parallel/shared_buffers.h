@@ -4,6 +4,8 @@
 
 #include <time.h>
 
+#include <cstring>
+
 #include "../cpu/tensor.h"
 
 namespace {
@@ -77,5 +79,18 @@ class Exchange {
   uint64_t epoch_ = 0;
   int64_t turn_ = 0;
 };
+
+// What every rank gives, `bytes` each, rank after rank.
+inline void share(Exchange& ranks, const char* own, int64_t bytes, char* all) {
+  if (ranks.size == 1) std::memcpy(all, own, bytes);
+  else
+    for (int64_t begin = 0; begin < bytes; begin += ranks.capacity) {
+      const int64_t count = std::min(ranks.capacity, bytes - begin);
+      ranks.begin();
+      std::memcpy(ranks.own(), own + begin, count);
+      ranks.meet();
+      for (int64_t rank = 0; rank < ranks.size; ++rank) std::memcpy(all + rank * bytes + begin, ranks.of(rank), count);
+    }
+}
 
 }  // namespace

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import define_op, like_first, on_gpu
+from compiled_llm.ops.parallel.rank_group import RankGroup
+from compiled_llm.ops.parallel.reductions import all_gather_reference
 from compiled_llm.ops.rowwise import reference
 
 _OPS = torch.ops.compiled_llm
@@ -127,6 +129,17 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _OPS.log_sum_exp(logits)
 
 
+def log_sum_exp_of_ranks(own: Tensor, group: RankGroup, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """``log_sum_exp`` of the logits of all ranks, bit for bit; nobody gathers them.
+
+    Args:
+        own: ``[T, n]``, the logits of the rank's tokens: the ranks' one after the other are the vocabulary's. What
+            stands past the vocabulary is not looked at.
+        vocab_size: V, at most n times the number of ranks.
+    """
+    return _OPS.log_sum_exp_of_ranks(own, *group, vocab_size)
+
+
 def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
     """``qkv`` with ``rms_norm`` of its queries and of its keys in their places.
 
@@ -212,6 +225,11 @@ def _two_like_first(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return like_first(x), like_first(x)
 
 
+def _log_sum_exp_of_ranks_reference(own: Tensor, place: Tensor, memory: Tensor, vocab_size: int) -> tuple:
+    logits = all_gather_reference(own, place, memory, int(place[1]))
+    return reference.log_sum_exp_reference(logits[:, :vocab_size])
+
+
 def _half_of_first(gate_up: Tensor, *args: Any) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
@@ -268,3 +286,9 @@ for _schema, _fake in (_ON_ALL_DEVICES | _ON_GPUS).items():
         cpu="rowwise_cpu" if _schema in _ON_ALL_DEVICES else None,
         gpu=on_gpu(f"rowwise.triton_rowwise:{_name}"),
     )
+define_op(
+    "log_sum_exp_of_ranks(Tensor own, Tensor place, Tensor(a!) memory, int vocab_size) -> (Tensor, Tensor)",
+    reference=_log_sum_exp_of_ranks_reference,
+    fake=lambda own, place, memory, vocab_size: _fake_log_sum_exp(own),
+    cpu="rowwise_cpu",
+)

@@ -4,12 +4,14 @@
 // any company, which they are not where a compiler cuts loops by their sizes.
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "../moe/routing_cpu.h"
+#include "../parallel/shared_buffers.h"
 #include "rowwise_cpu_rows.h"
 
 namespace {
@@ -215,13 +217,94 @@ Tensor sigmoid_gated(const Tensor& x, const Tensor& gate) {
   return out;
 }
 
+// Chunk after chunk in double.
+float log_of_sum(const float* sums, int64_t count) {
+  double total = 0;
+  for (int64_t i = 0; i < count; ++i) total += sums[i];
+  return static_cast<float>(std::log(total));
+}
+
 std::tuple<Tensor, Tensor> log_sum_exp(const Tensor& logits) {
   const RowKernels& kernels = kernels_for(logits, "log_sum_exp");
   const Rows from = rows_of(logits, "log_sum_exp", "logits");
   const int64_t rows = logits.size(0), size = logits.size(1);
   Tensor peak = empty({rows}, kFloat), log_total = empty({rows}, kFloat);
   float *peaks = peak.data<float>(), *log_totals = log_total.data<float>();
-  for_rows(rows, 2 * size, [&](int64_t row) { kernels.log_sum_exp(from[row], size, peaks + row, log_totals + row); });
+  for_rows(rows, 2 * size, [&](int64_t row) {
+    static thread_local std::vector<float> sums;
+    sums.resize((size + kSumChunk - 1) / kSumChunk);
+    peaks[row] = kernels.peak(from[row], size);
+    kernels.sums_of_exp(from[row], size, peaks[row], sums.data());
+    log_totals[row] = log_of_sum(sums.data(), sums.size());
+  });
+  return {std::move(peak), std::move(log_total)};
+}
+
+// How many of `size` elements from `first` on come before the next chunk.
+int64_t before_chunk(int64_t first, int64_t size) { return std::min((kSumChunk - first % kSumChunk) % kSumChunk, size); }
+
+// Of logits of which each rank has those of `width` tokens. A chunk that several ranks have parts of is added up by the first
+// of them, which gets the others' parts.
+std::tuple<Tensor, Tensor> log_sum_exp_of_ranks(const Tensor& own, const Tensor& place, const Tensor& memory, int64_t vocab_size) {
+  const char* op = "log_sum_exp_of_ranks";
+  const RowKernels& kernels = kernels_for(own, op);
+  const Rows from = rows_of(own, op, "own");
+  Exchange ranks(place, memory, op);
+  const int64_t rows = own.size(0), width = own.size(1), bytes = bytes_of(own.dtype());
+  CHECK_VALUE(width > 0 && vocab_size > 0 && vocab_size <= width * ranks.size, op,
+              ": ranks must have all of the vocabulary, got ", width, " of ", vocab_size, " in each of ", ranks.size, " ranks");
+  const auto size_of = [&](int64_t rank) { return std::clamp(vocab_size - rank * width, int64_t{0}, width); };
+  const auto chunks_of = [&](int64_t rank) {  // that it adds up
+    const int64_t size = size_of(rank);
+    return (size - before_chunk(rank * width, size) + kSumChunk - 1) / kSumChunk;
+  };
+  const int64_t size = size_of(ranks.rank), lead = before_chunk(ranks.rank * width, size), chunks = chunks_of(ranks.rank);
+  const int64_t most = std::min(kSumChunk, width), most_chunks = width / kSumChunk + 1;
+
+  // The largest of all ranks, and the parts of chunks that begin in an earlier rank.
+  Tensor peak = empty({rows}, kFloat), log_total = empty({rows}, kFloat);
+  float *peaks = peak.data<float>(), *log_totals = log_total.data<float>();
+  const int64_t told = 4 + most * bytes;  // of a row
+  std::vector<char> mine(rows * told), all(ranks.size * rows * told);
+  for_rows(rows, width, [&](int64_t row) {
+    const float largest = kernels.peak(from[row], size);
+    std::memcpy(mine.data() + row * told, &largest, 4);
+    std::memcpy(mine.data() + row * told + 4, from[row], lead * bytes);
+  });
+  share(ranks, mine.data(), rows * told, all.data());
+  const auto of = [&](int64_t rank, int64_t row) { return all.data() + (rank * rows + row) * told; };
+
+  std::vector<float> sums(rows * most_chunks), of_all(ranks.size * rows * most_chunks);
+  for_rows(rows, 2 * width, [&](int64_t row) {
+    for (int64_t rank = 0; rank < ranks.size; ++rank) {
+      float other;
+      std::memcpy(&other, of(rank, row), 4);
+      peaks[row] = rank == 0 || other > peaks[row] || std::isnan(other) ? other : peaks[row];
+    }
+    if (chunks == 0) return;
+    const char* const begin = static_cast<const char*>(from[row]) + lead * bytes;
+    const int64_t whole = (chunks - 1) * kSumChunk;
+    kernels.sums_of_exp(begin, whole, peaks[row], sums.data() + row * most_chunks);
+    alignas(64) char last[kSumChunk * 4];
+    int64_t filled = size - lead - whole;
+    std::memcpy(last, begin + whole * bytes, filled * bytes);
+    for (int64_t rank = ranks.rank + 1; rank < ranks.size && filled < kSumChunk; ++rank) {
+      const int64_t more = before_chunk(rank * width, size_of(rank));
+      std::memcpy(last + filled * bytes, of(rank, row) + 4, more * bytes);
+      filled += more;
+    }
+    kernels.sums_of_exp(last, filled, peaks[row], sums.data() + row * most_chunks + chunks - 1);
+  });
+  share(ranks, reinterpret_cast<const char*>(sums.data()), rows * most_chunks * 4, reinterpret_cast<char*>(of_all.data()));
+  std::vector<float> in_order;
+  for (int64_t row = 0; row < rows; ++row) {
+    in_order.clear();
+    for (int64_t rank = 0; rank < ranks.size; ++rank) {
+      const auto first = of_all.begin() + (rank * rows + row) * most_chunks;
+      in_order.insert(in_order.end(), first, first + chunks_of(rank));
+    }
+    log_totals[row] = log_of_sum(in_order.data(), in_order.size());
+  }
   return {std::move(peak), std::move(log_total)};
 }
 
@@ -239,6 +322,7 @@ const std::vector<Op> ops = {
     {"scaled_sum", Boxed<scaled_sum>::call, Boxed<scaled_sum>::direct},
     {"sigmoid_gated", Boxed<sigmoid_gated>::call, Boxed<sigmoid_gated>::direct},
     {"log_sum_exp", Boxed<log_sum_exp>::call, Boxed<log_sum_exp>::direct},
+    {"log_sum_exp_of_ranks", Boxed<log_sum_exp_of_ranks>::call, Boxed<log_sum_exp_of_ranks>::direct},
     {"route", Boxed<route>::call, Boxed<route>::direct},
     {"expert_rows", Boxed<expert_rows>::call, Boxed<expert_rows>::direct},
     {"weighted_sum", Boxed<weighted_sum>::call, Boxed<weighted_sum>::direct},

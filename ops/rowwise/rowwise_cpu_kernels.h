@@ -240,27 +240,32 @@ TARGET void sigmoid_gated(const void* x, const void* gate, int64_t gates, void* 
   });
 }
 
-// Added up by lane within a chunk, and then chunk after chunk in double.
+// Up to 16 elements; behind them minus infinity.
 template <class T>
-TARGET void log_sum_exp(const void* all, int64_t size, float* peak, float* log_total) {
-  constexpr int64_t kChunk = 1024;
-  const T* x = static_cast<const T*>(all);
+INLINE Vec elements(const T* from, int64_t count) {
   const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const auto elements = [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
-    return lane < static_cast<int32_t>(count) ? load_floats(x + i, count) : broadcast(-kInfinity);
-  };
+  return lane < static_cast<int32_t>(count) ? load_floats(from, count) : broadcast(-kInfinity);
+}
+
+template <class T>
+TARGET float peak(const void* all, int64_t size) {
+  const T* x = static_cast<const T*>(all);
   Vec largest = broadcast(-kInfinity);
-  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET { largest = max(largest, elements(i, count)); });
-  *peak = largest_lane(largest);
-  double total = 0;
-  for (int64_t from = 0; from < size; from += kChunk) {
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET { largest = max(largest, elements(x + i, count)); });
+  return largest_lane(largest);
+}
+
+// Added up by lane.
+template <class T>
+TARGET void sums_of_exp(const void* all, int64_t size, float peak, float* sums) {
+  const T* x = static_cast<const T*>(all);
+  for (int64_t from = 0; from < size; from += kSumChunk) {
     Vec chains[kChains] = {};
-    for_vectors(std::min(kChunk, size - from), [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
-      chains[i / kLanes % kChains] += exp2((elements(from + i, count) - *peak) * kLog2E);
+    for_vectors(std::min(kSumChunk, size - from), [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+      chains[i / kLanes % kChains] += exp2((elements(x + from + i, count) - peak) * kLog2E);
     });
-    total += sum_of_lanes((chains[0] + chains[1]) + (chains[2] + chains[3]));
+    *sums++ = sum_of_lanes((chains[0] + chains[1]) + (chains[2] + chains[3]));
   }
-  *log_total = static_cast<float>(std::log(total));
 }
 
 template <class T>
@@ -287,7 +292,7 @@ TARGET void weighted_sum(const void* y, int64_t stride, const int32_t* places, c
 template <class T>
 constexpr RowKernels row_kernels() {
   return {norm<T, T>,        norm<T, float>, layer_norm<T>, gated_norm<T>,  rope<T, T>, rope<T, float>,  gated<T>, activate<T>,
-          clamped_swiglu<T>, soft_cap<T>,    scaled_sum<T>, sigmoid_gated<T>, log_sum_exp<T>, widen<T>,   weighted_sum<T>};
+          clamped_swiglu<T>, soft_cap<T>,    scaled_sum<T>, sigmoid_gated<T>, peak<T>, sums_of_exp<T>, widen<T>,   weighted_sum<T>};
 }
 
 inline Kernels kernels() { return {row_kernels<float>(), row_kernels<BFloat16>(), row_kernels<Half>()}; }

@@ -34,6 +34,8 @@ struct HeadsRow {
   float eps;
 };
 
+constexpr int64_t kSumChunk = 1024;  // elements that sums_of_exp adds up
+
 // The kernels for one dtype. Weights of norms are in that dtype or, where the name says so, in float32.
 struct RowKernels {
   void (*norm)(const NormRow&);
@@ -48,7 +50,9 @@ struct RowKernels {
   void (*soft_cap)(const void* x, float cap, void* out, int64_t size);
   void (*scaled_sum)(const void* x, const void* delta, float scale, void* out, int64_t size);
   void (*sigmoid_gated)(const void* x, const void* gate, int64_t gates, void* out, int64_t size);  // 1 gate, or `size`
-  void (*log_sum_exp)(const void* x, int64_t size, float* peak, float* log_total);
+  float (*peak)(const void* x, int64_t size);
+  // The sum of exp(x - peak) of each kSumChunk elements.
+  void (*sums_of_exp)(const void* x, int64_t size, float peak, float* sums);
   void (*widen)(const void* x, float* out, int64_t size);
   // Of the rows `places` of y, `stride` bytes apart; those below 0 add nothing.
   void (*weighted_sum)(const void* y, int64_t stride, const int32_t* places, const float* weights, int64_t count, void* out,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "sampling_cpu_types.h"
+#include "sampling_ranks.h"
 #include "../cpu/op.h"
 
 namespace {
@@ -22,9 +23,9 @@ const T* row_data(const Tensor& x, const char* name, Dtype dtype, int64_t rows) 
   return x.data<T>();
 }
 
-// A token for each row of the logits: choice_of(row) gives the parameters.
-template <class ChoiceOf>
-Tensor choose(const Tensor& logits, const ChoiceOf& choice_of) {
+constexpr int64_t kTogether = 8;  // rows that ranks choose the tokens of at once, at least
+
+const RowKernels& kernels_for(const Tensor& logits) {
   const auto dtype = logits.dtype();
   CHECK_VALUE(logits.dim() == 2 && logits.size(1) > 0 && logits.is_cpu() &&
                   (logits.stride(1) == 1 || logits.size(1) == 1),
@@ -32,10 +33,15 @@ Tensor choose(const Tensor& logits, const ChoiceOf& choice_of) {
               " with strides ", logits.strides(), " on ", logits.place());
   CHECK_VALUE(dtype == kFloat || dtype == kBFloat16 || dtype == kHalf,
               "logits must be float32, bfloat16 or float16, got ", dtype);
+  return dtype == kFloat ? chosen().float32 : dtype == kBFloat16 ? chosen().bfloat16 : chosen().float16;
+}
+
+// A token for each row of the logits: choice_of(row) gives the parameters.
+template <class ChoiceOf>
+Tensor choose(const Tensor& logits, const ChoiceOf& choice_of) {
+  const auto sample = kernels_for(logits).sample;
   const int64_t rows = logits.size(0), vocabulary = logits.size(1);
   const int64_t num_chunks = (vocabulary + kChunk - 1) / kChunk;
-  const Kernels& kernels = chosen();
-  const Sample sample = dtype == kFloat ? kernels.float32 : dtype == kBFloat16 ? kernels.bfloat16 : kernels.float16;
   Tensor out = empty({rows}, kLong);
   int64_t* tokens = out.data<int64_t>();
   const char* data = logits.data<const char>();
@@ -60,27 +66,65 @@ Tensor greedy_tokens(const Tensor& logits) {
   return choose(logits, [](int64_t) { return Choice{}; });
 }
 
+// The parameters of all rows, and what they are called in the schema.
+class Choices {
+ public:
+  Choices(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+          const Tensor& top_n_sigma, const Tensor& seed, const Tensor& position) {
+    CHECK_VALUE(logits.dim() == 2, "logits must be [R, V], got ", logits.sizes());
+    const int64_t rows = logits.size(0);
+    temperatures_ = row_data<float>(temperature, "temperature", kFloat, rows);
+    top_ks_ = row_data<int32_t>(top_k, "top_k", kInt, rows);
+    top_ps_ = row_data<float>(top_p, "top_p", kFloat, rows);
+    min_ps_ = row_data<float>(min_p, "min_p", kFloat, rows);
+    top_n_sigmas_ = row_data<float>(top_n_sigma, "top_n_sigma", kFloat, rows);
+    seeds_ = row_data<int64_t>(seed, "seed", kLong, rows);
+    positions_ = row_data<int32_t>(position, "position", kInt, rows);
+    for (int64_t r = 0; r < rows; ++r)
+      CHECK_VALUE(top_ks_[r] > 0, "sample_tokens: top_k[", r, "] must be at least 1, got ", top_ks_[r]);
+  }
+
+  Choice operator()(int64_t r) const {
+    return {temperatures_[r], top_ps_[r], min_ps_[r], top_n_sigmas_[r], top_ks_[r], seeds_[r], positions_[r]};
+  }
+
+ private:
+  const float *temperatures_, *top_ps_, *min_ps_, *top_n_sigmas_;
+  const int32_t *top_ks_, *positions_;
+  const int64_t* seeds_;
+};
+
 Tensor sample_tokens(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
                      const Tensor& min_p, const Tensor& top_n_sigma, const Tensor& seed, const Tensor& position) {
-  CHECK_VALUE(logits.dim() == 2, "logits must be [R, V], got ", logits.sizes());
-  const int64_t rows = logits.size(0);
-  const float* temperatures = row_data<float>(temperature, "temperature", kFloat, rows);
-  const int32_t* top_ks = row_data<int32_t>(top_k, "top_k", kInt, rows);
-  const float* top_ps = row_data<float>(top_p, "top_p", kFloat, rows);
-  const float* min_ps = row_data<float>(min_p, "min_p", kFloat, rows);
-  const float* top_n_sigmas = row_data<float>(top_n_sigma, "top_n_sigma", kFloat, rows);
-  const int64_t* seeds = row_data<int64_t>(seed, "seed", kLong, rows);
-  const int32_t* positions = row_data<int32_t>(position, "position", kInt, rows);
-  for (int64_t r = 0; r < rows; ++r)
-    CHECK_VALUE(top_ks[r] > 0, "sample_tokens: top_k[", r, "] must be at least 1, got ", top_ks[r]);
-  return choose(logits, [&](int64_t r) {
-    return Choice{temperatures[r], top_ps[r], min_ps[r], top_n_sigmas[r], top_ks[r], seeds[r], positions[r]};
-  });
+  return choose(logits, Choices(logits, temperature, top_k, top_p, min_p, top_n_sigma, seed, position));
+}
+
+Tensor sample_tokens_of_ranks(const Tensor& own, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                              const Tensor& min_p, const Tensor& top_n_sigma, const Tensor& seed, const Tensor& position,
+                              const Tensor& place, const Tensor& memory, int64_t vocab_size) {
+  const Choices choices(own, temperature, top_k, top_p, min_p, top_n_sigma, seed, position);
+  const RowKernels& steps = kernels_for(own);
+  Exchange ranks(place, memory, "sample_tokens_of_ranks");
+  const int64_t width = own.size(1), rows = own.size(0), row_bytes = own.stride(0) * bytes_of(own.dtype());
+  CHECK_VALUE(width % kChunk == 0 && vocab_size > 0 && vocab_size <= width * ranks.size,
+              "sample_tokens_of_ranks: ranks must have whole chunks of ", kChunk, " tokens, and all of the vocabulary, got ", width,
+              " of ", vocab_size, " in each of ", ranks.size, " ranks");
+  Tensor out = empty({rows}, kLong);
+  static thread_local std::vector<RankRow> memory_of_rows;  // kept: fresh memory costs as much as a pass
+  RankRows together(ranks, chosen(), steps, width, vocab_size, memory_of_rows);
+  for (int64_t r = 0, begin = 0; r < rows; ++r) {
+    together.add(own.data<const char>() + r * row_bytes, choices(r));
+    if (r + 1 < rows && together.count() < std::max(kTogether, num_threads())) continue;
+    together.choose(out.data<int64_t>() + begin);
+    begin = r + 1;
+  }
+  return out;
 }
 
 const std::vector<Op> ops = {
     {"greedy_tokens", Boxed<greedy_tokens>::call, Boxed<greedy_tokens>::direct},
     {"sample_tokens", Boxed<sample_tokens>::call, Boxed<sample_tokens>::direct},
+    {"sample_tokens_of_ranks", Boxed<sample_tokens_of_ranks>::call, Boxed<sample_tokens_of_ranks>::direct},
 };
 
 }  // namespace

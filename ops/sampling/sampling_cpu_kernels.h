@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 
 #include "sampling_cpu_noise.h"
 
@@ -102,6 +101,16 @@ TARGET Kept kept(const Row& row, float least) {
   return {count, sum};
 }
 
+TARGET double kept_of_chunks(const Row& row, float least, float* sums) {
+  double count = 0;
+  IntPart counts[kPartsOfVec] = {};
+  for (int64_t c = 0; c < row.num_chunks; ++c)
+    sums[c] = row.largest[c] >= least ? static_cast<float>(kept_in_chunk(row, c, least, counts)) : 0;
+  for (const IntPart& part : counts)
+    for (int64_t i = 0; i < kPartLanes; ++i) count += part[i];
+  return count;
+}
+
 // The weights from `least` to below `end`.
 TARGET void gather(const Row& row, float least, float end, std::vector<float>& found) {
   found.clear();
@@ -140,14 +149,6 @@ TARGET float search(const Row& row, float least, double target, double Kept::* a
   for (const float w : found)
     if ((sum += amount == &Kept::sum ? w : 1) >= target) return w;
   return __builtin_bit_cast(float, low);
-}
-
-// The k-th largest of the numbers of chunks, or -inf if there are fewer.
-inline float kth_of_chunks(const float* numbers, int64_t num_chunks, int64_t k, std::vector<float>& found) {
-  if (k > num_chunks) return -kInfinity;
-  found.assign(numbers, numbers + num_chunks);
-  std::nth_element(found.begin(), found.begin() + (k - 1), found.end(), std::greater<>());
-  return found[k - 1];
 }
 
 // The k-th largest weight. Where there are k chunks or more, each of the k with the largest maxima has a weight of at
@@ -189,7 +190,7 @@ class Race {
     count_ = 0;
   }
 
-  int64_t winner() const { return winner_; }
+  Drawn winner() const { return {winner_, best_}; }
 
  private:
   const Choice& choice_;
@@ -214,11 +215,11 @@ INLINE int32_t depth_of(float x, float maximum, float unit) {
 template <class T>
 INLINE void look_into(const T* logits, const Row& row, int64_t block, float maximum, float unit, float least_weight,
                       float least, int64_t place, int32_t noise, Race& race) {
-  const int64_t begin = block * kBlock, first = begin + place;
+  const int64_t begin = block * kBlock - row.first, first = begin + place;
   const auto stays = [&](int64_t token) { return least_weight == 0 || row.weights[token] >= least_weight; };
   if (first < row.vocabulary && stays(first)) {
     const int32_t depth = depth_of(static_cast<float>(logits[first]), maximum, unit);
-    if (depth <= race.deepest(noise)) race.take(noise - depth, first);
+    if (depth <= race.deepest(noise)) race.take(noise - depth, row.first + first);
   }
   for (int64_t i = begin; i < begin + kBlock && i < row.vocabulary; i += kLanes) {
     const IntVec depth = depths(load_logits(logits, i, row.vocabulary), maximum, unit);
@@ -226,15 +227,16 @@ INLINE void look_into(const T* logits, const Row& row, int64_t block, float maxi
     if (!any(near)) continue;
     for (int64_t lane = 0; lane < kLanes; ++lane)
       if (near[lane] && i + lane != first && i + lane < row.vocabulary && stays(i + lane))
-        race.keep(i + lane, depth[lane], least);
+        race.keep(row.first + i + lane, depth[lane], least);
   }
 }
 
 // Of the tokens with a weight of at least `least_weight` and a depth of at most `limit` the one that is drawn. Blocks whose
 // noise cannot bring the largest logit of their chunk up to the best token so far are not looked into.
 template <class T>
-TARGET int64_t draw(const T* logits, const Choice& choice, const Row& row, float maximum, float unit,
-                    float least_weight, int32_t limit) {
+TARGET Drawn draw(const void* all_logits, const Choice& choice, const Row& row, float maximum, float unit,
+                  float least_weight, int32_t limit) {
+  const T* logits = static_cast<const T*>(all_logits);
   constexpr int64_t kBlocks = kChunk / kBlock, kTogether = kLanes / kBlocks;  // of a chunk; chunks of a vector
   int64_t count = 0, top = 0;
   for (int64_t c = 0; c < row.num_chunks; ++c) {
@@ -242,12 +244,13 @@ TARGET int64_t draw(const T* logits, const Choice& choice, const Row& row, float
     if (row.peaks[c] == maximum && row.peaks[row.chunks[top]] != maximum) top = count;
     count += (least_weight == 0 || row.largest[c] >= least_weight) && depth_of(row.peaks[c], maximum, unit) <= limit;
   }
+  Race race(choice, limit);
+  if (count == 0) return race.winner();
   std::swap(row.chunks[0], row.chunks[top]);  // so that the first is a hard one to beat
   std::fill_n(row.chunks + count, kTogether, row.chunks[0]);
-  Race race(choice, limit);
   for (int64_t i = 0; i < count; i += kTogether) {
     uint32_t blocks[kLanes];
-    for (int64_t j = 0; j < kLanes; ++j) blocks[j] = row.chunks[i + j / kBlocks] * kBlocks + j % kBlocks;
+    for (int64_t j = 0; j < kLanes; ++j) blocks[j] = row.first / kBlock + row.chunks[i + j / kBlocks] * kBlocks + j % kBlocks;
     BlockNoise noise;
     block_noise(choice, blocks, noise);
     for (int64_t j = 0; j < std::min(kLanes, (count - i) * kBlocks); ++j)
@@ -259,30 +262,47 @@ TARGET int64_t draw(const T* logits, const Choice& choice, const Row& row, float
   return race.winner();
 }
 
-// The standard deviation of a row's logits above -inf; infinite, so that every token stays, where a square overflows.
-template <class T>
-TARGET double standard_deviation(const T* logits, const Row& row, float maximum) {
-  const auto total = [&](auto term) TARGET {
-    double sum = 0;
-    for (int64_t c = 0; c < row.num_chunks; ++c) {
-      Vec terms = {};
-      for (int64_t i = c * kChunk; i < (c + 1) * kChunk; i += kLanes) {
-        const Vec x = load_logits(logits, i, row.vocabulary);
-        terms += x > -kInfinity ? term(maximum - x) : Vec{};
-      }
-      sum += sum_of_lanes(terms);
+// Of each chunk the sum of term(maximum - x) over its logits x above -inf.
+template <class T, class Term>
+INLINE void sums_of_chunks(const T* logits, const Row& row, float maximum, float* sums, const Term& term) {
+  for (int64_t c = 0; c < row.num_chunks; ++c) {
+    Vec terms = {};
+    for (int64_t i = c * kChunk; i < (c + 1) * kChunk; i += kLanes) {
+      const Vec x = load_logits(logits, i, row.vocabulary);
+      terms += x > -kInfinity ? term(maximum - x) : Vec{};
     }
-    return sum;
-  };
-  const double count = total([](Vec) TARGET { return broadcast(1); });
-  const float mean = static_cast<float>(total([](Vec distance) TARGET { return distance; }) / count);
-  const double squares = total([&](Vec distance) TARGET { return (distance - mean) * (distance - mean); });
-  return std::isnan(squares) ? kInfinity : std::sqrt(squares / count);
+    sums[c] = sum_of_lanes(terms);
+  }
+}
+
+template <class T>
+TARGET void distances(const void* all_logits, const Row& row, float maximum, float* counts, float* sums) {
+  const T* logits = static_cast<const T*>(all_logits);
+  sums_of_chunks(logits, row, maximum, counts, [](Vec) TARGET { return broadcast(1); });
+  sums_of_chunks(logits, row, maximum, sums, [](Vec distance) TARGET { return distance; });
+}
+
+template <class T>
+TARGET void squares(const void* all_logits, const Row& row, float maximum, float mean, float* sums) {
+  sums_of_chunks(static_cast<const T*>(all_logits), row, maximum, sums,
+                 [&](Vec distance) TARGET { return (distance - mean) * (distance - mean); });
+}
+
+// The standard deviation of a row's logits above -inf.
+template <class T>
+TARGET double standard_deviation(const void* logits, const Row& row, float maximum, std::vector<float>& found) {
+  found.resize(2 * row.num_chunks);
+  float *const counts = found.data(), *const sums = counts + row.num_chunks;
+  distances<T>(logits, row, maximum, counts, sums);
+  const double count = total_of(counts, row.num_chunks);
+  squares<T>(logits, row, maximum, static_cast<float>(total_of(sums, row.num_chunks) / count), sums);
+  return deviation_of(total_of(sums, row.num_chunks), count);
 }
 
 // The weights of the chunks whose largest logit is at least `least`, and the largest weight of each; of others -1 for that.
 template <class T>
-TARGET void weigh(const T* logits, const Row& row, float maximum, float scale, float least) {
+TARGET void weigh(const void* all_logits, const Row& row, float maximum, float scale, float least) {
+  const T* logits = static_cast<const T*>(all_logits);
   for (int64_t c = 0; c < row.num_chunks; ++c) {
     row.largest[c] = -1;
     if (row.peaks[c] < least) continue;
@@ -296,9 +316,8 @@ TARGET void weigh(const T* logits, const Row& row, float maximum, float scale, f
   }
 }
 
-// The token of one row.
 template <class T>
-TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, std::vector<float>& found) {
+TARGET float survey(const void* all_logits, const Row& row) {
   const T* logits = static_cast<const T*>(all_logits);
   float maximum = -kInfinity;
   IntPart greatest = {};  // of all bits without the sign: those of NaN are above those of infinity
@@ -314,34 +333,51 @@ TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, st
   }
   bool has_nan = false;
   for (int64_t i = 0; i < kPartLanes; ++i) has_nan |= greatest[i] > 0x7f800000;
-  if (has_nan || maximum == kInfinity || maximum == -kInfinity) return kNoToken;
-  if (choice.temperature <= 0) {
-    for (int64_t c = 0; c < row.num_chunks; ++c)
-      for (int64_t i = c * kChunk; row.peaks[c] == maximum && i < std::min(row.vocabulary, (c + 1) * kChunk); ++i)
-        if (static_cast<float>(logits[i]) == maximum) return i;
-  }
+  return has_nan ? std::numeric_limits<float>::quiet_NaN() : maximum;
+}
+
+template <class T>
+TARGET int64_t first_of(const void* all_logits, const Row& row, float maximum) {
+  const T* logits = static_cast<const T*>(all_logits);
+  for (int64_t c = 0; c < row.num_chunks; ++c)
+    for (int64_t i = c * kChunk; row.peaks[c] == maximum && i < std::min(row.vocabulary, (c + 1) * kChunk); ++i)
+      if (static_cast<float>(logits[i]) == maximum) return i;
+  return kNoToken;
+}
+
+// The token of one row.
+template <class T>
+TARGET int64_t sample(const void* logits, const Choice& choice, Row& row, std::vector<float>& found) {
+  const float maximum = survey<T>(logits, row);
+  if (!std::isfinite(maximum)) return kNoToken;
+  if (choice.temperature <= 0) return first_of<T>(logits, row, maximum);
   const float temperature = std::max(choice.temperature, kMinTemperature);
   const float unit = kLog2E * kHalving / temperature;  // depths of a logit's unit
   float least = 0;
   if (choice.top_k < row.vocabulary || choice.top_p < 1) {
     // As many chunks as top-k keeps tokens are enough for it.
     const float peak = choice.top_k < row.vocabulary ? kth_of_chunks(row.peaks, row.num_chunks, choice.top_k, found) : -kInfinity;
-    weigh(logits, row, maximum, 1 / temperature * kLog2E, peak);
+    weigh<T>(logits, row, maximum, 1 / temperature * kLog2E, peak);
   }
   if (choice.top_k < row.vocabulary) least = kth_largest(row, choice.top_k, found);
   if (choice.top_p < 1) {
     const double total = kept(row, least).sum;
     // Of all weights, those below this sum to less than what may go.
-    if (least == 0) least = static_cast<float>((1 - choice.top_p) * total / row.vocabulary * 0.999);
+    if (least == 0) least = least_of_top_p(choice, total, row.vocabulary);
     least = search(row, least, choice.top_p * total, &Kept::sum, found);
   }
-  double limit = kDeepest - 1;
-  if (choice.min_p > 0) limit = std::min(limit, -std::log2(double{choice.min_p}) * kHalving);
-  if (choice.top_n_sigma > 0) limit = std::min(limit, choice.top_n_sigma * standard_deviation(logits, row, maximum) * unit);
-  return draw(logits, choice, row, maximum, unit, least, static_cast<int32_t>(limit));
+  const double deviation = choice.top_n_sigma > 0 ? standard_deviation<T>(logits, row, maximum, found) : 0;
+  return draw<T>(logits, choice, row, maximum, unit, least, deepest_kept(choice, deviation, unit)).token;
 }
 
-inline Kernels kernels() { return {sample<float>, sample<BFloat16>, sample<Half>}; }
+template <class T>
+constexpr RowKernels row_kernels() {
+  return {sample<T>, survey<T>, first_of<T>, weigh<T>, distances<T>, squares<T>, draw<T>};
+}
+
+inline Kernels kernels() {
+  return {row_kernels<float>(), row_kernels<BFloat16>(), row_kernels<Half>(), kept_of_chunks, gather, kth_largest};
+}
 
 }  // namespace ISA
 }  // namespace

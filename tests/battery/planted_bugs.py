@@ -201,6 +201,7 @@ ROLES_OF_RANKS = Checks(("tests/e2e/test_roles_of_ranks.py",), load_torch=True)
 ABORTS = Checks(("tests/e2e/test_engine.py::test_a_stream_closed_early_aborts_its_request",), load_torch=True)
 NOISE = Checks(("tests/ops/sampling/test_noise.py",), load_torch=True)
 SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
+RANK_LOGITS = Checks(("tests/step/test_rank_logits.py",), load_torch=True)
 ROUNDING = Checks(
     (
         "tests/ops/linear/test_searched_scales.py",
@@ -893,6 +894,25 @@ _PLANTED = """
             BeamGroup._request: True => False
         beams end at an end-of-text token of their own
             BeamGroup._is_over: beam.token_ids[-1] in self._eos_token_ids => False
+    step.logits, RANK_LOGITS
+        masks of a rank are those of the first tokens
+            of_part: first // _BITS + torch.arange(count // _BITS, device=first.device)
+                => torch.arange(count // _BITS, device=first.device)
+        a rank without the token biases another one
+            of_part: torch.where(is_none, 0.0, biases) => biases
+        a rank biases tokens of others
+            of_part: torch.where(is_here, ids, ids.gather(1, other)) => ids
+        drafts of other ranks count
+            process_logits: is_own & is_here => is_own
+    step.rank_logits, RANK_LOGITS
+        every rank counts a token
+            processing_rank_sampler_function: torch.where(is_here, due, 0.0) => due
+        what is behind the vocabulary is likelier, too
+            logprob_rows_of_ranks: torch.arange(own.shape[1], device=own.device) + tokens.first < vocab_size
+                => torch.ones(own.shape[1], dtype=torch.bool)
+        networks draft tokens that the model does not know
+            drafted: sample_of_ranks(logits, params, tokens, vocab_size)
+                => sample_of_ranks(logits, params, tokens, vocab_size + 500)
     step.sampling, SAMPLER
         all positions have the same noise
             sample: params.position => params.position * 0

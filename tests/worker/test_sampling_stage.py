@@ -183,7 +183,7 @@ def test_what_holds_a_users_code_is_not_kept_on_disk_nor_compiled_elsewhere() ->
     served = Served((Add(),))
     assert {name for name, keep in served.kept.items() if not keep} == {"sample_changed"}
     inputs = {rows: sampling_input(rows) for rows in (2, 4)}
-    arguments = inputs, lambda rows: torch.empty(rows, VOCAB), (), 4.0
+    arguments = inputs, torch.empty, (), 4.0
     assert {job.name for job in served.stage.jobs(*arguments)} == {"sample", "logprobs", "prompt_logprobs"}
     plain = {job.name for job in Served().stage.jobs(*arguments)}
     assert plain - {job.name for job in served.stage.jobs(*arguments)} == {"sample_changed"}
