@@ -61,7 +61,8 @@ def _begin_copy(x: Tensor, host: Tensor, buffer: Tensor) -> None:
 
 
 def _await_copy(x: Tensor, buffer: Tensor) -> None:
-    torch.cuda.current_stream(buffer.device).wait_event(_arrival(buffer.device, buffer.data_ptr()))
+    main = torch.cuda.current_stream(buffer.device)
+    main.wait_event(_arrival(buffer.device, buffer.data_ptr()))
 
 
 def _copy(x: Tensor, host: Tensor, buffer: Tensor) -> None:
@@ -72,9 +73,5 @@ def _nothing(*args: Tensor) -> None:
     """What is to be done for tensors without data; and where a copy is done as it begins."""
 
 
-define_op(
-    "fetch(Tensor(a!) x, Tensor host, Tensor(b!) buffer) -> ()", reference=_copy, fake=_nothing, gpu=_begin_copy
-)
-define_op(
-    "await_fetched(Tensor(a!) x, Tensor(b!) buffer) -> ()", reference=_nothing, fake=_nothing, gpu=_await_copy
-)
+define_op("fetch(Tensor(a!) x, Tensor host, Tensor(b!) buffer) -> ()", reference=_copy, fake=_nothing, gpu=_begin_copy)
+define_op("await_fetched(Tensor(a!) x, Tensor(b!) buffer) -> ()", reference=_nothing, fake=_nothing, gpu=_await_copy)

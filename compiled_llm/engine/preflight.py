@@ -49,6 +49,7 @@ from compiled_llm.worker.memory import (
     num_bytes,
     total_bytes,
 )
+from compiled_llm.worker.offloaded_weights import offloaded
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.rank_start import check_device
 
@@ -97,10 +98,22 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     within = "" if drafter is None else prefix_of(drafter.model_config)
     served = dataclasses.replace(made, max_position_embeddings=limits.max_model_len)
     description = family_of(served).describe(served, dtype, taken)
-    weight_bytes = num_bytes(description.weights)
+    weights, weight_bytes = description.weights, num_bytes(description.weights)
+    elsewhere, offload = 0, offloaded(config, served, device, linears, dtype)
+    if offload is not None:
+        weights = offload.over_buffers(weights, torch.device("meta"))
+        elsewhere = offload.host_bytes
     kept = f", {described(json.loads(made.published), rounds_activations(linears))}" if made.published else ""
     kept += f", rounded to {config.quantization}" if config.quantization is not None else ""
     yield "weights", f"{kv_cache.dtype_name(dtype)}{kept}: {weight_bytes / _MIB:,.1f} MiB in memory{of_each}"
+    if offload is not None:
+        offload.check_room()
+        yield (
+            "offloaded weights",
+            f"{elsewhere / _MIB:,.1f} MiB of these, {len(offload.kind.layers)} layers, in host memory; they come to "
+            f"buffers of {offload.buffer_bytes / _MIB:,.1f} MiB on the device",
+        )
+        weight_bytes += offload.buffer_bytes - elsewhere
     if config.model is not None and not Path(config.model).expanduser().is_dir() and not _has_weights(directory):
         yield "files", "the weights were not downloaded from the hub, and their headers not read"
     elif config.load_format != "dummy":
@@ -131,8 +144,8 @@ def look_at(config: EngineConfig) -> Iterator[tuple[str, str]]:
     state = f"; {sizes.slot_bytes:,} bytes of state a request" if sizes.slot_bytes else ""
     yield "KV cache", f"{kv_cache.describe(own, cache_dtypes, dtype)}{state}{of_each}"
     yield "memory", _free(device)
-    how_much = description.weights, taken, config, served, directory, device, dtype, config.tensor_parallel_size
-    check_room_for_weights(*how_much, are_mapped=are_mapped)
+    how_much = weights, taken, config, served, directory, device, dtype, config.tensor_parallel_size
+    check_room_for_weights(*how_much, are_mapped=are_mapped, elsewhere=elsewhere)
     needed = kv_cache.num_tensors(own, cache_dtypes), estimated_activations(made, limits, dtype, taken)
     memory = StartMemory(config, limits, device, sizes, *needed, config.tensor_parallel_size)
     mapped = num_bytes(tuple(linear_layers(description.weights))) if are_mapped else 0

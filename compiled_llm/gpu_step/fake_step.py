@@ -138,6 +138,9 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     compiled = compile_at_first_call(own_copy(step.function, bucket_name), cuda_graphs=engine.cuda_graphs == "trees")
     with contextlib.nullcontext() if step.num_ranks == 1 else without_constants_on_gpu():
         generated = generate(compiled, step.args, step.mode)
+    if engine.cpu_offload_gb:  # torch's own graphs take no tensors of the host; those that an engine captures do
+        others = tuple(reason for reason in generated.skip_reasons if "due to cpu device" not in reason)
+        generated = generated._replace(skip_reasons=others)
     capability = torch.cuda.get_device_capability()
     programmatic = is_programmatic(engine.cuda_graphs, capability, fetches=engine.cpu_offload_gb > 0)
     name = str(step.dtype).removeprefix("torch.")

@@ -59,7 +59,7 @@ def offloaded(
         return None
     if device.type not in _DEVICES:
         raise ValueError(
-            f"cpu_offload_gb must be 0 on {device} (its weights are in host memory already; weights_path maps more than "
+            f"cpu_offload_gb must be 0 on {device} (weights are in host memory already; weights_path maps more than "
             f"there is room for), given {gib:g}"
         )
     if isinstance(model_config, TransformersConfig):
