@@ -62,6 +62,7 @@ def late() -> Iterator[LateFetches]:
     with LateFetches() as fetches:
         yield fetches
     assert not fetches.under_way
+    assert fetches.num_not_awaited == 0
     assert fetches.num_copies > 0
 
 
