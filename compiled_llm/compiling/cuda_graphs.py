@@ -41,7 +41,7 @@ class GraphPool:
 
 
 def graph_pool(
-    cuda_graphs: str, device: torch.device, enforce_eager: bool = False, *, fetches: bool = False
+    cuda_graphs: str, device: torch.device, enforce_eager: bool = False, fetches: bool = False
 ) -> GraphPool | None:
     """The pool for graphs captured by hand, as the engine arguments ask for them; None where there are none.
 

@@ -132,7 +132,7 @@ class StartedModel:
         self._set_rank(config, model_config, shard, group, peers)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
-        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager, fetches=config.cpu_offload_gb > 0)
+        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager, config.cpu_offload_gb > 0)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes, model_config)
